@@ -1,0 +1,37 @@
+# Every target makes and updates .venv by itself; PYTHON=/path/to/python names the interpreter to make it with.
+SETUP := ./scripts/setup_venv.sh
+BIN := .venv/bin
+
+.PHONY: help setup demo test lint bench soak
+
+help:
+	@echo 'make demo   the main job on a real vLLM: computed once, then loaded from memory and from disk'
+	@echo 'make test   format, lint, types, all tests'
+	@echo 'make lint   format, lint, types'
+	@echo 'make bench  the benchmarks'
+	@echo 'make soak   the long runs'
+	@echo 'make setup  only .venv, with vLLM and the development tools'
+
+setup:
+	@$(SETUP) engine dev
+
+demo:
+	@$(SETUP) engine
+	@$(BIN)/kvpact demo
+
+lint:
+	@$(SETUP) dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+bench: setup
+	@set -e; for benchmark in $(sort $(wildcard benchmarks/*.py)); do \
+		echo "== $$benchmark"; $(BIN)/python $$benchmark; \
+	done
+
+soak: setup
+	$(BIN)/python -m pytest -m soak --timeout 0

@@ -1,0 +1,130 @@
+"""A cache that keeps the pact and does no more: one KV cache group, in memory, a fixed number of slots."""
+
+from collections import Counter, OrderedDict
+from itertools import count, takewhile
+from types import SimpleNamespace
+
+from kvpact.blocks import BlockKeys
+from kvpact.contract import (
+    ExternalCache,
+    ExternalKVMatch,
+    Inquiry,
+    JobTally,
+    LoadJob,
+    LoadSettlement,
+    SaveJob,
+    StepWork,
+)
+
+
+class MinimalCache(ExternalCache):
+    def __init__(self, place):
+        self.place, self.size = place, place.block_size
+        self.stored = OrderedDict()  # block key -> slot; the first one is evicted first
+        self.holds = Counter()  # slot -> promises and jobs that need it as it is
+        self.plans, self.keys, self.failed_from = {}, {}, {}  # by request
+        self.jobs, self.new, self.job_ids, self.step = {}, [], count(1), 0
+
+    def bind_scheduler_context(self, context):
+        self.context = context
+
+    def prepare_external_match(self, request, num_computed_tokens):
+        name, start = request.request_id, num_computed_tokens // self.size
+        plan = self.plans.get(name)
+        if plan is None or plan.start != start:
+            self.abort_external_match(name, None, "superseded")
+            last = (len(request.token_ids) - 1) // self.size
+            keys = self.keys_of(request)[start : min(last, self.failed_from.get(name, last))]
+            slots = [self.stored[key] for key in takewhile(self.stored.__contains__, keys)]
+            loading = any(isinstance(job, LoadJob) and job.request_id == name for job, _, _ in self.jobs.values())
+            if not slots or loading or not request.may_load:
+                return ExternalKVMatch(0)
+            self.holds.update(slots)
+            plan = self.plans[name] = SimpleNamespace(start=start, slots=slots)
+        plan.seen = self.step
+        return ExternalKVMatch(len(plan.slots) * self.size, load_kv_async=True, query_result=plan)
+
+    def commit_external_match(self, request, match, num_tokens, block_ids):
+        plan, blocks = self.plans.pop(request.request_id), -(-num_tokens // self.size)
+        self.holds.subtract(plan.slots[blocks:])
+        if blocks:
+            self.order(LoadJob, request, plan.start, plan.slots[:blocks], block_ids, False)
+        return num_tokens
+
+    def abort_external_match(self, request_id, match, reason):
+        if request_id in self.plans:
+            self.holds.subtract(self.plans.pop(request_id).slots)
+
+    def note_computed(self, request, num_computed_tokens, block_ids):
+        keys = self.keys_of(request)[: num_computed_tokens // self.size]
+        for key in (key for key in reversed(keys) if key in self.stored):
+            self.stored.move_to_end(key)  # used last, evicted last; and a prompt's head after its tail
+        known = {*self.stored, *(key for _, _, saving in self.jobs.values() for key in saving)}
+        start = next((block for block, key in enumerate(keys) if key not in known), len(keys))
+        wanted = len(list(takewhile(lambda key: key not in known, keys[start:])))
+        free = [*{*range(self.place.num_slots)}.difference(self.stored.values(), +self.holds)]
+        evictable = [key for key, slot in self.stored.items() if not self.holds[slot] and key not in keys]
+        free += [self.stored.pop(key) for key in evictable[: max(0, wanted - len(free))]]
+        if slots := free[:wanted]:
+            self.holds.update(slots)
+            self.context.touch(block_ids()[start : start + len(slots)])
+            self.order(SaveJob, request, start, slots, block_ids())
+
+    def end_step(self):
+        self.step += 1
+        for name in [name for name, plan in self.plans.items() if self.step - plan.seen > 4]:
+            self.abort_external_match(name, None, "not renewed")  # some engines drop a match without a word
+        new, self.new = self.new, []
+        loads, saves = [tuple(job for job in new if isinstance(job, kind)) for kind in (LoadJob, SaveJob)]
+        open_jobs = [job for job, _, _ in self.jobs.values() if job not in new]
+        overdue = open_jobs if self.step % 16 == 0 else []  # a report may have been lost
+        return StepWork(loads, saves, tuple(Inquiry(job.job_id, job.blocks) for job in overdue))
+
+    def apply_report(self, report):
+        for rank, outcomes in report.ranks.items():
+            for job_id in outcomes.keys() & self.jobs.keys():
+                self.jobs[job_id][1].add(rank, outcomes[job_id])
+        ended = [job_id for job_id, (_, tally, _) in self.jobs.items() if tally.complete]
+        return [settled for job_id in ended if (settled := self.settle(*self.jobs.pop(job_id)))]
+
+    def settle(self, job, tally, keys):
+        self.holds.subtract(job.slots)
+        if isinstance(job, SaveJob):
+            self.context.free_blocks(job.block_ids)
+            saved = zip(job.blocks, keys, job.slots, strict=False)
+            return self.stored.update({key: slot for block, key, slot in saved if block in tally.saved().done})
+        outcome = tally.loaded()
+        if outcome.failed.ranges:
+            first = outcome.failed.ranges[0].start
+            for key in keys[first - job.start_block :]:
+                self.stored.pop(key, None)
+            if job.request_id in self.keys:
+                self.failed_from[job.request_id] = first
+        return LoadSettlement(job.request_id, outcome.done, outcome.failed, asynchronous=True)
+
+    def request_finished(self, request_id):
+        self.abort_external_match(request_id, None, "finished")
+        self.keys.pop(request_id, None)
+        self.failed_from.pop(request_id, None)
+
+    def reset(self):
+        for name in [*self.plans]:
+            self.abort_external_match(name, None, "reset")
+        self.stored.clear()
+        self.jobs = {job_id: (job, tally, []) for job_id, (job, tally, _) in self.jobs.items()}
+
+    @property
+    def has_pending_work(self):
+        return bool(self.jobs)
+
+    def order(self, kind, request, start, slots, block_ids, *synchronous):
+        ids, end = tuple(block_ids[start : start + len(slots)]), start + len(slots)
+        job = kind(next(self.job_ids), request.request_id, start, tuple(slots), ids, *synchronous)
+        self.jobs[job.job_id] = job, JobTally(job.blocks, self.place.num_ranks), self.keys_of(request)[start:end]
+        self.new.append(job)
+
+    def keys_of(self, request):
+        if request.identity is None:  # it carries something unknown: nobody may share its blocks
+            return []
+        new = BlockKeys(b"my cache", self.size, request.identity)
+        return self.keys.setdefault(request.request_id, new).extend(request.token_ids)

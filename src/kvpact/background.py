@@ -1,0 +1,50 @@
+"""Background threads that keep off the CPUs the engine computes on.
+
+Owns how kvpact starts a thread that moves bytes; never touches the engine's own threads or their affinity. Engines that
+compute on CPUs pin the thread that calls a connector, a new thread inherits that pin, and copies would then take turns
+with the forward pass they are meant to hide behind. Floor 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+
+
+def spare_cpus() -> frozenset[int]:
+    """CPUs that this process may use and the calling thread may not; empty if the caller is not pinned.
+
+    A pinned thread no longer knows what it was allowed before, so the parent process and the other threads are asked:
+    a limit that the user put on the launching process is kept.
+    """
+    allowed: set[int] = set()
+    for task in (os.getppid(), *_threads_of_this_process()):
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+            allowed |= os.sched_getaffinity(task)
+    return frozenset(allowed - os.sched_getaffinity(0))
+
+
+def start_background(name: str, target: Callable[[], None], niceness: int = 0) -> threading.Thread:
+    """Start a daemon thread running `target` on the spare CPUs, or wherever the caller runs if there are none."""
+    cpus = spare_cpus()
+
+    def run() -> None:
+        with contextlib.suppress(OSError):  # a cpuset may forbid it; the thread then stays where it is
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+            if niceness:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _threads_of_this_process() -> list[int]:
+    try:
+        return [int(task) for task in os.listdir("/proc/self/task")]
+    except OSError:
+        return []

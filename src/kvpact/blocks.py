@@ -1,0 +1,244 @@
+"""Names for blocks: ranges of them, the keys that identify their content, and the namespace that bounds their use.
+
+Owns the algebra of block ranges, kvpact's own block keys (chained BLAKE3) and the namespace digest. Never looks at an
+engine: what a request brings arrives as plain values. Floor 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from blake3 import blake3
+
+BlockKey: TypeAlias = bytes
+"""32 bytes naming one block and every token before it; equal in every process, host and release."""
+
+KEY_BYTES = 32
+KEY_FORMAT = 1
+"""Raised when the preimage of a key changes, so that old and new records never meet."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BlockRange:
+    """A run of engine blocks, indexing a request's blocks from 0. `count` may be 0."""
+
+    start: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.count < 0:
+            raise ValueError(f"a block range needs start >= 0 and count >= 0, not ({self.start}, {self.count})")
+
+    @property
+    def end(self) -> int:
+        """The block after the last one."""
+        return self.start + self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSet:
+    """A set of blocks as sorted, disjoint, non-adjacent, non-empty ranges. Build one with `of` or `union`."""
+
+    ranges: tuple[BlockRange, ...] = ()
+
+    @classmethod
+    def of(cls, *ranges: BlockRange) -> RangeSet:
+        """The blocks covered by any of `ranges`, which may overlap and be empty."""
+        merged: list[BlockRange] = []
+        for item in sorted(item for item in ranges if item.count):
+            if merged and item.start <= merged[-1].end:
+                merged[-1] = BlockRange(merged[-1].start, max(merged[-1].end, item.end) - merged[-1].start)
+            else:
+                merged.append(item)
+        return cls(tuple(merged))
+
+    @classmethod
+    def span(cls, start: int, end: int) -> RangeSet:
+        """The blocks `start <= block < end`; empty if `end <= start`."""
+        return cls.of(BlockRange(start, max(0, end - start)))
+
+    def union(self, other: RangeSet) -> RangeSet:
+        """Blocks in either set."""
+        return RangeSet.of(*self.ranges, *other.ranges)
+
+    def intersection(self, other: RangeSet) -> RangeSet:
+        """Blocks in both sets; how saves combine over ranks (P10)."""
+        found: list[BlockRange] = []
+        mine, theirs = list(self.ranges), list(other.ranges)
+        i = j = 0
+        while i < len(mine) and j < len(theirs):
+            start, end = max(mine[i].start, theirs[j].start), min(mine[i].end, theirs[j].end)
+            if start < end:
+                found.append(BlockRange(start, end - start))
+            if mine[i].end <= theirs[j].end:
+                i += 1
+            else:
+                j += 1
+        return RangeSet(tuple(found))
+
+    def difference(self, other: RangeSet) -> RangeSet:
+        """Blocks in this set and not in `other`."""
+        kept: list[BlockRange] = []
+        for item in self.ranges:
+            start = item.start
+            for hole in other.ranges:
+                if hole.end <= start or hole.start >= item.end:
+                    continue
+                if hole.start > start:
+                    kept.append(BlockRange(start, hole.start - start))
+                start = max(start, hole.end)
+            if start < item.end:
+                kept.append(BlockRange(start, item.end - start))
+        return RangeSet(tuple(kept))
+
+    def hull(self) -> BlockRange | None:
+        """The smallest single range that covers the set; how failures combine over ranks (P10). None if empty."""
+        if not self.ranges:
+            return None
+        return BlockRange(self.ranges[0].start, self.ranges[-1].end - self.ranges[0].start)
+
+    def prefix_from(self, start: int) -> int:
+        """How many blocks in a row are in the set from `start` on."""
+        for item in self.ranges:
+            if item.start <= start < item.end:
+                return item.end - start
+        return 0
+
+    def blocks(self) -> Iterator[int]:
+        """Every block, ascending."""
+        for item in self.ranges:
+            yield from item
+
+    def __contains__(self, block: int) -> bool:
+        return any(item.start <= block < item.end for item in self.ranges)
+
+    def __len__(self) -> int:
+        return sum(item.count for item in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """One image, audio clip or video in a prompt: `count` placeholder tokens from `start` on, named by its content."""
+
+    start: int
+    count: int
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIdentity:
+    """What besides token ids decides the content of a request's KV blocks (DESIGN section 7).
+
+    `adapter` names the adapter's weights by content (a digest, never the user's name for it), `salt` separates tenants,
+    `media` are the spans whose embeddings replace placeholder tokens, `embeddings` has for each block index a digest of
+    the prompt embeddings that the block takes in place of tokens.
+    """
+
+    adapter: str = ""
+    salt: str = ""
+    media: tuple[MediaSpan, ...] = ()
+    embeddings: Mapping[int, bytes] = field(default_factory=dict)
+
+
+def _framed(*parts: bytes) -> bytes:
+    """Length-prefixed concatenation, so that no two lists of parts share an encoding."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+class BlockKeys:
+    """The block keys of one request, computed once and extended as the request grows; never recomputed per step.
+
+    Only full blocks have a key. `namespace` is 32 bytes, `block_size` in tokens.
+    """
+
+    __slots__ = ("_identity", "_namespace_root", "block_size", "keys")
+
+    def __init__(self, namespace: bytes, block_size: int, identity: RequestIdentity) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1 token, not {block_size}")
+        self.block_size = block_size
+        self.keys: list[BlockKey] = []
+        self._identity = identity
+        root = _framed(
+            b"kvpact-key",
+            KEY_FORMAT.to_bytes(2, "little"),
+            namespace,
+            identity.adapter.encode(),
+            identity.salt.encode(),
+        )
+        self._namespace_root = blake3(root).digest()
+
+    def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
+        """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys."""
+        size = self.block_size
+        for block in range(len(self.keys), len(token_ids) // size):
+            tokens = array("I", token_ids[block * size : (block + 1) * size])
+            if sys.byteorder == "big":
+                tokens.byteswap()
+            parent = self.keys[-1] if self.keys else self._namespace_root
+            self.keys.append(blake3(_framed(parent, tokens.tobytes(), *self._extras(block))).digest())
+        return self.keys
+
+    def _extras(self, block: int) -> Iterator[bytes]:
+        start, end = block * self.block_size, (block + 1) * self.block_size
+        for span in self._identity.media:
+            if span.start < end and span.start + span.count > start:
+                offset = span.start - start
+                yield _framed(b"media", span.content.encode(), offset.to_bytes(8, "little", signed=True))
+        if block in self._identity.embeddings:
+            yield _framed(b"embeddings", self._identity.embeddings[block])
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that must be equal for two engines to share KV bytes, by name, and the digest over it."""
+
+    fields: Mapping[str, str]
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes, independent of the order of the fields."""
+        return blake3(self.describe().encode()).digest()
+
+    @property
+    def name(self) -> str:
+        """The first 16 hex digits of the digest: what file names and logs show."""
+        return self.digest.hex()[:16]
+
+    def describe(self) -> str:
+        """The fields as canonical JSON; stored beside the data so that a mismatch can be explained."""
+        return json.dumps(dict(sorted(self.fields.items())), separators=(",", ":"), ensure_ascii=True)
+
+    @classmethod
+    def parse(cls, text: str) -> Namespace:
+        """Inverse of `describe`. Raises ValueError if `text` is not a JSON object of strings."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
+            raise ValueError(f"a namespace is a JSON object of strings, not {text[:80]!r}")
+        return cls(fields)
+
+    def differences(self, other: Namespace) -> list[str]:
+        """One line for each field in which the two differ, for people."""
+        names = sorted({*self.fields, *other.fields})
+        return [
+            f"{name}: {self.fields.get(name, '(absent)')} here, {other.fields.get(name, '(absent)')} there"
+            for name in names
+            if self.fields.get(name) != other.fields.get(name)
+        ]
+
+
+def hull(ranges: Iterable[RangeSet]) -> RangeSet:
+    """The hull over several ranks' failed sets, as a set."""
+    whole = RangeSet.of(*(item for ranges_of_rank in ranges for item in ranges_of_rank.ranges)).hull()
+    return RangeSet.of(whole) if whole else RangeSet()

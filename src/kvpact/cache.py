@@ -1,0 +1,513 @@
+"""The cache, scheduler side: the contract kept with a ledger, an index, an arena and the tiers below it.
+
+Owns what is known of each live request and the copies that workers were told to make. Decides and accounts; bytes are
+moved by workers (`transfer.py`) and by the tiers' own threads (`staging.py`), and no method here waits for either.
+Floor 2.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+
+from kvpact.arena import Arena
+from kvpact.blocks import BlockKey, BlockKeys, BlockRange, RangeSet
+from kvpact.config import KvpactConfig
+from kvpact.contract import (
+    BlockHolder,
+    EngineRequest,
+    ExternalCache,
+    ExternalKVMatch,
+    Inquiry,
+    JobOutcome,
+    JobTally,
+    LoadJob,
+    LoadSettlement,
+    SaveJob,
+    StepWork,
+    WorkerReport,
+    blocks_touched,
+)
+from kvpact.errors import PactViolation
+from kvpact.index import ROOT, BlockIndex, Pin
+from kvpact.ledger import Ledger, Plan, State
+from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
+from kvpact.staging import Staging
+from kvpact.tiers.queue import TierQueue
+
+logger = logging.getLogger(__name__)
+
+NO_MATCH = ExternalKVMatch(0)
+
+IDLE_STEPS_SECONDS = 5.0
+"""How long an idle engine is kept stepping for a tier that makes no progress."""
+
+Slots = tuple[int, ...]
+PactPlan = Plan[Pin, Slots]
+"""A plan's intent is the slots of its blocks: its pins keep them as they are, even if entries are dropped meanwhile."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What the cache knows of one live request. Without `keys` (its identity is unknown) it is not cached."""
+
+    keys: BlockKeys | None
+    offered: int = 0
+    """Blocks that need not be offered for saving again."""
+    failed_from: int | None = None
+    """The first block that once failed to load: neither it nor what follows is promised to this request again (H09)."""
+    waits_until: float | None = None
+    """When "ask again later" ends for this request, however often its range changes meanwhile (P11)."""
+    last_lookup: int = -1
+    """Where the last counted lookup began, in blocks; a blocked request that asks each step is counted once (H02)."""
+    missed: bool = False
+    """Whether that lookup was counted as a miss; waiting for a tier may end in a second one, or in a hit."""
+
+
+@dataclass(slots=True)
+class Load:
+    """A committed match on its way into the engine's blocks."""
+
+    job: LoadJob
+    plan: PactPlan
+    keys: tuple[BlockKey, ...]
+    tally: JobTally
+    ask_at: float
+
+
+@dataclass(slots=True)
+class Save:
+    """Computed blocks on their way into the arena. `pin` keeps their chain; `trusted` falls if a load failed."""
+
+    job: SaveJob
+    keys: tuple[BlockKey, ...]
+    pin: Pin
+    tally: JobTally
+    ask_at: float
+    trusted: bool = True
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What the workers are told at the end of the running step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    inquiries: list[Inquiry] = field(default_factory=list)
+
+    def take(self) -> StepWork:
+        work = StepWork(tuple(self.loads), tuple(self.saves), tuple(self.inquiries))
+        self.loads.clear()
+        self.saves.clear()
+        self.inquiries.clear()
+        return work
+
+
+class PactCache(ExternalCache):
+    """One engine's cache. `namespace` is 32 bytes, `block_size` in tokens, `clock` gives seconds that never go back."""
+
+    def __init__(
+        self,
+        config: KvpactConfig,
+        *,
+        namespace: bytes,
+        block_size: int,
+        arena: Arena,
+        tiers: Sequence[TierQueue] = (),
+        clock: Callable[[], float],
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.metrics = metrics or Metrics()
+        self.index = BlockIndex(arena.num_slots)
+        self.ledger: Ledger[Pin, Slots] = Ledger(self.index.unpin, plan_lifetime_seconds=config.plan_lifetime)
+        self.staging = Staging(self.index, arena, tiers, self.metrics)
+        self._config = config
+        self._namespace = namespace
+        self._block_size = block_size
+        self._arena = arena
+        self._ranks = len(arena.segments)
+        self._clock = clock
+        self._context: BlockHolder | None = None
+        self._requests: dict[str, RequestRecord] = {}
+        self._job_ids = count(1)
+        self._loads: dict[int, Load] = {}
+        self._saves: dict[int, Save] = {}
+        self._outbox = _Outbox()
+        self._progress = (0, 0.0)
+        self._patience = config.load_deadline / 3  # time to ask twice before the deadline
+
+    # Prepare
+
+    def bind_scheduler_context(self, context: BlockHolder) -> None:
+        """Blocks are held through `context` while they are copied out."""
+        self._context = context
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """See `ExternalCache`. Touches memory only; what a lower tier holds is fetched behind "ask again later"."""
+        record = self._record(request)
+        start = num_computed_tokens // self._block_size
+        if record.keys is None:
+            return self._miss(request.request_id, record, start, MissReason.UNKNOWN_IDENTITY)
+        if not request.may_load or num_computed_tokens % self._block_size:
+            return self._miss(request.request_id, record, start, MissReason.DISABLED)
+        keys = record.keys.extend(request.token_ids)
+        end = (len(request.token_ids) - 1) // self._block_size
+        if record.failed_from is not None:
+            end = min(end, record.failed_from)
+        plan = self.ledger.find(request.request_id)
+        if plan is not None and plan.state is State.LOADING:
+            return NO_MATCH  # preempted before the workers reported; its blocks may still be written
+        now = self._clock()
+        if plan is not None and plan.blocks.start == start and plan.blocks.end <= end:
+            if plan.state is State.PLANNED:
+                self.ledger.renew(plan, now)
+                return self._match(plan)
+            return self._wait(plan, record, keys, now)
+        return self._plan(request.request_id, record, keys[:end], start, now)
+
+    def _plan(
+        self, request_id: str, record: RequestRecord, keys: Sequence[BlockKey], start: int, now: float
+    ) -> ExternalKVMatch | None:
+        if start != record.last_lookup:
+            self.metrics.add("lookups")
+            record.missed = False
+        end = len(keys)
+        if end - start < self._config.min_match_blocks:
+            reason = MissReason.FAILED_BEFORE if record.failed_from is not None else MissReason.TOO_SHORT
+            return self._miss(request_id, record, start, reason)
+        held = self.index.held_prefix(keys)
+        if self._config.prepare_deadline > 0 and (record.waits_until is None or now < record.waits_until):
+            stored = self.staging.find(keys)
+            if stored > held and stored - start >= self._config.min_match_blocks:
+                reach = self.staging.fetch(keys, stored)
+                if reach > start and reach > held and self.staging.is_arriving(keys[held]):
+                    self._open(request_id, record, BlockRange(start, reach - start), keys, now, promised=False)
+                    return None
+                if held <= start:
+                    return self._miss(request_id, record, start, MissReason.NO_ROOM)
+        if held - start < self._config.min_match_blocks:
+            return self._miss(request_id, record, start, MissReason.NOT_STORED)
+        return self._match(self._open(request_id, record, BlockRange(start, held - start), keys, now, promised=True))
+
+    def _open(
+        self,
+        request_id: str,
+        record: RequestRecord,
+        blocks: BlockRange,
+        keys: Sequence[BlockKey],
+        now: float,
+        *,
+        promised: bool,
+    ) -> PactPlan:
+        record.last_lookup = blocks.start
+        if not promised and record.waits_until is None:
+            record.waits_until = now + self._config.prepare_deadline
+        self.index.touch(keys[blocks.end - 1])
+        return self.ledger.open_plan(
+            request_id,
+            blocks,
+            block_size=self._block_size,
+            intent=self._slots(keys, blocks) if promised else (),
+            now=now,
+            leases=[self.index.pin(keys[blocks.end - 1])],
+            promised_tokens=blocks.count * self._block_size if promised else 0,
+            asynchronous=self._is_asynchronous(blocks.count),
+            deadline=inf if promised or record.waits_until is None else record.waits_until,
+        )
+
+    def _wait(
+        self, plan: PactPlan, record: RequestRecord, keys: Sequence[BlockKey], now: float
+    ) -> ExternalKVMatch | None:
+        self.staging.poll()
+        held = self.index.held_prefix(keys[: plan.blocks.end])
+        late = now >= plan.deadline
+        if held < plan.blocks.end and not late and self.staging.is_arriving(keys[held]):
+            self.ledger.renew(plan, now)
+            return None
+        blocks = BlockRange(plan.blocks.start, max(0, held - plan.blocks.start))
+        if held < plan.blocks.end:
+            record.waits_until = now  # the tiers had their chance; a blocked request does not ask them every step (H02)
+        if blocks.count < self._config.min_match_blocks:
+            self.ledger.abort(plan, EndReason.DEADLINE if late else EndReason.TIER_FAILED)
+            if not record.missed:
+                self.metrics.add("misses", label=MissReason.DEADLINE if late else MissReason.NOT_STORED)
+            record.missed = True
+            return NO_MATCH
+        self.ledger.ready(
+            plan,
+            promised_tokens=blocks.count * self._block_size,
+            leases=[self.index.pin(keys[blocks.end - 1])],
+            now=now,
+            blocks=blocks,
+            asynchronous=self._is_asynchronous(blocks.count),
+        )
+        plan.intent = self._slots(keys, blocks)
+        return self._match(plan)
+
+    def _slots(self, keys: Sequence[BlockKey], blocks: BlockRange) -> Slots:
+        return tuple(self.index.slots_of(keys[blocks.start : blocks.end]))
+
+    def _match(self, plan: PactPlan) -> ExternalKVMatch:
+        return ExternalKVMatch(plan.promised_tokens, plan.asynchronous, plan)
+
+    def _miss(self, request_id: str, record: RequestRecord, start: int, reason: MissReason) -> ExternalKVMatch:
+        plan = self.ledger.find(request_id)
+        if plan is not None and plan.state is not State.LOADING:
+            self.ledger.abort(plan, EndReason.SUPERSEDED)
+        if record.last_lookup != start:
+            if reason in (MissReason.UNKNOWN_IDENTITY, MissReason.DISABLED):
+                self.metrics.add("lookups")
+            self.metrics.add("misses", label=reason)
+            record.missed = True
+        record.last_lookup = start
+        return NO_MATCH
+
+    def _is_asynchronous(self, blocks: int) -> bool:
+        return blocks * self._arena.slot_bytes > self._config.sync_load_limit
+
+    # Commit and abort
+
+    def commit_external_match(
+        self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
+    ) -> int:
+        """See `ExternalCache`; always accepts `num_tokens`."""
+        plan = self.ledger.find(request.request_id)
+        if plan is None or plan is not match.query_result:
+            raise PactViolation(f"request {request.request_id} commits a match that is not its open plan")
+        now = self._clock()
+        if num_tokens == 0:
+            self.ledger.abort(plan, EndReason.DECLINED)
+            return 0
+        blocks = BlockRange(plan.blocks.start, blocks_touched(num_tokens, self._block_size))
+        if num_tokens > plan.promised_tokens or blocks.end > len(block_ids):
+            raise PactViolation(
+                f"request {request.request_id} commits {num_tokens} tokens into {len(block_ids)} blocks; "
+                f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"
+            )
+        record = self._requests[request.request_id]
+        keys = record.keys.keys if record.keys is not None else []
+        record.waits_until = None
+        keep = plan.leases if blocks == plan.blocks else [self.index.pin(keys[blocks.end - 1])]
+        self.ledger.commit(plan, num_tokens, now=now, keep=list(keep), deadline=now + self._config.load_deadline)
+        job = LoadJob(
+            next(self._job_ids),
+            request.request_id,
+            blocks.start,
+            plan.intent[: blocks.count],
+            tuple(block_ids[blocks.start : blocks.end]),
+            not plan.asynchronous,
+        )
+        self._loads[job.job_id] = Load(
+            job, plan, tuple(keys[: blocks.end]), JobTally(blocks, self._ranks), now + self._patience
+        )
+        self._outbox.loads.append(job)
+        return num_tokens
+
+    def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
+        """See `ExternalCache`. `reason` is one of `EndReason`, anything else counts as an error."""
+        plan = self.ledger.find(request_id)
+        if plan is None or plan.state is State.LOADING or (match is not None and match.query_result is not plan):
+            return
+        known = reason in EndReason.__members__.values()
+        self.ledger.abort(plan, EndReason(reason) if known else EndReason.ERROR)
+
+    # Saves
+
+    def note_computed(
+        self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
+    ) -> None:
+        """See `ExternalCache`: orders copies of full blocks that are not stored yet, as far as there is room."""
+        self._note_resumed(request.request_id)
+        record = self._record(request)
+        if record.keys is None or self._config.save == "off":
+            return
+        full = min(num_computed_tokens, len(request.token_ids)) // self._block_size
+        if full <= record.offered:
+            return
+        record.offered = full
+        keys = record.keys.extend(request.token_ids)
+        known = self.index.known_prefix(keys[:full])
+        if known == full:
+            self.index.touch(keys[full - 1])
+            return
+        end = min(full, known + self.index.reservable(keys[known - 1] if known else ROOT))
+        self.metrics.add("dropped_blocks", full - end)
+        if end == known:
+            return
+        held = tuple(block_ids()[known:end])
+        reservation = self.index.reserve(keys, known, end)
+        if reservation is None:
+            return
+        self.metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
+        if self._context is not None:
+            self._context.touch(held)
+        job = SaveJob(next(self._job_ids), request.request_id, known, reservation.slots, held)
+        tally = JobTally(job.blocks, self._ranks)
+        self._saves[job.job_id] = Save(
+            job, tuple(keys[:end]), self.index.pin(keys[end - 1]), tally, self._clock() + self._patience
+        )
+        self._outbox.saves.append(job)
+
+    def _note_resumed(self, request_id: str) -> None:
+        """The engine computes the request: what an asynchronous load brought, up to its first hole, is used now."""
+        plan = self.ledger.find_settled(request_id)
+        if plan is not None:
+            arrived = RangeSet.of(plan.committed_blocks).difference(plan.failed)
+            blocks = arrived.prefix_from(plan.blocks.start)
+            self.ledger.use(plan, min(blocks * self._block_size, plan.loaded_tokens))
+
+    # Step and reports
+
+    def end_step(self) -> StepWork:
+        """See `ExternalCache`: takes in what the tiers did, lets plans expire, and hands out the step's copies."""
+        now = self._clock()
+        self.staging.poll()
+        self.ledger.expire(now)
+        tasks: list[Load | Save] = [*self._loads.values(), *self._saves.values()]
+        ordered: list[LoadJob | SaveJob] = [*self._outbox.loads, *self._outbox.saves]
+        new = {job.job_id for job in ordered}
+        for task in tasks:
+            if task.job.job_id in new:  # a worker that has not heard of a job calls it failed, and copies it afterwards
+                task.ask_at = now + self._patience
+            elif now >= task.ask_at:  # a report was lost, or its worker is slow: it is asked, never taken as anything
+                task.ask_at = now + self._patience
+                self._outbox.inquiries.append(Inquiry(task.job.job_id, task.job.blocks))
+        return self._outbox.take()
+
+    def abandon_step(self) -> None:
+        """What was to be ordered with the running step never reaches the workers: it ends as if all had failed it."""
+        work = self._outbox.take()
+        jobs: list[LoadJob | SaveJob] = [*work.loads, *work.saves]
+        outcomes = {job.job_id: JobOutcome(failed=RangeSet.of(job.blocks)) for job in jobs}
+        self.apply_report(WorkerReport(dict.fromkeys(range(self._ranks), outcomes)))
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        """See `ExternalCache`. Pieces of jobs that are not known (said twice, or too late) are ignored."""
+        touched: set[int] = set()
+        for rank, jobs in report.ranks.items():
+            for job_id, outcome in jobs.items():
+                task = self._loads.get(job_id) or self._saves.get(job_id)
+                if task is not None:
+                    task.tally.add(rank, outcome)
+                    touched.add(job_id)
+        # Loads first: what a request saved from a failed load on is not to be trusted.
+        ended = [job_id for job_id in sorted(touched & self._loads.keys()) if self._loads[job_id].tally.complete]
+        settlements = [self._settle_load(self._loads.pop(job_id)) for job_id in ended]
+        for job_id in sorted(touched & self._saves.keys()):
+            if self._saves[job_id].tally.complete:
+                self._settle_save(self._saves.pop(job_id))
+        return settlements
+
+    def _settle_load(self, load: Load) -> LoadSettlement:
+        outcome = load.tally.loaded()
+        plan, failed = load.plan, outcome.failed.hull()
+        used = None
+        if load.job.synchronous:
+            used = min(outcome.done.prefix_from(plan.blocks.start) * self._block_size, plan.committed_tokens)
+        self.ledger.settle(plan, loaded=outcome.done, failed=outcome.failed, used_tokens=used)
+        if failed is not None:
+            self._forget(load, failed.start)
+        self._drop_if_gone(load.job.request_id)
+        return LoadSettlement(load.job.request_id, outcome.done, outcome.failed, not load.job.synchronous)
+
+    def _forget(self, load: Load, first: int) -> None:
+        """A load failed from block `first` on: the entry and all behind it go everywhere, never promised again."""
+        logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", first, load.job.request_id)
+        record = self._requests.get(load.job.request_id)
+        if record is not None:
+            record.failed_from = min(first, record.failed_from if record.failed_from is not None else first)
+            record.offered = min(record.offered, first)
+        self.index.drop(load.keys[first])
+        self.staging.delete([load.keys[first]])
+        for save in self._saves.values():
+            if save.job.request_id == load.job.request_id:
+                save.trusted = False
+
+    def _settle_save(self, save: Save) -> None:
+        job = save.job
+        outcome = save.tally.saved() if save.trusted else JobOutcome()
+        if self._context is not None:
+            self._context.free_blocks(tuple(reversed(job.block_ids)))
+        done = outcome.done.prefix_from(job.start_block)
+        self.index.complete(job.slots[:done])
+        self.index.abandon(job.slots[done:])
+        self.index.unpin(save.pin)
+        self.metrics.add("saved_blocks", done)
+        self.metrics.add("dropped_blocks", len(job.slots) - done)
+        self.staging.write_behind(save.keys, self.index.held_prefix(save.keys[: job.start_block + done]))
+
+    # Requests
+
+    def _record(self, request: EngineRequest) -> RequestRecord:
+        record = self._requests.get(request.request_id)
+        if record is None:
+            record = self._requests[request.request_id] = RequestRecord(None)
+        if record.keys is None and (identity := request.identity) is not None:
+            record.keys = BlockKeys(self._namespace, self._block_size, identity)
+        return record
+
+    def request_finished(self, request_id: str) -> None:
+        """See `ExternalCache`. Copies under way keep what they need until all ranks have reported."""
+        self.ledger.finish_request(request_id)
+        self._requests.pop(request_id, None)
+
+    def _drop_if_gone(self, request_id: str) -> None:
+        if request_id not in self._requests:
+            self.ledger.finish_request(request_id)
+
+    # Whole cache
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether copies or writes are under way: the engine must step to take in the reports.
+
+        Workers always report, so copies are waited for however long they take (a process may have been stopped); a tier
+        that hangs is not.
+        """
+        if self._loads or self._saves:
+            return True
+        pending, now = self.staging.pending, self._clock()
+        if pending != self._progress[0]:
+            self._progress = (pending, now)
+        return pending > 0 and now - self._progress[1] < IDLE_STEPS_SECONDS
+
+    def reset(self) -> None:
+        """Forget every stored block, here and in the tiers. Copies under way end without a trace."""
+        for plan in self.ledger.open_plans():
+            if plan.state is not State.LOADING:
+                self.ledger.abort(plan, EndReason.CACHE_RESET)
+        for record in self._requests.values():
+            record.offered = 0
+        self.index.clear()
+        self.staging.clear()
+
+    def observe(self) -> Snapshot:
+        """All counts as they are now, the ledger's and the tiers' included."""
+        for name, total, label in self.ledger.totals.counts():
+            self.metrics.raise_to(name, total, label)
+        self.metrics.set("open_plans", len(self.ledger.open_plans()))
+        self.metrics.set("leases_held", self.ledger.leases_held)
+        self.metrics.set("held_blocks", self.index.held_count, TierName.MEMORY)
+        self.metrics.set("capacity_blocks", self.index.num_slots, TierName.MEMORY)
+        self.staging.observe()
+        return self.metrics.snapshot()
+
+    def check(self) -> None:
+        """Verify the invariants of everything below; raises PactViolation."""
+        self.ledger.check()
+        self.index.check()
+        self.metrics.check()
+
+    def shutdown(self) -> None:
+        """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""
+        for plan in self.ledger.open_plans():
+            if plan.state is not State.LOADING:
+                self.ledger.abort(plan, EndReason.SHUTDOWN)
+        if not self.staging.close(self._config.shutdown_timeout):
+            logger.warning(
+                "kvpact: some writes did not finish within %.0f s at shutdown", self._config.shutdown_timeout
+            )
+        self._arena.close()

@@ -1,0 +1,156 @@
+"""The command `kvpact`: reads the command line, calls the part that does the work, and words what went wrong.
+
+Owns exit codes (0 fine, 1 the check failed, 2 the user's mistake) and one-line errors. Never does the work itself, and
+imports what a command needs only when it runs, so that `kvpact --help` answers at once. Floor 4.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvpact import __version__
+from kvpact.cli.demo import demo
+from kvpact.errors import KvpactError
+
+
+class _OneLineErrors(TyperGroup):
+    """Turns kvpact's own errors into one line and exit code 2; anything else is a defect and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvpactError as error:
+            typer.echo(f"kvpact: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    help="An external KV cache for LLM serving engines: a prompt prefix is never computed twice.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+MemoryOption = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help='Memory tier, such as "4GiB".')]
+TierOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tier",
+        metavar="URL",
+        help='Tier below memory, such as "disk:///var/cache/kvpact?capacity=200GiB"; repeatable.',
+    ),
+]
+ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with the same keys.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+SlabArgument = Annotated[Path, typer.Argument(metavar="PATH", help="Directory of a disk tier.", show_default=False)]
+
+
+class EngineChoice(Enum):
+    """Where the conformance kit runs."""
+
+    embedded = "embedded"
+    vllm = "vllm"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvpact {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL [VLLM ARGUMENTS]...", show_default=False)],
+    memory: MemoryOption = None,
+    tier: TierOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Run vllm serve with kvpact as its external cache.
+
+    Everything kvpact does not know goes to vLLM; what stands behind `--` goes there in any case.
+    """
+    from kvpact.cli.serve import serve_model
+
+    serve_model(model, context.args, memory=memory, tiers=tier, config_file=config)
+
+
+@app.command()
+def config(memory: MemoryOption = None, tier: TierOption = None, config: ConfigOption = None) -> None:
+    """Print the JSON for --kv-transfer-config, checked.
+
+    Merges the options with the environment (KVPACT_*) and the file; credentials in tier URLs are printed in full.
+    """
+    from kvpact.cli.serve import COMMAND_LINE, chosen_settings
+    from kvpact.config import load_config
+
+    settings = chosen_settings(memory, tier)
+    typer.echo(load_config(settings, os.environ, config, extra_source=COMMAND_LINE).to_connector_json())
+
+
+@app.command()
+def inspect(path: SlabArgument, json: JsonOption = False) -> None:
+    """Show what a disk tier holds, from its header tables.
+
+    Namespaces, blocks, bytes and ages; no payload is read.
+    """
+    from kvpact.cli.slabs import inspect_directory
+
+    inspect_directory(path, as_json=json)
+
+
+@app.command()
+def verify(path: SlabArgument, json: JsonOption = False) -> None:
+    """Read every record of a disk tier and report damage.
+
+    Exit code 1 if a record is damaged.
+    """
+    from kvpact.cli.slabs import verify_directory
+
+    if not verify_directory(path, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def conformance(
+    target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", show_default=False)],
+    config: Annotated[str, typer.Option("--config", metavar="JSON", help="Settings of the cache or connector.")] = "{}",
+    engine: Annotated[
+        EngineChoice | None, typer.Option("--engine", help="Default: vllm for its connectors.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Run the conformance kit against a cache or a connector.
+
+    A cache is a class or function that takes a CachePlace, or a subclass of CacheConformance. Exit code 1 if a property
+    of the pact is broken.
+    """
+    from kvpact.cli.conformance import check_conformance
+
+    if not check_conformance(target, config, engine.value if engine else None, as_json=json):
+        raise typer.Exit(1)
+
+
+app.command()(demo)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="kvpact")

@@ -1,0 +1,171 @@
+"""`kvpact conformance`: a cache or connector through the kit, and what it keeps of the pact as a table or as JSON.
+
+Owns the finding of what "module:Class" names, the table and the wording. Judges nothing itself. Floor 4.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, Literal, cast
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from kvpact.errors import ConfigError
+from kvpact.testkit.findings import TITLES, concerned, verdicts
+from kvpact.testkit.verdict import Check, ConformanceReport, Verdict
+
+EngineName = Literal["embedded", "vllm"]
+
+HAZARD_WORDS: Final = {Verdict.KEPT: "avoided", Verdict.BROKEN: "happens", Verdict.NOT_OBSERVABLE: "not observable"}
+"""A hazard's title tells the failure, not the promise."""
+
+STYLES: Final = {Verdict.KEPT: "green", Verdict.BROKEN: "bold red", Verdict.NOT_OBSERVABLE: "dim"}
+
+
+def check_conformance(target: str, config: str, engine: EngineName | None, *, as_json: bool) -> bool:
+    """Run the kit against `target`, "module:Class", and print what it found; whether nothing is broken.
+
+    `config` is JSON: the settings of the cache, or a connector's `kv_connector_extra_config`. Without `engine`, vLLM's
+    connectors run under vLLM and everything else on the embedded engine.
+
+    Raises:
+        ConfigError: the target or the configuration cannot be used.
+    """
+    settings = _settings(config)
+    thing = _find(target)
+    chosen = engine or ("vllm" if hasattr(thing, "get_num_new_matched_tokens") else "embedded")
+    logging.disable(logging.CRITICAL)  # the kit breaks things on purpose; what that makes a cache log is no news
+    try:
+        run = _under_vllm if chosen == "vllm" else _embedded
+        report = run(target, thing, settings, _progress)
+    finally:
+        logging.disable(logging.NOTSET)
+    if as_json:
+        print(json.dumps(_document(report), indent=2))
+    else:
+        _show(report)
+    return not report.broken
+
+
+def _settings(config: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(config)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--config is not JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--config must be a JSON object, not {config}")
+    return settings
+
+
+def _find(target: str) -> Any:
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ConfigError(f'{target!r} names nothing; write "module:Class", such as "kvpact.cache:PactCache"')
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the author's own module lies where he works
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(f"{target}: {error}") from None
+    except AttributeError:
+        raise ConfigError(f"{target}: module {module} has no {name}") from None
+
+
+def _embedded(
+    target: str, thing: Any, settings: Mapping[str, Any], progress: Callable[[Check], object]
+) -> ConformanceReport:
+    from kvpact.cache import PactCache
+    from kvpact.engine import ReferenceCache
+    from kvpact.testkit.conformance import CacheConformance, CacheFactory, run_conformance, run_suite_as_report
+    from kvpact.testkit.subjects import pact_cache, reference_cache
+
+    if hasattr(thing, "get_num_new_matched_tokens"):
+        raise ConfigError(f"{target} is a connector of vLLM's: use --engine vllm")
+    if isinstance(thing, type) and issubclass(thing, CacheConformance):
+        if settings:
+            raise ConfigError(f"{target} says itself how its cache is made; it takes no --config")
+        return run_suite_as_report(thing, target, progress=progress)
+    if not callable(thing):
+        raise ConfigError(f"{target} is neither a class nor a function that makes a cache for a CachePlace")
+    own: dict[Any, Any] = {PactCache: pact_cache, ReferenceCache: reference_cache}
+    factory = cast(CacheFactory, partial(own.get(thing, thing), **settings))
+    return run_conformance(factory, subject=target, progress=progress)
+
+
+def _under_vllm(
+    target: str, thing: Any, settings: Mapping[str, Any], progress: Callable[[Check], object]
+) -> ConformanceReport:
+    try:
+        from kvpact.testkit.vllm_driver import VllmDriver
+        from kvpact.testkit.vllm_seams import release
+    except ImportError as error:
+        raise ConfigError(f"--engine vllm needs vLLM in this environment: {error}") from None
+    if not hasattr(thing, "get_num_new_matched_tokens"):
+        raise ConfigError(f"{target} is not a connector of vLLM's: use --engine embedded")
+    driver = VllmDriver(target, settings)
+    checks = []
+    for scenario in driver.scenarios():
+        checks.append(driver.check(scenario))
+        progress(checks[-1])
+    return ConformanceReport(target, f"vLLM {release()}", tuple(checks))
+
+
+def _progress(check: Check) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{check.name}: {check.verdict}", end="", file=sys.stderr, flush=True)
+
+
+def _document(report: ConformanceReport) -> dict[str, Any]:
+    properties = {
+        name: {"title": TITLES[name], "verdict": verdict, "script": list(_shortest(report, name))}
+        for name, verdict in verdicts(report.checks).items()
+    }
+    return {**json.loads(report.to_json()), "properties": properties}
+
+
+def _shortest(report: ConformanceReport, name: str) -> tuple[str, ...]:
+    """The shortest script that breaks `name`."""
+    scripts = [check.script for check in report.broken if name in concerned(check)]
+    return min(scripts, key=len, default=())
+
+
+def _show(report: ConformanceReport) -> None:
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{report.subject} on {report.engine}\n")
+    table = Table(Column(no_wrap=True), Column(no_wrap=True), Column(), box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.show_header = False
+    for name, verdict in verdicts(report.checks).items():
+        word = HAZARD_WORDS[verdict] if name.startswith("H") else verdict
+        table.add_row(name, word, TITLES[name], style=STYLES[verdict])
+    console.print(table)
+    shown: set[tuple[str, ...]] = set()
+    for name, verdict in verdicts(report.checks).items():
+        if verdict is Verdict.BROKEN:
+            check = min((one for one in report.broken if name in concerned(one)), key=lambda one: len(one.script))
+            if check.script not in shown:
+                shown.add(check.script)
+                _show_broken(console, check)
+    reasons = {check.note for check in report.checks if check.verdict is Verdict.NOT_OBSERVABLE}
+    if reasons:
+        console.print("\nnot observable, because")
+        for reason in sorted(reasons):
+            console.print(f"    {reason}")
+    counts = [f"{sum(check.verdict is verdict for check in report.checks)} {verdict}" for verdict in Verdict]
+    console.print(f"\n{len(report.checks)} checks: {', '.join(counts)}")
+
+
+def _show_broken(console: Console, check: Check) -> None:
+    console.print(f"\n{', '.join(concerned(check))}: seen by {check.name}")
+    for what in dict.fromkeys(violation.what for violation in check.violations):
+        console.print(f"    {what}")
+    for line in check.script:
+        console.print(f"        {line}", style="dim")

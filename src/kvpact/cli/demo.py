@@ -1,0 +1,68 @@
+"""`kvpact demo`: the main job on a real engine, with a table of what it cost and a judgement.
+
+Owns the command's options, its work directory and its exit code; `kvpact.demo` does the work. Floor 4.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvpact.errors import KvpactError
+
+
+def demo(
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="PATH", help="Write the figures as one JSON object; - for stdout.")
+    ] = None,
+    work: Annotated[Path, typer.Option(help="Directory for the model, the logs and the disk tier.")] = Path(
+        ".kvpact-demo"
+    ),
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of 8 prompts, each with new ones; 2 unless the machine is slow.")
+    ] = None,
+) -> None:
+    """Compute eight long documents once on a real vLLM engine, then load them from memory and, restarted, from disk.
+
+    Needs no network and no model: both the model, with random weights, and the documents are made on the spot. Exits
+    with 1 if an answer differs, a lease is left, or less than 95 % of the reusable tokens came from the cache.
+    """
+    # Imported here so that the other commands need neither an engine nor its libraries.
+    from kvpact.demo.model import ModelShape, ensure_model
+    from kvpact.demo.phases import Plan, run_phases
+    from kvpact.demo.report import judge, show
+    from kvpact.demo.text import corpus
+
+    progress = Console(stderr=True)
+    text = corpus()
+    last = work.resolve() / "last-run"
+    shutil.rmtree(last, ignore_errors=True)
+    last.mkdir(parents=True)
+    try:
+        with progress.status("making the model") as status:
+            model = ensure_model(work.resolve(), ModelShape(), text)
+            plan = Plan() if rounds is None else Plan(rounds=rounds, last_round_by=inf)
+            report = judge(run_phases(model, text, last, plan, say=status.update))
+    except KvpactError as error:
+        progress.print(f"kvpact demo: {error}", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    finally:
+        shutil.rmtree(last / "disk", ignore_errors=True)  # gigabytes; the logs stay
+    if json_path == "-":
+        json.dump(report.as_json(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        show(report, Console())
+        if json_path is not None:
+            Path(json_path).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    if report.failures:
+        if json_path == "-":
+            progress.print(*report.failures, sep="\n", markup=False)
+        raise typer.Exit(1)

@@ -1,0 +1,69 @@
+"""`kvpact serve`: becomes `vllm serve` with kvpact configured.
+
+Owns the command line that vLLM gets. Never stays as a parent process: signals and the exit code are vLLM's. Floor 4.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from kvpact.config import CONFIG_FILE_VARIABLE, load_config
+from kvpact.errors import ConfigError
+
+COMMAND_LINE: Final = "the command line"
+
+
+def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, object]:
+    """The settings given on the command line, as `load_config` takes them."""
+    settings: dict[str, object] = {}
+    if memory is not None:
+        settings["memory"] = memory
+    if tiers:
+        settings["tiers"] = tiers
+    return settings
+
+
+def serve_model(
+    model: str, vllm_arguments: Sequence[str], *, memory: str | None, tiers: list[str] | None, config_file: Path | None
+) -> NoReturn:
+    """Replace this process by vLLM.
+
+    Only what stands on our command line goes to vLLM's; the environment and the file are inherited, so a credential
+    kept there does not show in the list of processes.
+
+    Raises:
+        ConfigError: the configuration is wrong, vLLM is missing, or the user configures a connector himself.
+    """
+    if model.startswith("-"):
+        raise ConfigError(f"the model comes first: kvpact serve MODEL {model} ...")
+    for argument in vllm_arguments:
+        if argument.split("=")[0].split(".")[0].replace("_", "-") == "--kv-transfer-config":
+            raise ConfigError(
+                "--kv-transfer-config is what kvpact serve writes; leave it out, or run vllm serve with what "
+                "kvpact config prints"
+            )
+    environment = dict(os.environ)
+    if config_file is not None:
+        environment[CONFIG_FILE_VARIABLE] = str(config_file.absolute())
+    settings = chosen_settings(memory, tiers)
+    load_config(
+        settings, environment, extra_source=COMMAND_LINE
+    )  # so that a mistake is one line here, not a traceback of the engine
+    connector = load_config(settings, {}).to_connector_json()
+    executable = _find_vllm()
+    sys.stdout.flush()
+    os.execve(executable, [executable, "serve", model, "--kv-transfer-config", connector, *vllm_arguments], environment)
+
+
+def _find_vllm() -> str:
+    """The `vllm` of the environment that kvpact is installed in, where its connector can be imported; else any."""
+    beside_python = Path(sys.executable).with_name("vllm")
+    found = str(beside_python) if os.access(beside_python, os.X_OK) else shutil.which("vllm")
+    if found is None:
+        raise ConfigError("the command vllm is not installed here; install vLLM 0.32.0 beside kvpact")
+    return found

@@ -1,0 +1,355 @@
+"""The pact: what a scheduler and an external KV cache promise each other.
+
+Owns the types that cross the border and the two abstract classes an author implements: `ExternalCache` in the
+scheduler's process, `ExternalCacheWorker` beside each rank's KV memory. Holds no behaviour beyond combining
+reports. Floor 0; needs nothing but the standard library and the range algebra.
+
+The life of a match (the table is in `ledger.py`): the scheduler *prepares* it (the answer stays loadable from then on),
+then either *commits* it, for the number of tokens it finally chose, or *aborts* it. A committed match is settled by the
+workers' reports: every committed token is named as loaded or as failed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from kvpact.blocks import BlockRange, RangeSet, RequestIdentity, hull
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalKVMatch:
+    """A run of tokens, following what the engine has computed, that the cache promises to supply.
+
+    `num_tokens` is the promise, in tokens; 0 means no match. With `load_kv_async` the engine must wait for the workers'
+    report before it computes; otherwise the load happens inside the step that first computes the request.
+    `query_result` is the cache's own record of the plan, opaque to the engine and passed back unchanged.
+    """
+
+    num_tokens: int
+    load_kv_async: bool = False
+    query_result: object = None
+
+
+class EngineRequest(Protocol):
+    """What a cache may ask of an engine's request."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique among live requests."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens known so far: prompt, then outputs. Only grows."""
+
+    @property
+    def identity(self) -> RequestIdentity | None:
+        """What besides tokens decides the KV content; None if something is unknown: never stored, never served."""
+
+    @property
+    def may_load(self) -> bool:
+        """False if the request must compute its prompt itself (prompt log-probabilities, for one)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheBlockView:
+    """One block of the engine's pool as a connector may see it. `block_hash` is opaque, None if not published."""
+
+    block_id: int
+    ref_count: int
+    is_null: bool
+    block_hash: bytes | None
+    group_id: int
+
+
+class BlockHolder(Protocol):
+    """The engine's block pool, as far as holding blocks under copy goes."""
+
+    def get_block(self, block_id: int) -> KVCacheBlockView:
+        """A view of the block as it is now. Raises PactViolation for a block id that the pool does not have."""
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks: they are neither evicted nor given away until as many `free_blocks`."""
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        """Give back blocks held by `touch`. Raises PactViolation for a block not touched through this context."""
+
+
+@runtime_checkable
+class SchedulerContext(BlockHolder, Protocol):
+    """The scheduler's block pool and queues, as far as a connector may use them."""
+
+    def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
+        """The free queue in eviction order, from its head or behind `after_block` (PactViolation if not in it)."""
+
+    def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
+        """The request's block ids, one sequence a KV cache group."""
+
+    def waiting_requests(self) -> Sequence[str]:
+        """Ids of requests not admitted yet, in the order in which the scheduler would take them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Copy arena slots into engine blocks: `slots[i]` holds request block `start_block + i`, for `block_ids[i]`."""
+
+    job_id: int
+    request_id: str
+    start_block: int
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    synchronous: bool
+    group_id: int = 0
+
+    @property
+    def blocks(self) -> BlockRange:
+        """The job's blocks, in the request's numbering."""
+        return BlockRange(self.start_block, len(self.slots))
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Copy the engine's blocks into arena slots, after the step's forward pass; numbered like a `LoadJob`."""
+
+    job_id: int
+    request_id: str
+    start_block: int
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    group_id: int = 0
+
+    @property
+    def blocks(self) -> BlockRange:
+        """The job's blocks, in the request's numbering."""
+        return BlockRange(self.start_block, len(self.slots))
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """A job whose report is overdue: a worker says again what became of it, and "failed" if it never heard of it."""
+
+    job_id: int
+    blocks: BlockRange
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What the workers are told with one scheduler step. `extra` is for a cache's own workers, opaque to the engine."""
+
+    loads: tuple[LoadJob, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+    inquiries: tuple[Inquiry, ...] = ()
+    extra: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """What one rank says about a job so far: blocks copied, blocks that failed, in the request's numbering."""
+
+    done: RangeSet = field(default_factory=RangeSet)
+    failed: RangeSet = field(default_factory=RangeSet)
+
+    def merge(self, later: JobOutcome) -> JobOutcome:
+        """Both pieces together. Saying the same twice changes nothing; what failed once stays failed."""
+        failed = self.failed.union(later.failed)
+        return JobOutcome(self.done.union(later.done).difference(failed), failed)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What the workers say after one step: rank -> job id -> outcome. Never absent, always true, even if empty."""
+
+    ranks: Mapping[int, Mapping[int, JobOutcome]]
+
+    def __bool__(self) -> bool:
+        """True: an engine that skips falsy reports would take a silent rank for an agreeing one (H40)."""
+        return True
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """Both reports in one; commutative, and idempotent per rank and job: late and repeated pieces are harmless."""
+        merged: dict[int, dict[int, JobOutcome]] = {rank: dict(jobs) for rank, jobs in self.ranks.items()}
+        for rank, jobs in other.ranks.items():
+            mine = merged.setdefault(rank, {})
+            for job_id, outcome in jobs.items():
+                mine[job_id] = mine[job_id].merge(outcome) if job_id in mine else outcome
+        return WorkerReport(merged)
+
+
+class JobTally:
+    """One job's outcomes gathered over ranks until every rank has spoken about every block (P10)."""
+
+    __slots__ = ("_blocks", "_outcomes", "_ranks")
+
+    def __init__(self, blocks: BlockRange, ranks: int) -> None:
+        self._blocks = RangeSet.of(blocks)
+        self._ranks = ranks
+        self._outcomes: dict[int, JobOutcome] = {}
+
+    def add(self, rank: int, outcome: JobOutcome) -> None:
+        """Take in one rank's piece, in any order, any number of times. Blocks outside the job are ignored."""
+        known = self._outcomes.get(rank, JobOutcome())
+        piece = JobOutcome(outcome.done.intersection(self._blocks), outcome.failed.intersection(self._blocks))
+        self._outcomes[rank] = known.merge(piece)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have accounted for all blocks; a silent rank keeps the job open."""
+        return len(self._outcomes) == self._ranks and all(
+            len(outcome.done) + len(outcome.failed) == len(self._blocks) for outcome in self._outcomes.values()
+        )
+
+    def loaded(self) -> JobOutcome:
+        """As a load: failed is the hull over ranks, the rest arrived."""
+        failed = hull(outcome.failed for outcome in self._outcomes.values())
+        return JobOutcome(self._blocks.difference(failed), failed)
+
+    def saved(self) -> JobOutcome:
+        """As a save: done is the intersection over ranks, the rest failed."""
+        done = self._blocks
+        for outcome in self._outcomes.values():
+            done = done.intersection(outcome.done)
+        return JobOutcome(done, self._blocks.difference(done))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettlement:
+    """How a committed match ended: every committed block is in one of the two sets, in the request's numbering."""
+
+    request_id: str
+    loaded: RangeSet
+    failed: RangeSet
+    asynchronous: bool
+
+
+class ExternalCache(ABC):
+    """The scheduler's side of a cache. No method may block on I/O; none is called from two threads at once."""
+
+    @abstractmethod
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """Promise tokens that follow the engine's own `num_computed_tokens`; None means "ask again later".
+
+        Asking again with the same arguments returns the same plan and acquires nothing (P3). The promise covers at most
+        `len(request.token_ids) - 1 - num_computed_tokens` tokens (P6) and holds until commit or abort (P2).
+        """
+
+    @abstractmethod
+    def commit_external_match(
+        self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
+    ) -> int:
+        """The engine takes the first `num_tokens` of the match into `block_ids`; returns how many the cache accepts.
+
+        0 tokens declines the match, which ends as an abort does.
+
+        `block_ids` are the engine's blocks for the request, all of them, indexed from the request's first block; with
+        several KV cache groups those of the first, and `SchedulerContext.blocks_of` has them all.
+        Engines that cannot take a smaller answer get `num_tokens` back.
+        """
+
+    @abstractmethod
+    def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
+        """The engine will not use the match (None: whatever plan the request has). Harmless if there is none."""
+
+    @abstractmethod
+    def note_computed(
+        self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
+    ) -> None:
+        """After this step the KV of the first `num_computed_tokens` tokens will be valid in `block_ids()`."""
+
+    @abstractmethod
+    def end_step(self) -> StepWork:
+        """The scheduler's step is over: what the workers must do with it. Called once per step, even if empty."""
+
+    @abstractmethod
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        """Take in the workers' report; returns the loads that it settled.
+
+        A load is settled only when no rank can still write its blocks, because the engine may then give them away
+        (H07): a deadline alone settles nothing.
+        """
+
+    @abstractmethod
+    def request_finished(self, request_id: str) -> None:
+        """The request ended or was cancelled: plans not yet committed end, transfers under way are waited for."""
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """The engine accepted a request; a cache may start looking for its prefix. Default: nothing."""
+
+    def bind_scheduler_context(self, context: BlockHolder) -> None:
+        """The engine offers its block pool, or its whole `SchedulerContext`. Default: not used."""
+
+    def reset(self) -> None:
+        """Forget everything stored (the weights changed). Default: nothing stored."""
+
+    @property
+    def supports_kv_cache_groups(self) -> bool:
+        """Whether the cache stores and loads the blocks of every KV cache group, not the first alone. Default: no."""
+        return False
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether the engine should keep stepping although no request is alive. Default: no."""
+        return False
+
+    def shutdown(self) -> None:
+        """Flush and release everything, in bounded time."""
+
+
+class ExternalCacheWorker(ABC):
+    """One rank's side of a cache: it copies what it is told and says what it did."""
+
+    @abstractmethod
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """The engine's KV memory: layer name -> tensor, in forward order."""
+
+    def before_update_states(self, scheduler_output: object) -> Mapping[str, int]:
+        """Called before the runner takes in the step: request id -> further tokens that this rank can supply.
+
+        The engine applies the minimum over ranks (`apply_external_hits`). Default: none, and nothing changes.
+        """
+        return {}
+
+    @abstractmethod
+    def start_loads(self, work: StepWork) -> None:
+        """Begin the step's loads."""
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when this layer of all synchronous loads has arrived."""
+
+    @abstractmethod
+    def start_saves(self, work: StepWork) -> None:
+        """Begin the step's saves; the forward pass that wrote the blocks is over."""
+
+    @abstractmethod
+    def report(self) -> WorkerReport:
+        """What happened since the last report; never None, never falsy."""
+
+    def shutdown(self) -> None:
+        """Stop all threads and release memory, in bounded time."""
+
+
+def blocks_touched(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
+    return -(-num_tokens // block_size)
+
+
+__all__ = [
+    "BlockHolder",
+    "EngineRequest",
+    "ExternalCache",
+    "ExternalCacheWorker",
+    "ExternalKVMatch",
+    "Inquiry",
+    "JobOutcome",
+    "JobTally",
+    "KVCacheBlockView",
+    "LoadJob",
+    "LoadSettlement",
+    "SaveJob",
+    "SchedulerContext",
+    "StepWork",
+    "WorkerReport",
+    "blocks_touched",
+]

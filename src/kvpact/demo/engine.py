@@ -1,0 +1,354 @@
+"""A real vLLM engine in a process of its own, driven over a pipe and killable at any moment.
+
+Owns the process, its log and the wire between the two sides; `kvpact.demo.host` is the other side. Never imports vLLM
+itself, so a demonstration or a test holds several engines and survives the death of each. Floor 4.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import msgspec
+
+from kvpact.errors import KvpactError
+
+START_TIMEOUT = 300.0
+"""Seconds until an engine must answer; it takes about 25 on two idle cores, and several may start at once."""
+
+GENERATE_TIMEOUT = 180.0
+STOP_TIMEOUT = 60.0
+
+TokenLogprob: TypeAlias = tuple[int, float]
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """First line to the host: the arguments for `vllm.LLM`."""
+
+    arguments: dict[str, Any]
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """Answer these prompts (token ids), greedily: one after the other, or all `together` in one batch."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    logprobs: int
+    together: bool = False
+    cache_salt: str | None = None
+
+
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """Drop the engine's own prefix cache, and with `connector` the external one as well."""
+
+    connector: bool
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Shut the engine down in order and leave."""
+
+
+Command: TypeAlias = Generate | Reset | Stop
+
+
+class Output(msgspec.Struct, frozen=True):
+    """What one request gave: sampled tokens, for each its most likely tokens with log-probabilities, and times."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...]
+    finish_reason: str | None
+    cached_tokens: int
+    """Prompt tokens that the engine did not compute, from its own cache or from outside."""
+    first_token_seconds: float
+
+    def same_answer(self, other: Output) -> bool:
+        """Bit-identical tokens and log-probabilities, and an answer at all (a failed request can look like a hit)."""
+        answered = self.finish_reason == other.finish_reason and self.finish_reason in ("length", "stop")
+        return answered and self.tokens == other.tokens and self.logprobs == other.logprobs
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """One line from the host. `error` is set when the command failed; the engine may be dead then."""
+
+    outputs: list[Output] = []
+    done: bool = True
+    block_size: int = 0
+    error: str | None = None
+
+
+class EngineError(KvpactError):
+    """The engine did not start, died, or did not answer in time; the message carries the end of its log."""
+
+
+# Equal in every engine that is compared with another. vLLM keeps one more core free as soon as a connector is set,
+# which changes the number of threads and with it times and logits, so the binding is given. A GPU engine ignores it.
+PINNED_ENVIRONMENT: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
+
+BASE_ARGUMENTS: Mapping[str, Any] = {
+    "dtype": "bfloat16",
+    "seed": 0,
+    "enforce_eager": True,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+    "kv_cache_memory_bytes": 1 << 30,
+    "max_model_len": 8192,
+    "max_num_batched_tokens": 8192,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How to start an engine: `vllm.LLM` arguments over `BASE_ARGUMENTS`, environment over `PINNED_ENVIRONMENT`."""
+
+    model: Path
+    kv_transfer_config: Mapping[str, Any] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """The keyword arguments for `vllm.LLM`."""
+        arguments = {**BASE_ARGUMENTS, "model": str(self.model), **self.arguments}
+        if self.kv_transfer_config is not None:
+            arguments["kv_transfer_config"] = dict(self.kv_transfer_config)
+        return arguments
+
+
+class EngineProcess:
+    """One engine. Starts at once; call `wait_ready` before use. As a context manager it leaves no process behind."""
+
+    def __init__(self, settings: EngineSettings, log: Path) -> None:
+        self.settings = settings
+        self.log = log
+        self.block_size = 0
+        self._lines = bytearray()
+        self._encoder, self._decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Reply)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._replies, replies = os.pipe()
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "kvpact.demo.host", str(replies)],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(replies,),
+                    env={**os.environ, **PINNED_ENVIRONMENT, **settings.environment},
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(self._replies)
+            raise
+        finally:
+            os.close(replies)
+        self._write(Settings(settings.llm_arguments()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
+
+    @property
+    def pid(self) -> int:
+        """The process that holds `vllm.LLM`; its session holds the engine core and the workers too."""
+        return self._process.pid
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> Self:
+        """Wait until the engine answers. Raises EngineError if it does not within `timeout` seconds."""
+        if not self.block_size:
+            self.block_size = self._receive(timeout).block_size
+        return self
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 4,
+        logprobs: int = 5,
+        together: bool = False,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_TIMEOUT,
+    ) -> list[Output]:
+        """Answer `prompts` (token ids), one after the other unless `together`; the outputs are in their order."""
+        self.send_prompts(prompts, max_tokens=max_tokens, logprobs=logprobs, together=together, cache_salt=cache_salt)
+        return self.receive_outputs(timeout)
+
+    def send_prompts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 4,
+        logprobs: int = 5,
+        together: bool = False,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Start on `prompts` and return at once, for a caller that does something meanwhile, such as a kill."""
+        self.wait_ready()
+        self._write(Generate([list(prompt) for prompt in prompts], max_tokens, logprobs, together, cache_salt))
+
+    def receive_outputs(self, timeout: float = GENERATE_TIMEOUT) -> list[Output]:
+        """The outputs of the last `send_prompts`. Raises EngineError if the engine died or took too long."""
+        return self._receive(timeout).outputs
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False, timeout: float = 20.0) -> None:
+        """Drop the engine's own prefix cache; `reset_connector` drops kvpact's as well.
+
+        The engine refuses while a transfer still protects blocks, so this asks again until `timeout` seconds are over.
+        """
+        self.wait_ready()
+        deadline = time.monotonic() + timeout
+        while True:
+            self._write(Reset(reset_connector))
+            if self._receive(timeout).done:
+                return
+            if time.monotonic() > deadline:
+                raise EngineError(f"the engine refused to reset its prefix cache for {timeout:g} s{self._log_tail()}")
+            time.sleep(0.05)
+
+    def stats(self) -> dict[str, Any]:
+        """kvpact's own counts, from the `stats_file` of its configuration; empty without one or before the first."""
+        extra = (self.settings.kv_transfer_config or {}).get("kv_connector_extra_config", {})
+        path = extra.get("stats_file")
+        if path is None or not Path(path).exists():
+            return {}
+        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+
+    def processes(self) -> dict[int, str]:
+        """The living processes of this engine, by id, with the name each gives itself."""
+        return session_members(self.pid)
+
+    def stop(self, timeout: float = STOP_TIMEOUT) -> None:
+        """Shut down in order, so that the cache can finish its writes; kills what is left after `timeout` seconds."""
+        if self._process.poll() is None:
+            with suppress(EngineError, subprocess.TimeoutExpired):
+                self._write(Stop())
+                self._process.wait(timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the engine at once; returns when all are gone."""
+        for pid in self.processes():
+            _send_signal(pid, signal.SIGKILL)
+        self._process.wait()
+        deadline = time.monotonic() + 10
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for pid in left:
+                _send_signal(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        self._close()
+
+    def kill_frontend(self) -> None:
+        """SIGKILL to the process that holds `vllm.LLM` only; `processes` tells what outlives it. `kill` afterwards."""
+        _send_signal(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def kill_named(self, part: str) -> None:
+        """SIGKILL to the engine's processes with `part` in their name: "EngineCore" or "Worker"."""
+        chosen = [pid for pid, name in self.processes().items() if part in name]
+        if not chosen:
+            raise EngineError(f"no process of the engine is called {part!r}; there are {self.processes()}")
+        for pid in chosen:
+            _send_signal(pid, signal.SIGKILL)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """All processes of the engine stand still (SIGSTOP), while another one is measured.
+
+        An idle engine polls for a second, on the core that all compared engines are pinned to. A guard lets it go on in
+        any case, even if this process is killed meanwhile: it waits for the end of a pipe that only we hold open.
+        """
+        pids = list(map(str, self.processes()))
+        guard = subprocess.Popen(
+            ["sh", "-c", 'read -r end; kill -CONT "$@" 2>/dev/null', "guard", *pids],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            for pid in pids:
+                _send_signal(int(pid), signal.SIGSTOP)
+            yield
+        finally:
+            guard.communicate()
+
+    def _write(self, message: Settings | Command) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(self._encoder.encode(message) + b"\n")
+            stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise EngineError(f"the engine is gone{self._log_tail()}") from error
+
+    def _receive(self, timeout: float) -> Reply:
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._replies, selectors.EVENT_READ)
+            while b"\n" not in self._lines:
+                if time.monotonic() > deadline:
+                    self.kill()
+                    raise EngineError(f"the engine did not answer within {timeout:g} s{self._log_tail()}")
+                if not selector.select(0.2):
+                    continue
+                chunk = os.read(self._replies, 1 << 20)
+                if not chunk:
+                    self.kill()
+                    raise EngineError(f"the engine died{self._log_tail()}")
+                self._lines += chunk
+        line, _, rest = self._lines.partition(b"\n")
+        self._lines = rest
+        reply = self._decoder.decode(line)
+        if reply.error is not None:
+            raise EngineError(f"the engine failed: {reply.error}{self._log_tail()}")
+        return reply
+
+    def _log_tail(self, characters: int = 2000) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return f"; the end of {self.log}:\n{text[-characters:]}"
+
+    def _close(self) -> None:
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            os.close(self._replies)
+
+
+def session_members(session: int) -> dict[int, str]:
+    """The living processes of a session, by id, with their command lines. Zombies are not alive."""
+    found = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            stat = Path("/proc", entry, "stat").read_text()
+            command = Path("/proc", entry, "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, _, its_session = stat[stat.rindex(")") + 2 :].split()[:4]
+        if state != "Z" and int(its_session) == session:
+            found[int(entry)] = command.replace(b"\0", b" ").decode(errors="replace").strip()
+    return found
+
+
+def _send_signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,80 @@
+"""The inside of an `EngineProcess`: holds `vllm.LLM` and answers one command line after the other.
+
+Owns nothing but the engine; replies go to the pipe whose number is the first argument, because vLLM prints to standard
+output. Never imported by anything: `python -m kvpact.demo.host`. Floor 4.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvpact.demo.engine import STOP_TIMEOUT, Command, Generate, Output, Reply, Reset, Settings, Stop
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+
+def main() -> None:
+    """Start the engine that the first line of standard input describes, then serve until told to stop or left alone."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # a reader must see the end of the pipe when this process dies
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    with os.fdopen(descriptor, "wb") as replies:
+
+        def reply(message: Reply) -> None:
+            replies.write(msgspec.json.encode(message) + b"\n")
+            replies.flush()
+
+        from vllm import LLM
+
+        llm = LLM(**settings.arguments)
+        reply(Reply(block_size=llm.llm_engine.vllm_config.cache_config.block_size))
+        commands = msgspec.json.Decoder(Command)
+        for line in sys.stdin.buffer:
+            command = commands.decode(line)
+            if isinstance(command, Stop):
+                break
+            try:
+                reply(_obey(llm, command))
+            except Exception as error:
+                reply(Reply(error=f"{type(error).__name__}: {error}"))
+        # The default grace of 5 s is too short for a cache that still writes to disk.
+        llm.llm_engine.engine_core.shutdown(timeout=STOP_TIMEOUT / 2)
+
+
+def _obey(llm: LLM, command: Generate | Reset) -> Reply:
+    if isinstance(command, Reset):
+        return Reply(done=bool(llm.reset_prefix_cache(reset_connector=command.connector)))
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=command.max_tokens, logprobs=command.logprobs, seed=0, ignore_eos=True
+    )
+    salt = {} if command.cache_salt is None else {"cache_salt": command.cache_salt}
+    prompts = [{"prompt_token_ids": prompt, **salt} for prompt in command.prompts]
+    batches = [prompts] if command.together else [[prompt] for prompt in prompts]
+    return Reply(
+        outputs=[_output(result) for batch in batches for result in llm.generate(batch, sampling, use_tqdm=False)]
+    )
+
+
+def _output(result: RequestOutput) -> Output:
+    completion = result.outputs[0]
+    return Output(
+        tokens=tuple(completion.token_ids),
+        logprobs=tuple(
+            tuple(sorted((token, entry.logprob) for token, entry in position.items()))
+            for position in completion.logprobs or ()
+        ),
+        finish_reason=completion.finish_reason,
+        cached_tokens=result.num_cached_tokens or 0,
+        first_token_seconds=result.metrics.first_token_latency if result.metrics is not None else 0.0,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""A Llama with random weights and a byte-level tokenizer, made on the spot.
+
+Owns the model's shape and its directory. Never downloads: what costs time in serving is the shape, not the weights.
+Needs torch and transformers, which the engine brings. Floor 4.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from hashlib import blake2s
+from pathlib import Path
+
+END_OF_TEXT = "<|end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the engine must compute and how large its KV pages get."""
+
+    layers: int = 16
+    hidden: int = 512
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    intermediate: int = 1536
+    vocabulary: int = 2048
+    positions: int = 8192
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers in bfloat16; 32 KiB for the default shape."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+TINY_SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=4, head_dim=64, intermediate=512, vocabulary=512)
+
+
+def ensure_model(root: Path, shape: ModelShape, text: str) -> Path:
+    """The directory under `root` with a model of `shape`, made if it is not there; the tokenizer is fitted to `text`.
+
+    A directory appears complete or not at all, so several processes may ask at once and a kill leaves no half model.
+    """
+    name = blake2s(repr(sorted(asdict(shape).items())).encode(), digest_size=6).hexdigest()
+    directory = root / f"llama-{name}"
+    if not directory.exists():
+        making = root / f".{directory.name}-{os.getpid()}"
+        _make(making, shape, text)
+        try:
+            making.rename(directory)
+        except OSError:  # another process was faster
+            shutil.rmtree(making)
+    return directory
+
+
+def _make(directory: Path, shape: ModelShape, text: str) -> None:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=shape.vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT).save_pretrained(directory)
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.positions,
+        # Wide enough that attention is not flat: a wrong key or value anywhere must show in the log-probabilities.
+        initializer_range=0.06,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)

@@ -1,0 +1,216 @@
+"""The phases of the demonstration: which engine answers which prompt when, so that the times can be compared.
+
+Owns the order of the runs and the readings they give; judging them is `kvpact.demo.report`'s. Never times anything
+itself: the engine's own time to first token is what counts. Floor 4.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from kvpact.config import load_config
+from kvpact.demo.engine import EngineProcess, EngineSettings, Output
+from kvpact.demo.text import prompts
+
+COLD = "cold"
+LOCAL_HIT = "local prefix hit"
+COLD_KVPACT = "cold with kvpact"
+WARM_MEMORY = "warm from memory"
+WARM_DISK = "warm from disk"
+PHASES = (COLD, LOCAL_HIT, COLD_KVPACT, WARM_MEMORY, WARM_DISK)
+
+COUNTS = ("promised", "committed", "loaded", "used")
+
+SETTLE_TIMEOUT = 20.0
+"""Seconds that the cache may take to finish its writes and give back its leases after the last answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to run. Every round has prompts of its own, so a cold prompt is new to every cache."""
+
+    rounds: int = 2
+    last_round_by: float = 80.0
+    """Seconds after the start by which a further round must begin; on a slow machine there are fewer."""
+    prompts: int = 8
+    document_tokens: int = 4096
+    group: int = 4
+    """Prompts that one engine answers in a row before the other's turn."""
+    kv_cache_bytes: int = 2 << 30
+    """Room in the engine; it must hold one round, or there is no local prefix hit to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One request: its phase, the number of its prompt over all rounds, the prompt's length in tokens, the answer."""
+
+    phase: str
+    prompt: int
+    prompt_tokens: int
+    output: Output
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What the phases gave: all readings, the engine's block size in tokens, the ledgers' counts and leases left."""
+
+    readings: list[Reading]
+    block_size: int
+    counts: Mapping[str, int]
+    leases_held: int
+
+
+KVTransferConfig = Callable[[Path, Path], dict[str, Any]]
+"""Makes the `--kv-transfer-config` from the disk tier's directory and the file for kvpact's counts."""
+
+
+def kvpact_config(disk: Path, stats_file: Path) -> dict[str, Any]:
+    """kvpact with memory and disk large enough for everything that the demonstration stores."""
+    settings = {
+        "memory": "4GiB",
+        "tiers": [f"disk://{quote(str(disk))}?capacity=6GiB"],
+        "stats_file": str(stats_file),
+    }
+    return load_config(settings, {}).kv_transfer_config()
+
+
+def run_phases(
+    model: Path,
+    text: str,
+    work: Path,
+    plan: Plan,
+    *,
+    say: Callable[[str], None],
+    kv_transfer_config: KVTransferConfig = kvpact_config,
+) -> Results:
+    """Run all phases with logs and the disk tier under `work`, an empty directory; `say` is told what happens.
+
+    Raises EngineError if an engine fails; leaves no process behind in any case.
+    """
+    disk = work / "disk"
+    disk.mkdir()
+    arguments = {"kv_cache_memory_bytes": plan.kv_cache_bytes}
+
+    def with_kvpact(life: int) -> EngineProcess:
+        connector = kv_transfer_config(disk, work / f"stats-{life}.json")
+        return EngineProcess(EngineSettings(model, connector, arguments), work / f"engine-with-kvpact-{life}.log")
+
+    script = _Script(model, text, plan, say)
+    with ExitStack() as engines:
+        say("starting an engine without kvpact and one with it")
+        plain = EngineProcess(EngineSettings(model, arguments=arguments), work / "engine-without-kvpact.log")
+        engines.callback(plain.kill)
+        kvpact = with_kvpact(1)
+        engines.callback(kvpact.kill)
+        block_size = plain.wait_ready().block_size
+        script.first_life(plain, kvpact)
+        plain.kill()
+        counts = [settle(kvpact)]
+        say("stopping the engine with kvpact")
+        kvpact.stop()
+    drop_page_cache(disk)
+    say("starting it again on the same directory")
+    with with_kvpact(2) as kvpact:
+        script.second_life(kvpact)
+        counts.append(settle(kvpact))
+    return Results(
+        readings=script.readings,
+        block_size=block_size,
+        counts={name: sum(int(stats.get(f"{name}_tokens", 0)) for stats in counts) for name in COUNTS},
+        leases_held=sum(int(stats.get("leases_held", 0)) for stats in counts),
+    )
+
+
+class _Script:
+    """The prompts of a run and the readings taken so far."""
+
+    def __init__(self, model: Path, text: str, plan: Plan, say: Callable[[str], None]) -> None:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+        def make(reading: str, count: int) -> list[list[int]]:
+            return prompts(tokenizer, text, reading=reading, document_tokens=plan.document_tokens, count=count)
+
+        self._plan, self._say = plan, say
+        self._started = time.monotonic()
+        self._rounds = [
+            make(f"reading {number} of {plan.rounds}", plan.prompts) for number in range(1, plan.rounds + 1)
+        ]
+        self._warm_up, self._fresh = (make(reading, 1)[0] for reading in ("to warm up", "to warm up again"))
+        self.readings: list[Reading] = []
+
+    def first_life(self, plain: EngineProcess, kvpact: EngineProcess) -> None:
+        """Cold prompts on both engines in turns, local prefix hits on one, warm from memory on the other."""
+        for engine in (plain, kvpact):
+            engine.generate([self._warm_up])
+            settle(engine)
+            engine.reset_prefix_cache()
+            engine.generate([self._warm_up])
+            settle(engine)
+        everything = range(self._plan.prompts)
+        turns = [(COLD, plain, kvpact), (COLD_KVPACT, kvpact, plain)]
+        for number in range(self._plan.rounds):
+            if number and time.monotonic() > self._started + self._plan.last_round_by:
+                self._rounds = self._rounds[:number]
+                break
+            self._say(f"round {number + 1} of {self._plan.rounds}: cold, in turns")
+            for start in range(0, self._plan.prompts, self._plan.group):
+                for phase, engine, other in turns:
+                    with other.frozen():
+                        self._read(phase, engine, number, everything[start : start + self._plan.group])
+                        settle(engine)
+                turns.reverse()
+            self._say(f"round {number + 1} of {self._plan.rounds}: local prefix hits, then warm from memory")
+            with kvpact.frozen():
+                self._read(LOCAL_HIT, plain, number, everything)
+            with plain.frozen():
+                kvpact.reset_prefix_cache()
+                self._read(WARM_MEMORY, kvpact, number, everything)
+                settle(kvpact)
+
+    def second_life(self, kvpact: EngineProcess) -> None:
+        """Every prompt once on an engine that has never seen it: after the first load it would come from memory."""
+        kvpact.generate([self._fresh, self._warm_up])
+        self._say("warm from disk")
+        for number in range(len(self._rounds)):
+            self._read(WARM_DISK, kvpact, number, range(self._plan.prompts))
+
+    def _read(self, phase: str, engine: EngineProcess, number: int, chosen: Sequence[int]) -> None:
+        asked = [self._rounds[number][index] for index in chosen]
+        for index, prompt, output in zip(chosen, asked, engine.generate(asked), strict=True):
+            self.readings.append(Reading(phase, number * self._plan.prompts + index, len(prompt), output))
+
+
+def settle(engine: EngineProcess) -> dict[str, Any]:
+    """Wait until the cache behind `engine` rests: no lease, no write under way, counts that stay; they are returned."""
+    if engine.settings.kv_transfer_config is None:
+        return {}
+    deadline = time.monotonic() + SETTLE_TIMEOUT
+    before, stats = None, engine.stats()
+    while time.monotonic() < deadline:
+        busy = any(value for name, value in stats.items() if name.startswith(("leases_held", "queued_write_bytes")))
+        if stats == before and not busy:
+            break
+        time.sleep(0.2)
+        before, stats = stats, engine.stats()
+    return stats
+
+
+def drop_page_cache(directory: Path) -> None:
+    """Make reads from `directory` go to the disk, not to pages that the writer left in memory."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

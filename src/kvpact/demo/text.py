@@ -1,0 +1,60 @@
+"""Real text for the demonstration: kvpact's own documentation and source, cut into long documents with questions.
+
+Owns what is asked about what. Never needs a network or a file outside the package: a checkout adds its Markdown pages,
+an installed wheel has its modules with their docstrings. Floor 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+QUESTIONS = (
+    "Question: what becomes of a promise when the scheduler never commits it?\nAnswer:",
+    "Question: who may evict a stored block while a lease on it is held?\nAnswer:",
+    "Question: which tokens are computed again after a load failed in part?\nAnswer:",
+    "Question: what does a block key depend on, and what does it never depend on?\nAnswer:",
+    "Question: when does a saved block become visible to a lookup?\nAnswer:",
+    "Question: how does the disk tier know that a record was torn?\nAnswer:",
+    "Question: which process owns the index, and what do workers do?\nAnswer:",
+    "Question: how long may a request wait for a lower tier?\nAnswer:",
+)
+
+
+def corpus() -> str:
+    """All text there is, each file under its name, in a fixed order."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parents[1]
+    pages = [path for path in (checkout / "README.md", *sorted((checkout / "docs").glob("*.md"))) if path.is_file()]
+    modules = sorted(package.rglob("*.py"))
+    return "\n".join(
+        f"--- {path.relative_to(package.parent if path in modules else checkout)}\n{path.read_text()}"
+        for path in (*pages, *modules)
+    )
+
+
+def documents(tokens: Sequence[int], count: int, length: int) -> Iterator[Sequence[int]]:
+    """`count` windows of `length` tokens, spread evenly over `tokens`; they overlap where the text is short."""
+    if len(tokens) < length + count:
+        raise ValueError(
+            f"{count} documents of {length} tokens need a text of at least {length + count}, not {len(tokens)}"
+        )
+    stride = (len(tokens) - length) // (count - 1) if count > 1 else 0
+    for number in range(count):
+        yield tokens[number * min(stride, length) :][:length]
+
+
+def prompts(tokenizer: Tokenizer, text: str, *, reading: str, document_tokens: int, count: int) -> list[list[int]]:
+    """`count` distinct prompts: `document_tokens` of a document that names the `reading`, then a question.
+
+    The reading stands at the very start, so prompts of different readings share no block.
+    """
+    opening = tokenizer.encode(f"Document, {reading}.\n").ids
+    body = tokenizer.encode(text).ids
+    asked = [tokenizer.encode(f"\n{QUESTIONS[number % len(QUESTIONS)]}").ids for number in range(count)]
+    pieces = documents(body, count, document_tokens - len(opening))
+    return [[*opening, *piece, *question] for piece, question in zip(pieces, asked, strict=True)]

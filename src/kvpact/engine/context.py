@@ -1,0 +1,70 @@
+"""The scheduler's block pool and queues as a connector may see them (`contract.SchedulerContext`).
+
+Owns what connectors hold by `touch`, apart from what requests hold, so that misuse is an error with a message and a
+leak has an owner. Never hands out the engine's own structures. Floor 3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from kvpact.contract import KVCacheBlockView
+from kvpact.engine.scheduler import Scheduler
+from kvpact.errors import PactViolation
+
+
+class EngineContext:
+    """One cache's view of one engine."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.kv.pool
+        self.held: Counter[int] = Counter()
+        """Block id -> how many times it is held through this context."""
+
+    def get_block(self, block_id: int) -> KVCacheBlockView:
+        """See `SchedulerContext`."""
+        return self._pool.view(block_id)
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """See `SchedulerContext`; all of `block_ids` or, on an error, none. The null block holds nothing:
+        PactViolation."""
+        for block_id in block_ids:
+            if self._pool.view(block_id).is_null:
+                raise PactViolation("the null block was touched; it stands for blocks that a request does not need")
+        for block_id in block_ids:
+            self._pool.touch(block_id)
+            self.held[block_id] += 1
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        """See `SchedulerContext`; all of `block_ids` or, on an error, none."""
+        for block_id, times in Counter(block_ids).items():
+            if self.held[block_id] < times:
+                raise PactViolation(
+                    f"block {block_id} is freed {times} times, touched {self.held[block_id]} times through this "
+                    "context; free only what was touched"
+                )
+        for block_id in block_ids:
+            self.held[block_id] -= 1
+            if not self.held[block_id]:
+                del self.held[block_id]
+        self._pool.free(block_ids)
+
+    def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
+        """See `SchedulerContext`, and `BlockPool.iter_free` for what may change while iterating."""
+        return self._pool.iter_free(after_block)
+
+    def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
+        """See `SchedulerContext`; empty sequences for a request that holds none. PactViolation for an unknown one."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None:
+            load = self._scheduler.loads.get(request_id)
+            if load is None:
+                raise PactViolation(f"no request {request_id} is alive; ask before it is finished")
+            request = load.request
+        return tuple(tuple(blocks) for blocks in request.block_ids) or ((),) * len(self._scheduler.config.groups)
+
+    def waiting_requests(self) -> Sequence[str]:
+        """See `SchedulerContext`."""
+        return tuple(request.request_id for request in self._scheduler.waiting)

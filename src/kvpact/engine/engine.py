@@ -1,0 +1,291 @@
+"""The embedded engine: scheduler, ranks and cache joined into steps, with the oracle watching.
+
+Owns the order of calls within a step and the verdict on what attention read. Decides nothing that the scheduler
+decides. Floor 3.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvpact.contract import ExternalCache, ExternalCacheWorker, WorkerReport
+from kvpact.engine.block_pool import NULL_BLOCK
+from kvpact.engine.config import EngineConfig
+from kvpact.engine.context import EngineContext
+from kvpact.engine.counts import EngineCounts
+from kvpact.engine.intake import ResultIntake
+from kvpact.engine.oracle import Digests, OracleViolation, WrongRead
+from kvpact.engine.output import SchedulerOutput
+from kvpact.engine.quirks import EngineQuirks
+from kvpact.engine.request import Request
+from kvpact.engine.runner import ModelRunner
+from kvpact.engine.scheduler import Scheduler
+from kvpact.engine.step_hook import agree_on_hits, apply_external_hits
+from kvpact.errors import ConfigError, PactViolation
+
+NO_REPORT = WorkerReport({})
+
+Executed = tuple[SchedulerOutput, list[int], WorkerReport, list[WrongRead]]
+
+
+def _first_group(request: Request) -> Sequence[int]:
+    return request.block_ids[0]
+
+
+class StepClock:
+    """Seconds that pass with the engine's steps and never otherwise; give the same one to a cache that wants a
+    clock."""
+
+    def __init__(self, seconds_per_step: float = 0.01) -> None:
+        self.seconds_per_step = seconds_per_step
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """The time now, in seconds."""
+        return self.now
+
+
+class Engine:
+    """Requests in, tokens out, one `step` at a time. `workers` are the cache's, one a rank, in rank order."""
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        quirks: EngineQuirks | None = None,
+        cache: ExternalCache | None = None,
+        workers: Sequence[ExternalCacheWorker] = (),
+        clock: StepClock | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.quirks = quirks or EngineQuirks.native()
+        self.cache = cache
+        self.workers = tuple(workers)
+        self.clock = clock or StepClock()
+        self.counts = EngineCounts()
+        self.scheduler = Scheduler(self.config, self.quirks, cache, self.counts)
+        self.runner = ModelRunner(self.config)
+        self.context = EngineContext(self.scheduler)
+        self.finished: dict[str, Request] = {}
+        self.recorded: list[str] = []
+        """Wrong reads in words, where `on_violation` is "record"."""
+        incremental = self.config.oracle == "incremental"
+        self._intake = ResultIntake(self.scheduler, self._check_whole if incremental else None)
+        self._executed: deque[Executed] = deque()
+        self._arrivals: list[tuple[int, int, Request]] = []
+        self._added = 0
+        if cache is not None:
+            if len(workers) != self.config.num_ranks:
+                raise ConfigError(f"a cache needs one worker a rank: {self.config.num_ranks}, not {len(workers)}")
+            if len(self.config.groups) > 1 and not cache.supports_kv_cache_groups:
+                raise ConfigError(
+                    f"{type(cache).__name__} knows one KV cache group; the engine has {len(self.config.groups)}"
+                )
+            for rank, worker in enumerate(self.workers):
+                worker.register_kv_caches(self.runner.pages(rank))
+            cache.bind_scheduler_context(self.context)
+
+    # Requests
+
+    def add_request(self, request: Request) -> Request:
+        """Queue a request now, or in its `arrival_step`."""
+        if request.arrival_step > self.scheduler.step:
+            heapq.heappush(self._arrivals, (request.arrival_step, self._added, request))
+            self._added += 1
+        else:
+            self.scheduler.add_request(request)
+        return request
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request in any state; False if it is not alive."""
+        return self.scheduler.cancel(request_id)
+
+    def reset(self) -> None:
+        """Reset the prefix cache, here and in the external cache; see `Scheduler.reset`."""
+        self._drain()
+        self.scheduler.reset()
+
+    def update_weights(self) -> None:
+        """Put other weights in place: from now on nothing computed before is right (H32)."""
+        self.reset()
+        self.runner.weights += 1
+
+    def pause(self) -> None:
+        """Admit nobody until `unpause`."""
+        self.scheduler.paused = True
+
+    def unpause(self) -> None:
+        """Admit again."""
+        self.scheduler.paused = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is alive or to come, a load is under way, or the cache wants to be stepped."""
+        pending = self.cache is not None and self.cache.has_pending_work
+        return bool(self.scheduler.has_work or self._arrivals or pending) or any(
+            step[0].requests for step in self._executed
+        )
+
+    # Steps
+
+    def step(self) -> list[Request]:
+        """Schedule, execute and take in one step (with asynchronous scheduling: the one before); returns what it
+        finished.
+
+        Raises OracleViolation for a wrong read whose result would have counted, PactViolation for a broken contract.
+        """
+        self.clock.now += self.clock.seconds_per_step
+        scheduler = self.scheduler
+        while self._arrivals and self._arrivals[0][0] <= scheduler.step + 1:
+            scheduler.add_request(heapq.heappop(self._arrivals)[2])
+        output = scheduler.schedule()
+        if self.cache is not None:
+            self._tell_cache(self.cache, output)
+        self._executed.append(self._execute(output))
+        finished: list[Request] = []
+        if len(self._executed) > self.quirks.async_scheduling:
+            finished = self._take_in()
+        return finished
+
+    def run(self, requests: Iterable[Request] = (), max_steps: int = 10_000) -> dict[str, Request]:
+        """Step until nothing is left to do; all requests finished so far by id. Raises PactViolation beyond
+        `max_steps`."""
+        for request in requests:
+            self.add_request(request)
+        for _ in range(max_steps):
+            if not self.has_work:
+                return self.finished
+            self.step()
+        if self.has_work:
+            alive = [*self.scheduler.requests.values()][:4]
+            raise PactViolation(f"P11: after {max_steps} steps there is still work to do, for example {alive}")
+        return self.finished
+
+    def _tell_cache(self, cache: ExternalCache, output: SchedulerOutput) -> None:
+        for request, start, count in zip(output.requests, output.starts, output.counts, strict=True):
+            cache.note_computed(request, start + count, partial(_first_group, request))
+        output.work = cache.end_step()
+
+    def _execute(self, output: SchedulerOutput) -> Executed:
+        runner, workers = self.runner, self.workers
+        zero = self.config.zero_new_blocks
+        if zero and not self.quirks.zeroes_after_hook:
+            runner.zero(output.new_block_ids)
+        if workers:
+            hits = agree_on_hits([worker.before_update_states(output) for worker in workers])
+            output = apply_external_hits(output, hits)
+        if zero and self.quirks.zeroes_after_hook:
+            runner.zero(output.new_block_ids)
+        runner.update_states(output)
+        for worker in workers:
+            worker.start_loads(output.work)
+        for worker in workers:
+            for layer in range(self.config.num_layers):
+                worker.wait_for_layer_load(f"layer.{layer}")
+        sampled = runner.execute(output)
+        wrong_reads, runner.wrong_reads = runner.wrong_reads, []
+        report = NO_REPORT
+        for worker in workers:
+            worker.start_saves(output.work)
+        for worker in workers:
+            report = report.aggregate(worker.report())
+        return output, sampled, report, wrong_reads
+
+    def _take_in(self) -> list[Request]:
+        output, sampled, report, wrong_reads = self._executed.popleft()
+        finished = self._intake.take_in(output, sampled, report)
+        for request in finished:
+            self.finished[request.request_id] = request
+        if wrong_reads or self.runner.wrong_reads:
+            self._judge(wrong_reads)
+        return finished
+
+    def _drain(self) -> None:
+        while self._executed:
+            self._take_in()
+
+    # The oracle's verdict
+
+    def _check_whole(self, request: Request) -> None:
+        rows, ends = np.array([request.row]), np.array([request.num_computed_tokens])
+        self.runner.check_rows(rows, ends - 1, ends)
+
+    def _judge(self, wrong_reads: list[WrongRead]) -> None:
+        """A wrong read does not count if the step's report named its load as failed: the result was voided."""
+        wrong_reads += self.runner.wrong_reads
+        self.runner.wrong_reads = []
+        for wrong in wrong_reads:
+            request = self.scheduler.requests.get(wrong.request_id)
+            counts = wrong.request_id in self.finished if request is None else request.epoch == wrong.epoch
+            if not counts:
+                continue
+            self.counts.wrong_reads += 1
+            message = self.runner.explain(wrong)
+            if self.config.on_violation == "raise":
+                raise OracleViolation(message)
+            self.recorded.append(message)
+
+    # Invariants
+
+    def check(self) -> None:
+        """Verify queues, block pool and every published block on every rank; raises PactViolation or
+        OracleViolation."""
+        scheduler = self.scheduler
+        references: Counter[int] = Counter(self.context.held)
+        holders = {id(request): request for request in scheduler.requests.values()}
+        holders.update({id(load.request): load.request for load in scheduler.loads.values()})
+        for request in holders.values():
+            for blocks in request.block_ids:
+                references.update(block for block in blocks if block != NULL_BLOCK)
+        scheduler.kv.pool.check(references)
+        queued = [*scheduler.running, *scheduler.waiting]
+        for request in scheduler.requests.values():
+            places = queued.count(request) + (request.status == "waiting_for_load")
+            if places != 1:
+                raise PactViolation(f"{request} stands in {places} places instead of one")
+            if request.status == "waiting_for_load" and request.request_id not in scheduler.loads:
+                raise PactViolation(f"{request} waits for a load that is not under way")
+        self._check_published()
+
+    def _check_published(self) -> None:
+        """P8: what is offered for reuse is valid, on all ranks."""
+        runner, size = self.runner, self.config.block_size
+        truths: dict[int, Digests] = {}
+        for group, published in enumerate(self.scheduler.kv.pool.published):
+            for block_id in published.values():
+                request, index = self.scheduler.kv.publishers[block_id]
+                if id(request) not in truths:
+                    truths[id(request)] = runner.truth_of(request)
+                expected = truths[id(request)][index * size : (index + 1) * size]
+                stored = runner.memory[:, block_id * size : (block_id + 1) * size]
+                wrong = stored != expected + runner.masks[group][:, None]
+                if wrong.any():
+                    plane, offset = (int(index) for index in np.argwhere(wrong)[0])
+                    rank, layer = divmod(plane, self.config.num_layers)
+                    read = WrongRead(
+                        request.request_id, request.row, 0, index * size + offset, block_id, group, rank, layer,
+                        int(stored[plane, offset]),
+                    )  # fmt: skip
+                    raise OracleViolation(f"P8: a published block is not valid: {runner.explain(read)}")
+
+    def check_nothing_held(self) -> None:
+        """P1 at rest: no request, no load, no hold, all blocks free. Raises PactViolation naming what is left."""
+        left = [*self.scheduler.requests, *self.scheduler.loads]
+        if left or self.context.held or self.scheduler.kv.pool.num_free != self.config.num_blocks - 1:
+            raise PactViolation(
+                f"P1: still held at rest: requests {left}, blocks held by the cache {dict(self.context.held)}, "
+                f"{self.config.num_blocks - 1 - self.scheduler.kv.pool.num_free} blocks in all"
+            )
+        self.check()
+
+    def shutdown(self) -> None:
+        """Take in what is executed, and end the cache and its workers."""
+        self._drain()
+        for worker in self.workers:
+            worker.shutdown()
+        if self.cache is not None:
+            self.cache.shutdown()

@@ -1,0 +1,118 @@
+"""The oracle: what every KV slot must hold, as a digest of exactly the tokens, position and prefix it belongs to.
+
+Owns the digests and the words for a wrong one. Each token's digest covers all tokens before it, adapter, salt, media
+and the weights; each rank, layer and group stores it under a mask of its own, so no two of them are interchangeable.
+Floor 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpact.blocks import RequestIdentity
+from kvpact.errors import PactViolation
+
+Digests = npt.NDArray[np.uint64]
+Tokens = npt.NDArray[np.int64]
+
+_TOKEN = np.uint64(0x9E3779B97F4A7C15)
+_POSITION = np.uint64(0xC2B2AE3D27D4EB4F)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+class OracleViolation(PactViolation):
+    """An attention read found something else than what belongs there."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongRead:
+    """One slot that a request would have read: `position` is its token, `found` the digest without the slot's mask."""
+
+    request_id: str
+    row: int
+    epoch: int
+    position: int
+    block_id: int
+    group_id: int
+    rank: int
+    layer: int
+    stored: int
+
+
+def mix(values: Digests) -> Digests:
+    """A bijection of 64-bit words that spreads every bit (the finaliser of splitmix64)."""
+    values = (values ^ (values >> _SHIFT_1)) * _MIX_1
+    values = (values ^ (values >> _SHIFT_2)) * _MIX_2
+    return values ^ (values >> _SHIFT_3)
+
+
+def word(*parts: object) -> int:
+    """64 bits naming `parts`, the same in every process."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def root_of(identity: RequestIdentity | None, request_id: str, weights: int) -> np.uint64:
+    """What stands before a request's first token: adapter, salt, weights; an unknown identity shares with nobody."""
+    if identity is None:
+        return np.uint64(word("unknown", request_id, weights))
+    return np.uint64(word(identity.adapter, identity.salt, weights))
+
+
+def position_extras(identity: RequestIdentity | None, length: int, block_size: int) -> Digests:
+    """What stands in place of tokens, per position: media, prompt embeddings; 0 for a plain token."""
+    extras = np.zeros(length, np.uint64)
+    if identity is not None:
+        for span in identity.media:
+            end = min(length, span.start + span.count)
+            extras[span.start : end] += np.uint64(word(span.content)) + np.arange(
+                max(0, end - span.start), dtype=np.uint64
+            )
+        for block, content in identity.embeddings.items():
+            extras[block * block_size : (block + 1) * block_size] += np.uint64(word(content))
+    return extras
+
+
+def contributions(tokens: Tokens, positions: Tokens, root: Digests | np.uint64) -> Digests:
+    """What each token adds to the digests of its own and all later positions."""
+    return mix(tokens.view(np.uint64) * _TOKEN + (positions.view(np.uint64) + np.uint64(1)) * _POSITION + root)
+
+
+def digests_of(tokens: Tokens, root: np.uint64, extras: Digests | None = None) -> tuple[Digests, np.uint64]:
+    """The digest of every position of a sequence, and the sum from which the next one goes on."""
+    added = contributions(tokens, np.arange(len(tokens), dtype=np.int64), root)
+    if extras is not None:
+        added = mix(added + extras)
+    sums = np.cumsum(added, dtype=np.uint64)
+    return mix(sums ^ root), sums[-1]
+
+
+def masks(num_ranks: int, num_layers: int, num_groups: int) -> Digests:
+    """`[groups, ranks * layers]`: what is added to a digest where it is stored."""
+    table = [
+        [word("mask", group, rank, layer) for rank in range(num_ranks) for layer in range(num_layers)]
+        for group in range(num_groups)
+    ]
+    return np.array(table, np.uint64)
+
+
+def describe(stored: int, mask_table: Digests, num_layers: int, known: Iterable[tuple[str, Digests]]) -> str:
+    """Say what a stored word is: never written, some request's token (perhaps another rank's or layer's), or nothing
+    known."""
+    if stored == 0:
+        return "nothing: the slot was never written"
+    candidates = np.uint64(stored) - mask_table
+    for request_id, truth in known:
+        for group, plane in np.argwhere(np.isin(candidates, truth)):
+            position = int(np.flatnonzero(truth == candidates[group, plane])[0])
+            rank, layer = divmod(int(plane), num_layers)
+            return (
+                f"token {position} of request {request_id} as group {group}, rank {rank}, layer {layer} would hold it"
+            )
+    return f"{stored:#018x}, which belongs to no request known here"

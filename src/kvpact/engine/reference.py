@@ -1,0 +1,334 @@
+"""The smallest cache that keeps the pact: dictionaries over a fixed number of slots.
+
+Owns plans, slots and the index of a `ReferenceCache`, with which the engine and the test kit are tested themselves. Not
+for use: it knows no lower tier. Floor 3.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby
+
+from kvpact.blocks import BlockKey, BlockKeys, RangeSet
+from kvpact.contract import (
+    BlockHolder,
+    EngineRequest,
+    ExternalCache,
+    ExternalKVMatch,
+    Inquiry,
+    JobOutcome,
+    JobTally,
+    LoadJob,
+    LoadSettlement,
+    SaveJob,
+    SchedulerContext,
+    StepWork,
+    WorkerReport,
+    blocks_touched,
+)
+from kvpact.engine.config import EngineConfig
+from kvpact.engine.engine import Engine
+from kvpact.engine.quirks import EngineQuirks
+from kvpact.engine.ranks import ByteSegment, Job, JobConduct, SimulatedWorker
+from kvpact.errors import ConfigError
+
+PLAN_LIFETIME_STEPS = 4
+"""Steps after which a plan neither renewed nor committed ends: engines may drop a match without a word."""
+
+INQUIRY_STEPS = 16
+"""Every so many steps the ranks are asked what became of jobs that are not settled."""
+
+EntryKey = tuple[BlockKey, int]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One stored block of one group: where, and by how many plans and saves it is held. `stored` once all ranks wrote
+    it."""
+
+    slot: int
+    holds: int = 0
+    stored: bool = False
+
+
+@dataclass(slots=True)
+class ReferencePlan:
+    """A promise: `entries` per block and group, from block `start` on."""
+
+    start: int
+    seen: int
+    entries: list[list[Entry]]
+    keys: list[BlockKey]
+    num_blocks: int = 0
+    """Blocks committed; 0 while the plan is open."""
+    jobs: dict[int, tuple[LoadJob, JobTally]] = field(default_factory=dict)
+    outcomes: list[JobOutcome] = field(default_factory=list)
+
+
+class ReferenceCache(ExternalCache):
+    """Blocks of `num_groups` groups in `num_slots` slots, written by `num_ranks` ranks; loads are all of one kind."""
+
+    def __init__(
+        self, block_size: int, num_slots: int, *, num_ranks: int = 1, num_groups: int = 1, asynchronous: bool = True
+    ) -> None:
+        self.entries: OrderedDict[EntryKey, Entry] = OrderedDict()
+        self.free_slots = list(range(num_slots))
+        self.plans: dict[str, ReferencePlan] = {}
+        self.loading: dict[str, ReferencePlan] = {}
+        self._block_size, self._num_ranks, self._num_groups = block_size, num_ranks, num_groups
+        self._asynchronous = asynchronous
+        self._keys: dict[str, BlockKeys] = {}
+        self._failed_from: dict[str, int] = {}
+        self._saves: dict[int, tuple[SaveJob, JobTally, list[tuple[EntryKey, Entry]]]] = {}
+        self._job_ids, self._step = count(1), 0
+        self._loads_to_do: list[LoadJob] = []
+        self._saves_to_do: list[SaveJob] = []
+        self._context: SchedulerContext | None = None
+
+    @property
+    def supports_kv_cache_groups(self) -> bool:
+        """Yes."""
+        return True
+
+    def bind_scheduler_context(self, context: BlockHolder) -> None:
+        """Blocks are held while they are copied out; the whole `SchedulerContext` is needed."""
+        if not isinstance(context, SchedulerContext):
+            raise ConfigError(f"a ReferenceCache needs a whole SchedulerContext, not {type(context).__name__}")
+        self._context = context
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """See `ExternalCache`."""
+        request_id, start = request.request_id, num_computed_tokens // self._block_size
+        keys = self._keys_of(request)[: (len(request.token_ids) - 1) // self._block_size]
+        keys = keys[: self._failed_from.get(request_id)]
+        plan = self.plans.get(request_id)
+        if plan is None or plan.start != start:
+            self._release(request_id)
+            found = self._find(keys, start)
+            if not found or not request.may_load or request_id in self.loading:
+                return ExternalKVMatch(0)
+            plan = self.plans[request_id] = ReferencePlan(start, self._step, found, keys)
+            for entry in (entry for block in found for entry in block):
+                entry.holds += 1
+        plan.seen = self._step
+        return ExternalKVMatch(len(plan.entries) * self._block_size, self._asynchronous, plan)
+
+    def _keys_of(self, request: EngineRequest) -> list[BlockKey]:
+        if request.identity is None:
+            return []
+        if request.request_id not in self._keys:
+            self._keys[request.request_id] = BlockKeys(b"reference", self._block_size, request.identity)
+        return self._keys[request.request_id].extend(request.token_ids)
+
+    def _find(self, keys: list[BlockKey], start: int) -> list[list[Entry]]:
+        found = []
+        for key in keys[start:]:
+            block = [self.entries.get((key, group)) for group in range(self._num_groups)]
+            stored = [entry for entry in block if entry is not None and entry.stored]
+            if len(stored) < self._num_groups:
+                break
+            found.append(stored)
+        return found
+
+    def commit_external_match(
+        self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
+    ) -> int:
+        """See `ExternalCache`."""
+        plan = self.plans.get(request.request_id)
+        if plan is None or plan is not match.query_result or self._context is None:
+            return 0
+        blocks = blocks_touched(num_tokens, self._block_size)
+        self._drop(plan.entries[blocks:])
+        del plan.entries[blocks:]
+        del self.plans[request.request_id]
+        if not blocks:
+            return 0
+        plan.num_blocks = blocks
+        self.loading[request.request_id] = plan
+        end = plan.start + blocks
+        for group, ids in enumerate(self._context.blocks_of(request.request_id)):
+            for first, last in _runs(i for i in range(plan.start, end) if not self._context.get_block(ids[i]).is_null):
+                slots = tuple(plan.entries[i - plan.start][group].slot for i in range(first, last))
+                job = LoadJob(
+                    next(self._job_ids),
+                    request.request_id,
+                    first,
+                    slots,
+                    tuple(ids[first:last]),
+                    not match.load_kv_async,
+                    group,
+                )
+                plan.jobs[job.job_id] = job, JobTally(job.blocks, self._num_ranks)
+                self._loads_to_do.append(job)
+        return num_tokens
+
+    def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
+        """See `ExternalCache`."""
+        self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        plan = self.plans.pop(request_id, None)
+        if plan is not None:
+            self._drop(plan.entries)
+
+    def _drop(self, blocks: list[list[Entry]]) -> None:
+        for entry in (entry for block in blocks for entry in block):
+            self._let_go(entry)
+
+    def _let_go(self, entry: Entry) -> None:
+        entry.holds -= 1
+        if not entry.holds and not entry.stored:
+            self.free_slots.append(entry.slot)
+
+    def note_computed(
+        self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
+    ) -> None:
+        """See `ExternalCache`."""
+        keys = self._keys_of(request)
+        full = min(num_computed_tokens, len(request.token_ids)) // self._block_size
+        if self._context is None or request.request_id in self.loading or not keys[:full]:
+            return
+        blocks = self._context.blocks_of(request.request_id)
+        chain = [(key, group) for key in reversed(keys[:full]) for group in range(self._num_groups)]
+        for name in chain:
+            if name in self.entries:
+                self.entries.move_to_end(name)  # a chain's head is evicted after its tail, and not for its tail (H54)
+        for group, ids in enumerate(blocks):
+            wanted = [
+                i
+                for i in range(full)
+                if (keys[i], group) not in self.entries and not self._context.get_block(ids[i]).is_null
+            ]
+            for first, last in _runs(wanted):
+                slots = self._take_slots(last - first, set(chain))
+                taken = ids[first : first + len(slots)]
+                job = SaveJob(next(self._job_ids), request.request_id, first, slots, tuple(taken), group)
+                saved = [((keys[i], group), Entry(slot, 1)) for i, slot in zip(job.blocks, slots, strict=True)]
+                if saved:
+                    self.entries.update(saved)
+                    self._context.touch(taken)
+                    self._saves[job.job_id] = job, JobTally(job.blocks, self._num_ranks), saved
+                    self._saves_to_do.append(job)
+
+    def _take_slots(self, wanted: int, keep: set[EntryKey]) -> tuple[int, ...]:
+        unheld = [key for key, entry in self.entries.items() if not entry.holds and key not in keep]
+        missing = max(0, wanted - len(self.free_slots))
+        self.free_slots.extend(self.entries.pop(key).slot for key in unheld[:missing])
+        taken, self.free_slots = self.free_slots[:wanted], self.free_slots[wanted:]
+        return tuple(taken)
+
+    def end_step(self) -> StepWork:
+        """See `ExternalCache`."""
+        self._step += 1
+        for request_id in [i for i, plan in self.plans.items() if self._step - plan.seen > PLAN_LIFETIME_STEPS]:
+            self._release(request_id)
+        work = StepWork(tuple(self._loads_to_do), tuple(self._saves_to_do), tuple(self._inquiries()))
+        self._loads_to_do, self._saves_to_do = [], []
+        return work
+
+    def _inquiries(self) -> list[Inquiry]:
+        """Every so often, all jobs that the ranks have known for a step: a report may have been lost."""
+        if self._step % INQUIRY_STEPS:
+            return []
+        jobs: list[Job] = [job for plan in self.loading.values() for job, _ in plan.jobs.values()]
+        jobs += [job for job, _, _ in self._saves.values()]
+        new = {job.job_id for job in self._loads_to_do} | {job.job_id for job in self._saves_to_do}
+        return [Inquiry(job.job_id, job.blocks) for job in jobs if job.job_id not in new]
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        """See `ExternalCache`."""
+        told = [(rank, job_id, outcome) for rank, jobs in report.ranks.items() for job_id, outcome in jobs.items()]
+        settled = []
+        for request_id, plan in list(self.loading.items()):
+            for rank, job_id, outcome in told:
+                if job_id in plan.jobs:
+                    plan.jobs[job_id][1].add(rank, outcome)
+            for job_id in [job_id for job_id, (_, tally) in plan.jobs.items() if tally.complete]:
+                plan.outcomes.append(plan.jobs.pop(job_id)[1].loaded())
+            if not plan.jobs:
+                settled.append(self._settle(request_id, plan))
+        for rank, job_id, outcome in told:
+            if job_id in self._saves:
+                self._saves[job_id][1].add(rank, outcome)
+                if self._saves[job_id][1].complete:
+                    self._settle_save(*self._saves.pop(job_id))
+        return settled
+
+    def _settle(self, request_id: str, plan: ReferencePlan) -> LoadSettlement:
+        del self.loading[request_id]
+        failed = RangeSet.of(*(run for outcome in plan.outcomes for run in outcome.failed.ranges))
+        everything = RangeSet.span(plan.start, plan.start + plan.num_blocks)
+        if failed.ranges:
+            self._failed_from[request_id] = failed.ranges[0].start
+            for block in range(failed.ranges[0].start, plan.start + plan.num_blocks):
+                for group, entry in enumerate(plan.entries[block - plan.start]):
+                    self._forget((plan.keys[block], group), entry)
+        self._drop(plan.entries)
+        asynchronous = self._asynchronous
+        return LoadSettlement(request_id, everything.difference(failed), failed, asynchronous)
+
+    def _forget(self, key: EntryKey, entry: Entry) -> None:
+        if self.entries.get(key) is entry:
+            del self.entries[key]
+        entry.stored = False
+
+    def _settle_save(self, job: SaveJob, tally: JobTally, saved: list[tuple[EntryKey, Entry]]) -> None:
+        done = tally.saved().done
+        for block, (key, entry) in zip(job.blocks, saved, strict=True):
+            entry.stored = self.entries.get(key) is entry and block in done
+            if not entry.stored:
+                self._forget(key, entry)
+            self._let_go(entry)
+        if self._context is not None:
+            self._context.free_blocks(job.block_ids)
+
+    def request_finished(self, request_id: str) -> None:
+        """See `ExternalCache`."""
+        self._release(request_id)
+        self._keys.pop(request_id, None)
+        self._failed_from.pop(request_id, None)
+
+    def reset(self) -> None:
+        """See `ExternalCache`."""
+        for request_id in list(self.plans):
+            self._release(request_id)
+        for key, entry in list(self.entries.items()):
+            self._forget(key, entry)
+            if not entry.holds:
+                self.free_slots.append(entry.slot)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """While blocks are copied out."""
+        return bool(self._saves or self.loading)
+
+
+def _runs(blocks: Iterator[int] | list[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as half-open runs."""
+    for _, run in groupby(enumerate(blocks), lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        yield numbers[0], numbers[-1] + 1
+
+
+def reference_engine(
+    config: EngineConfig | None = None,
+    quirks: EngineQuirks | None = None,
+    *,
+    num_slots: int = 256,
+    asynchronous: bool = True,
+    conduct: Callable[[int, Job], JobConduct] | None = None,
+) -> Engine:
+    """An engine with a `ReferenceCache` and one `SimulatedWorker` a rank."""
+    config = config or EngineConfig()
+    cache = ReferenceCache(
+        config.block_size,
+        num_slots,
+        num_ranks=config.num_ranks,
+        num_groups=len(config.groups),
+        asynchronous=asynchronous,
+    )
+    segments = [ByteSegment(num_slots, config.num_layers * config.page_bytes) for _ in range(config.num_ranks)]
+    workers = [SimulatedWorker(rank, segment.slot_view, conduct) for rank, segment in enumerate(segments)]
+    return Engine(config, quirks, cache, workers)

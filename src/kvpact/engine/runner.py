@@ -1,0 +1,272 @@
+"""The model of the embedded engine: it writes each token's digest and checks every digest that attention would read.
+
+Owns the ranks' KV memory and the ranks' own copy of tokens and block tables (`rows`), like a model runner. Takes
+nothing from the scheduler but its output; vectorised over requests, ranks and layers. Floor 3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpact.engine import oracle
+from kvpact.engine.config import EngineConfig
+from kvpact.engine.oracle import Digests, WrongRead
+from kvpact.engine.output import SchedulerOutput
+from kvpact.engine.request import Request
+
+NO_TOKEN = -1
+VOCABULARY_BITS = 15
+HISTORY = 64
+"""Sequences of past requests kept so that a wrong read can be named."""
+
+Slots = npt.NDArray[np.int64]
+
+
+class ModelRunner:
+    """All ranks in lockstep. `memory` is `[ranks * layers, num_blocks * block_size]` words, 0 where nothing was
+    written."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        size, planes = config.block_size, config.num_ranks * config.num_layers
+        self.memory = np.zeros((planes, config.num_blocks * size), np.uint64)
+        self.masks = oracle.masks(config.num_ranks, config.num_layers, len(config.groups))
+        self.weights = 0
+        """Raised when the weights change: nothing computed before is right any more."""
+        self.wrong_reads: list[WrongRead] = []
+        self._offsets = np.arange(size, dtype=np.int64)
+        self._plane_masks = [mask[:, None] for mask in self.masks]
+        self._free_rows: list[int] = []
+        self._requests: list[Request | None] = []
+        self._past: deque[tuple[str, Digests]] = deque(maxlen=HISTORY)
+        length = config.max_blocks * size
+        # One row a request: tokens, their digests, and per group the first slot of each of its blocks.
+        self._tokens = np.zeros((0, length), np.int64)
+        self._truth = np.zeros((0, length), np.uint64)
+        self._tables = np.zeros((len(config.groups), 0, config.max_blocks), np.int64)
+        self._known = np.zeros(0, np.int64)
+        self._digested = np.zeros(0, np.int64)
+        self._sums = np.zeros(0, np.uint64)
+        self._roots = np.zeros(0, np.uint64)
+        self._extras: dict[int, Digests] = {}
+
+    def pages(self, rank: int) -> dict[str, npt.NDArray[np.uint8]]:
+        """One rank's KV memory as a connector's worker gets it: layer name -> `[num_blocks, page_bytes]` bytes."""
+        config = self.config
+        return {
+            f"layer.{layer}": self.memory[rank * config.num_layers + layer]
+            .view(np.uint8)
+            .reshape(config.num_blocks, -1)
+            for layer in range(config.num_layers)
+        }
+
+    # The state update
+
+    def update_states(self, output: SchedulerOutput) -> None:
+        """Forget the rows of requests that left, take in those that start, and new blocks."""
+        for row in output.released_rows:
+            self._release(row)
+        for request in output.started:
+            self._start(request)
+        for request, first in output.grown:
+            if request.row >= 0 and request.block_ids:
+                self._copy_tables(request, first)
+
+    def zero(self, block_ids: list[int]) -> None:
+        """Clear new blocks, as engines do; whatever a worker loaded into them before is gone (H93)."""
+        if block_ids:
+            self.memory.reshape(len(self.memory), self.config.num_blocks, -1)[:, block_ids] = 0
+
+    def _start(self, request: Request) -> None:
+        if not self._free_rows:
+            self._add_rows(max(8, len(self._requests)))
+        row = self._free_rows.pop()
+        request.row = row
+        self._requests[row] = request
+        count = len(request.token_ids)
+        tokens = self._tokens[row, :count]
+        tokens[:] = request.token_ids
+        root = oracle.root_of(request.identity, request.request_id, self.weights)
+        identity = request.identity
+        if identity is not None and (identity.media or identity.embeddings):
+            self._extras[row] = oracle.position_extras(identity, self._tokens.shape[1], self.config.block_size)
+        extras = self._extras.get(row)
+        truth, self._sums[row] = oracle.digests_of(tokens, root, None if extras is None else extras[:count])
+        self._truth[row, :count] = truth
+        self._roots[row] = root
+        self._known[row] = self._digested[row] = count
+        self._copy_tables(request, 0)
+
+    def _copy_tables(self, request: Request, first: int) -> None:
+        size = self.config.block_size
+        for group, blocks in enumerate(request.block_ids):
+            self._tables[group, request.row, first : len(blocks)] = [block * size for block in blocks[first:]]
+
+    def _release(self, row: int) -> None:
+        request = self._requests[row]
+        if request is not None:
+            self._past.append((request.request_id, self._truth[row, : self._digested[row]].copy()))
+        self._requests[row] = None
+        self._extras.pop(row, None)
+        self._free_rows.append(row)
+
+    def _add_rows(self, count: int) -> None:
+        rows = len(self._requests)
+        self._free_rows = list(range(rows + count - 1, rows - 1, -1))
+        self._requests.extend([None] * count)
+
+        def wider(array: npt.NDArray[np.int64], axis: int = 0) -> npt.NDArray[np.int64]:
+            shape = list(array.shape)
+            shape[axis] = count
+            return np.concatenate([array, np.zeros(shape, array.dtype)], axis)
+
+        self._tokens, self._tables = wider(self._tokens), wider(self._tables, 1)
+        self._known, self._digested = wider(self._known), wider(self._digested)
+        self._truth, self._sums, self._roots = (
+            wider(array.view(np.int64)).view(np.uint64) for array in (self._truth, self._sums, self._roots)
+        )
+
+    # The forward pass
+
+    def execute(self, output: SchedulerOutput) -> list[int]:
+        """Compute the step's tokens; the next token of each request, NO_TOKEN where a prompt is not at its end yet."""
+        if not output.requests:
+            return []
+        rows = np.array([request.row for request in output.requests], np.int64)
+        starts = np.array(output.starts, np.int64)
+        if max(output.counts) == 1:
+            ends = starts + 1
+            self._digest(rows, starts)
+            self._write(rows, starts)
+        else:
+            counts = np.array(output.counts, np.int64)
+            ends = starts + counts
+            self._digest(rows, ends - 1)
+            every = np.repeat(rows, counts)
+            first = np.repeat(starts - np.cumsum(counts) + counts, counts)
+            self._write(every, first + np.arange(len(every), dtype=np.int64))
+        self._read(output, rows, starts, ends)
+        return self._sample(rows, ends)
+
+    def _digest(self, rows: Slots, positions: Slots) -> None:
+        """Digest the one token that a request may have got since it was last looked at."""
+        fresh = self._digested[rows] == positions
+        if not fresh.all():
+            rows, positions = rows[fresh], positions[fresh]
+        if len(rows):
+            roots = self._roots[rows]
+            added = oracle.contributions(self._tokens[rows, positions], positions, roots)
+            for index, row in enumerate(rows.tolist() if self._extras else ()):
+                if row in self._extras:
+                    at = slice(index, index + 1)
+                    added[at] = oracle.mix(added[at] + self._extras[row][positions[at]])
+            sums = self._sums[rows] + added
+            self._sums[rows] = sums
+            self._truth[rows, positions] = oracle.mix(sums ^ roots)
+            self._digested[rows] = positions + 1
+
+    def _slots(self, group: int, rows: Slots, positions: Slots) -> Slots:
+        size = self.config.block_size
+        slots: Slots = self._tables[group, rows, positions // size] + positions % size
+        return slots
+
+    def _write(self, rows: Slots, positions: Slots) -> None:
+        truth = self._truth[rows, positions]
+        for group, mask in enumerate(self._plane_masks):
+            self.memory[:, self._slots(group, rows, positions)] = truth + mask
+
+    def _read(self, output: SchedulerOutput, rows: Slots, starts: Slots, ends: Slots) -> None:
+        if self.config.oracle == "full":
+            self.check_rows(rows, starts, ends)
+            return
+        newcomers = [request.row for request in output.started]
+        newcomers += [request.row for request in output.requests if request.request_id in output.external_hits]
+        chunk = ends - starts > 1
+        whole = np.isin(rows, newcomers) | chunk if newcomers or chunk.any() else chunk
+        if whole.any():
+            self.check_rows(rows[whole], starts[whole], ends[whole])
+            rows, starts = rows[~whole], starts[~whole]
+        before = np.maximum(starts - 1, 0)
+        truth = self._truth[rows, before]
+        for group, mask in enumerate(self._plane_masks):
+            wrong = self.memory[:, self._slots(group, rows, before)] != truth + mask
+            if wrong.any():
+                self.check_rows(rows, starts, starts + 1)
+                return
+
+    def check_rows(self, rows: Slots, starts: Slots, ends: Slots) -> None:
+        """Check all that the queries `starts[i] <= q < ends[i]` of each row read; wrong reads are kept in
+        `wrong_reads`."""
+        if not len(rows):
+            return
+        size = self.config.block_size
+        blocks = -(-int(ends.max()) // size)
+        positions = np.arange(blocks * size, dtype=np.int64)
+        truth = self._truth[rows, : blocks * size]
+        for group, settings in enumerate(self.config.groups):
+            read = positions < ends[:, None]
+            if settings.sliding_window is not None:
+                read &= positions > starts[:, None] - settings.sliding_window
+            slots = (self._tables[group, rows, :blocks, None] + self._offsets).reshape(len(rows), -1)
+            for plane in range(len(self.memory)):
+                wrong = (self.memory[plane][slots] != truth + self.masks[group, plane]) & read
+                if wrong.any():
+                    self._note(group, plane, rows, slots, wrong)
+
+    def _note(self, group: int, plane: int, rows: Slots, slots: Slots, wrong: npt.NDArray[np.bool_]) -> None:
+        rank, layer = divmod(plane, self.config.num_layers)
+        for index in np.flatnonzero(wrong.any(axis=1)).tolist():
+            position = int(np.argmax(wrong[index]))
+            slot = int(slots[index, position])
+            row = int(rows[index])
+            request = self._requests[row]
+            if request is not None:
+                block, stored = slot // self.config.block_size, int(self.memory[plane, slot])
+                self.wrong_reads.append(
+                    WrongRead(request.request_id, row, request.epoch, position, block, group, rank, layer, stored)
+                )
+
+    def _sample(self, rows: Slots, ends: Slots) -> list[int]:
+        at_end = ends == self._known[rows]
+        if not at_end.all():
+            tokens = np.full(len(rows), NO_TOKEN, np.int64)
+            if at_end.any():
+                tokens[at_end] = self._sample(rows[at_end], ends[at_end])
+            return tokens.tolist()
+        tokens = (oracle.mix(self._truth[rows, ends - 1]) >> np.uint64(64 - VOCABULARY_BITS)).view(np.int64)
+        for wrong in self.wrong_reads:
+            tokens = np.where(rows == wrong.row, (tokens + 1 + wrong.stored % 1021) % (1 << VOCABULARY_BITS), tokens)
+        room = ends < self._tokens.shape[1]
+        self._tokens[rows[room], ends[room]] = tokens[room]
+        self._known[rows] = ends + 1
+        return tokens.tolist()
+
+    # Looking back
+
+    def known_sequences(self) -> Iterator[tuple[str, Digests]]:
+        """The digests of requests that are or were here, by request id, for naming what was found."""
+        for row, request in enumerate(self._requests):
+            if request is not None:
+                yield request.request_id, self._truth[row, : self._digested[row]]
+        yield from self._past
+
+    def truth_of(self, request: Request) -> Digests:
+        """The digests of all tokens of a request, from its tokens alone."""
+        identity = request.identity
+        extras = None
+        if identity is not None and (identity.media or identity.embeddings):
+            extras = oracle.position_extras(identity, len(request.token_ids), self.config.block_size)
+        root = oracle.root_of(identity, request.request_id, self.weights)
+        return oracle.digests_of(np.array(request.token_ids, np.int64), root, extras)[0]
+
+    def explain(self, wrong: WrongRead) -> str:
+        """One wrong read in words."""
+        found = oracle.describe(wrong.stored, self.masks, self.config.num_layers, self.known_sequences())
+        return (
+            f"request {wrong.request_id} reads token {wrong.position} in block {wrong.block_id} "
+            f"(group {wrong.group_id}, rank {wrong.rank}, layer {wrong.layer}) and finds {found}"
+        )

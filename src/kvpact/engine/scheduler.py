@@ -1,0 +1,489 @@
+"""The scheduler: which request computes which tokens, and every call to the cache at its exact place.
+
+Owns the queues, the step's budget and the exits between a match and its commit. What comes back from a step is taken in
+by `intake.py`; how an engine may differ from the contract is in `quirks.py`. Floor 3.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import count
+
+from kvpact.contract import ExternalCache, ExternalKVMatch
+from kvpact.engine.config import EngineConfig
+from kvpact.engine.counts import EngineCounts
+from kvpact.engine.kv_cache import KVCacheManager, LocalHit
+from kvpact.engine.output import SchedulerOutput
+from kvpact.engine.quirks import EngineQuirks
+from kvpact.engine.request import Request, RequestStatus
+from kvpact.errors import ConfigError, PactViolation
+from kvpact.metrics import EndReason
+
+
+@dataclass(slots=True)
+class Load:
+    """A committed match until its settlement: `num_tokens` behind the request's first `start` tokens.
+
+    `void` is set when the request went on without it (cancelled, preempted, reset): the blocks are then only kept until
+    nothing writes to them any more.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    asynchronous: bool
+    void: bool = False
+
+
+class Admission(Enum):
+    """What became of the request at the head of the queue."""
+
+    ADMITTED = auto()
+    SKIPPED = auto()
+    BLOCKED = auto()
+
+
+class Scheduler:
+    """One engine's queues over one block table. `cache` None: no external cache, and no cost for one."""
+
+    def __init__(
+        self, config: EngineConfig, quirks: EngineQuirks, cache: ExternalCache | None, counts: EngineCounts
+    ) -> None:
+        self.config = config
+        self.quirks = quirks
+        self.cache = cache
+        self.counts = counts
+        self.kv = KVCacheManager(config)
+        self.step = 0
+        self.paused = False
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        """Sorted by `_rank`: arrival, behind priority where that is the policy."""
+        self.loads: dict[str, Load] = {}
+        """Committed matches that are not settled yet, also of requests that have ended."""
+        self.late_commits: list[tuple[Request, ExternalKVMatch, Load]] = []
+        self._arrivals = count()
+        self._released_rows: list[int] = []
+        self._by_priority = config.policy == "priority"
+        self._encoder_budget = 0
+
+    # Requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises ConfigError for one that could never run here, or whose id is taken."""
+        tokens = request.stop_at
+        blocks = -(-tokens // self.config.block_size) * len(self.config.groups)
+        usable = self.config.num_blocks - 1 - self.quirks.keeps_free_blocks
+        if tokens > self.config.max_model_len or blocks > usable:
+            raise ConfigError(
+                f"request {request.request_id} needs {tokens} tokens in {blocks} blocks; "
+                f"{self.config.max_model_len} tokens and {usable} blocks are the most"
+            )
+        if request.request_id in self.requests or request.request_id in self.loads:
+            raise ConfigError(f"request id {request.request_id} is still in use")
+        request.arrival = next(self._arrivals)
+        self.requests[request.request_id] = request
+        self._enqueue(request)
+        if self.cache is not None:
+            self.cache.on_new_request(request)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request in whatever state it is; False if it has ended already."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self.end(request, RequestStatus.CANCELLED)
+        self.counts.cancelled += 1
+        return True
+
+    def end(self, request: Request, status: RequestStatus) -> None:
+        """Take the request out of its queue and give its blocks back, unless a load still writes to them."""
+        was, request.status = request.status, status
+        if was is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif was is not RequestStatus.WAITING_FOR_LOAD:
+            self.waiting.remove(request)
+        self.release_row(request)
+        self._close_probe(request, EndReason.REQUEST_FINISHED)
+        if self.cache is not None:
+            self.cache.request_finished(request.request_id)  # its blocks can still be seen and held
+        del self.requests[request.request_id]
+        request.epoch += 1
+        self._void_load(request)
+        if was is RequestStatus.RUNNING or request.request_id not in self.loads:
+            self.kv.free(request)
+
+    def reset(self) -> None:
+        """Preempt everything, forget all published blocks, here and in the cache. Loads under way end without effect.
+
+        Raises RuntimeError, as some releases do, if `reset_refuses_loading` and an asynchronous load is under way.
+        """
+        loading = [load.request.request_id for load in self.loads.values() if load.asynchronous]
+        if loading and self.quirks.reset_refuses_loading:
+            raise RuntimeError(f"cannot reset the prefix cache: requests {loading} wait for a load")
+        for request in reversed(self.running):
+            self.preempt(request)
+        self.running.clear()
+        for request in self.waiting:
+            self.kv.free(request)
+            request.rewind(0)
+            self._close_probe(request, EndReason.CACHE_RESET)
+        for load in self.loads.values():
+            load.void = True
+        self.kv.pool.unpublish_all()
+        if self.cache is not None:
+            self.cache.reset()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether stepping on can change anything."""
+        return bool(self.requests or self.loads)
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self._by_priority else 0, request.arrival)
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self.waiting, request, key=self._rank)
+
+    def resume(self, request: Request) -> None:
+        """Back into the queue, with the blocks that it has."""
+        request.status = RequestStatus.WAITING
+        self._enqueue(request)
+
+    def release_row(self, request: Request) -> None:
+        """The ranks forget the request with the next step."""
+        if request.row >= 0:
+            self._released_rows.append(request.row)
+            request.row = -1
+
+    def preempt(self, request: Request) -> None:
+        """Give a running request's blocks back; it is computed again from the start. The caller unlists it."""
+        request.rewind(0)
+        self.release_row(request)
+        self._void_load(request)
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        self._enqueue(request)
+        self.counts.preemptions += 1
+
+    def _void_load(self, request: Request) -> None:
+        load = self.loads.get(request.request_id)
+        if load is not None:
+            load.void = True
+            if self.quirks.trusts_sync_loads and not load.asynchronous:
+                del self.loads[request.request_id]
+
+    # One step
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step. `cache.end_step` is the caller's to call."""
+        self.step += 1
+        self.counts.steps += 1
+        output = SchedulerOutput(self.step)
+        budget = self._schedule_running(output, self.config.max_tokens_per_step)
+        if self.waiting and not output.preempted and not self.paused:
+            self._schedule_waiting(output, budget)
+        if self._released_rows:
+            output.released_rows, self._released_rows = self._released_rows, []
+        if self.quirks.publishes_when_scheduled:
+            for request in output.requests:
+                if request.num_scheduled_tokens >= request.publish_at:
+                    self.kv.publish(request, min(request.num_scheduled_tokens, len(request.token_ids)))
+        return output
+
+    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
+        running = self.running
+        requests, starts, counts, epochs = output.requests, output.starts, output.counts, output.epochs
+        index = 0
+        while index < len(running):
+            request = running[index]
+            start = request.num_scheduled_tokens
+            tokens = request.num_expected_tokens - start
+            if request.loaded_ahead:
+                tokens = self._up_to_loaded(request, tokens)
+                start = request.num_scheduled_tokens
+            if tokens > budget:
+                tokens = budget
+            if tokens <= 0:
+                index += 1
+                continue
+            end = start + tokens
+            if end > request.capacity:
+                blocks = request.capacity // self.config.block_size
+                budget += self._make_room(request, end, output)
+                if request.status is not RequestStatus.RUNNING:
+                    break
+                index = running.index(request) if output.preempted else index
+                output.grown.append((request, blocks))
+                output.new_block_ids += [block for ids in request.block_ids for block in ids[blocks:]]
+            requests.append(request)  # `output.add`, spelled out: this is the hottest line of the engine
+            starts.append(start)
+            counts.append(tokens)
+            epochs.append(request.epoch)
+            budget -= tokens
+            request.num_scheduled_tokens = end
+            if end == request.num_expected_tokens < request.stop_at - 1:
+                request.num_expected_tokens = end + 1
+            index += 1
+        return budget
+
+    def _up_to_loaded(self, request: Request, tokens: int) -> int:
+        """Skip what arrived behind a hole once the hole is computed; never compute into it before."""
+        start = request.num_scheduled_tokens
+        while request.loaded_ahead and request.loaded_ahead[0][0] <= start:
+            if request.num_computed_tokens < start:
+                return 0  # the hole is being computed in this very moment
+            end = min(request.loaded_ahead.pop(0)[1], len(request.token_ids) - 1)
+            if end > start:
+                self.counts.external_hits += end - start
+                tokens -= end - start
+                start = request.num_scheduled_tokens = request.num_computed_tokens = end
+        if request.loaded_ahead:
+            tokens = min(tokens, request.loaded_ahead[0][0] - start)
+        return tokens
+
+    def _make_room(self, request: Request, num_tokens: int, output: SchedulerOutput) -> int:
+        """Grow the request, preempting the least important running ones, perhaps itself; returns budget given back."""
+        given_back = 0
+        while not self.kv.grow(request, num_tokens):
+            victim = max(self.running, key=self._rank) if self._by_priority else self.running[-1]
+            if victim is request and self._reclaim(request):
+                continue
+            self.running.remove(victim)
+            given_back += output.remove(victim)
+            output.grown = [entry for entry in output.grown if entry[0] is not victim]
+            self.preempt(victim)
+            output.preempted.append(victim)
+            if victim is request:
+                break
+        return given_back
+
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
+        self._encoder_budget = self.quirks.encoder_tokens_per_step or 0
+        position = 0
+        while position < len(self.waiting) and budget > 0 and len(self.running) < self.config.max_running:
+            request = self.waiting[position]
+            if request.ready_step > self.step or self._too_many_adapters(request) or self._is_still_loading(request):
+                position += 1
+                continue
+            verdict = self._admit(request, output, budget)
+            if verdict is Admission.BLOCKED:
+                break
+            if verdict is Admission.SKIPPED:
+                position += 1
+                continue
+            self.waiting.remove(request)
+            if request.status is RequestStatus.RUNNING:
+                budget -= output.counts[-1]
+
+    def _too_many_adapters(self, request: Request) -> bool:
+        if self.config.max_adapters is None or request.identity is None or not request.identity.adapter:
+            return False
+        loaded = {running.identity.adapter for running in self.running if running.identity and running.identity.adapter}
+        return request.identity.adapter not in loaded and len(loaded) >= self.config.max_adapters
+
+    def _is_still_loading(self, request: Request) -> bool:
+        """A preempted request whose load is not settled waits for that: one plan per request at a time."""
+        return request.request_id in self.loads and not self.quirks.trusts_sync_loads
+
+    # One admission, from the match to the commit
+
+    def _admit(self, request: Request, output: SchedulerOutput, budget: int) -> Admission:
+        if request.block_ids:  # back from an asynchronous load
+            return self._admit_loaded(request, output, budget)
+        hit = self.kv.find_hit(request)
+        local = hit.num_tokens
+        match = self._probe(request, local)
+        if match is None:
+            return Admission.SKIPPED
+        hit, external = self._rewrite(request, hit, match)
+        local, asynchronous = hit.num_tokens, match.load_kv_async and external > 0
+        known = len(request.token_ids)
+        if self._waits_for_encoder(request):
+            return self._decline(request, match, "encoder transfer", Admission.SKIPPED)
+        tokens = 0
+        if not asynchronous:
+            tokens = min(known - local - external, budget)
+            obstacle = self._obstacle(request, known - local - external, budget)
+            if obstacle is not None:
+                skip = obstacle == "encoder budget" and self.quirks.skips_over_encoder
+                return self._decline(request, match, obstacle, Admission.SKIPPED if skip else Admission.BLOCKED)
+        end = local + external + tokens
+        live = local + external if self.quirks.windows_follow_loads else local
+        if not self._allocate(request, hit, end, live):
+            return self._decline(request, match, "no blocks", Admission.BLOCKED)
+        self._encoder_budget -= request.encoder_tokens
+        taken = self._commit(request, match, local, external, asynchronous)
+        if taken < external and not asynchronous:
+            tokens = min(known - local - taken, budget)
+        self.counts.local_hits += local
+        output.new_block_ids += [
+            block for ids in request.block_ids for block in ids[local // self.config.block_size :] if block
+        ]
+        request.num_computed_tokens = local
+        request.num_inflight_external_tokens = taken
+        if asynchronous and taken:
+            request.num_scheduled_tokens = local
+            request.status = RequestStatus.WAITING_FOR_LOAD
+            return Admission.ADMITTED
+        if asynchronous:
+            tokens = min(known - local, budget, request.capacity - local)
+        if self.quirks.trusts_sync_loads:
+            request.num_computed_tokens = local + taken
+            request.num_inflight_external_tokens = 0
+        self._run(request, output, local + taken, tokens)
+        return Admission.ADMITTED
+
+    def _admit_loaded(self, request: Request, output: SchedulerOutput, budget: int) -> Admission:
+        tokens = len(request.token_ids) - request.num_scheduled_tokens
+        if request.loaded_ahead:
+            tokens = self._up_to_loaded(request, tokens)
+        if not self.config.chunked_prefill and tokens > budget:
+            return Admission.BLOCKED
+        tokens = min(tokens, budget)
+        start = request.num_scheduled_tokens
+        blocks = request.capacity // self.config.block_size
+        while not self.kv.grow(request, start + tokens, self.quirks.keeps_free_blocks if self.running else 0):
+            if not self._reclaim(request):
+                return Admission.BLOCKED
+        output.new_block_ids += [block for ids in request.block_ids for block in ids[blocks:]]
+        self._run(request, output, start, tokens)
+        return Admission.ADMITTED
+
+    def _run(self, request: Request, output: SchedulerOutput, start: int, tokens: int) -> None:
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        output.started.append(request)
+        output.add(request, start, tokens)
+        request.num_scheduled_tokens = start + tokens
+        if start + tokens == request.num_expected_tokens < request.stop_at - 1:
+            request.num_expected_tokens += 1
+
+    def _probe(self, request: Request, local: int) -> ExternalKVMatch | None:
+        if self.cache is None or not (request.may_load or self.quirks.probes_unwilling_requests):
+            return ExternalKVMatch(0)
+        self.counts.probes += 1
+        match = self.cache.prepare_external_match(request, local)
+        request.probe_is_open = match is None
+        if match is None:
+            self.counts.pending_probes += 1
+            return None
+        room = len(request.token_ids) - 1 - local
+        if not 0 <= match.num_tokens <= room:
+            raise PactViolation(
+                f"P6: request {request.request_id} of {len(request.token_ids)} tokens, {local} of them computed, was "
+                f"promised {match.num_tokens} more; at most {room} leave one to compute"
+            )
+        self.counts.positive_probes += match.num_tokens > 0
+        self.counts.promised += match.num_tokens
+        return match
+
+    def _rewrite(self, request: Request, hit: LocalHit, match: ExternalKVMatch) -> tuple[LocalHit, int]:
+        """Change the number behind the cache's back, where the engine is of that kind."""
+        quirks, external = self.quirks, match.num_tokens
+        if not request.may_load and not quirks.loads_unwilling_requests:
+            external = 0
+        external -= external % quirks.rounds_match_to_tokens
+        if external <= quirks.local_tail_tokens:
+            external = 0
+        if hit.num_tokens + external <= quirks.drops_hit_within_tokens:
+            return LocalHit(0, tuple(() for _ in hit.blocks)), 0
+        return hit, external
+
+    def _waits_for_encoder(self, request: Request) -> bool:
+        return request.encoder_ready_step > self.step
+
+    def _obstacle(self, request: Request, tokens: int, budget: int) -> str | None:
+        quirks = self.quirks
+        if not self.config.chunked_prefill and tokens > budget:
+            return "whole prompt over budget"
+        if quirks.throttles_prefill_every and self.step % quirks.throttles_prefill_every == 0:
+            return "prefill throttled"
+        if tokens + quirks.decode_padding_tokens > budget and quirks.decode_padding_tokens:
+            return "no budget for padding"
+        if quirks.encoder_tokens_per_step is not None and request.encoder_tokens > self._encoder_budget:
+            return "encoder budget"
+        return None
+
+    def _allocate(self, request: Request, hit: LocalHit, end: int, live: int) -> bool:
+        keep_free = self.quirks.keeps_free_blocks if self.running else 0
+        if self.quirks.admits_only_whole_prompts:
+            whole = -(-len(request.token_ids) // self.config.block_size) - -(-end // self.config.block_size)
+            keep_free += whole * len(self.config.groups)
+        while not self.kv.admit(request, hit, end, live, keep_free):
+            if not self._reclaim(request):
+                return False
+        return True
+
+    def _reclaim(self, wanting: Request) -> bool:
+        """With nobody else running, queued requests that hold loaded blocks give way, so that none waits for ever."""
+        if any(request is not wanting for request in self.running):
+            return False
+        for holder in reversed(self.waiting):
+            if holder is not wanting and holder.block_ids:
+                self.kv.free(holder)
+                holder.rewind(0)
+                return True
+        return False
+
+    def _commit(self, request: Request, match: ExternalKVMatch, local: int, external: int, asynchronous: bool) -> int:
+        """Tell the cache what is taken of its match; returns how many tokens it will load."""
+        if self.cache is None or match.num_tokens == 0:
+            return 0
+        if external == 0 and not self.quirks.commits_zero:
+            self.abort(request, match, EndReason.DECLINED)
+            return 0
+        load = Load(request, local, external, asynchronous)
+        if asynchronous and self.quirks.commits_async_late:
+            self.late_commits.append((request, match, load))
+            self.loads[request.request_id] = load
+            return external
+        accepted = self.cache.commit_external_match(request, match, external, tuple(request.block_ids[0]))
+        if self.quirks.ignores_commit_answer:
+            accepted = external
+        elif not 0 <= accepted <= external:
+            raise PactViolation(
+                f"request {request.request_id}: {external} tokens were committed, the cache accepts {accepted}"
+            )
+        if accepted:
+            load.num_tokens = accepted
+            self.loads[request.request_id] = load
+            self.counts.commits += 1
+            self.counts.committed += accepted
+        return accepted
+
+    def commit_late(self) -> None:
+        """The asynchronous commits that were put off until the step's results are taken in."""
+        late, self.late_commits = self.late_commits, []
+        for request, match, load in late:
+            if load.void or self.cache is None:
+                del self.loads[request.request_id]
+                self.kv.free(request)
+                if not request.has_ended:
+                    request.rewind(0)
+                    self.resume(request)
+                continue
+            self.cache.commit_external_match(request, match, load.num_tokens, tuple(request.block_ids[0]))
+            self.counts.commits += 1
+            self.counts.committed += load.num_tokens
+
+    def _decline(self, request: Request, match: ExternalKVMatch, reason: str, verdict: Admission) -> Admission:
+        """The request is not admitted; what it was promised is given up."""
+        if match.num_tokens:
+            self.counts.declined[reason] += 1
+            self.abort(request, match, EndReason.DECLINED)
+        return verdict
+
+    def abort(self, request: Request, match: ExternalKVMatch | None, reason: EndReason) -> None:
+        """Tell the cache that a match is not used; stock engines do not."""
+        if self.cache is not None and not self.quirks.silent_aborts:
+            self.cache.abort_external_match(request.request_id, match, reason)
+            self.counts.aborts[reason] += 1
+
+    def _close_probe(self, request: Request, reason: EndReason) -> None:
+        if request.probe_is_open:
+            request.probe_is_open = False
+            self.abort(request, None, reason)

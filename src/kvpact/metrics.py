@@ -1,0 +1,298 @@
+"""What kvpact counts, by name: one table of counters, gauges and one histogram, with labels from small fixed sets.
+
+Owns the numbers and their meaning; the set of series is fixed at import, so it never grows with requests, keys or time.
+Never decides anything, and never lets a wrong count reach an exporter: it is refused, and `check` names it. Floor 0.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from threading import Lock
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from kvpact.errors import PactViolation
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric as PrometheusFamily
+    from prometheus_client.registry import Collector
+
+Snapshot: TypeAlias = dict[str, float]
+"""Series name to value, as `series` writes it; plain numbers, so any encoder takes it. Counts of things are `int`."""
+
+
+class TierName(StrEnum):
+    """The kinds of tier; two tiers of one kind share their series."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+    REDIS = "redis"
+    OBJECT = "object"
+    MOONCAKE = "mooncake"
+
+
+class EndReason(StrEnum):
+    """Why a plan ended. The first two are settlements, the rest are reasons of an abort."""
+
+    LOADED = "loaded"
+    SHORT = "short"
+    DECLINED = "declined"
+    SUPERSEDED = "superseded"
+    NOT_RENEWED = "not_renewed"
+    REQUEST_FINISHED = "request_finished"
+    PREEMPTED = "preempted"
+    DEADLINE = "deadline"
+    TIER_FAILED = "tier_failed"
+    CACHE_RESET = "cache_reset"
+    SHUTDOWN = "shutdown"
+    ERROR = "error"
+
+
+class MissReason(StrEnum):
+    """Why a lookup promised nothing."""
+
+    NOT_STORED = "not_stored"
+    OTHER_NAMESPACE = "other_namespace"
+    TOO_SHORT = "too_short"
+    UNKNOWN_IDENTITY = "unknown_identity"
+    DISABLED = "disabled"
+    FAILED_BEFORE = "failed_before"
+    NO_ROOM = "no_room"
+    DEADLINE = "deadline"
+
+
+MISS_HINTS: Mapping[MissReason, str] = {
+    MissReason.NOT_STORED: "the prompt's first block is not held",
+    MissReason.OTHER_NAMESPACE: "the store holds another model, dtype, block size or layout; see `kvpact inspect`",
+    MissReason.TOO_SHORT: "the prompts have no whole block left to load before their last token",
+    MissReason.UNKNOWN_IDENTITY: "the requests carry something that kvpact cannot name by content and so never stores",
+    MissReason.DISABLED: "the cache is switched off; the log says why, at start-up or at the error that did it",
+    MissReason.FAILED_BEFORE: "a load failed for the same request, which is not promised again; see damaged_records",
+    MissReason.NO_ROOM: "no memory slot was free to stage the blocks in; raise `memory`",
+    MissReason.DEADLINE: "the lower tier did not answer in time; it is too slow, or the deadline is too short",
+}
+
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+Labels: TypeAlias = type[TierName] | type[EndReason] | type[MissReason]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table. `labels` is the closed set of values that the label `label` takes, if there is one."""
+
+    name: str
+    kind: Kind
+    unit: str
+    meaning: str
+    label: str = ""
+    labels: Labels | None = None
+
+    @property
+    def label_values(self) -> tuple[str, ...]:
+        """Every value of the label; one empty string for a metric without a label."""
+        return tuple(self.labels) if self.labels else ("",)
+
+
+def _by_tier(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
+    return Metric(name, kind, unit, meaning, "tier", TierName)
+
+
+STEP_SECONDS = "step_seconds"
+STEP_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
+"""Upper bounds of the buckets, in seconds: from 10 us, which nobody notices, to 100 ms, far above what P11 allows."""
+
+METRICS: tuple[Metric, ...] = (
+    Metric("promised_tokens", "counter", "tokens", "promised to the engine; once per plan, never per probe"),
+    Metric("committed_tokens", "counter", "tokens", "chosen by the engine out of the promised ones"),
+    Metric("withdrawn_tokens", "counter", "tokens", "promised and then not committed"),
+    Metric("loaded_tokens", "counter", "tokens", "committed ones whose keys and values arrived"),
+    Metric("failed_tokens", "counter", "tokens", "committed ones that did not arrive and were recomputed"),
+    Metric("used_tokens", "counter", "tokens", "really skipped by the engine; each position of a request once"),
+    Metric("used_again_tokens", "counter", "tokens", "skipped a second time by the same request, after a preemption"),
+    Metric("plans_opened", "counter", "plans", "opened, each of which ends exactly once"),
+    Metric("plans_ended", "counter", "plans", "ended, by reason", "reason", EndReason),
+    Metric("lookups", "counter", "lookups", "prompts looked up; a repeated probe of the same match is not counted"),
+    Metric("misses", "counter", "lookups", "lookups that promised nothing, by reason", "reason", MissReason),
+    Metric("saved_blocks", "counter", "blocks", "computed by the engine, copied out and reported by all ranks"),
+    Metric("dropped_blocks", "counter", "blocks", "computed and not saved: no slot was free, or the copy failed"),
+    _by_tier("evicted_blocks", "counter", "blocks", "evicted to make room"),
+    _by_tier("read_blocks", "counter", "blocks", "read from the tier, verified"),
+    _by_tier("read_bytes", "counter", "bytes", "read from the tier"),
+    _by_tier("written_blocks", "counter", "blocks", "written to the tier"),
+    _by_tier("written_bytes", "counter", "bytes", "written to the tier"),
+    _by_tier("damaged_records", "counter", "records", "whose checksum or header was wrong; quarantined, never served"),
+    _by_tier("dropped_writes", "counter", "blocks", "not written: the queue was full, or the write failed"),
+    Metric("hook_errors", "counter", "errors", "exceptions caught in an engine's hook; each cost at most a hit"),
+    Metric("refused_counts", "counter", "errors", "counts that would have made a counter go back, refused"),
+    Metric("open_plans", "gauge", "plans", "prepared, committed or loading now"),
+    Metric("leases_held", "gauge", "leases", "held by open plans now"),
+    _by_tier("held_blocks", "gauge", "blocks", "held by the tier now"),
+    _by_tier("capacity_blocks", "gauge", "blocks", "that the tier can hold"),
+    _by_tier("queued_write_bytes", "gauge", "bytes", "waiting to be written to the tier now"),
+    Metric(STEP_SECONDS, "histogram", "seconds", "spent by kvpact in the scheduler's process in one scheduler step"),
+)
+
+_BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
+
+
+def series(name: str, label: str = "") -> str:
+    """The key of one series in a snapshot: `misses{reason="no_room"}`, or the bare name where there is no label."""
+    metric = _BY_NAME[name]
+    return f'{name}{{{metric.label}="{label}"}}' if metric.label else name
+
+
+class Metrics:
+    """The counts of one process. Safe to call from several threads; every call is O(1) but `snapshot` and `delta`."""
+
+    __slots__ = ("_buckets", "_lock", "_refused", "_seconds", "_values")
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._values: dict[tuple[str, str], float] = {
+            (metric.name, label): 0 for metric in METRICS if metric.kind != "histogram" for label in metric.label_values
+        }
+        self._buckets = [0] * (len(STEP_BOUNDS) + 1)
+        self._seconds = 0.0
+        self._refused: str | None = None
+
+    def add(self, name: str, amount: int = 1, label: str = "") -> None:
+        """Count `amount` more. A negative amount is refused (see `check`); an unknown series is a PactViolation."""
+        key = self._key("counter", name, label)
+        with self._lock:
+            if amount >= 0:
+                self._values[key] += amount
+            else:
+                self._refuse(f"{series(name, label)} was to grow by {amount}; a counter grows by 0 or more")
+
+    def raise_to(self, name: str, total: int, label: str = "") -> None:
+        """Take over a total that is counted elsewhere, as in the ledger. A smaller one than before is refused."""
+        key = self._key("counter", name, label)
+        with self._lock:
+            if total >= self._values[key]:
+                self._values[key] = total
+            else:
+                self._refuse(f"{series(name, label)} was to fall from {self._values[key]} to {total}; a counter grows")
+
+    def set(self, name: str, value: float, label: str = "") -> None:
+        """Say what a gauge is now; a negative value is refused."""
+        key = self._key("gauge", name, label)
+        with self._lock:
+            if value >= 0:
+                self._values[key] = value
+            else:
+                self._refuse(f"{series(name, label)} was to be {value}; every gauge here is 0 or more")
+
+    def observe_step(self, seconds: float) -> None:
+        """Count one scheduler step that spent `seconds` in kvpact; a negative time is refused."""
+        with self._lock:
+            if seconds >= 0:
+                self._buckets[bisect_left(STEP_BOUNDS, seconds)] += 1
+                self._seconds += seconds
+            else:
+                self._refuse(f"{STEP_SECONDS} was to take {seconds}; a step takes 0 seconds or more")
+
+    def snapshot(self) -> Snapshot:
+        """All series now. The histogram appears as cumulative buckets by upper bound in seconds, a count and a sum."""
+        with self._lock:
+            values, counts, seconds = dict(self._values), list(self._buckets), self._seconds
+        shot: Snapshot = {series(name, label): value for (name, label), value in values.items()}
+        for bound, count in _cumulative(counts):
+            shot[f'{STEP_SECONDS}_bucket{{le="{bound}"}}'] = count
+        shot[f"{STEP_SECONDS}_count"] = sum(counts)
+        shot[f"{STEP_SECONDS}_sum"] = seconds
+        return shot
+
+    def delta(self, since: Mapping[str, float]) -> Snapshot:
+        """What was counted since the snapshot `since`; gauges as they are now."""
+        gauges = {series(m.name, label) for m in METRICS if m.kind == "gauge" for label in m.label_values}
+        return {key: now if key in gauges else now - since.get(key, 0) for key, now in self.snapshot().items()}
+
+    def check(self) -> None:
+        """Raise PactViolation if a count was refused, or if more lookups missed than were made."""
+        if self._refused is not None:
+            raise PactViolation(self._refused)
+        with self._lock:
+            lookups = self._values["lookups", ""]
+            misses = sum(self._values["misses", reason] for reason in MissReason)
+        if misses > lookups:
+            raise PactViolation(f"{misses} lookups missed of {lookups} made; every miss is one of the lookups")
+
+    def expose(self, registry: CollectorRegistry) -> Collector:
+        """Show every metric as `kvpact_<name>` in `registry`; return the collector, which `unregister` takes."""
+        from prometheus_client.registry import Collector
+
+        metrics = self
+
+        class PactCollector(Collector):
+            """Reads the counts when Prometheus asks, so that counting costs nothing more."""
+
+            def collect(self) -> Iterator[PrometheusFamily]:
+                return metrics._families()
+
+        collector = PactCollector()
+        registry.register(collector)
+        return collector
+
+    def _families(self) -> Iterator[PrometheusFamily]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        with self._lock:
+            values, counts, seconds = dict(self._values), list(self._buckets), self._seconds
+        for metric in METRICS:
+            full_name, text = f"kvpact_{metric.name}", f"{metric.unit} {metric.meaning}"
+            if metric.kind == "histogram":
+                buckets = [(bound, float(count)) for bound, count in _cumulative(counts)]
+                yield HistogramMetricFamily(full_name, text, buckets=buckets, sum_value=seconds)
+                continue
+            family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = family_type(full_name, text, labels=[metric.label] if metric.label else [])
+            for label in metric.label_values:
+                family.add_metric([label] if metric.label else [], values[metric.name, label])
+            yield family
+
+    def _key(self, kind: Kind, name: str, label: str) -> tuple[str, str]:
+        key = (name, label)
+        if key not in self._values:
+            raise PactViolation(f"no metric {name!r} with label {label!r}; METRICS in kvpact.metrics lists them all")
+        if _BY_NAME[name].kind != kind:
+            raise PactViolation(f"{name} is a {_BY_NAME[name].kind}, not a {kind}")
+        return key
+
+    def _refuse(self, message: str) -> None:
+        self._values["refused_counts", ""] += 1
+        self._refused = self._refused or message
+
+
+def _cumulative(counts: list[int]) -> Iterator[tuple[str, int]]:
+    total = 0
+    for bound, count in zip((*map(str, STEP_BOUNDS), "+Inf"), counts, strict=True):
+        total += count
+        yield bound, total
+
+
+def explain_misses(snapshot: Mapping[str, float]) -> str:
+    """One line for a person: how many lookups hit, and why most of the others did not."""
+    lookups = int(snapshot["lookups"])
+    if not lookups:
+        return "no lookups yet: the engine has not asked; is the connector named in its --kv-transfer-config?"
+    misses = {reason: int(snapshot[series("misses", reason)]) for reason in MissReason}
+    missed = sum(misses.values())
+    line = f"{lookups - missed:,} of {lookups:,} lookups hit"
+    if not missed:
+        return line
+    reason = max(misses, key=lambda each: misses[each])
+    hint = MISS_HINTS[reason] + (_why_not_stored(snapshot) if reason is MissReason.NOT_STORED else "")
+    return f"{line}; most misses ({misses[reason]:,} {reason}) because {hint}"
+
+
+def _why_not_stored(snapshot: Mapping[str, float]) -> str:
+    saved, dropped = int(snapshot["saved_blocks"]), int(snapshot["dropped_blocks"])
+    evicted = int(sum(snapshot[series("evicted_blocks", tier)] for tier in TierName))
+    if not saved:
+        return f"; nothing was saved yet ({dropped:,} blocks dropped)" if dropped else "; nothing was saved yet"
+    if evicted * 2 > saved:
+        return f"; {evicted:,} of {saved:,} saved blocks were evicted, so more memory or a larger tier would help"
+    return "; the prompts do not repeat, or differ early (a date, an id or a name in the first block is enough)"

@@ -1,0 +1,1 @@
+"""Checks for authors of caches, tiers and connectors: the contract made executable. Floor 4."""

@@ -1,0 +1,359 @@
+"""Faults on purpose: what a tier, its store or a rank can do to a cache, decided by a seed and kept in a history.
+
+Owns the decisions, the waiting and the wrapper around a tier. Takes nothing from a clock or from chance: the same plan
+and the same operations give the same faults, in whatever order threads run. Floor 4.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+from random import Random
+from typing import TypeAlias
+
+from kvpact.blocks import BlockKey
+from kvpact.errors import TierError
+from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
+
+HISTORY = 10_000
+"""Injected faults that are remembered."""
+
+
+class Fault(StrEnum):
+    """What goes wrong with one operation."""
+
+    DELAY = "delay"
+    """It waits for some steps, in its middle."""
+    HANG = "hang"
+    """It waits in its middle until it is released."""
+    ERROR = "error"
+    """It raises OSError or TierError, before or after it did its work."""
+    PARTIAL = "partial"
+    """It handles fewer blocks than it was asked for."""
+    DAMAGE = "damage"
+    """A block is found damaged: it is dropped with all that need it, and the buffers from there on hold garbage."""
+    SILENT_DAMAGE = "silent damage"
+    """A byte is flipped and nobody is told: what no tier may do, for showing that a check sees it."""
+    CRASH = "crash"
+    """The process dies in the middle of it: `Crash` is raised here and by every later operation, until `revive`."""
+
+
+class Operation(StrEnum):
+    """What can go wrong: a tier's methods, and one read or write that a tier makes on its store."""
+
+    LOOKUP = "lookup"
+    GET = "get"
+    PUT = "put"
+    DELETE = "delete"
+    CLEAR = "clear"
+    READ = "read"
+    WRITE = "write"
+
+
+class Crash(BaseException):
+    """The process died here. Not an Exception: no handler for what a store does may swallow it."""
+
+
+Chances: TypeAlias = Mapping[Operation, Mapping[Fault, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlan:
+    """What happens by itself: for each operation, the chance (0 to 1) of each fault. Empty: only what is armed."""
+
+    seed: int = 0
+    chances: Chances = field(default_factory=dict)
+    delay_steps: int = 3
+    """Calls of `Faults.step` that a delayed operation waits for."""
+    hang_seconds: float | None = None
+    """Real seconds after which a hanging or delayed operation goes on by itself; None: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """One fault that was injected, for people and for scripts."""
+
+    operation: Operation
+    occurrence: int
+    """Which operation of this kind it was, from 0."""
+    fault: Fault
+
+    def __str__(self) -> str:
+        return f"{self.operation} number {self.occurrence}: {self.fault}"
+
+
+@dataclass(slots=True)
+class _Armed:
+    operation: Operation
+    fault: Fault
+    after: int
+    times: int
+
+
+class Faults:
+    """Decides, for each operation that it is told of, what goes wrong. Thread-safe."""
+
+    def __init__(self, plan: FaultPlan | None = None) -> None:
+        self.plan = plan or FaultPlan()
+        self.history: deque[Injected] = deque(maxlen=HISTORY)
+        """What was injected, oldest first."""
+        self.calls: Counter[Operation] = Counter()
+        """How many operations of each kind were seen."""
+        self.crashed = False
+        self._armed: list[_Armed] = []
+        self._seen: Counter[tuple[Operation, bytes]] = Counter()
+        self._condition = threading.Condition()
+        self._steps = 0
+        self._releases = 0
+        self._waiting = 0
+
+    def arm(self, operation: Operation, fault: Fault, *, after: int = 0, times: int = 1) -> None:
+        """Let `fault` happen to the next `times` operations of this kind, once `after` of them went well."""
+        with self._condition:
+            self._armed.append(_Armed(operation, fault, after, times))
+
+    def disarm(self) -> None:
+        """Forget what was armed and has not happened."""
+        with self._condition:
+            self._armed.clear()
+
+    def revive(self) -> None:
+        """After a crash: the next process begins. What was armed is forgotten."""
+        with self._condition:
+            self.crashed = False
+            self._armed.clear()
+
+    def reset(self) -> None:
+        """Begin anew, as if nothing had been armed, injected or counted; operations that wait go on."""
+        with self._condition:
+            self.crashed = False
+            self._armed.clear()
+            self.history.clear()
+            self.calls.clear()
+            self._seen.clear()
+            self._steps = 0
+        self.release()
+
+    def step(self, steps: int = 1) -> None:
+        """Time passes for delayed operations."""
+        with self._condition:
+            self._steps += steps
+            self._condition.notify_all()
+
+    def release(self) -> None:
+        """Every operation that hangs or is delayed at this moment goes on."""
+        with self._condition:
+            self._releases += 1
+            self._condition.notify_all()
+
+    @property
+    def waiting(self) -> int:
+        """Operations that hang or are delayed at this moment."""
+        return self._waiting
+
+    def until_waiting(self, count: int, timeout: float) -> bool:
+        """Wait until `count` operations hang or are delayed; False if they do not within `timeout` real seconds."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._waiting >= count, timeout)
+
+    def meet(self, operation: Operation, name: bytes = b"") -> tuple[Fault | None, Random]:
+        """An operation on what `name` names begins: what goes wrong with it, and a source of choices for that.
+
+        Raises Crash if the process is dead already.
+        """
+        with self._condition:
+            if self.crashed:
+                raise Crash(f"a {operation} after the process died")
+            occurrence = self.calls[operation]
+            self.calls[operation] += 1
+            # By what it is about and not by when it came, so that threads cannot change what happens to whom.
+            chance = _chance(self.plan.seed, operation, name, self._seen[operation, name])
+            self._seen[operation, name] += 1
+            fault = self._take_armed(operation) or _drawn(self.plan.chances.get(operation, {}), chance)
+            if fault is not None:
+                self.history.append(Injected(operation, occurrence, fault))
+            self.crashed = fault is Fault.CRASH
+            return fault, chance
+
+    def wait(self, fault: Fault) -> None:
+        """Carry out a DELAY or HANG on this thread; return at once for anything else."""
+        if fault not in (Fault.DELAY, Fault.HANG):
+            return
+        with self._condition:
+            due = self._steps + self.plan.delay_steps
+            releases = self._releases
+            self._waiting += 1
+            self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: self._releases > releases or (fault is Fault.DELAY and self._steps >= due),
+                self.plan.hang_seconds,
+            )
+            self._waiting -= 1
+
+    def before_read(self, name: bytes = b"") -> None:
+        """A tier is about to read from its store: waits, or raises OSError or Crash."""
+        self._store_call(Operation.READ, name)
+
+    def before_write(self, name: bytes = b"", torn: Callable[[float], object] | None = None) -> None:
+        """A tier is about to write to its store: waits, or raises OSError or Crash.
+
+        If the process dies at this write, `torn(fraction)` is called first, to let that part of the bytes through.
+        """
+        self._store_call(Operation.WRITE, name, torn)
+
+    def _store_call(self, operation: Operation, name: bytes, torn: Callable[[float], object] | None = None) -> None:
+        fault, chance = self.meet(operation, name)
+        if fault is Fault.CRASH:
+            if torn is not None:
+                torn(chance.choice((0.0, 0.3, 0.7, 1.0)))
+            raise Crash(f"the process died at this {operation}")
+        if fault is Fault.ERROR:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if fault is not None:
+            self.wait(fault)
+
+    def _take_armed(self, operation: Operation) -> Fault | None:
+        for armed in self._armed:
+            if armed.operation is operation:
+                if armed.after:
+                    armed.after -= 1
+                    continue
+                armed.times -= 1
+                if not armed.times:
+                    self._armed.remove(armed)
+                return armed.fault
+        return None
+
+
+class FaultyTier(Tier):
+    """A tier with `faults`. But for SILENT_DAMAGE and errors that are raised, it stays within a tier's promises."""
+
+    def __init__(self, tier: Tier, faults: Faults) -> None:
+        self.tier = tier
+        self.faults = faults
+        self.name = tier.name
+        self.exclusive = tier.exclusive
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        fault, chance = self._begin(Operation.LOOKUP, keys, 0)
+        held = self.tier.lookup(keys)
+        return chance.randint(0, held) if fault is Fault.PARTIAL else held
+
+    def get(
+        self,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        on_progress: Progress | None = None,
+    ) -> int:
+        fault, chance = self.faults.meet(Operation.GET, _name(keys, start))
+        count = chance.randint(0, max(0, len(buffers) - 1)) if fault is not None else len(buffers)
+        if fault in (Fault.DELAY, Fault.HANG):
+            self.tier.get(keys, start, buffers[:count], on_progress)
+            self.faults.wait(fault)
+        elif fault is Fault.PARTIAL:
+            return self.tier.get(keys, start, buffers[:count], on_progress)
+        elif fault in (Fault.ERROR, Fault.CRASH):
+            self.tier.get(keys, start, buffers[:count], on_progress)
+            _fail(fault, chance)
+        arrived = self.tier.get(keys, start, buffers, on_progress)
+        if fault is Fault.SILENT_DAMAGE and arrived:
+            _flip(buffers[min(count, arrived - 1)], chance)
+        elif fault is Fault.DAMAGE and count < arrived:
+            for buffer in buffers[count:arrived]:
+                for piece in buffer:
+                    piece[:] = chance.randbytes(piece.nbytes)
+            self.tier.delete([keys[start + count]])
+            return count
+        return arrived
+
+    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+        fault, chance = self.faults.meet(Operation.PUT, _name(keys, start))
+        count = chance.randint(0, max(0, len(buffers) - 1)) if fault is not None else len(buffers)
+        if fault in (Fault.DELAY, Fault.HANG):
+            self.tier.put(keys, start, buffers[:count])
+            self.faults.wait(fault)
+        elif fault is Fault.PARTIAL:
+            return self.tier.put(keys, start, buffers[:count])
+        elif fault in (Fault.ERROR, Fault.CRASH):
+            self.tier.put(keys, start, buffers[:count])
+            _fail(fault, chance)
+        elif fault is Fault.SILENT_DAMAGE and buffers:
+            copies: list[BlockBuffer] = [[memoryview(bytearray(piece)) for piece in buffer] for buffer in buffers]
+            _flip(copies[count], chance)
+            return self.tier.put(keys, start, copies)
+        return self.tier.put(keys, start, buffers)
+
+    def delete(self, keys: Iterable[BlockKey]) -> int:
+        doomed = list(keys)
+        self._begin(Operation.DELETE, doomed, 0)
+        return self.tier.delete(doomed)
+
+    def clear(self) -> None:
+        self._begin(Operation.CLEAR, (), 0)
+        self.tier.clear()
+
+    def capacity(self) -> TierCapacity:
+        return self.tier.capacity()
+
+    def counts(self) -> TierCounts:
+        return self.tier.counts()
+
+    def scan(self) -> Iterator[RecordHeader]:
+        return self.tier.scan()
+
+    def health(self) -> TierHealth:
+        return self.tier.health()
+
+    def close(self) -> None:
+        self.tier.close()
+
+    def _begin(self, operation: Operation, keys: Sequence[BlockKey], start: int) -> tuple[Fault | None, Random]:
+        """`Faults.meet`, for operations that have no middle."""
+        fault, chance = self.faults.meet(operation, _name(keys, start))
+        if fault in (Fault.ERROR, Fault.CRASH):
+            _fail(fault, chance)
+        if fault is not None:
+            self.faults.wait(fault)
+        return fault, chance
+
+
+def choices(seed: int, *parts: object) -> Random:
+    """A source of choices that depends on nothing but its arguments, in every process alike."""
+    return Random(int.from_bytes(blake2b(repr((seed, *parts)).encode(), digest_size=8).digest(), "little"))
+
+
+def _chance(seed: int, operation: Operation, name: bytes, occurrence: int) -> Random:
+    return choices(seed, str(operation), name, occurrence)
+
+
+def _drawn(chances: Mapping[Fault, float], chance: Random) -> Fault | None:
+    draw = chance.random()
+    for fault, share in chances.items():
+        if draw < share:
+            return fault
+        draw -= share
+    return None
+
+
+def _name(keys: Sequence[BlockKey], start: int) -> bytes:
+    return keys[start] if start < len(keys) else b""
+
+
+def _fail(fault: Fault, chance: Random) -> None:
+    if fault is Fault.CRASH:
+        raise Crash("the process died in this operation")
+    if chance.random() < 0.5:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    raise TierError("the store was made to fail")
+
+
+def _flip(buffer: BlockBuffer, chance: Random) -> None:
+    piece = chance.choice(buffer)
+    piece[chance.randrange(piece.nbytes)] ^= 1 << chance.randrange(8)

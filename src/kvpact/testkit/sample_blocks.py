@@ -1,0 +1,94 @@
+"""Blocks for checks: chains of keys with names that people can read, and content that follows from each key.
+
+Owns what a block must hold, so that any byte can be judged wherever it turns up. Stores nothing. Floor 4.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256, shake_128
+
+from kvpact.blocks import BlockKey
+from kvpact.tiers.base import BlockBuffer
+
+CANARY = 0xA5
+"""What fresh buffers hold, and buffers that were given back."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Document:
+    """A request's blocks. `name` is for scripts, `keys[i]` names block `i` and all before it."""
+
+    name: str
+    keys: tuple[BlockKey, ...]
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {len(self)} blocks>"
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def branch(self, name: str, shared: int, length: int) -> Document:
+        """Another document of `length` blocks that begins with the first `shared` blocks of this one."""
+        return Document(name, _chain(name, length, self.keys[:shared]))
+
+
+def document(name: str, length: int) -> Document:
+    """A document of `length` blocks; the same name always gives the same keys."""
+    return Document(name, _chain(name, length))
+
+
+def _chain(name: str, length: int, stem: Sequence[BlockKey] = ()) -> tuple[BlockKey, ...]:
+    keys = list(stem)
+    while len(keys) < length:
+        keys.append(sha256((keys[-1] if keys else b"") + name.encode()).digest())
+    return tuple(keys)
+
+
+@lru_cache(maxsize=4096)
+def content(key: BlockKey, nbytes: int) -> bytes:
+    """What the block named `key` holds, `nbytes` long."""
+    return shake_128(key).digest(nbytes)
+
+
+def empty_buffers(count: int, nbytes: int, pieces: int = 1) -> list[BlockBuffer]:
+    """Memory for `count` blocks of `nbytes`, each in `pieces` pieces; a piece's place in memory is a page's start
+    where its size allows it, and every byte is `CANARY`."""
+    sizes = [nbytes * (piece + 1) // pieces - nbytes * piece // pieces for piece in range(pieces)]
+    segments = [memoryview(mmap.mmap(-1, max(1, count) * size)) for size in sizes]
+    for segment in segments:
+        segment[:] = bytes([CANARY]) * segment.nbytes
+    return [
+        [segment[block * size : (block + 1) * size] for segment, size in zip(segments, sizes, strict=True)]
+        for block in range(count)
+    ]
+
+
+def filled_buffers(keys: Sequence[BlockKey], nbytes: int, pieces: int = 1) -> list[BlockBuffer]:
+    """Buffers that hold the content of `keys`."""
+    buffers = empty_buffers(len(keys), nbytes, pieces)
+    for key, buffer in zip(keys, buffers, strict=True):
+        fill(buffer, content(key, nbytes))
+    return buffers
+
+
+def fill(buffer: BlockBuffer, data: bytes) -> None:
+    """Write `data` over the pieces of a block."""
+    at = 0
+    for piece in buffer:
+        piece[:] = data[at : at + piece.nbytes]
+        at += piece.nbytes
+
+
+def first_difference(buffer: BlockBuffer, wanted: bytes) -> str:
+    """In words, where a block differs from what is wanted; "" if nowhere."""
+    found = b"".join(buffer)
+    if found == wanted:
+        return ""
+    if found == bytes([CANARY]) * len(found):
+        return "nothing was written to its buffer"
+    at = next((index for index, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), len(found))
+    return f"byte {at} of {len(wanted)} is {found[at]:#04x} and not {wanted[at]:#04x}"

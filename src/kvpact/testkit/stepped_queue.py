@@ -1,0 +1,148 @@
+"""A tier's queue without threads: reads and writes are done when a scene's step says so, so a run repeats exactly.
+
+Owns the order of the work, how long it is put off, and the bound on bytes that wait. Judges nothing. Floor 4.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpact.blocks import BlockKey
+from kvpact.errors import PactViolation
+from kvpact.tiers.base import BlockBuffer, Tier
+from kvpact.tiers.queue import Done, GetDone, PutDone, Ticket, TierQueue
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    ticket: Ticket
+    run: Callable[[], Done | None]
+    given_up: Done | None
+    write_bytes: int = 0
+    arrived: int = 0
+
+
+class SteppedQueue(TierQueue):
+    """See `TierQueue`. Nothing happens but in `advance`, and not even there while `stalled_steps` is above 0."""
+
+    def __init__(self, tier: Tier, max_write_bytes: int) -> None:
+        self.tier = tier
+        self.stalled_steps = 0
+        """Calls of `advance` that do nothing: how slow the tier is from now on."""
+        self.reads = 0
+        """Reads submitted so far."""
+        self._most = max_write_bytes
+        self._gets: deque[_Task] = deque()
+        self._puts: deque[_Task] = deque()
+        self._finished: deque[Done] = deque()
+        self._write_bytes = 0
+
+    def advance(self) -> None:
+        """One step passes: do everything that waits, reads first."""
+        if self.stalled_steps:
+            self.stalled_steps -= 1
+            return
+        while self._gets:
+            self._run(self._gets.popleft())
+        while self._puts:
+            self._run(self._puts.popleft())
+
+    def _run(self, task: _Task) -> None:
+        done = task.given_up
+        try:
+            done = task.run()
+        except Exception as error:  # as in TierQueue: a tier's defect costs this ticket and nothing else
+            logger.debug("tier %s: %s", self.tier.name, error)
+        finally:
+            self._end(task, done)
+
+    def _end(self, task: _Task, done: Done | None) -> None:
+        self._write_bytes -= task.write_bytes
+        if done is not None:
+            self._finished.append(done)
+
+    def submit_get(self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
+        """See `TierQueue`."""
+        self._require_new(ticket)
+        self.reads += 1
+
+        def run() -> Done:
+            return GetDone(ticket, self.tier.get(keys, start, buffers, lambda arrived: True))
+
+        self._gets.append(_Task(ticket, run, GetDone(ticket, 0)))
+
+    def submit_put(
+        self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], nbytes: int
+    ) -> bool:
+        """See `TierQueue`."""
+        if self._write_bytes + nbytes > self._most:
+            return False
+        self._require_new(ticket)
+
+        def run() -> Done:
+            return PutDone(ticket, self.tier.put(keys, start, buffers))
+
+        self._write_bytes += nbytes
+        self._puts.append(_Task(ticket, run, PutDone(ticket, 0), nbytes))
+        return True
+
+    def submit_errand(self, errand: Callable[[Tier], object]) -> None:
+        """See `TierQueue`."""
+
+        def run() -> None:
+            errand(self.tier)
+
+        self._puts.append(_Task(object(), run, None))
+
+    def _require_new(self, ticket: Ticket) -> None:
+        if any(task.ticket == ticket for task in (*self._gets, *self._puts)):
+            raise PactViolation(f"ticket {ticket!r} is under way already; a ticket names one read or write")
+
+    def progress(self, ticket: Ticket) -> int:
+        """See `TierQueue`: a read is done in one piece."""
+        return 0
+
+    def cancel(self, ticket: Ticket) -> None:
+        """See `TierQueue`."""
+        for task in [task for task in self._gets if task.ticket == ticket]:
+            self._gets.remove(task)
+            self._end(task, task.given_up)
+
+    def poll(self) -> list[Done]:
+        """See `TierQueue`."""
+        done = [*self._finished]
+        self._finished.clear()
+        return done
+
+    @property
+    def pending_write_bytes(self) -> int:
+        """See `TierQueue`."""
+        return self._write_bytes
+
+    @property
+    def under_way(self) -> int:
+        """See `TierQueue`."""
+        return len(self._gets) + len(self._puts)
+
+    def drop(self) -> None:
+        """The process dies: nothing that waits is done any more."""
+        for task in (*self._gets, *self._puts):
+            self._end(task, task.given_up)
+        self._gets.clear()
+        self._puts.clear()
+
+    def close(self, timeout: float) -> bool:
+        """See `TierQueue`; a stalled tier is given up on at once."""
+        for task in self._gets:
+            self._end(task, task.given_up)
+        self._gets.clear()
+        flushed = not self.stalled_steps
+        if flushed:
+            self.advance()
+        self.drop()
+        return flushed

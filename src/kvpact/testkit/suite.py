@@ -1,0 +1,123 @@
+"""Suites of checks that an author inherits: pytest collects them, and `run_suite` runs them without pytest.
+
+Owns how a check is run, and how what it saw becomes a `Check`. Knows nothing of caches or tiers. Floor 4.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvpact.testkit.findings import TITLES, Broken, NotObservable
+from kvpact.testkit.verdict import Check, Verdict, Violation, shortened
+
+CHECK_SECONDS = 120.0
+"""A check that runs longer than this hangs; none needs a tenth of it on an idle machine."""
+
+
+class Scene(Protocol):
+    """What a check is given: the thing under test and all that was done to it so far, one line a step."""
+
+    @property
+    def script(self) -> Sequence[str]:
+        """The steps so far."""
+
+
+SceneType = TypeVar("SceneType", bound=Scene)
+
+
+class Suite(ABC, Generic[SceneType]):
+    """A class of checks: methods `test_...` with `@protects`, each of them run in a scene of its own."""
+
+    @abstractmethod
+    def scene(self, directory: Path) -> AbstractContextManager[SceneType]:
+        """A fresh scene, which may use the empty `directory` and leaves nothing running."""
+
+
+def protects(*names: str) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Path], None]]:
+    """Make a method `(self, scene)` a check of the properties or hazards `names` (ids of `TITLES`).
+
+    What it raises becomes `Broken` with those names and the scene's script, `NotObservable` apart. Raises KeyError for
+    a name that `TITLES` does not have.
+    """
+    for name in names:
+        TITLES[name]
+
+    def decorate(method: Callable[[Any, Any], None]) -> Callable[[Any, Path], None]:
+        def check(self: Suite[Any], tmp_path: Path) -> None:
+            with self.scene(tmp_path) as scene:
+                try:
+                    method(self, scene)
+                except NotObservable:
+                    raise
+                except Broken as broken:
+                    script, concerned = broken.script or scene.script, broken.protects or names
+                    raise Broken(broken.explanation, script, concerned) from broken.__cause__
+                except Exception as error:
+                    raise Broken(f"{type(error).__name__}: {error}", scene.script, names) from error
+
+        # Not functools.wraps: pytest would look through it, and take `scene` for a fixture.
+        check.__name__, check.__qualname__, check.__doc__ = method.__name__, method.__qualname__, method.__doc__
+        check.__module__ = method.__module__
+        check.__dict__["protects"] = names
+        return check
+
+    return decorate
+
+
+def checks_of(suite: type[Suite[Any]]) -> dict[str, tuple[str, ...]]:
+    """The suite's checks, each with the ids that it protects; its own first, then those that it inherits."""
+    names = [name for base in suite.__mro__ for name in vars(base) if name.startswith("test_")]
+    return {name: getattr(getattr(suite, name), "protects", ()) for name in names if getattr(suite, name) is not None}
+
+
+def run_suite(
+    suite: type[Suite[Any]], only: str = "", timeout: float = CHECK_SECONDS, parent: Path | None = None
+) -> Iterator[Check]:
+    """Run each check of `suite` whose name matches the regular expression `only`; yield what it found as it ends.
+
+    A check that takes longer than `timeout` seconds is broken; its thread is left behind. Scenes get fresh directories
+    under `parent`, by default the system's place for temporary files.
+    """
+    for name, names in checks_of(suite).items():
+        if re.search(only, name):
+            with tempfile.TemporaryDirectory(prefix="kvpact-", dir=parent, ignore_cleanup_errors=True) as directory:
+                raised = _raised(partial(getattr(suite(), name), Path(directory)), timeout)
+            yield _check(name, names, getattr(suite, name).__doc__ or "", raised)
+
+
+def _raised(run: Callable[[], object], timeout: float) -> BaseException | None:
+    """What `run` raises, on a thread that is given up after `timeout` seconds."""
+    ended: list[BaseException | None] = []
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=guarded, name="kvpact-check", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return ended[0] if ended else Broken(f"still running after {timeout:g} s")
+
+
+def _check(name: str, names: tuple[str, ...], meaning: str, raised: BaseException | None) -> Check:
+    meaning = " ".join(meaning.split())
+    if raised is None:
+        return Check(name, names, meaning, Verdict.KEPT)
+    if isinstance(raised, NotObservable):
+        return Check(name, names, meaning, Verdict.NOT_OBSERVABLE, note=str(raised))
+    broken = raised if isinstance(raised, Broken) else Broken(f"{type(raised).__name__}: {raised}")
+    concerned = broken.protects if broken.protects not in ((), names) else (names or (name,))[:1]
+    violations = tuple(Violation(one, broken.explanation) for one in concerned)
+    return Check(name, names, meaning, Verdict.BROKEN, violations, script=shortened(broken.script))

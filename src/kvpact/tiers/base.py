@@ -1,0 +1,219 @@
+"""What a tier is, and how one stored block is framed.
+
+Owns the `Tier` interface, which every place that outlives memory implements, and the 256-byte record header that
+goes before (or, in a slab, beside) every stored payload. Never does I/O. Floor 1.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import xxhash
+
+from kvpact.blocks import KEY_BYTES, BlockKey
+from kvpact.errors import KvpactError
+
+BlockBuffer: TypeAlias = Sequence[memoryview]
+"""The memory of one block: a contiguous byte view for each rank, in rank order; together the block's size."""
+
+Progress: TypeAlias = Callable[[int], bool]
+"""Told how many blocks have arrived and been verified so far; answers False to end the read early."""
+
+RECORD_MAGIC = b"kvpactRC"
+RECORD_FORMAT = 1
+"""Raised when the header or the meaning of the payload changes; records of another format are never served."""
+
+HEADER_BYTES = 256
+NO_SLOT = 2**64 - 1
+"""The position of a record that has none, because its store finds it by key."""
+
+_FIELDS = struct.Struct("<8sIIQQdd32s32s32s16s")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
+_EMPTY = bytes(HEADER_BYTES)
+_ROOT_PARENT = bytes(KEY_BYTES)
+
+
+class RecordError(KvpactError):
+    """Stored bytes are not the record they should be; the message says in which way. Always a miss, never served."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """What is known of one stored block without reading its payload.
+
+    `parent` is the key of the block before it, b"" for a request's first. `depth` is the block's index in its request.
+    `length` is the payload's size in bytes and `digest` its xxh3-128. Times are seconds since the epoch. `slot` is the
+    record's position in its slab, so that a header found at another position is known to be misplaced.
+    """
+
+    namespace: bytes
+    key: BlockKey
+    parent: BlockKey
+    depth: int
+    length: int
+    digest: bytes
+    written: float
+    used: float
+    slot: int = NO_SLOT
+
+    def encode(self) -> bytes:
+        """The header as `HEADER_BYTES` bytes, little endian, ending with the xxh3-64 of all before."""
+        fields = _FIELDS.pack(
+            RECORD_MAGIC,
+            RECORD_FORMAT,
+            self.depth,
+            self.slot,
+            self.length,
+            self.written,
+            self.used,
+            self.namespace,
+            self.key,
+            self.parent or _ROOT_PARENT,
+            self.digest,
+        ).ljust(_CHECKED_BYTES, b"\0")
+        return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+    @classmethod
+    def decode(cls, raw: bytes | memoryview, *, namespace: bytes, length: int, slot: int = NO_SLOT) -> RecordHeader:
+        """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length` and `slot`.
+
+        Raises:
+            RecordError: naming the first thing that is wrong.
+        """
+        if len(raw) != HEADER_BYTES:
+            raise RecordError(f"a record header has {HEADER_BYTES} bytes, not {len(raw)}")
+        magic, version, depth, its_slot, its_length, written, used, its_namespace, key, parent, digest = (
+            _FIELDS.unpack_from(raw)
+        )
+        if magic != RECORD_MAGIC:
+            raise RecordError(f"not a record: it starts with {magic!r}, not {RECORD_MAGIC!r}")
+        if version != RECORD_FORMAT:
+            raise RecordError(f"record format {version}; this release reads format {RECORD_FORMAT}")
+        if xxhash.xxh3_64_intdigest(raw[:_CHECKED_BYTES]) != _CHECKSUM.unpack_from(raw, _CHECKED_BYTES)[0]:
+            raise RecordError("header damaged: its checksum does not match")
+        if its_namespace != namespace:
+            raise RecordError(f"of namespace {its_namespace.hex()[:16]}, not {namespace.hex()[:16]}")
+        if its_slot != slot:
+            raise RecordError(f"misplaced: written for slot {its_slot}, found in slot {slot}")
+        if its_length != length:
+            raise RecordError(f"payload of {its_length} bytes, not {length}")
+        root = parent == _ROOT_PARENT
+        if root != (depth == 0):
+            raise RecordError(f"depth {depth} does not fit its parent {parent.hex()[:16]}")
+        return cls(its_namespace, key, b"" if root else parent, depth, its_length, digest, written, used, its_slot)
+
+
+def is_empty_header(raw: bytes | memoryview) -> bool:
+    """Whether `raw` is the header of a position that holds no record."""
+    return raw == _EMPTY
+
+
+def payload_digest(buffer: BlockBuffer) -> bytes:
+    """The xxh3-128 of a block's bytes, its pieces taken in rank order. Runs without the interpreter's lock."""
+    if len(buffer) == 1:
+        return xxhash.xxh3_128_digest(buffer[0])
+    state = xxhash.xxh3_128()
+    for piece in buffer:
+        state.update(piece)
+    return state.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class TierCapacity:
+    """What a tier holds and may hold, in bytes of payload and its framing. `capacity_bytes` is 0 where unknown."""
+
+    used_bytes: int
+    capacity_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierHealth:
+    """Whether a tier works at present; `reason` says in one line why not."""
+
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """What a tier counted since it was opened. `damaged` are records found unusable, each of them a miss."""
+
+    damaged: int = 0
+    dropped_writes: int = 0
+    evicted: int = 0
+    failed_reads: int = 0
+
+
+class Tier(ABC):
+    """A place where blocks outlive memory. Blocking and thread-safe; the scheduler's thread calls only `lookup`.
+
+    `keys` is always a request's block keys from block 0, or a prefix of them, so that a key implies all before it.
+    No method raises for what a store does (an I/O error, a full disk, damage): that is a miss, or a block not stored.
+    """
+
+    name: str
+    """Short, for logs and metrics: "disk"."""
+
+    exclusive: bool
+    """Only this engine writes and evicts here, so `lookup` answers from memory in microseconds and is exact."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """How many blocks of `keys` are held in a row from the first. No promise: they may go at once."""
+
+    @abstractmethod
+    def get(
+        self,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        on_progress: Progress | None = None,
+    ) -> int:
+        """Read block `start + i` into `buffers[i]`; return how many arrived in a row from `start`, verified.
+
+        Never a count of hits: a block behind a hole does not count, and what its buffer holds is undefined. When
+        `get` returns, nothing writes to the buffers any more. Blocks found damaged are dropped with all that need
+        them. `on_progress` is called on this thread as blocks arrive.
+        """
+
+    @abstractmethod
+    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+        """Store block `start + i` from `buffers[i]`; return how many are held in a row from `start` afterwards.
+
+        Blocks already held are not written again. All blocks before `start` must be held, else nothing is stored.
+        The buffers must not change until `put` returns. A block is visible only when it is stored in full.
+        """
+
+    @abstractmethod
+    def delete(self, keys: Iterable[BlockKey]) -> int:
+        """Drop these blocks and all that need them; return how many were dropped."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop every block of this namespace, for good: none is back after a restart."""
+
+    @abstractmethod
+    def capacity(self) -> TierCapacity:
+        """What is held, and the bound."""
+
+    @abstractmethod
+    def counts(self) -> TierCounts:
+        """What went wrong or was evicted since the tier was opened."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[RecordHeader]:
+        """The header of every sound record, in no order. Reads no payload."""
+
+    @abstractmethod
+    def health(self) -> TierHealth:
+        """Whether the last operations worked."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the store. Operations still running on other threads end as misses. Never raises; idempotent."""

@@ -1,0 +1,279 @@
+"""`PactConnector`: kvpact as stock vLLM loads it.
+
+Owns no logic beyond vLLM's calling convention: it builds one of the two halves and passes every hook on, guarded so
+that a mistake of kvpact costs a hit and never the engine. Written for vLLM 0.26 to 0.33. Floor 3.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from kvpact.config import load_config
+from kvpact.contract import WorkerReport
+from kvpact.errors import ConfigError
+from kvpact.metrics import Metrics
+from kvpact.vllm.guard import Guard, guarded
+from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata, StepMessage
+from kvpact.vllm.scheduler_side import SchedulerSide
+from kvpact.vllm.stats import PactPromMetrics, PactStats
+from kvpact.vllm.support import check_engine, log_like_vllm, worker_place
+from kvpact.vllm.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class PactConnector(KVConnectorBase_V1):
+    """The connector. `kv_connector_extra_config` holds kvpact's settings (`kvpact.config.KvpactConfig`)."""
+
+    _of_engine: ClassVar[WeakValueDictionary[str, PactConnector]] = WeakValueDictionary()
+    """The scheduler's half of each engine in this process, until it is shut down."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Raises ConfigError if a setting is wrong or this engine cannot be served correctly."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        log_like_vllm()
+        config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+        check_engine(vllm_config, kv_cache_config)
+        self.metrics = Metrics()
+        self.guard = Guard(self.metrics)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._require_alone(vllm_config.kv_transfer_config.engine_id)
+            self._scheduler = SchedulerSide(config, vllm_config, self.metrics)
+        else:
+            self._worker = WorkerSide(config, worker_place(vllm_config, kv_cache_config))
+
+    def _require_alone(self, engine_id: str) -> None:
+        """Two in one engine would share one arena: MultiConnector hands the first one's handshake to both."""
+        if self._of_engine.setdefault(engine_id, self) is not self:
+            raise ConfigError("this engine has a PactConnector already; MultiConnector can have one of them")
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache owes nobody a delivery."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layer-by-layer loads wait inside the forward pass, which a full graph would skip."""
+        return bool(extra_config.get("layerwise", True))
+
+    # Worker
+
+    @property
+    def _worker_side(self) -> WorkerSide:
+        if self._worker is None:
+            raise ConfigError("a worker's hook was called on the scheduler's half of the connector")
+        return self._worker
+
+    @property
+    def _scheduler_side(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise ConfigError("a scheduler's hook was called on the worker's half of the connector")
+        return self._scheduler
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Not guarded: with a configuration that does not fit the machine the engine must not start."""
+        self._worker_side.register_kv_caches(kv_caches)
+
+    @guarded(lambda: None)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler's half where this rank's segment is."""
+        hello = self._worker_side.hello()
+        return PactHandshake.of(hello) if hello is not None else None
+
+    def _message(self) -> StepMessage:
+        metadata = self._get_connector_metadata()
+        return metadata.message() if isinstance(metadata, PactMetadata) else StepMessage()
+
+    @guarded(lambda: None)
+    def start_load_kv(self, /, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Begin the step's loads."""
+        message = self._message()
+        try:
+            self._worker_side.report_broken(message.broken)
+            self._worker_side.start_loads(message.work)
+        except Exception:
+            self._worker_side.give_up(message.work.loads)
+            raise
+
+    @guarded(lambda: None)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Called before each layer's attention."""
+        try:
+            self._worker_side.wait_for_layer_load(layer_name)
+        except Exception:
+            self._worker_side.give_up(self._worker_side.synchronous)
+            raise
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are saved after the forward pass."""
+
+    @guarded(lambda: None)
+    def wait_for_save(self) -> None:
+        """The forward pass is over: its blocks are copied out in the background, protected by the scheduler's half."""
+        work = self._message().work
+        try:
+            self._worker_side.start_saves(work)
+        except Exception:
+            self._worker_side.give_up((*self._worker_side.synchronous, *work.saves))
+            raise
+
+    @guarded(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose asynchronous load ended, each once."""
+        try:
+            self._worker_side.poll()
+        except Exception:
+            self._worker_side.give_up(self._worker_side.synchronous)  # in the next step it would be too late to say so
+            raise
+        return None, self._worker_side.take_arrived() or None
+
+    @guarded(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were to be loaded and were not."""
+        return self._worker_side.take_invalid_blocks()
+
+    @guarded(lambda: None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """This rank's report; every step, even if empty."""
+        return PactWorkerMetadata.of(self._worker_side.report())
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The workers are up. Not guarded: what the configuration gets wrong here must stop the start."""
+        hellos = [handshake.hello() for handshake in metadata.values() if isinstance(handshake, PactHandshake)]
+        if not hellos:
+            raise ConfigError(
+                "the workers' handshake is not PactConnector's; under MultiConnector vLLM passes on only the first "
+                "one: put PactConnector before the other connectors"
+            )
+        self._scheduler_side.attach(hellos)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The same, from releases without pipeline ranks in the key."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake for rank, handshake in metadata.items()})
+
+    @guarded(lambda: None)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """vLLM offers its block tables and its block pool."""
+        self._scheduler_side.bind_kv_cache_manager(kv_cache_manager)
+
+    @guarded(lambda: None)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Releases before 0.30 offer the block pool alone."""
+        self._scheduler_side.bind_gpu_block_pool(gpu_block_pool)
+
+    @guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        """vLLM accepted a request."""
+        self._scheduler_side.on_new_request(request)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Prepare."""
+        return self._scheduler_side.probe(request, num_computed_tokens)
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Commit, for the number that the scheduler finally chose."""
+        (block_ids,) = blocks.get_block_ids()
+        self._scheduler_side.commit(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The step's end."""
+        message = self._end_step(scheduler_output)
+        if message is None:
+            message = self._scheduler_side.end_broken_step()
+            self._abandon_step()
+        self.guard.end_step()
+        return PactMetadata.of(message)
+
+    @guarded(lambda: None)
+    def _end_step(self, scheduler_output: SchedulerOutput) -> StepMessage | None:
+        return self._scheduler_side.end_step(scheduler_output)
+
+    @guarded(lambda: None)
+    def _abandon_step(self) -> None:
+        self._scheduler_side.abandon_step()
+
+    @guarded(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Settlement: what the workers reported, combined over ranks."""
+        metadata = connector_output.kv_connector_worker_meta
+        report: WorkerReport | None = metadata.report() if isinstance(metadata, PactWorkerMetadata) else None
+        self._scheduler_side.take_report(report, set(connector_output.invalid_block_ids))
+
+    @guarded(lambda: (False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Abort, if the request has a plan. Blocks under copy are held through the block pool, so none is delayed."""
+        self._scheduler_side.request_finished(request.request_id)
+        return False, None
+
+    @guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Keep stepping until the workers' reports are in."""
+        return self._scheduler_side.has_pending_work()
+
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """The scheduler's half counts; the workers' half reports through it."""
+        return self._scheduler.collect_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Rebuild statistics in the front end."""
+        return PactStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PactPromMetrics:
+        """The series for vLLM's Prometheus endpoint."""
+        return PactPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Forget everything stored: the weights changed. False, which vLLM hands to its caller, if that failed."""
+        self._scheduler_side.reset()
+        return True
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        """Stop in bounded time."""
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+            self._of_engine.pop(self._kv_transfer_config.engine_id, None)
+        if self._worker is not None:
+            self._worker.shutdown()

@@ -1,0 +1,81 @@
+"""Keeps kvpact's mistakes away from the engine: an exception in a hook costs a hit, never the engine (H13).
+
+Owns the time spent in hooks, the count of errors and what was logged already. Floor 3.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from time import perf_counter
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from kvpact.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+
+class Guard:
+    """Counts what hooks cost: errors, and the seconds of the running scheduler step."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._seen: set[tuple[str, type[BaseException]]] = set()
+        self._step_seconds = 0.0
+
+    def failed(self, hook: str, error: BaseException) -> None:
+        """Count an error of a hook; log the first of its kind with the traceback."""
+        self._metrics.add("hook_errors")
+        kind = (hook, type(error))
+        if kind not in self._seen:
+            self._seen.add(kind)
+            logger.error("kvpact: %s failed; the engine goes on without it (logged once)", hook, exc_info=error)
+
+    def spent(self, seconds: float) -> None:
+        """Add time to the running step."""
+        self._step_seconds += seconds
+
+    def end_step(self) -> None:
+        """The scheduler's step is over."""
+        self._metrics.observe_step(self._step_seconds)
+        self._step_seconds = 0.0
+
+
+class Guarded(Protocol):
+    """Whoever has hooks to guard."""
+
+    @property
+    def guard(self) -> Guard:
+        """Where errors and time are counted."""
+
+
+Owner = TypeVar("Owner", bound=Guarded)
+
+
+def guarded(
+    otherwise: Callable[[], Any],
+) -> Callable[[Callable[Concatenate[Owner, Arguments], Answer]], Callable[Concatenate[Owner, Arguments], Answer]]:
+    """Make a method a hook that never raises: on an exception it answers `otherwise()`."""
+
+    def decorate(
+        method: Callable[Concatenate[Owner, Arguments], Answer],
+    ) -> Callable[Concatenate[Owner, Arguments], Answer]:
+        @wraps(method)
+        def hook(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+            began = perf_counter()
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                self.guard.failed(method.__name__, error)
+                answer: Answer = otherwise()
+                return answer
+            finally:
+                self.guard.spent(perf_counter() - began)
+
+        return hook
+
+    return decorate

@@ -1,0 +1,128 @@
+"""What decides the content of a KV block under vLLM: the engine's namespace and a request's own identity.
+
+Owns the translation from vLLM's configuration and requests into `Namespace` and `RequestIdentity`. What it does not
+know it refuses: such a request is neither stored nor served. Floor 3.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from kvpact.blocks import MediaSpan, Namespace, RequestIdentity
+from kvpact.weights import adapter_digest, weights_digest
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "1"
+"""Version of a slot's content; raised when the meaning of its bytes changes."""
+
+VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
+"""Fields of a Hugging Face configuration that say where it came from, not what the model computes."""
+
+
+def weights_identity(model_config: Any, load_config: Any, model_id: str | None) -> str:
+    """The base weights by content: the user's own name, the hub's commit, or a digest over a local directory.
+
+    Raises FileNotFoundError if a local directory holds no weights that can be told apart.
+    """
+    if model_id is not None:
+        return f"id:{model_id}"
+    if str(load_config.load_format) == "dummy":
+        return f"dummy:{model_config.seed}"
+    directory = Path(model_config.model)
+    if directory.is_dir():
+        return f"digest:{weights_digest(directory)}"
+    if model_config.revision:
+        return f"hub:{model_config.model}@{model_config.revision}"
+    raise FileNotFoundError(
+        f"cannot tell which weights {model_config.model!r} has: no local directory and no revision; "
+        "set `model_id` in kv_connector_extra_config to a name that changes when the weights change"
+    )
+
+
+def architecture_digest(model_config: Any) -> str:
+    """Digest over the model's configuration, position encoding included; equal for equal architectures."""
+    config = {key: value for key, value in model_config.hf_config.to_dict().items() if key not in VOLATILE_CONFIG}
+    return blake3(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def engine_namespace(vllm_config: Any, page_layout: str, model_id: str | None) -> Namespace:
+    """Everything two engines must agree on to share KV bytes; `page_layout` comes from the workers."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    return Namespace(
+        {
+            "engine": "vllm",
+            "format": FORMAT,
+            "weights": weights_identity(model, vllm_config.load_config, model_id),
+            "architecture": architecture_digest(model),
+            "dtype": str(model.dtype),
+            "kv_dtype": str(cache.cache_dtype),
+            "quantization": str(model.quantization),
+            "block_size": str(cache.block_size),
+            "tensor_parallel": str(parallel.tensor_parallel_size),
+            "pipeline_parallel": str(parallel.pipeline_parallel_size),
+            "page_layout": page_layout,
+        }
+    )
+
+
+class AdapterDigests:
+    """Content digests of LoRA adapters, computed once each on a thread of their own; unknown until then."""
+
+    def __init__(self) -> None:
+        self._digests: dict[tuple[int, str], str | None] = {}
+
+    def find(self, lora_request: Any) -> str | None:
+        """The adapter's digest, or None while it is not known (or can never be: its files are not here)."""
+        if lora_request.load_inplace:
+            return None  # the weights behind this id may change at any time
+        name = (int(lora_request.lora_int_id), str(lora_request.lora_path))
+        if name not in self._digests:
+            self._digests[name] = None
+            threading.Thread(target=self._compute, args=(name,), name="kvpact-adapter", daemon=True).start()
+        return self._digests[name]
+
+    def _compute(self, name: tuple[int, str]) -> None:
+        try:
+            self._digests[name] = adapter_digest(Path(name[1]))
+        except OSError as error:
+            logger.warning("kvpact: requests with the adapter at %s are not cached: %s", name[1], error)
+
+
+def request_identity(request: Any, adapters: AdapterDigests, block_size: int) -> RequestIdentity | None:
+    """What a vLLM request brings besides its tokens; None if any of it is unknown. `block_size` in tokens."""
+    if request.pooling_params is not None:
+        return None
+    adapter = ""
+    if request.lora_request is not None:
+        found = adapters.find(request.lora_request)
+        if found is None:
+            return None
+        adapter = found
+    media = []
+    for feature in request.mm_features:
+        if not feature.identifier:
+            return None
+        place = feature.mm_position
+        media.append(MediaSpan(place.offset, place.length, f"{feature.modality}:{feature.identifier}"))
+    embeddings = {}
+    if request.prompt_embeds is not None:
+        embeddings = _embedding_digests(request.prompt_embeds, block_size)
+    return RequestIdentity(adapter, request.cache_salt or "", tuple(media), embeddings)
+
+
+def _embedding_digests(rows: Any, block_size: int) -> dict[int, bytes]:
+    """Per block, a digest over the bytes of its rows; `rows` is a tensor [tokens, hidden]."""
+    import torch
+
+    digests = {}
+    for block in range(-(-len(rows) // block_size)):
+        part = rows[block * block_size : (block + 1) * block_size].detach().cpu().contiguous()
+        digests[block] = blake3(part.view(torch.uint8).numpy().tobytes()).digest()
+    return digests

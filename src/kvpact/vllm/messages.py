@@ -1,0 +1,103 @@
+"""What the two halves of the connector say to each other, as bytes: vLLM carries them, msgspec reads them.
+
+Owns the wire format between the scheduler's process and the workers'. Nothing is unpickled by kvpact (H80): the objects
+that vLLM transports hold nothing but bytes. Floor 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvpact.arena import SegmentAddress
+from kvpact.contract import StepWork, WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenLoad:
+    """A load that could not be ordered although the engine counts on it; the workers report it as failed."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    synchronous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """One scheduler step, as the workers get it."""
+
+    work: StepWork = field(default_factory=StepWork)
+    broken: tuple[BrokenLoad, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """What a worker says of itself once: where its part of the arena is, and how its pages are laid out."""
+
+    rank: int
+    segment: SegmentAddress
+    page_layout: str
+
+
+@dataclass
+class PactMetadata(KVConnectorMetadata):
+    """Scheduler to workers, every step."""
+
+    payload: bytes
+
+    @classmethod
+    def of(cls, message: StepMessage) -> PactMetadata:
+        """Encode a step."""
+        return cls(msgspec.msgpack.encode(message))
+
+    def message(self) -> StepMessage:
+        """Decode the step."""
+        return msgspec.msgpack.decode(self.payload, type=StepMessage)
+
+
+@dataclass
+class PactHandshake(KVConnectorHandshakeMetadata):
+    """Worker to scheduler, once."""
+
+    payload: bytes
+
+    @classmethod
+    def of(cls, hello: WorkerHello) -> PactHandshake:
+        """Encode a worker's hello."""
+        return cls(msgspec.msgpack.encode(hello))
+
+    def hello(self) -> WorkerHello:
+        """Decode the hello."""
+        return msgspec.msgpack.decode(self.payload, type=WorkerHello)
+
+
+@dataclass
+class PactWorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler, every step, from every rank; true even when there is nothing to say (H40)."""
+
+    payload: bytes
+
+    @classmethod
+    def of(cls, report: WorkerReport) -> PactWorkerMetadata:
+        """Encode a report."""
+        return cls(msgspec.msgpack.encode(report))
+
+    def report(self) -> WorkerReport:
+        """Decode the report."""
+        return msgspec.msgpack.decode(self.payload, type=WorkerReport)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> PactWorkerMetadata:
+        """Combine two ranks' reports; vLLM calls this over all ranks of a step."""
+        if not isinstance(other, PactWorkerMetadata):
+            raise TypeError(f"expected a report of kvpact, not {type(other).__name__}")
+        return PactWorkerMetadata.of(self.report().aggregate(other.report()))
+
+    def __bool__(self) -> bool:
+        """True: vLLM skips falsy reports."""
+        return True

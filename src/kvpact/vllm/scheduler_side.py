@@ -1,0 +1,324 @@
+"""The scheduler's half of the connector: vLLM's hooks, told to the cache in the order in which they come.
+
+Owns the map from vLLM's requests to the cache's, and what must be said to the workers this step. Lives in the
+scheduler's process only; never blocks on I/O. Floor 3.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvpact.arena import Arena, ArenaSegment
+from kvpact.blocks import RequestIdentity
+from kvpact.cache import PactCache
+from kvpact.config import KvpactConfig
+from kvpact.contract import ExternalKVMatch, WorkerReport
+from kvpact.errors import PactViolation, TierError
+from kvpact.metrics import Metrics, explain_misses
+from kvpact.tiers.disk import DiskTier
+from kvpact.tiers.queue import TierQueue
+from kvpact.vllm.context import BlockPoolContext
+from kvpact.vllm.identity import AdapterDigests, engine_namespace, request_identity
+from kvpact.vllm.messages import BrokenLoad, StepMessage, WorkerHello
+from kvpact.vllm.releases import BlockTables, StepBlockTables
+from kvpact.vllm.stats import PactStats, StatsCollector
+from kvpact.vllm.stats_file import StatsFile
+
+logger = logging.getLogger(__name__)
+
+
+class VllmRequest:
+    """A vLLM request as `EngineRequest`."""
+
+    __slots__ = ("_adapters", "_block_size", "_identity", "load_broken", "request")
+
+    def __init__(self, request: Any, adapters: AdapterDigests, block_size: int) -> None:
+        self.request = request
+        self.load_broken = False
+        """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
+        self._adapters = adapters
+        self._block_size = block_size
+        self._identity: RequestIdentity | None = None
+
+    @property
+    def request_id(self) -> str:
+        """See `EngineRequest`."""
+        return str(self.request.request_id)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """See `EngineRequest`."""
+        tokens: Sequence[int] = self.request.all_token_ids
+        return tokens
+
+    @property
+    def identity(self) -> RequestIdentity | None:
+        """See `EngineRequest`. Asked again while unknown: an adapter's digest comes from a thread."""
+        if self._identity is None:
+            self._identity = request_identity(self.request, self._adapters, self._block_size)
+        return self._identity
+
+    @property
+    def may_load(self) -> bool:
+        """See `EngineRequest`."""
+        return not (self.request.skip_reading_prefix_cache or self.load_broken)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the last probe of a request was told, and where the match began, in blocks."""
+
+    match: ExternalKVMatch
+    start_block: int
+
+
+class SchedulerSide:
+    """The scheduler's half. Until the workers have said hello it has no cache and answers no hit."""
+
+    def __init__(self, config: KvpactConfig, vllm_config: Any, metrics: Metrics) -> None:
+        self.cache: PactCache | None = None
+        self._config = config
+        self._vllm_config = vllm_config
+        self._metrics = metrics
+        self._block_size = int(vllm_config.cache_config.block_size)
+        self._adapters = AdapterDigests()
+        self._context: BlockPoolContext | None = None
+        self._block_tables: BlockTables | None = None
+        self._requests: dict[str, VllmRequest] = {}
+        self._answers: dict[str, Answer] = {}
+        self._ordered: list[BrokenLoad] = []
+        """The step's committed loads, as they are to be reported should the step's orders never reach the workers."""
+        self._broken: list[BrokenLoad] = []
+        self._distrusted: set[str] = set()
+        """Requests with a broken load of which the engine has not heard yet: what they compute is worthless."""
+        self._loading: dict[str, tuple[int, ...]] = {}
+        """Request id -> its blocks, from the first on that a load is to fill, until the workers have reported."""
+        self._unsettled = WorkerReport({})
+        self._stats: StatsCollector | None = None
+        self._stats_file = StatsFile(config.stats_file) if config.stats_file else None
+
+    # Start
+
+    def attach(self, hellos: Sequence[WorkerHello]) -> None:
+        """The workers are up: map their memory, open the tiers, begin to serve.
+
+        A tier that cannot be opened is left out with one message; the engine serves on without it.
+        """
+        hellos = sorted(hellos, key=lambda hello: hello.rank)
+        arena = Arena([ArenaSegment.attach(hello.segment) for hello in hellos])
+        for segment in arena.segments:
+            segment.start_prefault()  # maps here what the worker takes from the machine
+        layouts = {hello.page_layout for hello in hellos}
+        namespace = engine_namespace(self._vllm_config, " | ".join(sorted(layouts)), self._config.model_id)
+        tiers = []
+        for url in self._config.tiers:
+            try:
+                tier = DiskTier.open(url.path, namespace, arena.slot_bytes, url.capacity)
+            except TierError as error:
+                logger.error("kvpact: serving without the tier %s: %s", url, error)
+                continue
+            tiers.append(TierQueue(tier, self._config.io_threads, self._config.write_queue))
+        self.cache = PactCache(
+            self._config,
+            namespace=namespace.digest,
+            block_size=self._block_size,
+            arena=arena,
+            tiers=tiers,
+            clock=time.monotonic,
+            metrics=self._metrics,
+        )
+        self._stats = StatsCollector(self.cache.observe)
+        if self._context is not None:
+            self.cache.bind_scheduler_context(self._context)
+        logger.info(
+            "kvpact: %d slots of %d bytes in memory, %d tier(s) below, namespace %s",
+            arena.num_slots,
+            arena.slot_bytes,
+            len(tiers),
+            namespace.name,
+        )
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """vLLM offers its block tables and its pool."""
+        self._block_tables = kv_cache_manager
+        self._bind_block_pool(kv_cache_manager.block_pool)
+
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
+        """The same from releases that offer the pool alone: the block tables come with each step."""
+        self._block_tables = StepBlockTables()
+        self._bind_block_pool(block_pool)
+
+    def _bind_block_pool(self, block_pool: Any) -> None:
+        self._context = BlockPoolContext(block_pool)
+        if self.cache is not None:
+            self.cache.bind_scheduler_context(self._context)
+
+    # Requests
+
+    def on_new_request(self, request: Any) -> None:
+        """vLLM accepted a request."""
+        self._view(request)
+
+    def _view(self, request: Any) -> VllmRequest:
+        view = self._requests.get(request.request_id)
+        if view is None or view.request is not request:
+            view = self._requests[request.request_id] = VllmRequest(request, self._adapters, self._block_size)
+        return view
+
+    def probe(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """`get_num_new_matched_tokens`: the tokens that can be loaded behind `num_computed_tokens`, and whether later.
+
+        Whatever goes wrong, the request has no plan afterwards that the engine does not know of.
+        """
+        self._answers.pop(request.request_id, None)
+        if self.cache is None:
+            return 0, False
+        try:
+            match = self.cache.prepare_external_match(self._view(request), num_computed_tokens)
+        except Exception:
+            self.cache.abort_external_match(request.request_id, None, "error")
+            raise
+        if match is None:
+            return None, False
+        if match.num_tokens:
+            self._answers[request.request_id] = Answer(match, num_computed_tokens // self._block_size)
+        return match.num_tokens, match.load_kv_async
+
+    def commit(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
+        """`update_state_after_alloc`: the engine takes `num_tokens` of what the last probe was told, perhaps 0.
+
+        The engine cannot be told "no" here, so if the commit goes wrong the workers report those blocks as not loaded.
+        """
+        answer = self._answers.pop(request.request_id, None)
+        if answer is None or self.cache is None:
+            return
+        end = answer.start_block - (-num_tokens // self._block_size)
+        order = BrokenLoad(
+            request.request_id, tuple(block_ids[answer.start_block : end]), not answer.match.load_kv_async
+        )
+        if num_tokens:
+            self._loading[request.request_id] = tuple(block_ids[answer.start_block :])
+        try:
+            self.cache.commit_external_match(self._view(request), answer.match, num_tokens, block_ids)
+        except Exception:
+            if num_tokens:
+                self._break(order)
+            raise
+        if num_tokens:
+            self._ordered.append(order)
+
+    def _break(self, order: BrokenLoad) -> None:
+        """The workers will report this load as failed; nothing that its request computes until then is stored."""
+        self._broken.append(order)
+        self._distrusted.add(order.request_id)
+        if (view := self._requests.get(order.request_id)) is not None:
+            view.load_broken = True
+
+    def end_step(self, scheduler_output: Any) -> StepMessage:
+        """`build_connector_meta`: what the workers must do with this step."""
+        if isinstance(self._block_tables, StepBlockTables):
+            self._block_tables.take_step(scheduler_output)
+        if self.cache is None:
+            return StepMessage()
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            view = self._requests.get(request_id)
+            if view is not None and request_id not in self._distrusted:
+                computed = view.request.num_computed_tokens + num_tokens
+                self.cache.note_computed(view, computed, partial(self._block_ids, request_id))
+        work = self.cache.end_step()
+        message = StepMessage(work, tuple(self._broken))
+        self._broken.clear()
+        self._ordered.clear()
+        return message
+
+    def end_broken_step(self) -> StepMessage:
+        """What to tell the workers when `end_step` raised: none of the step's loads will happen."""
+        for order in self._ordered:
+            self._break(order)
+        message = StepMessage(broken=tuple(self._broken))
+        self._broken.clear()
+        self._ordered.clear()
+        return message
+
+    def abandon_step(self) -> None:
+        """Take back what the cache was about to order when `end_step` raised: sent later, it would hit other blocks."""
+        if self.cache is not None:
+            self.cache.abandon_step()
+
+    def _block_ids(self, request_id: str) -> Sequence[int]:
+        if self._block_tables is None:
+            raise PactViolation("vLLM computes requests before it offered its block pool to the connector")
+        (block_ids,) = self._block_tables.get_block_ids(request_id)
+        return list(block_ids)
+
+    def take_report(self, report: WorkerReport | None, invalid_block_ids: set[int]) -> None:
+        """`update_connector_output`: settle what the workers say is done.
+
+        Blocks that a synchronous load left invalid are in the engine's prefix cache already, and what was computed from
+        them is as well. All are taken out: the request that would recompute them may be gone before it does (H28).
+        """
+        if report is not None:
+            self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over the last time
+        if invalid_block_ids and self._context is not None:
+            self._context.evict_published(sorted(self._spoilt_by(invalid_block_ids)))
+        if self.cache is None:
+            return
+        settlements = self.cache.apply_report(self._unsettled)
+        self._unsettled = WorkerReport({})
+        for settlement in settlements:
+            self._loading.pop(settlement.request_id, None)
+
+    def _spoilt_by(self, invalid_block_ids: set[int]) -> set[int]:
+        """The invalid blocks and those behind them in the requests that were loading them."""
+        spoilt = set(invalid_block_ids)
+        for request_id, blocks in list(self._loading.items()):
+            first = next((place for place, block in enumerate(blocks) if block in invalid_block_ids), None)
+            if first is not None:
+                spoilt.update(blocks[first:])
+                if request_id in self._distrusted:
+                    self._distrusted.discard(request_id)
+                    del self._loading[request_id]
+        return spoilt
+
+    def request_finished(self, request_id: str) -> None:
+        """The request ended or was cancelled, in whatever state."""
+        self._requests.pop(request_id, None)
+        self._answers.pop(request_id, None)
+        if self.cache is not None:
+            self.cache.request_finished(request_id)
+
+    # Whole engine
+
+    def has_pending_work(self) -> bool:
+        """Whether vLLM must keep stepping without requests, to bring in the workers' reports."""
+        if self.cache is None:
+            return False
+        pending = self.cache.has_pending_work
+        if self._stats_file is not None and not pending:
+            self._stats_file.write(self.cache.observe())
+        return pending
+
+    def collect_stats(self) -> PactStats | None:
+        """`get_kv_connector_stats`: what was counted since the last time, for vLLM's own metrics."""
+        return self._stats.collect() if self._stats is not None else None
+
+    def reset(self) -> None:
+        """`reset_cache`: the weights changed; nothing stored is valid any more."""
+        if self.cache is not None:
+            self.cache.reset()
+
+    def shutdown(self) -> None:
+        """Flush the tiers in bounded time and say how the cache did."""
+        if self.cache is None:
+            return
+        snapshot = self.cache.observe()
+        logger.info("kvpact: %s", explain_misses(snapshot))
+        self.cache.shutdown()
+        if self._stats_file is not None:
+            self._stats_file.write(snapshot)
+        self.cache = None

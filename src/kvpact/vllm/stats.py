@@ -1,0 +1,125 @@
+"""kvpact's counts in vLLM's own metrics: the log line and the Prometheus endpoint.
+
+Owns the translation of a `Metrics` snapshot into vLLM's connector statistics. Counts what `kvpact.metrics` names,
+nothing else. Floor 3.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvpact.metrics import METRICS, STEP_SECONDS, Snapshot, series
+
+INTERVAL_SECONDS = 1.0
+"""Counts are handed to vLLM this often at most: collecting them is not free, and nobody scrapes faster."""
+
+SLOW_STEP_SECONDS = 1e-3
+"""A scheduler step is not to spend more than this in kvpact (P11)."""
+
+_GAUGES = frozenset(series(m.name, label) for m in METRICS if m.kind == "gauge" for label in m.label_values)
+
+
+@dataclass
+class PactStats(KVConnectorStats):
+    """What was counted since the last statistics; gauges as they are. `data` is series name -> value."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add later counts; a gauge keeps its latest value."""
+        for name, value in other.data.items():
+            self.data[name] = value if name in _GAUGES else self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What the log line shows."""
+        shown = ("lookups", "promised_tokens", "used_tokens", "failed_tokens", "saved_blocks", "leases_held")
+        return {f"kvpact {name}": self.data.get(name, 0) for name in shown}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class StatsCollector:
+    """Takes the difference between two looks at the counts, at most once an interval."""
+
+    def __init__(self, observe: Callable[[], Snapshot], clock: Callable[[], float] = time.monotonic) -> None:
+        self._observe = observe
+        self._clock = clock
+        self._next = 0.0
+        self._last: Mapping[str, float] = {}
+
+    def collect(self) -> PactStats | None:
+        """What changed since the last call, or None if it is not time yet."""
+        now = self._clock()
+        if now < self._next:
+            return None
+        self._next = now + INTERVAL_SECONDS
+        shot = self._observe()
+        steps, fast = shot[f"{STEP_SECONDS}_count"], shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
+        totals = {name: value for name, value in shot.items() if not name.startswith(STEP_SECONDS)}
+        totals |= {"steps": steps, "slow_steps": steps - fast, "step_seconds": shot[f"{STEP_SECONDS}_sum"]}
+        changed = {
+            name: value if name in _GAUGES else value - self._last.get(name, 0)
+            for name, value in totals.items()
+            if value != self._last.get(name, 0)
+        }
+        self._last = totals
+        return PactStats(data=changed) if changed else None
+
+
+STEP_COUNTERS = {
+    "steps": "scheduler steps",
+    "slow_steps": "scheduler steps that spent more than 1 ms in kvpact",
+    "step_seconds": "seconds spent in kvpact in scheduler steps",
+}
+
+
+class PactPromMetrics(KVConnectorPromMetrics):
+    """Every counter and gauge of `kvpact.metrics` as `vllm:kvpact_<name>`, one series per engine and label value."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters: dict[tuple[int, str], Any] = {}
+        self._gauges: dict[tuple[int, str], Any] = {}
+        for metric in METRICS:
+            if metric.kind == "histogram":
+                continue
+            kind = Counter if metric.kind == "counter" else Gauge
+            extra = [metric.label] if metric.label else []
+            family = metric_types[kind](
+                name=f"vllm:kvpact_{metric.name}",
+                documentation=f"{metric.unit} {metric.meaning}",
+                labelnames=[*labelnames, *extra],
+            )
+            target = self._counters if kind is Counter else self._gauges
+            for engine, values in per_engine_labelvalues.items():
+                for label in metric.label_values:
+                    target[engine, series(metric.name, label)] = family.labels(*values, *([label] if extra else []))
+        for name, meaning in STEP_COUNTERS.items():
+            family = metric_types[Counter](name=f"vllm:kvpact_{name}", documentation=meaning, labelnames=labelnames)
+            for engine, values in per_engine_labelvalues.items():
+                self._counters[engine, name] = family.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record one `PactStats`; a series of another release is ignored."""
+        for name, value in transfer_stats_data.items():
+            if (counter := self._counters.get((engine_idx, name))) is not None:
+                counter.inc(value)
+            elif (gauge := self._gauges.get((engine_idx, name))) is not None:
+                gauge.set(value)

@@ -1,0 +1,161 @@
+"""The worker's half of the connector: one rank's KV memory, its arena segment, and the copies between them.
+
+Owns the rank's memory segment and transfer threads. Decides nothing: it copies what the scheduler's half orders and
+says what it did, exactly once a job. Floor 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpact.arena import ArenaSegment, slots_for
+from kvpact.blocks import RangeSet
+from kvpact.config import KvpactConfig
+from kvpact.contract import ExternalCacheWorker, JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.transfer import PagedKV, TransferWorker
+from kvpact.vllm.messages import BrokenLoad, WorkerHello
+
+ENDED_JOBS = 4096
+"""Ended jobs whose outcome can be said again: far more than can end before a lost report is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where a worker stands: its rank among all that hold a part of each slot, and how many KV blocks it has."""
+
+    rank: int
+    world_size: int
+    num_blocks: int
+
+
+class WorkerSide(ExternalCacheWorker):
+    """One rank's half."""
+
+    def __init__(self, config: KvpactConfig, place: WorkerPlace) -> None:
+        self._config = config
+        self._place = place
+        self._segment: ArenaSegment | None = None
+        self._transfer: TransferWorker | None = None
+        self._page_layout = ""
+        self.synchronous: tuple[LoadJob, ...] = ()
+        """The running step's synchronous loads."""
+        self._jobs: dict[int, LoadJob | SaveJob] = {}
+        """What was ordered and has not been reported."""
+        self._outcomes: dict[int, JobOutcome] = {}
+        self._ended: dict[int, JobOutcome] = {}
+        self._arrived: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Set up the arena segment for these layers. Raises ConfigError if `memory` does not fit in this machine."""
+        paged = PagedKV.from_tensors(dict(kv_caches), self._place.num_blocks)
+        slot_bytes = paged.layout.rank_slot_bytes
+        slots = slots_for(self._config.memory, slot_bytes, self._place.world_size)
+        self._segment = ArenaSegment.create(slots, slot_bytes, self._place.world_size)
+        self._segment.start_prefault()
+        self._transfer = TransferWorker(paged, self._segment, self._place.rank, layerwise=self._config.layerwise)
+        self._page_layout = page_layout(kv_caches, self._place.num_blocks)
+
+    def hello(self) -> WorkerHello | None:
+        """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
+        if self._segment is None:
+            return None
+        return WorkerHello(self._place.rank, self._segment.address(), self._page_layout)
+
+    def start_loads(self, work: StepWork) -> None:
+        """See `ExternalCacheWorker`."""
+        self.synchronous = tuple(job for job in work.loads if job.synchronous)
+        self._jobs.update((job.job_id, job) for job in work.loads)
+        if work.loads and self._transfer is not None:
+            self._transfer.start_loads(work.loads)
+        for inquiry in work.inquiries:
+            if inquiry.job_id in self._ended:
+                self._outcomes[inquiry.job_id] = self._ended[inquiry.job_id]
+            elif inquiry.job_id not in self._jobs:
+                self._outcomes[inquiry.job_id] = JobOutcome(failed=RangeSet.of(inquiry.blocks))
+
+    def report_broken(self, broken: tuple[BrokenLoad, ...]) -> None:
+        """Report loads as failed that nobody will carry out, so that the engine recomputes them."""
+        for load in broken:
+            self._invalid_blocks.update(load.block_ids)
+            if not load.synchronous:
+                self._arrived.add(load.request_id)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See `ExternalCacheWorker`."""
+        if self.synchronous and self._transfer is not None:
+            self._transfer.wait_for_layer(layer_name)
+
+    def start_saves(self, work: StepWork) -> None:
+        """See `ExternalCacheWorker`. All synchronous loads of the step have arrived when this returns."""
+        if self._transfer is None:
+            return
+        if self.synchronous:
+            self._transfer.wait_for_loads()
+        if work.saves:
+            self._jobs.update((job.job_id, job) for job in work.saves)
+            self._transfer.start_saves(work.saves)
+
+    def give_up(self, jobs: Iterable[LoadJob | SaveJob]) -> None:
+        """Report these jobs as failed, whatever comes of them: a hook went wrong before they were sure to be done."""
+        for job in jobs:
+            self._jobs[job.job_id] = job
+            self._end(job, JobOutcome(failed=RangeSet.of(job.blocks)))
+
+    def poll(self) -> None:
+        """Take in what the transfer threads finished."""
+        if self._transfer is None:
+            return
+        for job_id, outcome in self._transfer.poll().items():
+            if (job := self._jobs.get(job_id)) is not None:
+                self._end(job, outcome)
+
+    def _end(self, job: LoadJob | SaveJob, outcome: JobOutcome) -> None:
+        """The one end of a job (H08)."""
+        del self._jobs[job.job_id]
+        self._outcomes[job.job_id] = self._ended[job.job_id] = outcome
+        if len(self._ended) > ENDED_JOBS:
+            del self._ended[next(iter(self._ended))]
+        if isinstance(job, LoadJob):
+            self._invalid_blocks.update(job.block_ids[block - job.start_block] for block in outcome.failed.blocks())
+            if not job.synchronous:
+                self._arrived.add(job.request_id)
+
+    def take_arrived(self) -> set[str]:
+        """Requests whose asynchronous load ended, in whatever way; each is named once (H08)."""
+        arrived, self._arrived = self._arrived, set()
+        return arrived
+
+    def take_invalid_blocks(self) -> set[int]:
+        """The engine's blocks that were to be loaded and were not."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def report(self) -> WorkerReport:
+        """See `ExternalCacheWorker`."""
+        outcomes, self._outcomes = self._outcomes, {}
+        return WorkerReport({self._place.rank: outcomes})
+
+    def shutdown(self) -> None:
+        """See `ExternalCacheWorker`."""
+        if self._transfer is not None:
+            self._transfer.shutdown(self._config.shutdown_timeout)
+        if self._segment is not None:
+            self._segment.close()
+
+
+def page_layout(kv_caches: Mapping[str, Any], num_blocks: int) -> str:
+    """How the bytes of one block lie in each layer, whatever the number of blocks: part of the namespace."""
+    layouts = []
+    for tensor in kv_caches.values():
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        block_axis = 0 if shape[0] % num_blocks == 0 else 1
+        parts = shape[block_axis] // num_blocks
+        axes = [
+            (size, stride) for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)) if axis != block_axis
+        ]
+        layouts.append(f"{tensor.dtype} {parts} {axes}")
+    kinds = sorted(set(layouts))
+    return f"{len(layouts)} layers: " + ", ".join(f"{layouts.count(kind)} x {kind}" for kind in kinds)

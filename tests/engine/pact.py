@@ -1,0 +1,40 @@
+"""kvpact's own cache under the embedded engine: real arena segments, simulated ranks, the engine's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvpact.arena import Arena, ArenaSegment
+from kvpact.blocks import Namespace
+from kvpact.cache import PactCache
+from kvpact.config import load_config
+from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobConduct, SimulatedWorker
+from kvpact.engine.engine import StepClock
+from kvpact.engine.ranks import Job
+from kvpact.tiers.queue import TierQueue
+
+SLOT_BYTES = 4096
+
+
+def pact_engine(
+    config: EngineConfig,
+    quirks: EngineQuirks | None = None,
+    *,
+    num_slots: int = 64,
+    conduct: Callable[[int, Job], JobConduct] | None = None,
+    tiers: Sequence[TierQueue] = (),
+    **settings: object,
+) -> Engine:
+    """An engine with a `PactCache` over `num_slots` slots and one `SimulatedWorker` a rank."""
+    segments = [ArenaSegment.create(num_slots, SLOT_BYTES) for _ in range(config.num_ranks)]
+    clock = StepClock()
+    cache = PactCache(
+        load_config({"plan_lifetime": 0.05, **settings}, {}),
+        namespace=Namespace({"model": "oracle"}).digest,
+        block_size=config.block_size,
+        arena=Arena(segments),
+        tiers=tiers,
+        clock=clock,
+    )
+    workers = [SimulatedWorker(rank, segment.slot_view, conduct) for rank, segment in enumerate(segments)]
+    return Engine(config, quirks, cache, workers, clock)

@@ -1,0 +1,104 @@
+"""Scenes for the disk tier's tests: chains of keys, blocks whose content follows from their key, aligned memory."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpact.blocks import BlockKey, Namespace
+from kvpact.tiers.base import BlockBuffer
+from kvpact.tiers.disk import DiskTier
+from kvpact.tiers.slab import Superblock
+
+SLOT = 8192
+NAMESPACE = Namespace({"model": "tiny", "dtype": "bfloat16", "block_size": "16"})
+OTHER = Namespace({"model": "other", "dtype": "bfloat16", "block_size": "16"})
+
+
+def chain(name: str, length: int, stem: Sequence[BlockKey] = ()) -> list[BlockKey]:
+    """`length` keys of one request, the first of them those of `stem`."""
+    return [*stem, *(hashlib.sha256(f"{name}/{block}".encode()).digest() for block in range(len(stem), length))]
+
+
+def content(key: BlockKey, slot_bytes: int = SLOT) -> bytes:
+    """What the block named `key` holds."""
+    return hashlib.shake_128(key).digest(64) * (slot_bytes // 64)
+
+
+def memory(count: int, slot_bytes: int = SLOT, ranks: int = 2) -> list[BlockBuffer]:
+    """Page-aligned buffers for `count` blocks, each rank's pieces in a segment of its own."""
+    piece = slot_bytes // ranks
+    segments = [memoryview(mmap.mmap(-1, max(1, count) * piece)) for _ in range(ranks)]
+    return [[segment[block * piece : (block + 1) * piece] for segment in segments] for block in range(count)]
+
+
+def filled(keys: Sequence[BlockKey], slot_bytes: int = SLOT) -> list[BlockBuffer]:
+    """Buffers that hold the content of `keys`."""
+    buffers = memory(len(keys), slot_bytes)
+    for key, buffer in zip(keys, buffers, strict=True):
+        whole, at = content(key, slot_bytes), 0
+        for piece in buffer:
+            piece[:] = whole[at : at + piece.nbytes]
+            at += piece.nbytes
+    return buffers
+
+
+def bytes_of(buffer: BlockBuffer) -> bytes:
+    return b"".join(buffer)
+
+
+def capacity_for(slots: int, slot_bytes: int = SLOT) -> int:
+    """The smallest capacity that gives a slab exactly `slots` slots."""
+    capacity = slots * slot_bytes
+    while Superblock.for_capacity(NAMESPACE, slot_bytes, capacity).slots_in(capacity) < slots:
+        capacity += 4096
+    return capacity
+
+
+def open_tier(directory: Path, slots: int = 64, namespace: Namespace = NAMESPACE, patience: float = 0.0) -> DiskTier:
+    return DiskTier.open(directory, namespace, SLOT, capacity_for(slots), patience=patience)
+
+
+def slab_path(directory: Path, namespace: Namespace = NAMESPACE) -> Path:
+    return directory / f"{namespace.name}.slab"
+
+
+def store(tier: DiskTier, keys: Sequence[BlockKey]) -> int:
+    return tier.put(keys, 0, filled(keys))
+
+
+def served(tier: DiskTier, keys: Sequence[BlockKey]) -> int:
+    """How many blocks the tier serves of `keys`; every one of them must hold what its key says."""
+    buffers = memory(len(keys))
+    arrived = tier.get(keys, 0, buffers)
+    for key, buffer in zip(keys[:arrived], buffers, strict=False):
+        assert bytes_of(buffer) == content(key), f"a damaged block was served for {key.hex()[:8]}"
+    return arrived
+
+
+def slot_of(tier: DiskTier, key: BlockKey) -> int:
+    return next(header.slot for header in tier.scan() if header.key == key)
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    """What a bad disk or a careless person does to a file, past all locks."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(descriptor, data, offset)
+    finally:
+        os.close(descriptor)
+
+
+def layout(path: Path) -> Superblock:
+    return Superblock.decode(path.read_bytes()[:4096], path)
+
+
+def header_at(slot: int) -> int:
+    return 4096 + 256 * slot
+
+
+def payload_at(path: Path, slot: int) -> int:
+    return layout(path).file_bytes(slot)

@@ -1,0 +1,109 @@
+"""What random plays once found in the cache, each as the few calls that it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpact.contract import WorkerReport
+from kvpact.metrics import MissReason, series
+from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
+from kvpact.testkit.stepped_queue import SteppedQueue
+from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
+
+
+class SteppedScene(Scene):
+    """A scene above a disk tier that works only when told to, and fails when told to."""
+
+    def __init__(self, path: Path, slots: int = 16, **settings: object) -> None:
+        self.faults = Faults()
+        self.queue = SteppedQueue(FaultyTier(open_disk(path), self.faults), 1 << 30)
+        super().__init__(slots, tiers=[self.queue], **settings)
+
+    def only_on_disk(self, request: SceneRequest) -> None:
+        """Compute and save the request, then lose it from memory alone."""
+        self.run_cold(request)
+        self.queue.advance()
+        self.cache.end_step()
+        self.cache.index.clear()
+
+
+def request(blocks: int, name: str = "r") -> SceneRequest:
+    return SceneRequest(name, tokens(blocks * BLOCK_SIZE + 1))
+
+
+def test_a_job_is_not_asked_about_in_the_step_that_orders_it() -> None:
+    scene = Scene(load_deadline=3.0)
+    first = request(3, "first")
+    scene.run_cold(first)
+    again = request(3, "again")
+    match = scene.prepare(again)
+    scene.cache.commit_external_match(again, match, match.num_tokens, scene.allocate(again))
+    scene.now += 10.0  # a long step, or an engine that commits late
+    work = scene.cache.end_step()
+    assert work.loads
+    assert not work.inquiries
+    scene.now += 2.0
+    assert [inquiry.job_id for inquiry in scene.cache.end_step().inquiries] == [work.loads[0].job_id]
+    scene.report(work)
+    scene.cache.request_finished("again")
+    scene.close()
+
+
+def test_h02_a_tier_that_failed_a_request_is_not_read_again_for_it_every_step(tmp_path: Path) -> None:
+    scene = SteppedScene(tmp_path)
+    scene.only_on_disk(request(3, "first"))
+    blocked = request(3, "blocked")
+    scene.faults.arm(Operation.GET, Fault.ERROR, times=100)
+    assert scene.cache.prepare_external_match(blocked, 0) is None
+    scene.queue.advance()
+    answers = [scene.cache.prepare_external_match(blocked, 0) for _ in range(20)]
+    assert [answer.num_tokens for answer in answers if answer is not None] == [0] * 20
+    assert scene.queue.reads == 1
+    shot = scene.cache.observe()
+    assert shot[series("misses", MissReason.NOT_STORED)] == 1
+    scene.cache.request_finished("blocked")
+    scene.close()
+
+
+def test_a_lookup_that_found_no_room_and_then_a_failing_tier_is_one_miss(tmp_path: Path) -> None:
+    scene = SteppedScene(tmp_path, slots=3)
+    scene.only_on_disk(request(3, "first"))
+    other = SceneRequest("other", tokens(3 * BLOCK_SIZE + 1, seed=5))
+    scene.compute(other)
+    scene.cache.note_computed(other, len(other.token_ids), lambda: scene.tables["other"])
+    work = scene.cache.end_step()  # all slots are being written to
+    blocked = request(3, "blocked")
+    assert scene.prepare(blocked).num_tokens == 0
+    scene.report(work)
+    scene.queue.advance()
+    scene.faults.arm(Operation.GET, Fault.ERROR)
+    scene.cache.end_step()
+    assert scene.cache.prepare_external_match(blocked, 0) is None
+    scene.queue.advance()
+    assert scene.prepare(blocked).num_tokens == 0
+    scene.cache.request_finished("blocked")
+    scene.cache.request_finished("other")
+    scene.close()  # checks that no more lookups missed than were made
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_p9_what_is_being_deleted_from_a_slow_tier_is_not_promised_meanwhile(tmp_path: Path, cleared: bool) -> None:
+    scene = SteppedScene(tmp_path, load_deadline=3.0)
+    first = request(4, "first")
+    scene.run_cold(first)
+    scene.queue.advance()
+    failing = request(4, "failing")
+    match = scene.prepare(failing)
+    scene.cache.commit_external_match(failing, match, match.num_tokens, scene.allocate(failing))
+    (job,) = scene.cache.end_step().loads
+    scene.cache.apply_report(WorkerReport({0: {job.job_id: failed(job, 1)}}))
+    if cleared:
+        scene.cache.reset()
+    other = request(4, "other")
+    assert scene.prepare(other).num_tokens == (0 if cleared else BLOCK_SIZE)
+    scene.queue.advance()
+    for name in ("failing", "other"):
+        scene.cache.request_finished(name)
+    scene.close()

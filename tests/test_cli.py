@@ -1,0 +1,268 @@
+"""The command `kvpact`, as a user meets it: what it prints, what it starts, how it says no."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpact import __version__
+from kvpact.blocks import Namespace
+from kvpact.cli.app import app
+from kvpact.tiers.disk import DiskTier
+from kvpact.tiers.slab import Superblock
+
+DISK = "disk:///var/cache/kvpact?capacity=200GiB"
+KVPACT = Path(sys.executable).with_name("kvpact")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in os.environ:
+        if name.startswith("KVPACT_"):
+            monkeypatch.delenv(name)
+
+
+def kvpact(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refusal(*arguments) -> str:
+    """The one line that kvpact says no with."""
+    result = kvpact(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvpact: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("kvpact: ").rstrip("\n")
+
+
+def test_version_and_help_answer_in_the_installed_command():
+    for option, expected in (("--version", f"kvpact {__version__}\n"), ("--help", "verify")):
+        output = subprocess.run([KVPACT, option], check=True, capture_output=True, text=True, timeout=60).stdout
+        assert expected in output
+
+
+# config
+
+
+def test_config_prints_what_vllm_takes():
+    result = kvpact("config", "--memory", "2GiB", "--tier", DISK, "--tier", "disk:///b?capacity=1GiB")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "kv_connector": "PactConnector",
+        "kv_connector_module_path": "kvpact.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"memory": "2GiB", "tiers": [DISK, "disk:///b?capacity=1GiB"]},
+    }
+
+
+def test_config_merges_options_environment_and_file(tmp_path, monkeypatch):
+    (tmp_path / "kvpact.toml").write_text('memory = "1GiB"\nsave = "off"\nio_threads = 4\n')
+    monkeypatch.setenv("KVPACT_SAVE", "eager")
+    result = kvpact("config", "--config", tmp_path / "kvpact.toml", "--memory", "2GiB")
+    assert json.loads(result.stdout)["kv_connector_extra_config"] == {
+        "memory": "2GiB",
+        "save": "eager",
+        "io_threads": 4,
+    }
+
+
+def test_config_refuses_in_one_line(tmp_path, monkeypatch):
+    assert refusal("config", "--memory", "2G").startswith('memory="2G" in the command line: write "2GiB"')
+    assert "cannot be read" in refusal("config", "--config", tmp_path / "none.toml")
+    monkeypatch.setenv("KVPACT_MEMROY", "1")
+    assert "did you mean KVPACT_MEMORY?" in refusal("config")
+
+
+def test_a_mistake_leaves_the_installed_command_with_one_line_and_code_2():
+    result = subprocess.run([KVPACT, "config", "--tier", "disk:///a"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith('kvpact: tiers=["disk:///a"] in the command line: a disk tier needs a limit')
+    assert result.stderr.count("\n") == 1
+
+
+# serve
+
+
+@pytest.fixture
+def fake_vllm(tmp_path) -> Path:
+    """A directory with a `vllm` that prints its arguments and kvpact's environment, and ends with code 7."""
+    script = tmp_path / "bin" / "vllm"
+    script.parent.mkdir()
+    script.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "kept = {name: value for name, value in os.environ.items() if name.startswith('KVPACT_')}\n"
+        "print(json.dumps([os.getpid(), sys.argv[1:], kept]))\nsys.exit(7)\n"
+    )
+    script.chmod(0o755)
+    return script.parent
+
+
+def serve(fake_vllm, *arguments, **environment):
+    """Run `kvpact serve` for real, as if kvpact's own Python had no vllm beside it; what the fake vllm saw."""
+    program = "import sys; sys.executable = '/nowhere/python'; from kvpact.cli.app import main; main()"
+    command = [sys.executable, "-c", program, "serve", *arguments]
+    environment = {**os.environ, "PATH": f"{fake_vllm}:{os.environ['PATH']}", **environment}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 7
+    pid, argv, kept = json.loads(output)
+    assert pid == process.pid, "vLLM takes the place of kvpact, so that signals reach it"
+    return argv, kept
+
+
+def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm):
+    argv, _ = serve(
+        fake_vllm,
+        "my/model",
+        "--tensor-parallel-size",
+        "2",
+        "--memory",
+        "2GiB",
+        "--tier",
+        DISK,
+        "-O3",
+        "--enforce-eager",
+    )
+    assert argv[:3] == ["serve", "my/model", "--kv-transfer-config"]
+    assert json.loads(argv[3]) == json.loads(kvpact("config", "--memory", "2GiB", "--tier", DISK).stdout)
+    assert argv[4:] == ["--tensor-parallel-size", "2", "-O3", "--enforce-eager"]
+
+
+def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm, tmp_path):
+    file = tmp_path / "kvpact.toml"
+    file.write_text('save = "off"\n')
+    argv, kept = serve(fake_vllm, "m", "--config", str(file), "--port", "1", "--", "--config", "vllm.yaml")
+    assert argv[4:] == ["--port", "1", "--config", "vllm.yaml"]
+    assert kept == {"KVPACT_CONFIG": str(file)}
+
+
+def test_serve_keeps_the_environments_credentials_out_of_the_command_line(fake_vllm):
+    argv, kept = serve(fake_vllm, "m", KVPACT_TIERS=DISK)
+    assert DISK not in " ".join(argv)
+    assert kept == {"KVPACT_TIERS": DISK}
+
+
+@pytest.mark.parametrize(
+    "argument", ["--kv-transfer-config", "--kv_transfer_config={}", "--kv-transfer-config.kv_connector=X"]
+)
+def test_serve_refuses_a_second_connector(argument):
+    assert "--kv-transfer-config is what kvpact serve writes" in refusal("serve", "m", "--port", "1", argument)
+
+
+def test_serve_refuses_a_wrong_configuration_before_it_starts_anything():
+    assert refusal("serve", "m", "--memory", "lots").startswith('memory="lots" in the command line')
+
+
+def test_serve_wants_the_model_first():
+    assert refusal("serve", "--port", "1", "m").startswith("the model comes first")
+
+
+def test_serve_says_when_vllm_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "vllm is not installed" in refusal("serve", "m")
+
+
+# inspect and verify
+
+SLOT_BYTES = 8192
+BLOCKS = 5
+
+
+def store_blocks(directory: Path, model: str, capacity: int = 2 << 20) -> Path:
+    """Write a chain of blocks through the disk tier; the slab it made."""
+    namespace = Namespace({"model": model})
+    tier = DiskTier.open(directory, namespace, SLOT_BYTES, capacity)
+    keys = [bytes([index]) * 32 for index in range(1, BLOCKS + 1)]
+    payloads = [[memoryview(key * (SLOT_BYTES // 32))] for key in keys]
+    assert tier.put(keys, 0, payloads) == BLOCKS
+    tier.close()
+    return directory / f"{namespace.name}.slab"
+
+
+@pytest.fixture
+def slab(tmp_path) -> Path:
+    return store_blocks(tmp_path / "cache", "a")
+
+
+def damage_payload(slab: Path, slot: int) -> None:
+    with slab.open("r+b") as file:
+        file.seek(Superblock.read(file.fileno(), slab).file_bytes(slot) + 100)
+        file.write(b"damage")
+
+
+def cells(output: str, first: str) -> list[str]:
+    """The cells of the table row that begins with `first`."""
+    row = next(line for line in output.splitlines() if first in line)
+    return re.split(" {2,}", row.strip())
+
+
+def test_inspect_shows_each_namespace_with_blocks_bytes_and_ages(slab):
+    other = store_blocks(slab.parent, "b", capacity=256 << 20)
+    shown = kvpact("inspect", slab.parent)
+    assert shown.exit_code == 0
+    for path in (slab, other):
+        namespace, state, blocks, _, num_bytes, *_, oldest = cells(shown.stdout, path.stem)
+        assert (namespace, state, blocks, num_bytes) == (path.stem, "idle", str(BLOCKS), "40KiB")
+        assert re.fullmatch(r"[0-9]+ s", oldest)
+    document = json.loads(kvpact("inspect", slab.parent, "--json").stdout)
+    assert {(item["fields"]["model"], item["blocks"], item["payload_bytes"]) for item in document["slabs"]} == {
+        ("a", BLOCKS, BLOCKS * SLOT_BYTES),
+        ("b", BLOCKS, BLOCKS * SLOT_BYTES),
+    }
+
+
+def test_inspect_says_which_slab_cannot_be_read_and_shows_the_others(slab):
+    (slab.parent / "foreign.slab").write_bytes(b"something else" * 1000)
+    shown = kvpact("inspect", slab.parent)
+    assert shown.exit_code == 0
+    assert cells(shown.stdout, "unreadable")[1] == "unreadable"
+    assert "foreign.slab is not a kvpact slab" in shown.stdout
+    assert cells(shown.stdout, slab.stem)[2] == str(BLOCKS)
+
+
+def test_verify_finds_a_sound_tier_sound(slab):
+    for path in (slab.parent, slab):
+        result = kvpact("verify", path)
+        assert result.exit_code == 0
+        assert cells(result.stdout, slab.stem)[1:] == ["5", "5", "0", "0", "0", "0"]
+
+
+def test_verify_reports_damage_and_exits_with_1(slab):
+    damage_payload(slab, 3)
+    result = kvpact("verify", slab.parent)
+    assert result.exit_code == 1
+    assert cells(result.stdout, slab.stem)[1:5] == ["5", "4", "1", "1"]
+    assert re.search(
+        rf"{slab.stem} slot 3 \(block [0-9a-f]{{16}}\): payload does not match its checksum", result.stdout
+    )
+
+    result = kvpact("verify", slab.parent, "--json")
+    assert result.exit_code == 1
+    [report] = json.loads(result.stdout)["slabs"]
+    assert (report["sound"], [record["slot"] for record in report["damaged"]]) == (4, [3])
+
+
+def test_verify_exits_with_1_for_a_slab_that_cannot_be_read(slab):
+    (slab.parent / "foreign.slab").write_bytes(b"something else" * 1000)
+    result = kvpact("verify", slab.parent)
+    assert result.exit_code == 1
+    assert "foreign.slab is not a kvpact slab" in result.stdout
+    assert cells(result.stdout, slab.stem)[1:3] == ["5", "5"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_directory_without_slabs_is_fine_and_a_missing_one_is_not(command, tmp_path):
+    result = kvpact(command, tmp_path)
+    assert (result.exit_code, result.stdout) == (0, f"no slabs in {tmp_path}\n")
+    assert "No such file or directory" in refusal(command, tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in refusal(command, tmp_path / "file")

@@ -1,0 +1,159 @@
+"""The counts: a fixed set of series, that only grow, that Prometheus can read, and that explain why nothing hits."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvpact.errors import PactViolation
+from kvpact.metrics import (
+    METRICS,
+    MISS_HINTS,
+    STEP_BOUNDS,
+    EndReason,
+    Metrics,
+    MissReason,
+    TierName,
+    explain_misses,
+    series,
+)
+
+
+def test_a_snapshot_holds_plain_numbers_under_documented_names() -> None:
+    metrics = Metrics()
+    metrics.add("promised_tokens", 160)
+    metrics.add("read_bytes", 4096, TierName.DISK)
+    metrics.set("leases_held", 3)
+    shot = metrics.snapshot()
+    assert (shot["promised_tokens"], shot['read_bytes{tier="disk"}'], shot["leases_held"]) == (160, 4096, 3)
+    assert type(shot["promised_tokens"]) is int
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(shot), type=dict[str, float]) == shot
+    assert all(metric.meaning and metric.unit for metric in METRICS)
+
+
+def test_h51_no_series_is_added_while_running() -> None:
+    metrics = Metrics()
+    before = set(metrics.snapshot())
+    for reason in MissReason:
+        metrics.add("lookups")
+        metrics.add("misses", 1, reason)
+    for seconds in (0.0, 1e-6, 0.5, 100.0):
+        metrics.observe_step(seconds)
+    for wrong in ("misses", "no_such_metric"):
+        with pytest.raises(PactViolation, match="METRICS"):
+            metrics.add(wrong, 1, "request-17")
+    assert set(metrics.snapshot()) == before
+    metrics.check()
+
+
+def test_h71_a_count_that_would_go_back_is_refused_and_named() -> None:
+    metrics, registry = Metrics(), CollectorRegistry()
+    metrics.expose(registry)
+    metrics.add("saved_blocks", 5)
+    metrics.raise_to("used_tokens", 100)
+    metrics.check()
+    metrics.add("saved_blocks", -7)
+    metrics.raise_to("used_tokens", 99)
+    metrics.set("open_plans", -1)
+    metrics.set("open_plans", math.nan)
+    metrics.observe_step(-0.1)
+    shot = metrics.snapshot()
+    assert (shot["saved_blocks"], shot["used_tokens"], shot["open_plans"], shot["refused_counts"]) == (5, 100, 0, 5)
+    assert all(value >= 0 for value in shot.values())
+    assert b"kvpact_saved_blocks_total 5.0" in generate_latest(registry)
+    with pytest.raises(PactViolation, match="saved_blocks was to grow by -7"):
+        metrics.check()
+
+
+def test_a_counter_is_not_a_gauge() -> None:
+    with pytest.raises(PactViolation, match="saved_blocks is a counter, not a gauge"):
+        Metrics().set("saved_blocks", 1)
+    with pytest.raises(PactViolation, match="open_plans is a gauge, not a counter"):
+        Metrics().add("open_plans")
+
+
+def test_more_misses_than_lookups_are_found_by_check() -> None:
+    metrics = Metrics()
+    metrics.add("misses", 1, MissReason.NOT_STORED)
+    with pytest.raises(PactViolation, match="1 lookups missed of 0 made"):
+        metrics.check()
+
+
+def test_delta_shows_what_was_counted_since_and_gauges_as_they_are() -> None:
+    metrics = Metrics()
+    metrics.add("loaded_tokens", 10)
+    metrics.set("open_plans", 4)
+    before = metrics.snapshot()
+    metrics.add("loaded_tokens", 5)
+    metrics.observe_step(0.001)
+    delta = metrics.delta(before)
+    assert (delta["loaded_tokens"], delta["open_plans"], delta["step_seconds_count"]) == (5, 4, 1)
+
+
+def test_step_times_fall_into_cumulative_buckets() -> None:
+    metrics = Metrics()
+    for seconds in (STEP_BOUNDS[0], 0.0003, 1.0):
+        metrics.observe_step(seconds)
+    shot = metrics.snapshot()
+    assert shot['step_seconds_bucket{le="1e-05"}'] == 1
+    assert shot['step_seconds_bucket{le="0.0005"}'] == 2
+    assert shot['step_seconds_bucket{le="0.1"}'] == 2
+    assert shot['step_seconds_bucket{le="+Inf"}'] == shot["step_seconds_count"] == 3
+    assert shot["step_seconds_sum"] == pytest.approx(1.00031)
+
+
+def test_prometheus_reads_every_series() -> None:
+    metrics, registry = Metrics(), CollectorRegistry()
+    collector = metrics.expose(registry)
+    metrics.add("plans_ended", 2, EndReason.NOT_RENEWED)
+    metrics.observe_step(0.0003)
+    text = generate_latest(registry).decode()
+    assert 'kvpact_plans_ended_total{reason="not_renewed"} 2.0' in text
+    assert 'kvpact_step_seconds_bucket{le="0.0005"} 1.0' in text
+    assert "kvpact_step_seconds_sum 0.0003" in text
+    for metric in METRICS:
+        assert f"# TYPE kvpact_{metric.name}" in text
+    registry.unregister(collector)
+    assert generate_latest(registry) == b""
+
+
+def test_prometheus_is_not_imported_until_it_is_wanted() -> None:
+    code = "import sys, kvpact.metrics; assert not [name for name in sys.modules if name.startswith('prometheus')]"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("reason", MissReason)
+def test_h72_a_cache_that_never_hits_says_why(reason: MissReason) -> None:
+    metrics = Metrics()
+    metrics.add("lookups", 1234)
+    metrics.add("misses", 1200, reason)
+    metrics.add("misses", 34, MissReason.TOO_SHORT if reason is not MissReason.TOO_SHORT else MissReason.NO_ROOM)
+    line = explain_misses(metrics.snapshot())
+    assert line.startswith("0 of 1,234 lookups hit; most misses (1,200 ")
+    assert MISS_HINTS[reason] in line
+    assert "\n" not in line
+
+
+def test_h72_a_cold_a_small_and_an_unused_cache_are_told_apart() -> None:
+    metrics = Metrics()
+    assert "no lookups yet" in explain_misses(metrics.snapshot())
+    metrics.add("lookups", 10)
+    assert explain_misses(metrics.snapshot()) == "10 of 10 lookups hit"
+    metrics.add("misses", 10, MissReason.NOT_STORED)
+    assert "nothing was saved yet" in explain_misses(metrics.snapshot())
+    metrics.add("saved_blocks", 100)
+    assert "the prompts do not repeat" in explain_misses(metrics.snapshot())
+    metrics.add("evicted_blocks", 90, TierName.MEMORY)
+    assert "90 of 100 saved blocks were evicted" in explain_misses(metrics.snapshot())
+
+
+def test_series_names_are_those_of_the_snapshot() -> None:
+    shot = Metrics().snapshot()
+    assert series("hook_errors") in shot
+    assert series("damaged_records", TierName.DISK) in shot
+    assert series("misses", MissReason.DISABLED) == 'misses{reason="disabled"}'

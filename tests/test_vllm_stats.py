@@ -1,0 +1,54 @@
+"""kvpact's counts reach vLLM's log line and Prometheus endpoint, each once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvpact.metrics import Metrics, MissReason
+from kvpact.vllm.stats import INTERVAL_SECONDS, PactPromMetrics, PactStats, StatsCollector
+
+
+def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
+    metrics, now = Metrics(), [0.0]
+    collector = StatsCollector(metrics.snapshot, lambda: now[0])
+    metrics.add("lookups", 3)
+    metrics.set("leases_held", 2)
+    metrics.observe_step(0.002)
+    first = collector.collect()
+    assert first is not None
+    assert first.data["lookups"] == 3
+    assert (first.data["steps"], first.data["slow_steps"]) == (1, 1)
+    metrics.add("lookups", 2)
+    assert collector.collect() is None
+    now[0] += INTERVAL_SECONDS
+    second = collector.collect()
+    assert second is not None
+    assert second.data == {"lookups": 2}
+    both = PactStats(data=dict(first.data)).aggregate(second)
+    assert (both.data["lookups"], both.data["leases_held"]) == (5, 2)
+    assert both.reduce()["kvpact lookups"] == 5
+
+
+def test_every_count_has_a_series_on_the_endpoint() -> None:
+    registry = CollectorRegistry()
+
+    def on(kind: type) -> object:
+        return lambda **arguments: kind(registry=registry, **arguments)
+
+    types = {kind: on(kind) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    prom = PactPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    metrics = Metrics()
+    metrics.add("misses", 4, MissReason.NO_ROOM)
+    metrics.add("used_tokens", 128)
+    metrics.set("leases_held", 1)
+    collector = StatsCollector(metrics.snapshot, lambda: 0.0)
+    stats = collector.collect()
+    assert stats is not None
+    prom.observe(stats.data)
+    page = generate_latest(registry).decode()
+    assert 'vllm:kvpact_misses_total{engine="0",model_name="m",reason="no_room"} 4.0' in page
+    assert 'vllm:kvpact_used_tokens_total{engine="0",model_name="m"} 128.0' in page
+    assert 'vllm:kvpact_leases_held{engine="0",model_name="m"} 1.0' in page

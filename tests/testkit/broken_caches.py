@@ -1,0 +1,521 @@
+"""Caches broken on purpose, each in one way that was seen in public ones, and the name under which the kit must say so.
+
+All are the engine's `ReferenceCache` with one method made wrong, but for one that lies in its counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvpact.blocks import BlockKey, BlockKeys, RangeSet, RequestIdentity, hull
+from kvpact.contract import (
+    EngineRequest,
+    ExternalCache,
+    ExternalKVMatch,
+    JobOutcome,
+    JobTally,
+    LoadJob,
+    LoadSettlement,
+    SaveJob,
+    StepWork,
+    WorkerReport,
+    blocks_touched,
+)
+from kvpact.engine import ReferenceCache
+from kvpact.engine.reference import Entry, EntryKey, ReferencePlan
+from kvpact.testkit.conformance import CacheFactory, CachePlace, CacheUnderTest
+from kvpact.testkit.subjects import pact_cache
+
+
+class ForgetsAborts(ReferenceCache):
+    """A plan that is not committed keeps its blocks pinned."""
+
+    def _release(self, request_id: str) -> None:
+        self.plans.pop(request_id, None)
+
+
+class PromisesWithoutHolding(ReferenceCache):
+    """What is promised may be evicted before it is committed."""
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        known = self.plans.get(request.request_id)
+        match = super().prepare_external_match(request, num_computed_tokens)
+        plan = self.plans.get(request.request_id)
+        if plan is not None and plan is not known:
+            for entry in (entry for block in plan.entries for entry in block):
+                entry.holds -= 1
+        return match
+
+    def _release(self, request_id: str) -> None:
+        self.plans.pop(request_id, None)
+
+    def commit_external_match(
+        self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
+    ) -> int:
+        plan = self.plans.get(request.request_id)
+        for entry in (entry for block in plan.entries for entry in block) if plan is not None else ():
+            entry.holds += 1
+        return super().commit_external_match(request, match, num_tokens, block_ids)
+
+
+class AcquiresWithEveryProbe(ReferenceCache):
+    """Every lookup takes one more hold."""
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        match = super().prepare_external_match(request, num_computed_tokens)
+        plan = self.plans.get(request.request_id)
+        if plan is not None:
+            plan.entries[0][0].holds += 1
+        return match
+
+
+class PlansAnewWithEveryProbe(ReferenceCache):
+    """Every lookup makes another plan; the engine holds one that is no longer good."""
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        self._release(request.request_id)
+        return super().prepare_external_match(request, num_computed_tokens)
+
+
+class LoadsAllThatWasPromised(ReferenceCache):
+    """A smaller commit is not heard."""
+
+    def commit_external_match(
+        self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
+    ) -> int:
+        super().commit_external_match(request, match, match.num_tokens if num_tokens else 0, block_ids)
+        return num_tokens
+
+
+class KeepsTheRest(ReferenceCache):
+    """What was promised and not committed stays pinned."""
+
+    def commit_external_match(
+        self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
+    ) -> int:
+        plan = self.plans.get(request.request_id)
+        if plan is not None:
+            del plan.entries[blocks_touched(num_tokens, self._block_size) :]
+        return super().commit_external_match(request, match, num_tokens, block_ids)
+
+
+class SkipsSmallLoads(ReferenceCache):
+    """A minimum size is thought of after the promise; the engine is told that all went well."""
+
+    def end_step(self) -> StepWork:
+        work = super().end_step()
+        return replace(work, loads=tuple(job for job in work.loads if len(job.blocks) > 2))
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        small = {
+            job_id: JobOutcome(done=RangeSet.of(job.blocks))
+            for plan in self.loading.values()
+            for job_id, (job, _) in plan.jobs.items()
+            if len(job.blocks) <= 2
+        }
+        return super().apply_report(
+            report.aggregate(WorkerReport(dict.fromkeys(range(self._num_ranks), small))) if small else report
+        )
+
+
+class AcceptsLessThanWasCommitted(ReferenceCache):
+    """One token less is accepted at commit, whether the engine listens or not."""
+
+    def commit_external_match(
+        self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
+    ) -> int:
+        return max(0, super().commit_external_match(request, match, num_tokens, block_ids) - self._block_size)
+
+
+class _WholePrompt:
+    def __init__(self, request: EngineRequest) -> None:
+        self.request_id, self.identity, self.may_load = request.request_id, request.identity, request.may_load
+        self.token_ids = [*request.token_ids, 0]
+
+
+class PromisesTheWholePrompt(ReferenceCache):
+    """The last token is promised too."""
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        return super().prepare_external_match(_WholePrompt(request), num_computed_tokens)
+
+
+class NamesAllButTheLastBlock(ReferenceCache):
+    """A settlement leaves a block out."""
+
+    def _settle(self, request_id: str, plan: ReferencePlan) -> LoadSettlement:
+        settlement = super()._settle(request_id, plan)
+        named = RangeSet.span(plan.start, plan.start + max(1, plan.num_blocks - 1))
+        return replace(settlement, loaded=settlement.loaded.intersection(named))
+
+
+class SettlesTwice(ReferenceCache):
+    """An ended load is reported once more with the next report."""
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        again = getattr(self, "_again", [])
+        self._again = super().apply_report(report)
+        return again + self._again
+
+
+class ShowsBlocksAtOnce(ReferenceCache):
+    """A block counts as stored when its copy is ordered."""
+
+    def end_step(self) -> StepWork:
+        for _, _, saved in self._saves.values():
+            for _, entry in saved:
+                entry.stored = True
+        return super().end_step()
+
+
+class ShowsFailedSaves(ReferenceCache):
+    """A save that ended counts as stored, however it ended."""
+
+    def _settle_save(self, job: SaveJob, tally: JobTally, saved: list[tuple[EntryKey, Entry]]) -> None:
+        good = JobTally(job.blocks, 1)
+        good.add(0, JobOutcome(done=RangeSet.of(job.blocks)))
+        super()._settle_save(job, good, saved)
+
+
+class SavesHalfComputedBlocks(ReferenceCache):
+    """A block is saved when its first token is computed."""
+
+    def note_computed(
+        self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
+    ) -> None:
+        rounded = blocks_touched(num_computed_tokens, self._block_size) * self._block_size
+        super().note_computed(request, rounded, block_ids)
+
+
+class KeepsWhatFailed(ReferenceCache):
+    """Entries whose load failed stay visible to others."""
+
+    def _forget(self, key: EntryKey, entry: Entry) -> None:
+        if not entry.stored:
+            super()._forget(key, entry)
+
+
+class PromisesAgainWhatFailed(KeepsWhatFailed):
+    """A load that failed is promised to the same request again."""
+
+    def _settle(self, request_id: str, plan: ReferencePlan) -> LoadSettlement:
+        settlement = super()._settle(request_id, plan)
+        self._failed_from.pop(request_id, None)
+        return settlement
+
+
+class LosesGoodBlocksToo(ReferenceCache):
+    """One failed block fails the whole load, though the others arrived: more is recomputed than was lost."""
+
+    def _settle(self, request_id: str, plan: ReferencePlan) -> LoadSettlement:
+        settlement = super()._settle(request_id, plan)
+        everything = settlement.loaded.union(settlement.failed)
+        return replace(settlement, loaded=RangeSet(), failed=everything) if settlement.failed.ranges else settlement
+
+
+class TrustsTheFirstRank(ReferenceCache):
+    """A job is done when one rank has said so."""
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        first = {rank: jobs for rank, jobs in report.ranks.items() if rank == 0}
+        return super().apply_report(WorkerReport({rank: first.get(0, {}) for rank in range(self._num_ranks)}))
+
+
+class KeepsOneRanksFailures(ReferenceCache):
+    """Of the failed ranges of several ranks that of the first rank that failed is kept."""
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        failed: set[int] = set()
+        ranks: dict[int, dict[int, JobOutcome]] = {}
+        for rank, jobs in report.ranks.items():
+            ranks[rank] = {}
+            for job_id, outcome in jobs.items():
+                everything = JobOutcome(done=outcome.done.union(outcome.failed))
+                ranks[rank][job_id] = everything if job_id in failed else outcome
+                failed |= {job_id} if outcome.failed.ranges else set()
+        return super().apply_report(WorkerReport(ranks))
+
+
+class SavesAsOneRange(ReferenceCache):
+    """What was saved is kept as a start and an end, gaps included."""
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        def closed(job_id: int, outcome: JobOutcome) -> JobOutcome:
+            if job_id not in self._saves:
+                return outcome
+            done = hull([outcome.done])
+            return JobOutcome(done, outcome.failed.difference(done))
+
+        ranks = {
+            rank: {job_id: closed(job_id, outcome) for job_id, outcome in jobs.items()}
+            for rank, jobs in report.ranks.items()
+        }
+        return super().apply_report(WorkerReport(ranks))
+
+
+class CountsReports(ReferenceCache):
+    """As many reports as ranks make a job done, whoever sent them."""
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        self._counted: dict[int, list[JobOutcome]] = getattr(self, "_counted", {})
+        complete: dict[int, JobOutcome] = {}
+        for jobs in report.ranks.values():
+            for job_id, outcome in jobs.items():
+                heard = self._counted.setdefault(job_id, [])
+                heard.append(outcome)
+                if len(heard) == self._num_ranks:
+                    complete[job_id] = heard[-1]
+        return super().apply_report(WorkerReport(dict.fromkeys(range(self._num_ranks), complete)))
+
+
+class CommitsTheOldRange(ReferenceCache):
+    """A plan is found by its request alone, whatever the engine has computed meanwhile."""
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        plan = self.plans.get(request.request_id)
+        if plan is None:
+            return super().prepare_external_match(request, num_computed_tokens)
+        plan.seen = self._step
+        room = len(request.token_ids) - 1 - num_computed_tokens
+        tokens = min(len(plan.entries) * self._block_size, room - room % self._block_size)
+        return ExternalKVMatch(tokens, self._asynchronous, plan)
+
+
+class CountsHits(ReferenceCache):
+    """Blocks that are held are counted, wherever they are in the prompt."""
+
+    def _find(self, keys: list[BlockKey], start: int) -> list[list[Entry]]:
+        held = [self.entries.get((key, 0)) for key in keys[start:]]
+        return [[entry] for entry in held if entry is not None and entry.stored]
+
+
+class ForgetsLoadsOfEndedRequests(ReferenceCache):
+    """When a request ends its load is forgotten: the engine waits for a settlement for ever."""
+
+    def request_finished(self, request_id: str) -> None:
+        super().request_finished(request_id)
+        plan = self.loading.pop(request_id, None)
+        if plan is not None:
+            self._drop(plan.entries)
+
+
+class SettlesAtOnceWhenCancelled(ReferenceCache):
+    """The load of an ended request counts as failed at once, while ranks still write."""
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        over = [request_id for request_id in self.loading if request_id not in self._keys]
+        settled = super().apply_report(report)
+        for request_id in over:
+            plan = self.loading.get(request_id)
+            if plan is not None:
+                plan.outcomes.append(JobOutcome(failed=RangeSet.span(plan.start, plan.start + plan.num_blocks)))
+                settled.append(self._settle(request_id, plan))
+        return settled
+
+
+class TakesSilenceForSuccess(ReferenceCache):
+    """A load that is not reported within some steps counts as loaded."""
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        settled = super().apply_report(report)
+        self._since: dict[str, int] = getattr(self, "_since", {})
+        for request_id, plan in [*self.loading.items()]:
+            if self._step - self._since.setdefault(request_id, self._step) > 8:
+                plan.jobs.clear()
+                settled.append(self._settle(request_id, plan))
+        return settled
+
+
+class NeverAsksAgain(ReferenceCache):
+    """A lost report is waited for for ever."""
+
+    def end_step(self) -> StepWork:
+        return replace(super().end_step(), inquiries=())
+
+
+class SaysLaterForEver(ReferenceCache):
+    """A tier that holds the prompt is always about to answer."""
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        match = super().prepare_external_match(request, num_computed_tokens)
+        return None if match is not None and match.num_tokens else match
+
+
+class AsksItsStore(ReferenceCache):
+    """Lookups go to a store over the network, on the scheduler's thread."""
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        time.sleep(0.001)
+        return super().prepare_external_match(request, num_computed_tokens)
+
+
+class RemembersEveryRequest(ReferenceCache):
+    """Keys of requests are kept after their end."""
+
+    def request_finished(self, request_id: str) -> None:
+        self._release(request_id)
+
+
+class IgnoresTheSalt(ReferenceCache):
+    """Tenants share blocks."""
+
+    def _keys_of(self, request: EngineRequest) -> list[BlockKey]:
+        if request.request_id not in self._keys:
+            self._keys[request.request_id] = BlockKeys(b"reference", self._block_size, RequestIdentity())
+        return self._keys[request.request_id].extend(request.token_ids)
+
+
+class SavesFreedBlocks(ReferenceCache):
+    """The engine's blocks are not held while they are copied out."""
+
+    def bind_scheduler_context(self, context: Any) -> None:
+        class Loose:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(context, name)
+
+            def touch(self, block_ids: Sequence[int]) -> None:
+                pass
+
+            def free_blocks(self, block_ids: Sequence[int]) -> None:
+                pass
+
+        self._context = Loose()  # type: ignore[assignment]
+
+
+class IgnoresResets(ReferenceCache):
+    """Old weights' blocks are served after the weights changed."""
+
+    def reset(self) -> None:
+        for request_id in list(self.plans):
+            self._release(request_id)
+
+
+class EvictsHeadsFirst(ReferenceCache):
+    """The oldest block goes first, which is a chain's head, even for its own tail."""
+
+    def _take_slots(self, wanted: int, keep: set[EntryKey]) -> tuple[int, ...]:
+        for key in reversed([key for key in self.entries if key in keep]):
+            self.entries.move_to_end(key, last=False)
+        heads_first = sorted(
+            (key for key in self.entries if key in keep), key=lambda key: self.entries[key].slot, reverse=True
+        )
+        for key in heads_first:
+            self.entries.move_to_end(key, last=False)
+        return super()._take_slots(wanted, set())
+
+
+class EvictsWhatIsHeld(ReferenceCache):
+    """If nothing is free, what is pinned goes."""
+
+    def _take_slots(self, wanted: int, keep: set[EntryKey]) -> tuple[int, ...]:
+        taken = super()._take_slots(wanted, keep)
+        more = [key for key, entry in self.entries.items() if entry.stored][: wanted - len(taken)]
+        return taken + tuple(self.entries.pop(key).slot for key in more)
+
+
+class DropsSavesOfEndedRequests(ReferenceCache):
+    """What a request saved in its last step is lost."""
+
+    def request_finished(self, request_id: str) -> None:
+        super().request_finished(request_id)
+        for job_id in [job_id for job_id, (job, _, _) in self._saves.items() if job.request_id == request_id]:
+            job, _, saved = self._saves[job_id]
+            lost = JobTally(job.blocks, 0)
+            self._saves[job_id] = job, _LostTally(lost), saved  # type: ignore[assignment]
+
+
+class _LostTally:
+    def __init__(self, tally: JobTally) -> None:
+        self._tally = tally
+
+    def add(self, rank: int, outcome: JobOutcome) -> None:
+        self.complete = True
+
+    complete = False
+
+    def saved(self) -> JobOutcome:
+        return JobOutcome()
+
+
+class SwitchesLoadsToAnotherBlock(ReferenceCache):
+    """Loads are written one block off."""
+
+    def end_step(self) -> StepWork:
+        work = super().end_step()
+        return replace(work, loads=tuple(_shifted(job) for job in work.loads))
+
+
+def _shifted(job: LoadJob) -> LoadJob:
+    return replace(job, block_ids=(*job.block_ids[1:], job.block_ids[0]))
+
+
+def counts_promises_as_hits(place: CachePlace) -> CacheUnderTest:
+    """kvpact's cache, whose counts say that all that was promised was used."""
+    subject = pact_cache(place)
+
+    def counts() -> Mapping[str, float]:
+        assert subject.counts is not None
+        shot = dict(subject.counts())
+        return {**shot, "used_tokens": shot["promised_tokens"]}
+
+    return replace(subject, counts=counts)
+
+
+def made_of(kind: type[ReferenceCache], *, asynchronous: bool = True) -> CacheFactory:
+    """A factory of one of the caches above, which shows nothing of itself."""
+
+    def factory(place: CachePlace) -> ExternalCache:
+        return kind(
+            place.block_size,
+            place.num_slots,
+            num_ranks=place.num_ranks,
+            num_groups=place.num_groups,
+            asynchronous=asynchronous,
+        )
+
+    return factory
+
+
+BROKEN: dict[type[ReferenceCache], str] = {
+    ForgetsAborts: "P1 H01",
+    PromisesWithoutHolding: "P2",
+    AcquiresWithEveryProbe: "P3 H02",
+    PlansAnewWithEveryProbe: "P3",
+    LoadsAllThatWasPromised: "P4",
+    KeepsTheRest: "P4 H04",
+    SkipsSmallLoads: "P5 H05",
+    AcceptsLessThanWasCommitted: "P5",
+    PromisesTheWholePrompt: "P6 H06",
+    NamesAllButTheLastBlock: "P7",
+    SettlesTwice: "H08",
+    ShowsBlocksAtOnce: "P8",
+    ShowsFailedSaves: "H26",
+    SavesHalfComputedBlocks: "H29",
+    KeepsWhatFailed: "P9",
+    PromisesAgainWhatFailed: "H09",
+    LosesGoodBlocksToo: "P9",
+    TrustsTheFirstRank: "P10 H40",
+    KeepsOneRanksFailures: "P10 H41",
+    SavesAsOneRange: "H42",
+    CountsReports: "H45",
+    CommitsTheOldRange: "H03",
+    CountsHits: "H20",
+    ForgetsLoadsOfEndedRequests: "H07",
+    SettlesAtOnceWhenCancelled: "H07",
+    TakesSilenceForSuccess: "H31",
+    NeverAsksAgain: "P11",
+    SaysLaterForEver: "P11 H10",
+    AsksItsStore: "H58",
+    RemembersEveryRequest: "P12 H51",
+    IgnoresTheSalt: "H24",
+    SavesFreedBlocks: "H27",
+    IgnoresResets: "H32",
+    EvictsHeadsFirst: "H54",
+    EvictsWhatIsHeld: "H53",
+    DropsSavesOfEndedRequests: "H44",
+    SwitchesLoadsToAnotherBlock: "P4",
+}
+"""What each breaks, by every name under which the kit must report it."""

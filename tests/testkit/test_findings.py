@@ -1,0 +1,66 @@
+"""What `docs/findings.md` says of vLLM's own connectors and of silent reservations is what is found here."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from kvpact.testkit.verdict import as_text
+from kvpact.testkit.vllm_driver import VllmDriver
+from kvpact.testkit.vllm_engine import VllmEngine
+from kvpact.testkit.vllm_lab import prompt
+from kvpact.testkit.vllm_seams import EngineSettings
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+
+
+def _load(path: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("subject", ["example", "offloading"])
+def test_the_tables_say_what_is_broken(subject: str) -> None:
+    """Each line of the table, and no other, is found again."""
+    connector, config = _load("scripts/write_findings.py").SUBJECTS[subject]
+    written = PAGE[PAGE.index(f"<!-- {subject}:begin -->") : PAGE.index(f"<!-- {subject}:end -->")]
+    table = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", written, re.MULTILINE))
+    report = VllmDriver(connector, config, patience=3.0).run()
+    found = {check.name: ", ".join(violation.broken for violation in check.violations) for check in report.broken}
+    # What a random walk shrinks to depends on how far it gets in its time.
+    assert found.keys() == table.keys(), as_text(report)
+    assert {**found, "everything_at_once": ""} == {**table, "everything_at_once": ""}, as_text(report)
+
+
+def test_example_connector_stores_rows_that_nobody_computed(tmp_path: Path) -> None:
+    """Three prompts of 4,096 tokens, 5,000 tokens a step: two records are short, and 9 rows in them are zeros."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    transfer = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    engine = VllmEngine(EngineSettings(num_blocks=800, token_budget=5000), transfer, lambda line: None)
+    for number in range(3):
+        engine.add(f"r{number}", prompt(number, 256, tail=0))
+    assert engine.finish()
+    layer = [safetensors.load_file(file)["kv_cache"].flatten(1) for file in tmp_path.rglob("*layers.0*.safetensors")]
+    assert sorted(map(len, layer)) == [912, 1808, 4080]
+    assert sum(int((rows == 0).all(1).sum()) for rows in layer) == 9
+    engine.close()
+
+
+def test_h01_silent_reservations_cost_what_the_table_says() -> None:
+    """A naive connector keeps 9,360 blocks pinned for 40 requests, kvpact none; the lookups are the same."""
+    benchmark = _load("benchmarks/silent_reservations.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        rows = [benchmark.run(name, benchmark.SUBJECTS[name], 20) for name in ("naive", "kvpact")]
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in PAGE
+    assert [row[-1] for row in rows] == ["9,360", "0"]

@@ -1,0 +1,134 @@
+"""kvpact's own cache through 20,000 verified steps of random trouble, and a broken one that is found and shortened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from broken_caches import ForgetsAborts, TrustsTheFirstRank, made_of
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvpact.contract import ExternalCache
+from kvpact.testkit.conformance import CachePlace, CacheUnderTest
+from kvpact.testkit.findings import Broken
+from kvpact.testkit.machine import PactMachine
+from kvpact.testkit.play import Call, SceneSettings, perform, random_play, shortest
+from kvpact.testkit.soak import SUBJECTS, SoakFailure, report, soak
+from kvpact.testkit.subjects import pact_cache, pact_cache_with_disk
+
+STEPS = 20_000
+LONG_RUN_STEPS = 2_000_000
+
+
+class MemoryMachine(PactMachine):
+    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+        return pact_cache(place, sync_load_limit=0)
+
+
+class DiskMachine(PactMachine):
+    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+        return pact_cache_with_disk(place)
+
+
+@pytest.mark.parametrize("machine", [MemoryMachine, DiskMachine])
+def test_hypothesis_breaks_nothing(machine: type[PactMachine]) -> None:
+    while machine.figures.steps < STEPS // 2:
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=50, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+            ),
+        )
+    for what in ("loads", "preemptions", "lost reports", "silent ranks", "cancelled while waiting"):
+        assert machine.figures.counts[what] > 5, f"hardly any {what} in {machine.figures.steps} steps"
+
+
+def test_random_plays_of_twenty_thousand_steps_break_nothing() -> None:
+    figures = soak(STEPS, first_seed=100_000)
+    assert figures.steps >= STEPS
+    for what in ("loads", "loads that failed", "preemptions", "crashes", "lost reports", "stalled tiers"):
+        assert figures.counts[what], f"no {what} in {STEPS} steps"
+    assert f"{figures.steps:,} engine steps" in report(figures, 1.0)
+
+
+@pytest.mark.soak
+def test_random_plays_of_two_million_steps_break_nothing() -> None:
+    print(report(soak(LONG_RUN_STEPS, first_seed=1_000_000), 0.0))
+
+
+class BrokenMachine(PactMachine):
+    modes = ("vllm-0.32",)
+
+    def make_cache(self, place: CachePlace) -> ExternalCache | CacheUnderTest:
+        return made_of(TrustsTheFirstRank)(place)
+
+
+def test_hypothesis_finds_a_broken_cache() -> None:
+    with pytest.raises(Broken) as caught:
+        run_state_machine_as_test(
+            BrokenMachine,
+            settings=settings(
+                max_examples=1000,
+                stateful_step_count=30,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    assert {"P8", "P10", "P1"} & set(caught.value.protects)
+    assert caught.value.script
+
+
+def test_what_fails_is_shortened_to_a_script_that_fails_again() -> None:
+    factory = made_of(ForgetsAborts)
+    settings_ = SceneSettings("vllm-0.32", num_slots=8)
+    calls = [
+        Call.of("arrive", prefix=0, shared=24, tail=3),
+        Call.of("step", times=4),
+        Call.of("forget_local"),
+        Call.of("squeeze", leave=0),
+        Call.of("arrive", prefix=0, shared=24, tail=3),
+        Call.of("step", times=8),
+        Call.of("cancel", which=0),
+        *(Call.of("arrive", prefix=number, shared=24, tail=2) for number in range(1, 3)),
+    ]
+    broken = perform(factory, settings_, calls)
+    assert broken is not None
+    assert "P1" in broken.protects
+    assert "the rest of its room is held for nobody" in broken.explanation
+
+    def fails(shorter: Sequence[Call]) -> bool:
+        return perform(factory, settings_, shorter) is not None
+
+    left = shortest(fails, calls)
+    assert fails(left)
+    assert len(left) < len(calls)
+    assert [call.name for call in left].count("arrive") == 2
+
+
+def test_a_random_play_ends_in_the_same_way_every_time() -> None:
+    factory = made_of(TrustsTheFirstRank)
+    seed = next(seed for seed in range(50) if random_play(factory, seed, 60) is not None)
+    first, second = random_play(factory, seed, 60), random_play(factory, seed, 60)
+    assert first is not None
+    assert second is not None
+    assert first.script == second.script
+    assert 3 < len(first.script) < 40
+
+
+def test_a_soak_that_fails_names_the_seed_and_the_calls() -> None:
+    factory = made_of(TrustsTheFirstRank)
+    with pytest.raises(SoakFailure, match=r"broken, seed \d+") as caught:
+        soak(100_000, {"broken": factory})
+    broken = caught.value.broken
+    assert f"    {broken.calls[0]}" in str(caught.value)
+    again = perform(factory, broken.settings, broken.calls)
+    assert again is not None
+    assert again.explanation == broken.explanation
+
+
+def test_the_soak_goes_through_every_configuration() -> None:
+    assert [*SUBJECTS] == ["memory", "memory, asynchronous", "disk", "disk, asynchronous"]

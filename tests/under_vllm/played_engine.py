@@ -1,0 +1,321 @@
+"""vLLM's real scheduler and both halves of the real connector in one process; only the model runner is played.
+
+The "model" is an oracle: each token's slot in the KV memory holds a digest of the slot before it and the token, and an
+answer is a digest of every slot that attention would read. So one stale, foreign, torn or early byte anywhere changes
+the answer, and `answer` says what is right without an engine. The hooks come in the order of vLLM's own runner
+(`kv_connector_model_runner_mixin.py`). A step takes a millisecond.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+import kvpact.vllm.connector
+from kvpact.config import load_config
+from kvpact.vllm.connector import PactConnector
+from kvpact.vllm.worker_side import WorkerPlace
+
+BLOCK = 16
+LAYERS = 2
+SLOT = 256
+"""Bytes of one token in one layer; a block of all layers takes 8 KiB."""
+VOCABULARY = 512
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "vocab_size": VOCABULARY,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(before: bytes, token: int, layer: int) -> bytes:
+    """What the model leaves in the KV memory for a token, given the slot before it."""
+    return blake2b(before + token.to_bytes(4, "little") + bytes([layer]), digest_size=64).digest() * (SLOT // 64)
+
+
+def read(layers: Sequence[bytes]) -> int:
+    """The next token, given all that attention reads."""
+    digest = blake2b(digest_size=4)
+    for memory in layers:
+        digest.update(memory)
+    return int.from_bytes(digest.digest(), "little") % VOCABULARY
+
+
+def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What the model says to `prompt` with no cache at all."""
+    tokens, layers = list(prompt), [bytearray() for _ in range(LAYERS)]
+    for place in range(len(prompt) + max_tokens - 1):
+        for layer, memory in enumerate(layers):
+            memory += write(bytes(memory[-SLOT:]), tokens[place], layer)
+        if place >= len(prompt) - 1:
+            tokens.append(read([bytes(memory) for memory in layers]))
+    return tokens[len(prompt) :]
+
+
+def make_prompt(seed: int, blocks: int, tail: int = 5, stem: Sequence[int] = ()) -> list[int]:
+    """A prompt of `blocks` full blocks and `tail` tokens that begins with `stem` and is unlike that of another seed."""
+    length = blocks * BLOCK + tail
+    random = np.random.default_rng(seed)
+    return [*stem, *(int(token) for token in random.integers(1, VOCABULARY, length - len(stem)))]
+
+
+def vllm_config(directory: Path, settings: dict[str, object], num_batched_tokens: int, transfer: dict[str, Any]) -> Any:
+    """A real configuration for a model that is nothing but its `config.json`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    model = ModelConfig(
+        model=str(directory), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048, enforce_eager=True
+    )
+    named = {
+        **load_config({}, {}).kv_transfer_config(),
+        "kv_connector_extra_config": {"model_id": "oracle", **settings},
+    }
+    return VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=num_batched_tokens,
+            max_model_len=2048,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(**{**named, **transfer}),
+    )
+
+
+@dataclass
+class PlayedRequest:
+    """A request under way and what it has said so far."""
+
+    request: Request
+    said: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: str = ""
+
+
+class PlayedEngine:
+    """One engine: what `vllm.LLM` is to a user, and the steps of its core."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        num_blocks: int = 128,
+        num_batched_tokens: int = 4096,
+        transfer: dict[str, Any] | None = None,
+        **settings: object,
+    ) -> None:
+        """`settings` are kvpact's, `transfer` other fields of vLLM's `kv_transfer_config`."""
+        settings = {"memory": "4MiB", **settings}
+        self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {})
+        self.config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
+        names = [f"layer {number}" for number in range(LAYERS)]
+        kv_cache_config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(names, spec)])
+        self.kv = {name: torch.zeros((num_blocks, BLOCK, SLOT), dtype=torch.uint8) for name in names}
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        original = kvpact.vllm.connector.worker_place
+        kvpact.vllm.connector.worker_place = lambda *_: WorkerPlace(0, 1, num_blocks)
+        try:
+            self.worker = PactConnector(self.config, KVConnectorRole.WORKER, kv_cache_config)
+        finally:
+            kvpact.vllm.connector.worker_place = original
+        self.worker.register_kv_caches(self.kv)
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.connector: PactConnector = self.scheduler.connector
+        handshake = self.worker.get_handshake_metadata()
+        assert handshake is not None
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        self.numbers = count()
+        self.requests: dict[str, PlayedRequest] = {}
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.free_blocks_at_rest = self.pool.get_num_free_blocks()
+
+    # What a user does
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 3, **arguments: Any) -> PlayedRequest:
+        """A new request."""
+        name = f"request {next(self.numbers)}"
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher, **arguments)
+        self.requests[name] = PlayedRequest(request)
+        self.scheduler.add_request(request)
+        return self.requests[name]
+
+    def generate(self, prompt: Sequence[int], max_tokens: int = 3, **arguments: Any) -> PlayedRequest:
+        """Answer one prompt, and step on until the copies that it caused are done."""
+        played = self.add(prompt, max_tokens, **arguments)
+        self.run()
+        return played
+
+    def cancel(self, played: PlayedRequest) -> None:
+        """The user is gone."""
+        self.scheduler.finish_requests([played.request.request_id], RequestStatus.FINISHED_ABORTED)
+
+    def forget(self) -> None:
+        """Drop the engine's own prefix cache, once no save protects a block any more."""
+        until = time.monotonic() + 5.0
+        while not self.scheduler.reset_prefix_cache():
+            assert time.monotonic() < until, "blocks are still protected"
+            self.step()
+
+    # What an engine does
+
+    def run(self, seconds: float = 10.0) -> None:
+        """Step until nothing is left to do."""
+        until = time.monotonic() + seconds
+        while self.scheduler.has_requests():
+            if time.monotonic() > until:
+                raise AssertionError(f"the engine still has work after {seconds:g} s: {self.scheduler.requests}")
+            if not self.step():
+                time.sleep(0.001)
+
+    def step(self, before_update: Callable[[], None] | None = None) -> int:
+        """One step, as the engine's core and its runner do it; the number of tokens computed.
+
+        `before_update` runs where the core takes in cancellations: when the step is executed and not yet judged.
+        """
+        scheduled = self.scheduler.schedule()
+        output = self.execute(scheduled)
+        if before_update is not None:
+            before_update()
+        for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            for one in outputs.outputs:
+                played = self.requests[one.request_id]
+                played.said.extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    played.finish_reason = str(one.finish_reason)
+                if one.prefill_stats is not None:
+                    played.cached_tokens = one.prefill_stats.num_cached_tokens
+        return int(scheduled.total_num_scheduled_tokens)
+
+    def execute(self, scheduled: Any) -> ModelRunnerOutput:
+        """The runner's part of a step."""
+        worker = self.worker
+        worker.handle_preemptions(scheduled.kv_connector_metadata)
+        worker.bind_connector_metadata(scheduled.kv_connector_metadata)
+        context: Any = SimpleNamespace()
+        if scheduled.has_sync_kv_loads:
+            worker.start_load_kv(context)
+        sampled = self.forward(scheduled.num_scheduled_tokens) if scheduled.num_scheduled_tokens else {}
+        if not scheduled.has_sync_kv_loads:
+            worker.start_load_kv(context)
+        worker.wait_for_save()
+        transfers = worker.get_transfer_results(scheduled.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=transfers.finished_sending,
+            finished_recving=transfers.finished_recving,
+            failed_recving=transfers.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        if not sampled:
+            return ModelRunnerOutput.with_kv_conn_output_only(output)
+        names = list(sampled)
+        return ModelRunnerOutput(
+            names,
+            {name: index for index, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names],
+            kv_connector_output=output,
+        )
+
+    def forward(self, num_scheduled_tokens: dict[str, int]) -> dict[str, list[int]]:
+        """Layer by layer, each waiting for its load: write the slots of the scheduled tokens; then read them all."""
+        for layer, name in enumerate(self.kv):
+            self.worker.wait_for_layer_load(name)
+            for request_id, num_tokens in num_scheduled_tokens.items():
+                tokens, slots = self._slots(request_id, name)
+                end = self.scheduler.requests[request_id].num_computed_tokens
+                for place in range(end - num_tokens, end):
+                    before = bytes(slots(place - 1)) if place else b""
+                    slots(place)[:] = write(before, tokens[place], layer)
+            self.worker.save_kv_layer(name, self.kv[name], None)
+        sampled: dict[str, list[int]] = {}
+        for request_id in num_scheduled_tokens:
+            request = self.scheduler.requests[request_id]
+            complete = request.num_computed_tokens == request.num_tokens
+            memory = [self._memory(request_id, name, request.num_tokens) for name in self.kv]
+            sampled[request_id] = [read(memory)] if complete else []
+        return sampled
+
+    def _slots(self, request_id: str, name: str) -> tuple[Sequence[int], Callable[[int], memoryview]]:
+        pages = memoryview(self.kv[name].numpy())
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+
+        def slot(place: int) -> memoryview:
+            start = (table[place // BLOCK] * BLOCK + place % BLOCK) * SLOT
+            return pages.cast("B")[start : start + SLOT]
+
+        return self.scheduler.requests[request_id].all_token_ids, slot
+
+    def _memory(self, request_id: str, name: str, num_tokens: int) -> bytes:
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        return self.kv[name][list(table)].numpy().tobytes()[: num_tokens * SLOT]
+
+    # What a test asks
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """All of kvpact's counts as they are now."""
+        cache = self.connector._scheduler_side.cache
+        assert cache is not None
+        return cache.observe()
+
+    def assert_at_rest(self) -> None:
+        """No request, no lease, no block or slot held by anything, every invariant true."""
+        cache = self.connector._scheduler_side.cache
+        assert cache is not None
+        cache.check()
+        context = self.connector._scheduler_side._context
+        assert context is not None
+        held = {
+            "loads": len(cache._loads),
+            "saves": len(cache._saves),
+            "leases": int(self.counts["leases_held"]),
+            "protected blocks": context.touched_blocks,
+            "blocks": self.free_blocks_at_rest - self.pool.get_num_free_blocks(),
+        }
+        assert not any(held.values()), f"the engine is at rest and still holds {held}"
+
+    def close(self) -> None:
+        """End both halves."""
+        self.scheduler.shutdown()
+        self.worker.shutdown()

@@ -1,0 +1,313 @@
+"""What is wrong from outside gets one clear message: the engine serves on without that tier, or refuses to start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from played_engine import BLOCK, PlayedEngine, answer, make_prompt
+
+from kvpact.config import load_config
+from kvpact.errors import ConfigError
+from kvpact.tiers.inspect import verify_slab
+from kvpact.tiers.slab import PAGE_BYTES
+
+PROMPT = make_prompt(1, 6)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
+    """Starts an engine with these settings."""
+    engines: list[PlayedEngine] = []
+
+    def start(**settings: Any) -> PlayedEngine:
+        engines.append(PlayedEngine(tmp_path / "engine", **settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a small file system in memory, with these options."""
+    if os.geteuid():
+        pytest.skip("only root may mount")
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        place = tmp_path / f"mount-{len(mounted)}"
+        place.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True).returncode:
+            pytest.skip("this machine mounts nothing")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def disk(path: Path, capacity: str = "1MiB") -> list[str]:
+    return [f"disk://{path}?capacity={capacity}"]
+
+
+def assert_serves(engine: PlayedEngine) -> None:
+    """Right answers, and reuse from memory."""
+    assert engine.generate(PROMPT).said == answer(PROMPT, 3)
+    engine.forget()
+    again = engine.generate(PROMPT)
+    assert again.said == answer(PROMPT, 3)
+    assert again.cached_tokens == 6 * BLOCK
+    engine.assert_at_rest()
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What kvpact warned of."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("kvpact") and record.levelno >= logging.WARNING
+    ]
+
+
+def fill(start: Callable[..., PlayedEngine], directory: Path, **settings: Any) -> Path:
+    """Have an engine store a prompt; the slab that it leaves."""
+    engine = start(tiers=disk(directory), **settings)
+    assert_serves(engine)
+    engine.close()
+    (slab,) = set(directory.glob("*.slab"))
+    assert verify_slab(slab).sound == 6
+    return slab
+
+
+# The engine serves on without the tier
+
+
+def missing_directory(place: Path) -> tuple[Path, str]:
+    return place / "one" / "two", "does not exist; create it, or correct the path"
+
+
+def file_in_its_place(place: Path) -> tuple[Path, str]:
+    place.write_text("notes")
+    return place, "is not a directory; give the path of one"
+
+
+@pytest.mark.parametrize("wrong", [missing_directory, file_in_its_place])
+def test_a_directory_that_cannot_be_used_costs_the_tier(
+    start: Callable[..., PlayedEngine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    wrong: Callable[[Path], tuple[Path, str]],
+) -> None:
+    directory, message = wrong(tmp_path / "place")
+    assert_serves(start(tiers=disk(directory)))
+    (complaint,) = complaints(caplog)
+    assert complaint.startswith("kvpact: serving without the tier disk://")
+    assert message in complaint
+
+
+def test_a_directory_that_cannot_be_written_costs_the_tier(
+    start: Callable[..., PlayedEngine], mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_serves(start(tiers=disk(mount("ro,size=1m"))))
+    (complaint,) = complaints(caplog)
+    assert f"cannot be written by user {os.geteuid()}; give this user the right to" in complaint
+
+
+def test_a_disk_without_room_for_a_slab_costs_the_tier(
+    start: Callable[..., PlayedEngine], mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = mount("size=8k")
+    (place / "full").write_bytes(bytes(8192))
+    assert_serves(start(tiers=disk(place)))
+    (complaint,) = complaints(caplog)
+    assert "serving without the tier" in complaint
+    assert "No space left on device" in complaint
+    assert list(place.iterdir()) == [place / "full"], "no half slab is left"
+
+
+def test_a_disk_that_gets_full_keeps_what_fits(
+    start: Callable[..., PlayedEngine], mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = mount("size=40k")
+    engine = start(tiers=disk(place))
+    assert_serves(engine)
+    (complaint,) = complaints(caplog)
+    assert "No space left on device; it serves what it has" in complaint
+    counts = engine.counts
+    assert counts['written_blocks{tier="disk"}'] + counts['dropped_writes{tier="disk"}'] >= 6
+    assert counts['dropped_writes{tier="disk"}'] > 0
+    assert counts['queued_write_bytes{tier="disk"}'] == 0, "H52: what could not be written holds nothing"
+    engine.close()
+    (slab,) = place.glob("*.slab")
+    report = verify_slab(slab)
+    assert not report.damaged
+    assert report.sound == counts['held_blocks{tier="disk"}']
+
+
+def test_a_capacity_below_one_block_costs_the_tier(
+    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_serves(start(tiers=disk(tmp_path / "slabs", capacity="8KiB")))
+    (complaint,) = complaints(caplog)
+    assert "no room for one block" in complaint
+    assert "capacity 8192 bytes" in complaint
+
+
+def overwrite(slab: Path, offset: int, data: bytes) -> None:
+    with slab.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def test_a_slab_of_another_format_is_left_alone(
+    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slab = fill(start, tmp_path / "slabs")
+    overwrite(slab, 8, (99).to_bytes(4, "little"))
+    before = slab.read_bytes()
+    assert_serves(start(tiers=disk(tmp_path / "slabs")))
+    (complaint,) = complaints(caplog)
+    assert "is a slab of format 99; this release reads format 1. Delete the file to start an empty cache" in complaint
+    assert slab.read_bytes() == before
+
+
+def test_a_file_that_is_no_slab_is_left_alone(
+    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slab = fill(start, tmp_path / "slabs")
+    slab.write_bytes(b"notes, not blocks " * 1000)
+    assert_serves(start(tiers=disk(tmp_path / "slabs")))
+    (complaint,) = complaints(caplog)
+    assert "is not a kvpact slab: it starts with b'notes, n'; move it away" in complaint
+    assert slab.read_bytes().startswith(b"notes")
+
+
+def test_h23_a_slab_of_another_model_under_our_name_is_left_alone(
+    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = fill(start, tmp_path / "slabs"), fill(start, tmp_path / "other", model_id="another")
+    theirs.replace(ours)
+    assert_serves(start(tiers=disk(tmp_path / "slabs")))
+    (complaint,) = complaints(caplog)
+    assert "belongs to another model (weights: " in complaint
+    assert "move it away" in complaint
+
+
+def test_h23_two_models_in_one_directory_keep_apart(
+    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = disk(tmp_path / "slabs", "256MiB")  # slabs grow by 64 MiB
+    for model_id in ("one", "another"):
+        engine = start(tiers=tiers, model_id=model_id)
+        assert engine.generate(PROMPT).cached_tokens == 0, "the same prompt, other weights"
+        engine.close()
+    for model_id in ("one", "another"):
+        engine = start(tiers=tiers, model_id=model_id)
+        assert engine.generate(PROMPT).cached_tokens == 6 * BLOCK
+        engine.close()
+    assert len(list((tmp_path / "slabs").glob("*.slab"))) == 2
+    assert complaints(caplog) == []
+
+
+def test_h23_a_model_that_is_not_served_makes_room_for_one_that_is(
+    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = fill(start, tmp_path / "slabs")  # has taken all of the directory's capacity
+    theirs = fill(start, tmp_path / "slabs", model_id="another")
+    assert [*ours.parent.iterdir()] == [theirs] != [ours]
+    assert complaints(caplog) == []
+
+
+def test_two_engines_of_one_model_never_write_one_slab(
+    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = start(tiers=disk(tmp_path / "slabs"))
+    assert_serves(first)
+    assert_serves(start(tiers=disk(tmp_path / "slabs")))
+    (complaint,) = complaints(caplog)
+    assert f"is in use by pid {os.getpid()}; give each engine its own directory" in complaint
+    assert_serves(first)
+
+
+def test_two_engines_of_two_models_do_not_take_each_others_room(
+    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = start(tiers=disk(tmp_path / "slabs"))
+    assert_serves(start(tiers=disk(tmp_path / "slabs"), model_id="another"))
+    (complaint,) = complaints(caplog)
+    assert "no room for one block" in complaint
+    assert "claimed by other slabs" in complaint
+    assert_serves(first)
+    assert first.counts['written_blocks{tier="disk"}'] == 6
+
+
+def test_a_damaged_superblock_starts_an_empty_slab(
+    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slab = fill(start, tmp_path / "slabs")
+    overwrite(slab, PAGE_BYTES // 2, b"damage")
+    engine = start(tiers=disk(tmp_path / "slabs"))
+    assert engine.generate(PROMPT).cached_tokens == 0
+    assert_serves(engine)
+    (complaint,) = complaints(caplog)
+    assert "has a damaged superblock: its checksum does not match; starting an empty one" in complaint
+
+
+# The engine refuses to start
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memroy": "4GiB"}, 'unknown key "memroy" in kv_connector_extra_config; did you mean "memory"?'),
+        ({"memory": "4G"}, 'memory="4G" in kv_connector_extra_config: write "4GiB" (1024-based) or "4GB"'),
+        ({"memory": -1}, "memory=-1 in kv_connector_extra_config: a size such as"),
+        ({"prepare_deadline": "soon"}, 'prepare_deadline="soon" in kv_connector_extra_config: a time such as'),
+        ({"tiers": ["disc:///var/cache?capacity=1GiB"]}, 'unknown kind of tier "disc"; did you mean "disk"?'),
+        ({"tiers": ["disk:///var/cache"]}, 'a disk tier needs a limit: add "?capacity=200GiB"'),
+        ({"memory": "64TiB"}, "memory: the arena wants 64TiB"),
+        ({"memory": "10KiB"}, "memory: 10KiB holds 1 blocks of 8KiB each (all layers, 1 ranks)"),
+        ({"transfer": {"kv_role": "kv_consumer"}}, 'kv_role is "kv_consumer"; a cache both stores and loads'),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_configuration_that_cannot_be_right_stops_the_start(
+    start: Callable[..., PlayedEngine], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        start(**settings)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_machine_without_memory_stops_the_start_and_leaves_nothing(
+    start: Callable[..., PlayedEngine],
+) -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="set `memory` below that"):
+        start(memory="64TiB")
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_failure_policy_that_fails_requests_is_warned_about(
+    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_serves(start(transfer={"kv_load_failure_policy": "fail"}))
+    assert complaints(caplog)
+    assert all("kv_load_failure_policy" in complaint for complaint in complaints(caplog))
+    assert 'set "kv_load_failure_policy": "recompute"' in complaints(caplog)[0]
+
+
+def test_launch_helpers_recompute_what_fails_to_load() -> None:
+    assert load_config({}, {}).kv_transfer_config()["kv_load_failure_policy"] == "recompute"

@@ -1,0 +1,113 @@
+"""Faults inside kvpact in a real engine: answers stay bit-identical, and the engine lives on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from faulty_engine import FaultyEngine
+from references import References
+
+from engines import BLOCK, prompt
+from kvpact.demo.engine import Output
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+SMALL, LARGE = 2, 4
+"""Blocks of a prompt that is loaded synchronously, and of one that is loaded asynchronously: see `sync_load_limit`."""
+
+
+LOAD_FAULTS = ["cache.commit_external_match", "cache.end_step", "worker.start_loads", "engine.scatter"]
+OTHER_FAULTS = [
+    *("scheduler.on_new_request", "scheduler.probe", "scheduler.end_step", "scheduler.request_finished"),
+    *("scheduler.has_pending_work", "scheduler.collect_stats", "cache.prepare_external_match"),
+    *("cache.note_computed", "cache.request_finished", "worker.wait_for_layer_load", "worker.start_saves"),
+    *("transfer.wait_for_layer", "transfer.wait_for_loads", "transfer.start_saves", "engine.gather"),
+]
+
+
+@pytest.fixture(autouse=True)
+def whole_again(faulty_engine: FaultyEngine) -> Iterator[None]:
+    """No test leaves a fault on."""
+    yield
+    faulty_engine.fail()
+
+
+def assert_right(references: References, tokens: list[int], output: Output, reused: int | None = None) -> None:
+    """The answer is what an engine without kvpact says with as many blocks from its own cache."""
+    if reused is None:
+        assert references.agree(tokens, output)
+    else:  # vLLM counts what it was promised, also if it had to compute it
+        assert output.same_answer(references.answer(tokens, reused))
+
+
+@pytest.mark.parametrize("blocks", [SMALL, LARGE], ids=["sync", "async"])
+def test_without_a_fault_it_is_kvpact(faulty_engine: FaultyEngine, references: References, blocks: int) -> None:
+    tokens = prompt(500 + blocks, blocks)
+    assert faulty_engine.ask(tokens).cached_tokens == 0
+    again = faulty_engine.ask(tokens)
+    assert again.cached_tokens == blocks * BLOCK
+    assert_right(references, tokens, again)
+
+
+@pytest.mark.parametrize("first_failed", [0, 1, 3])
+def test_a_failed_asynchronous_load_is_recomputed_from_there(
+    faulty_engine: FaultyEngine, references: References, first_failed: int
+) -> None:
+    tokens = prompt(510 + first_failed, LARGE)
+    faulty_engine.ask(tokens)
+    faulty_engine.fail(f"transfer.fault.{first_failed}")
+    struck = len(faulty_engine.raised)
+    assert_right(references, tokens, faulty_engine.ask(tokens), reused=first_failed)
+    assert len(faulty_engine.raised) == struck + LARGE - first_failed, "H09: it is tried once"
+    faulty_engine.fail()
+    again = faulty_engine.ask(tokens)
+    assert again.cached_tokens == LARGE * BLOCK, "what failed is gone and was stored anew"
+    assert_right(references, tokens, again)
+
+
+@pytest.mark.parametrize("blocks", [SMALL, LARGE], ids=["sync", "async"])
+@pytest.mark.parametrize("fault", LOAD_FAULTS)
+def test_h28_nothing_of_a_load_that_failed_stays_anywhere(
+    faulty_engine: FaultyEngine, references: References, fault: str, blocks: int
+) -> None:
+    seed = 530 + 10 * LOAD_FAULTS.index(fault) + blocks
+    stem, longer = prompt(seed, blocks), [*prompt(seed, blocks)[: blocks * BLOCK], *prompt(seed + 1, 2)]
+    faulty_engine.ask(stem)
+    faulty_engine.fail(fault)
+    assert_right(references, longer, faulty_engine.ask(longer), reused=0)
+    assert fault in faulty_engine.raised
+    faulty_engine.fail()
+    assert_right(
+        references, longer, faulty_engine.ask(longer, keep_local=True)
+    )  # from what the engine now has by itself
+    faulty_engine.ask(longer)
+    again = faulty_engine.ask(longer)
+    assert again.cached_tokens == (blocks + 2) * BLOCK
+    assert_right(references, longer, again)
+
+
+def test_h13_an_exception_in_any_hook_costs_a_hit_never_the_engine(
+    faulty_engine: FaultyEngine, references: References
+) -> None:
+    loaded = prompt(600, SMALL)
+    faulty_engine.ask(loaded)
+    for number, fault in enumerate(OTHER_FAULTS):
+        fresh = prompt(601 + number, SMALL)
+        faulty_engine.fail(fault)
+        for tokens in (loaded, fresh):
+            output = faulty_engine.ask(tokens)
+            assert any(output.same_answer(references.answer(tokens, reused)) for reused in (0, SMALL)), fault
+        assert fault in faulty_engine.raised
+        faulty_engine.fail()
+        for tokens in (loaded, fresh):
+            faulty_engine.ask(tokens)
+            again = faulty_engine.ask(tokens)
+            assert again.cached_tokens == SMALL * BLOCK, fault
+            assert_right(references, tokens, again)
+    assert "the engine goes on without it (logged once)" in faulty_engine.process.log.read_text()
+
+
+def test_h82_an_engine_with_kvpact_uses_the_network_for_nothing_of_kvpact(faulty_engine: FaultyEngine) -> None:
+    assert faulty_engine.raised, "the engine has been at work"
+    assert not (faulty_engine.control / "network").exists()

@@ -1,0 +1,387 @@
+"""Whatever fails inside kvpact costs a hit: every hook of vLLM's real scheduler and runner order survives it (H13)."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
+
+from kvpact.contract import LoadJob
+from kvpact.tiers.inspect import verify_slab
+
+SYNCHRONOUS, ASYNCHRONOUS = {"sync_load_limit": "1GiB"}, {"sync_load_limit": 0}
+STORED, FRESH, LATER = make_prompt(1, 6), make_prompt(2, 5), make_prompt(3, 7)
+"""Prompts of several blocks: one that is in the cache before anything fails, one that is not, one that comes after."""
+
+
+class Broken(RuntimeError):
+    """What a test puts where kvpact's own code should be."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
+    """Starts an engine with these settings."""
+    engines: list[PlayedEngine] = []
+
+    def start(**settings: Any) -> PlayedEngine:
+        engines.append(PlayedEngine(tmp_path, **settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+class Fault:
+    """A method that raises `times` times, instead of doing its work."""
+
+    def __init__(self, owner: Any, name: str, times: int) -> None:
+        self.raised = 0
+        self.times = times
+        self._method = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.raised < self.times:
+            self.raised += 1
+            raise Broken("injected")
+        return self._method(*args, **kwargs)
+
+    def end(self) -> None:
+        self.times = 0
+
+
+def part(engine: PlayedEngine, name: str) -> Any:
+    """The object of kvpact that `name` begins with."""
+    side = engine.connector._scheduler_side
+    worker = engine.worker._worker_side
+    return {"scheduler": side, "cache": side.cache, "worker": worker, "transfer": worker._transfer}[name]
+
+
+def assert_right(engine: PlayedEngine, prompt: list[int], cached_blocks: int | None = None) -> None:
+    played = engine.generate(prompt)
+    assert played.said == answer(prompt, 3)
+    assert played.finish_reason == "length"
+    if cached_blocks is not None:
+        assert played.cached_tokens == cached_blocks * BLOCK
+
+
+SCHEDULER_METHODS = [
+    "scheduler.on_new_request",
+    "scheduler.probe",
+    "scheduler.end_step",
+    "scheduler.request_finished",
+    "scheduler.has_pending_work",
+    "scheduler.collect_stats",
+    "cache.prepare_external_match",
+    "cache.commit_external_match",
+    "cache.note_computed",
+    "cache.end_step",
+    "cache.apply_report",
+    "cache.request_finished",
+]
+WORKER_METHODS = [
+    "worker.start_loads",
+    "worker.wait_for_layer_load",
+    "worker.start_saves",
+    "worker.poll",
+    "worker.take_invalid_blocks",
+    "worker.report",
+    "worker.report_broken",
+    "transfer.start_loads",
+    "transfer.wait_for_loads",
+    "transfer.start_saves",
+    "transfer.poll",
+]
+
+
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, ASYNCHRONOUS], ids=["sync", "async"])
+@pytest.mark.parametrize("method", [*SCHEDULER_METHODS, *WORKER_METHODS])
+def test_h13_an_exception_in_any_hook_costs_a_hit_never_the_engine(
+    start: Callable[..., PlayedEngine], method: str, settings: dict[str, Any]
+) -> None:
+    engine = start(**settings)
+    assert_right(engine, STORED, 0)
+    owner, _, name = method.partition(".")
+    raised = 0
+    for prompt in (STORED, FRESH):  # one that is loaded, one that is saved
+        for times in (1, 3, 8):
+            engine.forget()
+            fault = Fault(part(engine, owner), name, times)
+            assert_right(engine, prompt)
+            fault.end()
+            raised += fault.raised
+    assert raised or (method, settings) == ("transfer.wait_for_loads", ASYNCHRONOUS), f"{method} was never called"
+    half = engine.connector if owner in ("scheduler", "cache") else engine.worker
+    assert half.metrics.snapshot()["hook_errors"] == raised
+    for prompt in (STORED, FRESH, LATER):
+        engine.forget()
+        assert_right(engine, prompt)
+    for prompt in (STORED, FRESH, LATER):
+        engine.forget()
+        assert_right(engine, prompt, cached_blocks=len(prompt) // BLOCK)
+    engine.assert_at_rest()
+
+
+def test_h13_a_reset_that_fails_is_not_called_a_success(start: Callable[..., PlayedEngine]) -> None:
+    engine = start()
+    assert_right(engine, STORED, 0)
+    Fault(part(engine, "cache"), "reset", 1)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False, "H32: old blocks may still be served"
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is True
+    assert_right(engine, STORED, 0)
+    engine.assert_at_rest()
+
+
+# Failed loads
+
+LONGER = make_prompt(4, 9, stem=STORED)
+"""Begins with all of `STORED` and computes three blocks more."""
+
+
+def break_copies(engine: PlayedEngine) -> Fault:
+    """No page arrives any more, whoever loads it and however."""
+    return Fault(part(engine, "transfer")._engine, "scatter", 1_000_000)
+
+
+def break_commit(engine: PlayedEngine) -> Fault:
+    return Fault(part(engine, "cache"), "commit_external_match", 1)
+
+
+def break_step(engine: PlayedEngine) -> Fault:
+    return Fault(part(engine, "cache"), "end_step", 1)
+
+
+def break_orders(engine: PlayedEngine) -> Fault:
+    return Fault(part(engine, "worker"), "start_loads", 1)
+
+
+BREAKS = [break_copies, break_commit, break_step, break_orders]
+
+
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, ASYNCHRONOUS], ids=["sync", "async"])
+@pytest.mark.parametrize("cancelled", [False, True], ids=["recomputed", "cancelled"])
+@pytest.mark.parametrize("broken", BREAKS)
+def test_h28_nothing_of_a_failed_load_stays_in_the_engines_prefix_cache(
+    start: Callable[..., PlayedEngine],
+    broken: Callable[[PlayedEngine], Fault],
+    cancelled: bool,
+    settings: dict[str, Any],
+) -> None:
+    engine = start(**settings)
+    assert_right(engine, STORED, 0)
+    engine.forget()
+    fault = broken(engine)
+    victim = engine.add(LONGER)
+    while not fault.raised:
+        engine.step(lambda: engine.cancel(victim) if cancelled and fault.raised else None)
+    fault.end()
+    # Its blocks were published before they were loaded, and three more that were computed from nothing.
+    for _ in range(3):
+        assert_right(engine, LONGER)  # the second and third time from what the engine then has
+    engine.run()
+    assert cancelled or victim.said == answer(LONGER, 3)
+    engine.forget()
+    assert_right(engine, LONGER)
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("first_failed", [0, 2, 5])
+def test_h09_h28_a_failed_asynchronous_load_is_recomputed_from_there_and_not_tried_for_ever(
+    start: Callable[..., PlayedEngine], first_failed: int, tmp_path: Path
+) -> None:
+    engine = start(**ASYNCHRONOUS, tiers=[f"disk://{tmp_path}/slab?capacity=1MiB"])
+    assert_right(engine, STORED, 0)
+    engine.forget()
+
+    def fault(job: LoadJob, block: int) -> None:
+        if block >= first_failed:
+            raise Broken(f"block {block}")
+
+    part(engine, "transfer")._fault = fault
+    assert_right(engine, STORED)
+    counts = engine.counts
+    assert counts["failed_tokens"] == (6 - first_failed) * BLOCK
+    assert counts["used_tokens"] == first_failed * BLOCK
+    assert counts["promised_tokens"] == counts["committed_tokens"] == 6 * BLOCK
+    assert counts["plans_opened"] == 1, "H09: what failed is not promised to the same request again"
+    part(engine, "transfer")._fault = None
+    engine.forget()
+    assert_right(engine, STORED, cached_blocks=6)  # it was stored anew, in memory and on disk
+    engine.run()
+    (slab,) = (tmp_path / "slab").glob("*.slab")
+    assert verify_slab(slab).sound == 6
+    engine.assert_at_rest()
+
+
+def test_h28_what_failed_to_load_is_gone_everywhere_until_it_is_computed_again(
+    start: Callable[..., PlayedEngine], tmp_path: Path
+) -> None:
+    engine = start(**ASYNCHRONOUS, tiers=[f"disk://{tmp_path}/slab?capacity=1MiB"])
+    assert_right(engine, STORED, 0)
+    engine.forget()
+    fault = break_copies(engine)
+    victim = engine.add(STORED)
+    while not fault.raised:
+        engine.step()
+    engine.cancel(victim)
+    fault.end()
+    engine.run()
+    assert engine.counts['held_blocks{tier="memory"}'] == 0
+    time.sleep(0.2)  # the disk tier's thread drops them in its own time
+    assert engine.counts['held_blocks{tier="disk"}'] == 0
+    assert_right(engine, STORED, cached_blocks=0)
+    engine.assert_at_rest()
+
+
+def test_h07_h08_a_load_of_a_cancelled_request_keeps_its_blocks_until_it_is_reported_once(
+    start: Callable[..., PlayedEngine],
+) -> None:
+    engine = start(**ASYNCHRONOUS)
+    assert_right(engine, STORED, 0)
+    engine.forget()
+    go_on = threading.Event()
+    part(engine, "transfer")._fault = lambda job, block: go_on.wait(10.0)
+    free = engine.pool.get_num_free_blocks()
+    victim = engine.add(STORED)
+    engine.step()
+    engine.cancel(victim)
+    for _ in range(20):
+        engine.step()
+    assert engine.pool.get_num_free_blocks() < free, "its blocks may still be written"
+    assert_right_meanwhile(engine, FRESH)
+    go_on.set()
+    engine.run()
+    assert engine.pool.get_num_free_blocks() == free
+    assert_right(engine, STORED, cached_blocks=6)
+    engine.assert_at_rest()
+
+
+def assert_right_meanwhile(engine: PlayedEngine, prompt: list[int]) -> None:
+    """Like `assert_right`, without waiting for what else is under way."""
+    played = engine.add(prompt)
+    while not played.finish_reason:
+        engine.step()
+    assert played.said == answer(prompt, 3)
+
+
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, ASYNCHRONOUS], ids=["sync", "async"])
+@pytest.mark.parametrize("broken", BREAKS)
+def test_h09_a_load_that_fails_every_time_is_tried_once_a_request(
+    start: Callable[..., PlayedEngine], broken: Callable[[PlayedEngine], Fault], settings: dict[str, Any]
+) -> None:
+    engine = start(**settings)
+    assert_right(engine, STORED, 0)
+    engine.forget()
+    fault = broken(engine)
+    fault.times = 1_000_000
+    assert_right(engine, LONGER)
+    assert engine.counts["plans_opened"] <= 2  # a broken step may lose one plan that it never came to order
+    fault.end()
+    engine.run()
+    engine.forget()
+    assert_right(engine, LONGER)
+    engine.assert_at_rest()
+
+
+# Everything at once
+
+LAST_WORDS = {"worker.report_broken", "worker.take_invalid_blocks"}
+"""These only name what failed. Should they fail beside another fault, nothing is left to say so."""
+NAMES = sorted({*SCHEDULER_METHODS, *WORKER_METHODS, "engine.scatter", "engine.gather"} - LAST_WORDS)
+
+
+def live_through_faults(engine: PlayedEngine, seed: int, requests: int) -> None:
+    """Requests that share stems come, are preempted and cancelled in an engine too small for them; anything fails."""
+    choose = random.Random(seed)
+    stems = [make_prompt(family, 4, tail=0) for family in range(3)]
+    alive: list[tuple[PlayedRequest, list[int], int]] = []
+    faults: list[Fault] = []
+    for _ in range(requests):
+        while len(alive) > 6:
+            alive = walk_on(engine, choose, alive)
+        if choose.random() < 0.3:
+            owner, _, name = choose.choice(NAMES).partition(".")
+            owner_object = part(engine, "transfer")._engine if owner == "engine" else part(engine, owner)
+            faults.append(Fault(owner_object, name, choose.choice([1, 1, 2, 5])))
+        if choose.random() < 0.1:
+            engine.scheduler.reset_prefix_cache()
+        prompt = make_prompt(choose.randrange(12), choose.randrange(1, 9), choose.randrange(1, 16))
+        if choose.random() < 0.8:
+            prompt = make_prompt(choose.randrange(12), choose.randrange(4, 9), 5, stem=choose.choice(stems))
+        max_tokens = choose.choice([1, 3, 20])
+        alive.append((engine.add(prompt, max_tokens), prompt, max_tokens))
+        alive = walk_on(engine, choose, alive)
+    for fault in faults:
+        fault.end()
+    while alive:
+        alive = walk_on(engine, choose, alive, cancel=False)
+    engine.run(seconds=30.0)
+    for _ in range(20):  # a plan whose request's end was lost is not renewed, and expires
+        time.sleep(0.02)
+        engine.step()
+    engine.assert_at_rest()
+
+
+def walk_on(
+    engine: PlayedEngine, choose: random.Random, alive: list[Any], cancel: bool = True
+) -> list[tuple[PlayedRequest, list[int], int]]:
+    """One step, in which a request may be cancelled; the answers that it completes must be right."""
+    victim = choose.choice(alive) if cancel and choose.random() < 0.03 else None
+
+    def strike() -> None:
+        if victim is not None:
+            engine.cancel(victim[0])
+
+    if not engine.step(strike):
+        time.sleep(0.001)
+    left = []
+    for played, prompt, max_tokens in alive:
+        if played.finish_reason == "length":
+            assert played.said == answer(prompt, max_tokens)
+        elif victim is None or played is not victim[0]:
+            assert not played.finish_reason
+            left.append((played, prompt, max_tokens))
+    return left
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_h13_h27_no_answer_is_ever_wrong_whatever_fails_whenever(
+    start: Callable[..., PlayedEngine], tmp_path: Path, seed: int
+) -> None:
+    engine = start(
+        num_blocks=40,
+        num_batched_tokens=128,
+        memory="256KiB",
+        sync_load_limit=[0, "32KiB", "1GiB"][seed % 3],
+        load_deadline="1s",
+        plan_lifetime="200ms",
+        tiers=[f"disk://{tmp_path}/slab?capacity=512KiB"],
+    )
+    live_through_faults(engine, seed, requests=150)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_h13_h27_no_answer_is_ever_wrong_in_a_long_life(
+    start: Callable[..., PlayedEngine], tmp_path: Path, seed: int
+) -> None:
+    engine = start(
+        num_blocks=random.Random(seed).choice([24, 40, 100]),
+        num_batched_tokens=random.Random(seed).choice([32, 128, 2048]),
+        memory="256KiB",
+        sync_load_limit=[0, "32KiB", "1GiB"][seed % 3],
+        load_deadline="1s",
+        plan_lifetime="200ms",
+        tiers=[f"disk://{tmp_path}/slab?capacity=512KiB"],
+    )
+    live_through_faults(engine, seed, requests=500)

@@ -1,0 +1,81 @@
+"""What a user can get wrong: a real engine refuses to start with one clear message, or serves on without the tier."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from faulty_engine import FaultyEngine
+
+from engines import BLOCK, kvpact_transfer_config, prompt
+from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a slab's table and hardly a block."""
+    place = tmp_path / "full"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"memroy": "1GiB"}, 'unknown key "memroy" in kv_connector_extra_config; did you mean "memory"?'),
+        ({"memory": "64M"}, 'memory="64M" in kv_connector_extra_config: write "64MiB" (1024-based) or "64MB"'),
+    ],
+    ids=["unknown key", "bad size"],
+)
+def test_an_engine_refuses_to_start_with_a_wrong_configuration_and_says_why(
+    tiny_model: Path, tmp_path: Path, extra: dict[str, object], message: str
+) -> None:
+    transfer = kvpact_transfer_config() | {"kv_connector_extra_config": extra}
+    log = tmp_path / "engine.log"
+    with pytest.raises(EngineError), EngineProcess(EngineSettings(tiny_model, transfer), log) as engine:
+        engine.wait_ready()
+    assert message in log.read_text()
+
+
+def test_an_engine_serves_on_without_the_tiers_that_cannot_be_used(
+    start_engine: Callable[..., EngineProcess], faulty_engine: FaultyEngine, tmp_path: Path, full_disk: Path
+) -> None:
+    """A file, no directory, a capacity for no block, a full disk, and a slab that another engine is using."""
+    faulty_engine.ask(prompt(204, 2))
+    (locked,) = faulty_engine.slabs.glob("*.slab")
+    a_file = tmp_path / "a-file"
+    a_file.write_text("not a directory")
+    orphan = tmp_path / "missing" / "parent" / "slabs"
+    settings = {
+        "memory": "64MiB",
+        "stats_file": str(tmp_path / "stats.json"),
+        "tiers": [
+            f"disk://{a_file}?capacity=1GiB",
+            f"disk://{orphan}?capacity=1GiB",
+            f"disk://{tmp_path}/tiny?capacity=64KiB",
+            f"disk://{faulty_engine.slabs}?capacity=128MiB",
+            f"disk://{full_disk}?capacity=1GiB",
+        ],
+    }
+    engine = start_engine(kvpact_transfer_config(**settings) | {"kv_load_failure_policy": "fail"})
+    asked = [prompt(seed, 5) for seed in range(200, 204)]
+    engine.generate(asked)
+    local = engine.generate(asked)
+    engine.reset_prefix_cache()
+    warm = engine.generate(asked)
+    assert [output.cached_tokens for output in warm] == [5 * BLOCK] * 4
+    assert all(one.same_answer(other) for one, other in zip(warm, local, strict=True))
+    log = engine.log.read_text()
+    assert f"{locked} is in use by pid" in log
+    for path in (a_file, orphan, tmp_path / "tiny", faulty_engine.slabs):
+        lines = [line for line in log.splitlines() if str(path) in line and "serving without" in line]
+        assert len(lines) == 1, path
+    assert len([line for line in log.splitlines() if str(full_disk) in line and "cannot" in line]) == 1
+    assert 'kv_load_failure_policy is "fail"' in log
+    assert "Traceback" not in log
