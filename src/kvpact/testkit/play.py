@@ -488,9 +488,12 @@ def random_play(
         if figures is not None:
             figures.add(play.figures)
 
-    def fails(shorter: Sequence[Call]) -> bool:
-        again = perform(factory, settings, shorter, parent)
+    def fails(calls: Sequence[Call], settings: SceneSettings) -> bool:
+        again = perform(factory, settings, calls, parent)
         return again is not None and again.protects == found.protects
 
-    calls = shortest(fails, calls)
+    plain = replace(settings, quirks=None)
+    if fails(calls, plain):
+        settings = plain
+    calls = shortest(lambda shorter: fails(shorter, settings), calls)
     return BrokenPlay(perform(factory, settings, calls, parent) or found, settings, calls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import copy
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +18,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+def _choose_platform() -> None:
+    """Have vLLM settle on the CPU and on a quiet log; it does so once, and what it read is no concern of children's."""
+    defaults = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+    ours = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        from vllm.platforms import current_platform
+
+        logging.getLogger(__name__).debug("vLLM runs on %s", current_platform.device_type)
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+_choose_platform()
 
 HEADS = 2
 """KV heads of the model that is not there; divided over the ranks."""
