@@ -72,6 +72,11 @@ def test_a_run_without_fault_passes_and_names_its_figures():
     assert by_name[WARM_MEMORY].reusable_tokens == by_name[WARM_MEMORY].cached_tokens == 2 * REUSABLE
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.5, 8), (1.7, 8), (6.0, 5), (18.0, 2), (600.0, 2)])
+def test_a_slow_machine_answers_fewer_prompts(seconds, expected):
+    assert Plan().prompts_at(seconds) == expected
+
+
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [

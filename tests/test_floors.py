@@ -11,7 +11,7 @@ import kvpact
 SOURCE = Path(kvpact.__file__).parent
 
 FLOORS = {
-    0: ["errors", "blocks", "contract", "config", "metrics", "weights", "background"],
+    0: ["errors", "blocks", "contract", "config", "tier_urls", "metrics", "weights", "background"],
     1: ["ledger", "lifecycle", "index", "policies", "arena", "tiers"],
     2: ["staging", "cache", "paged", "transfer"],
     3: ["vllm", "engine"],

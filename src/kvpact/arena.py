@@ -19,8 +19,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from kvpact.background import start_background
-from kvpact.config import format_size
 from kvpact.errors import ConfigError, KvpactError, PactViolation
+from kvpact.tier_urls import format_size
 
 logger = logging.getLogger(__name__)
 

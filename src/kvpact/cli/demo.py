@@ -26,7 +26,8 @@ def demo(
         ".kvpact-demo"
     ),
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of 8 prompts, each with new ones; 2 unless the machine is slow.")
+        int | None,
+        typer.Option(min=1, help="Rounds of 8 new prompts; 2 unless the machine is slow, where 8 may be fewer, too."),
     ] = None,
 ) -> None:
     """Compute eight long documents once on a real vLLM engine, then load them from memory and, restarted, from disk.
@@ -48,7 +49,7 @@ def demo(
     try:
         with progress.status("making the model") as status:
             model = ensure_model(work.resolve(), ModelShape(), text)
-            plan = Plan() if rounds is None else Plan(rounds=rounds, last_round_by=inf)
+            plan = Plan.for_this_machine(**({} if rounds is None else {"rounds": rounds, "last_round_by": inf}))
             report = judge(run_phases(model, text, last, plan, say=status.update))
     except KvpactError as error:
         progress.print(f"kvpact demo: {error}", markup=False, highlight=False)

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from kvpact.config import format_size
 from kvpact.errors import TierError
+from kvpact.tier_urls import format_size
 from kvpact.tiers.inspect import DamagedRecord, SlabSummary, VerifyReport, scan_directory, verify_slab
 from kvpact.tiers.slab import SLAB_SUFFIX
 

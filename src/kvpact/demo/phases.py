@@ -10,8 +10,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from platform import machine
 from typing import Any
 from urllib.parse import quote
 
@@ -28,6 +29,15 @@ PHASES = (COLD, LOCAL_HIT, COLD_KVPACT, WARM_MEMORY, WARM_DISK)
 
 COUNTS = ("promised", "committed", "loaded", "used")
 
+SHORT = 4
+"""How much shorter the prompts are that show how fast the machine is."""
+
+ATTENTION = 1.3
+"""How much longer a token of a prompt `SHORT` times as long takes, about."""
+
+SLOW_SECONDS = 4.0
+"""A cold prompt that takes longer makes full-size warm-ups a waste."""
+
 SETTLE_TIMEOUT = 20.0
 """Seconds that the cache may take to finish its writes and give back its leases after the last answer."""
 
@@ -40,11 +50,28 @@ class Plan:
     last_round_by: float = 80.0
     """Seconds after the start by which a further round must begin; on a slow machine there are fewer."""
     prompts: int = 8
+    cold_seconds: float = 60.0
+    """What the cold prompts of a round may take on both engines; on a slow machine there are fewer, at least 2."""
     document_tokens: int = 4096
     group: int = 4
-    """Prompts that one engine answers in a row before the other's turn."""
+    """Prompts that one engine answers in a row before the other's turn, at most; there are two turns or more."""
     kv_cache_bytes: int = 2 << 30
     """Room in the engine; it must hold one round, or there is no local prefix hit to compare with."""
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def for_this_machine(cls, **chosen: Any) -> Plan:
+        """In float32 where bfloat16 is emulated, at a seventh of the speed: on processors without AVX-512.
+
+        Keys and values take twice the room then.
+        """
+        if machine() != "x86_64" or "avx512f" in Path("/proc/cpuinfo").read_text():
+            return cls(**chosen)
+        return cls(**{"dtype": "float32", "kv_cache_bytes": 3 << 30, "rounds": 1, **chosen})
+
+    def prompts_at(self, seconds: float) -> int:
+        """How many prompts a round has where a cold one takes so long."""
+        return max(2, min(self.prompts, int(self.cold_seconds / (2 * seconds))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +123,7 @@ def run_phases(
     """
     disk = work / "disk"
     disk.mkdir()
-    arguments = {"kv_cache_memory_bytes": plan.kv_cache_bytes}
+    arguments = {"kv_cache_memory_bytes": plan.kv_cache_bytes, "dtype": plan.dtype}
 
     def with_kvpact(life: int) -> EngineProcess:
         connector = kv_transfer_config(disk, work / f"stats-{life}.json")
@@ -136,8 +163,8 @@ class _Script:
 
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
-        def make(reading: str, count: int) -> list[list[int]]:
-            return prompts(tokenizer, text, reading=reading, document_tokens=plan.document_tokens, count=count)
+        def make(reading: str, count: int, share: int = 1) -> list[list[int]]:
+            return prompts(tokenizer, text, reading=reading, document_tokens=plan.document_tokens // share, count=count)
 
         self._plan, self._say = plan, say
         self._started = time.monotonic()
@@ -145,10 +172,17 @@ class _Script:
             make(f"reading {number} of {plan.rounds}", plan.prompts) for number in range(1, plan.rounds + 1)
         ]
         self._warm_up, self._fresh = (make(reading, 1)[0] for reading in ("to warm up", "to warm up again"))
+        self._short = make("to see how fast it is", 2, SHORT)
         self.readings: list[Reading] = []
 
     def first_life(self, plain: EngineProcess, kvpact: EngineProcess) -> None:
         """Cold prompts on both engines in turns, local prefix hits on one, warm from memory on the other."""
+        seconds = plain.generate(self._short)[-1].first_token_seconds * SHORT * ATTENTION
+        count = self._plan.prompts_at(seconds)
+        self._plan = replace(self._plan, prompts=count, group=max(1, min(self._plan.group, count // 2)))
+        self._rounds = [asked[: self._plan.prompts] for asked in self._rounds]
+        if seconds > SLOW_SECONDS:
+            self._warm_up, self._fresh = self._short
         for engine in (plain, kvpact):
             engine.generate([self._warm_up])
             settle(engine)

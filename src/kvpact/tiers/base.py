@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import xxhash
+from blake3 import blake3
 
 from kvpact.blocks import KEY_BYTES, BlockKey
 from kvpact.errors import KvpactError
@@ -38,8 +39,56 @@ _EMPTY = bytes(HEADER_BYTES)
 _ROOT_PARENT = bytes(KEY_BYTES)
 
 
+_SEAL_BYTES = 32
+_SEAL_AT = _FIELDS.size
+_NO_SEAL = bytes(_SEAL_BYTES)
+
+
 class RecordError(KvpactError):
     """Stored bytes are not the record they should be; the message says in which way. Always a miss, never served."""
+
+
+class RecordSeal:
+    """How a record proves that it is whole and, with a key, that one of ours wrote it.
+
+    Without a key payloads carry xxh3-128: damage is found, a forger is not. With one, payloads and headers carry keyed
+    BLAKE3, so whoever can write to the store but does not have the key cannot plant a record (H80).
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes | None = None) -> None:
+        """`key` has 32 bytes."""
+        self._key = key
+
+    @classmethod
+    def from_secret(cls, secret: bytes) -> RecordSeal:
+        """With a key derived from whatever a key file holds. Raises ValueError for less than 16 bytes."""
+        if len(secret) < 16:
+            raise ValueError(f"a record key has 16 bytes or more, not {len(secret)}")
+        return cls(blake3(secret, derive_key_context="kvpact 2026-11 record seal").digest())
+
+    @property
+    def name(self) -> str:
+        """ "" without a key, else 8 hex digits that tell keys apart and say nothing of them."""
+        return blake3(b"name", key=self._key).hexdigest()[:8] if self._key else ""
+
+    def payload_digest(self, buffer: BlockBuffer) -> bytes:
+        """16 bytes over a block's bytes, its pieces taken in rank order. Runs without the interpreter's lock."""
+        if self._key is None:
+            return payload_digest(buffer)
+        state = blake3(key=self._key)
+        for piece in buffer:
+            state.update(piece)
+        return state.digest(16)
+
+    def of_header(self, fields: bytes | memoryview) -> bytes:
+        """32 bytes over a header's fields; zeros without a key."""
+        return blake3(fields, key=self._key).digest() if self._key else _NO_SEAL
+
+
+UNSEALED = RecordSeal()
+"""Damage is found, forgery is not: for stores that nobody else writes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +96,9 @@ class RecordHeader:
     """What is known of one stored block without reading its payload.
 
     `parent` is the key of the block before it, b"" for a request's first. `depth` is the block's index in its request.
-    `length` is the payload's size in bytes and `digest` its xxh3-128. Times are seconds since the epoch. `slot` is the
-    record's position in its slab, so that a header found at another position is known to be misplaced.
+    `length` is the payload's size in bytes and `digest` 16 bytes over it, by the record's seal. Times are seconds since
+    the epoch. `slot` is the record's position in its slab, so that a header found at another position is known to be
+    misplaced.
     """
 
     namespace: bytes
@@ -61,8 +111,8 @@ class RecordHeader:
     used: float
     slot: int = NO_SLOT
 
-    def encode(self) -> bytes:
-        """The header as `HEADER_BYTES` bytes, little endian, ending with the xxh3-64 of all before."""
+    def encode(self, seal: RecordSeal = UNSEALED) -> bytes:
+        """The header as `HEADER_BYTES` bytes, little endian: fields, seal, and last the xxh3-64 of all before."""
         fields = _FIELDS.pack(
             RECORD_MAGIC,
             RECORD_FORMAT,
@@ -75,12 +125,23 @@ class RecordHeader:
             self.key,
             self.parent or _ROOT_PARENT,
             self.digest,
-        ).ljust(_CHECKED_BYTES, b"\0")
+        )
+        fields = (fields + seal.of_header(fields)).ljust(_CHECKED_BYTES, b"\0")
         return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
     @classmethod
-    def decode(cls, raw: bytes | memoryview, *, namespace: bytes, length: int, slot: int = NO_SLOT) -> RecordHeader:
-        """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length` and `slot`.
+    def decode(
+        cls,
+        raw: bytes | memoryview,
+        *,
+        namespace: bytes | None,
+        length: int | None,
+        slot: int = NO_SLOT,
+        seal: RecordSeal = UNSEALED,
+    ) -> RecordHeader:
+        """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
+
+        None takes any namespace, or any length: for tools that look at a store without being an engine's part.
 
         Raises:
             RecordError: naming the first thing that is wrong.
@@ -96,11 +157,13 @@ class RecordHeader:
             raise RecordError(f"record format {version}; this release reads format {RECORD_FORMAT}")
         if xxhash.xxh3_64_intdigest(raw[:_CHECKED_BYTES]) != _CHECKSUM.unpack_from(raw, _CHECKED_BYTES)[0]:
             raise RecordError("header damaged: its checksum does not match")
-        if its_namespace != namespace:
+        if raw[_SEAL_AT : _SEAL_AT + _SEAL_BYTES] != seal.of_header(raw[:_SEAL_AT]):
+            raise RecordError("not sealed with this record key; give all engines of the store the same record_key_file")
+        if namespace is not None and its_namespace != namespace:
             raise RecordError(f"of namespace {its_namespace.hex()[:16]}, not {namespace.hex()[:16]}")
         if its_slot != slot:
             raise RecordError(f"misplaced: written for slot {its_slot}, found in slot {slot}")
-        if its_length != length:
+        if length is not None and its_length != length:
             raise RecordError(f"payload of {its_length} bytes, not {length}")
         root = parent == _ROOT_PARENT
         if root != (depth == 0):
