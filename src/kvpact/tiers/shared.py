@@ -76,8 +76,8 @@ class RecordStore(ABC):
     """Named records in a place that several engines use. Blocking and thread-safe; each call ends in bounded time.
 
     A name is `<group>/<rest>` of hex digits, "-" and letters, see `record_name`; the group is a namespace's. Batches
-    are in the order of a prompt's blocks. Every method raises `StoreError` when the store fails; a record that is not there
-    is no failure. When a method has returned or raised, nothing reads or writes the memory that it was given.
+    are in the order of a prompt's blocks. Every method raises `StoreError` when the store fails; a record that is not
+    there is no failure. When a method has returned or raised, nothing uses the memory that it was given.
     """
 
     kind: str
