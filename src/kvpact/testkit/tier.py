@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import ClassVar
 
 from kvpact.blocks import BlockKey
 from kvpact.testkit.faults import Crash, Faults
@@ -17,7 +18,7 @@ from kvpact.testkit.tier_checks_faults import FaultChecks
 from kvpact.testkit.tier_checks_lives import LifeChecks
 from kvpact.testkit.tier_checks_promises import PromiseChecks
 from kvpact.testkit.tier_scene import Damage, Place, TierScene
-from kvpact.tiers.base import Tier
+from kvpact.tiers.base import UNSEALED, RecordSeal, Tier
 
 __all__ = ["Crash", "Damage", "Faults", "Place", "TierConformance", "TierScene"]
 
@@ -43,6 +44,7 @@ class TierConformance(PromiseChecks, FaultChecks, BoundChecks, LifeChecks):
     reopens = False
     bounded = True
     several_writers = False
+    seal: ClassVar[RecordSeal] = UNSEALED
 
     def open_tier(self, place: Place) -> Tier:
         """Your tier, opened at `place`: again what is there, if it was opened there before. May raise TierError."""

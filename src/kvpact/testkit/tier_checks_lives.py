@@ -205,7 +205,8 @@ class _Life:
     def _delete(self, tier: WatchedTier, wanted: Document, block: int) -> None:
         self.must -= set(wanted.keys[block:])
         tier.delete(wanted, block)
-        self.may -= set(wanted.keys[block:])
+        # In a shared store what is behind stays, out of reach until the block is stored again.
+        self.may -= set(wanted.keys[block:] if tier.tier.exclusive else wanted.keys[block : block + 1])
 
     def require_survives(self, tier: WatchedTier) -> None:
         """The next process finds what was stored, and nothing else."""

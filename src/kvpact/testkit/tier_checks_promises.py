@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvpact.testkit.findings import NotObservable, require
 from kvpact.testkit.sample_blocks import content, document, fill, first_difference
 from kvpact.testkit.suite import Suite, protects
-from kvpact.testkit.tier_scene import FOREIGN, TierScene, expect, store
+from kvpact.testkit.tier_scene import FOREIGN, TierScene, WatchedTier, expect, store
 
 DOCUMENT = document("document", 8)
 BRANCH = DOCUMENT.branch("branch", 3, 6)
@@ -126,10 +126,17 @@ class PromiseChecks(Suite[TierScene]):
 
     @protects("T4", "P9")
     def test_deleting_takes_all_that_needs_it(self, scene: TierScene) -> None:
-        """A deleted block takes those behind it along, on every branch, and they are not back when it is."""
+        """A deleted block takes those behind it along, on every branch, and they are not back when it is.
+
+        In a shared store nobody can know what else others have put behind a block, so there it goes alone: what is
+        behind it cannot be reached, until it is stored again.
+        """
         tier = scene.open()
         store(tier, DOCUMENT)
         store(tier, BRANCH)
+        if not tier.tier.exclusive:
+            self._delete_alone(tier)
+            return
         expect("deleted with block 5 of the document", tier.delete(DOCUMENT, 5), 3)
         expect("blocks of the document that are left", tier.held(DOCUMENT), 5)
         expect("blocks of its branch that are left", tier.held(BRANCH), 6)
@@ -140,6 +147,21 @@ class PromiseChecks(Suite[TierScene]):
         expect("put of block 2 alone stores", tier.put(DOCUMENT, 2, 3), 1)
         expect("blocks of the document", tier.held(DOCUMENT), 3)
         expect("blocks of its branch", tier.held(BRANCH), 3)
+        tier.check_accounts(DOCUMENT, BRANCH)
+        expect("deleted, of blocks that were never stored", tier.delete(document("never stored", 3), 0, 2), 0)
+
+    def _delete_alone(self, tier: WatchedTier) -> None:
+        expect("deleted with block 5 of the document", tier.delete(DOCUMENT, 5), 1)
+        expect("blocks of the document that can be reached", tier.held(DOCUMENT), 5)
+        expect("blocks of its branch that can be reached", tier.held(BRANCH), 6)
+        expect("deleted with block 2, which both need", tier.delete(DOCUMENT, 2), 1)
+        expect("blocks of the document that can be reached", tier.held(DOCUMENT), 2)
+        expect("blocks of its branch that can be reached", tier.held(BRANCH), 2)
+        expect("deleted once more", tier.delete(DOCUMENT, 2), 0)
+        expect("put behind the deleted block stores", tier.put(DOCUMENT, 5, 8), 0)
+        expect("put of block 2 alone stores", tier.put(DOCUMENT, 2, 3), 1)
+        expect("blocks of the document, without block 5", tier.held(DOCUMENT), 5)
+        expect("blocks of its branch", tier.held(BRANCH), 6)
         tier.check_accounts(DOCUMENT, BRANCH)
         expect("deleted, of blocks that were never stored", tier.delete(document("never stored", 3), 0, 2), 0)
 

@@ -22,7 +22,10 @@ ALL_KEYS = {key for wanted in DOCUMENTS for key in wanted.keys}
 
 
 class TierMachine(RuleBasedStateMachine):
-    """One history. `stored` are the keys that must be held if there is room, and the only ones that may be."""
+    """One history. `stored` are the keys that must be held if there is room, and the only ones that may be.
+
+    In an exclusive tier they are always whole prefixes. In a shared one there are holes, and blocks behind them.
+    """
 
     scene: ClassVar[TierScene]
     directory: ClassVar[Path]
@@ -52,6 +55,8 @@ class TierMachine(RuleBasedStateMachine):
         self.scene.faults.disarm()
         steps = len(self.scene.script)
         held = {key for wanted in DOCUMENTS for key in wanted.keys[: self.tier.held(wanted)]}
+        if not self.tier.tier.exclusive:  # behind a hole, only scan sees what may be within reach again one day
+            held |= {header.key for header in self.tier.tier.scan()}
         del self.scene.script[steps:]  # not a step of the history
         unexpected = len(held - may_be_held)
         require(not unexpected, f"{unexpected} blocks are held that were deleted, or never stored")
@@ -62,19 +67,22 @@ class TierMachine(RuleBasedStateMachine):
     def put(self, wanted: Document, start: int, count: int) -> None:
         end = min(start + count, len(wanted))
         before = set(self.stored)
+        chained = self.prefix(wanted) >= start
         try:
             stored = self.tier.put(wanted, start, end)
         except Crash:
             self.bury(before | set(wanted.keys[start:end]))
             return
-        if self.prefix(wanted) < start:
+        if not chained:
             expect("put behind blocks that are not held stores", stored, 0)
         elif self.roomy and not self.faulty:
             expect("put stores", stored, end - start)
-        if self.prefix(wanted) >= start:
-            self.stored.update(wanted.keys[start : start + stored])
+        # A shared store may have taken some of the blocks behind the one that it failed to take.
+        taken = wanted.keys[start : start + stored if self.tier.tier.exclusive else end]
         if self.faulty or not self.roomy:
-            self.take_over(self.stored)
+            self.take_over(before.union(taken) if chained else before)
+        elif chained:
+            self.stored.update(taken)
 
     @rule(wanted=st.sampled_from(DOCUMENTS), start=st.integers(0, 6), count=st.integers(1, 9))
     def get(self, wanted: Document, start: int, count: int) -> None:
@@ -83,7 +91,8 @@ class TierMachine(RuleBasedStateMachine):
         if self.faulty:
             self.take_over(self.stored)
         else:
-            expect("blocks served", arrived, max(0, min(self.prefix(wanted), end) - start))
+            row = next((block for block in range(start, end) if wanted.keys[block] not in self.stored), max(start, end))
+            expect("blocks served", arrived, row - start)
 
     @rule(wanted=st.sampled_from(DOCUMENTS), block=st.integers(0, 6))
     def delete(self, wanted: Document, block: int) -> None:
@@ -97,8 +106,17 @@ class TierMachine(RuleBasedStateMachine):
             return
         if not self.faulty:
             expect("blocks dropped", dropped, len(before - self.stored))
+        self.take_over_what_was_not_dropped(before)
+
+    def take_over_what_was_not_dropped(self, before: set[bytes]) -> None:
+        """An exclusive tier forgets at once, whatever its store does; a shared store that fails keeps its blocks."""
+        if self.faulty and not self.tier.tier.exclusive:
+            self.take_over(before)
 
     def forget(self, key: bytes) -> None:
+        if not self.tier.tier.exclusive:
+            self.stored.discard(key)
+            return
         for wanted in DOCUMENTS:
             if key in wanted.keys:
                 self.stored -= set(wanted.keys[wanted.keys.index(key) :])
@@ -111,6 +129,8 @@ class TierMachine(RuleBasedStateMachine):
             self.tier.clear()
         except Crash:
             self.bury(before)
+            return
+        self.take_over_what_was_not_dropped(before)
 
     @precondition(lambda self: self.scene.suite.reopens)
     @rule()
@@ -141,7 +161,7 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = self.scene.bury(self.tier)
         self.take_over(may_be_held)
 
-    @precondition(lambda self: self.stored and not self.faulty)
+    @precondition(lambda self: not self.faulty and any(map(self.prefix, DOCUMENTS)))
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
         wanted = data.draw(st.sampled_from([wanted for wanted in DOCUMENTS if self.prefix(wanted)]), label="document")
@@ -155,11 +175,8 @@ class TierMachine(RuleBasedStateMachine):
             self.take_over(self.stored)
 
     def may_happen(self, how: Damage) -> bool:
-        """Damage after which the model knows what must be held: of headers a tier may learn as late as on a restart,
-        and behind a block that somebody took out of a shared store others may stay, to be reached again one day."""
-        if how is Damage.HEADER:
-            return self.scene.suite.reopens
-        return how is not Damage.GONE or self.tier.tier.exclusive
+        """Damage after which the model knows what must be held: of headers a tier may learn as late as on a restart."""
+        return how is not Damage.HEADER or self.scene.suite.reopens
 
     @invariant()
     def what_is_held_is_what_was_stored(self) -> None:

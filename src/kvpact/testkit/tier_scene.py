@@ -28,7 +28,7 @@ from kvpact.testkit.sample_blocks import (
     filled_buffers,
     first_difference,
 )
-from kvpact.tiers.base import BlockBuffer, Progress, Tier, payload_digest
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, BlockBuffer, Progress, RecordSeal, Tier
 
 if TYPE_CHECKING:
     from kvpact.testkit.tier import TierConformance
@@ -56,6 +56,23 @@ class Damage(StrEnum):
     MISPLACED = "the record of another block lies in its place"
     GONE = "it is gone"
 
+    def of(self, record: bytes, other: bytes) -> bytes:
+        """What this makes of a whole record as shared stores keep it, header first; `other` is another block's.
+
+        What GONE leaves is no record: it is given back as it is.
+        """
+        header, payload = record[:HEADER_BYTES], record[HEADER_BYTES:]
+        half = len(payload) // 2
+        return {
+            Damage.FLIPPED: header + payload[:100] + bytes([payload[100] ^ 1]) + payload[101:],
+            Damage.GARBAGE: header + b"?" * len(payload),
+            Damage.TORN: header + payload[:half] + bytes(len(payload) - half),
+            Damage.SHORT: record[:-1],
+            Damage.HEADER: header[:120] + bytes([header[120] ^ 1]) + header[121:] + payload,
+            Damage.MISPLACED: other,
+            Damage.GONE: record,
+        }[self]
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -69,6 +86,8 @@ class Place:
     namespace: Namespace
     slot_bytes: int
     capacity_blocks: int
+    seal: RecordSeal = UNSEALED
+    """How the tier's records are sealed: what the suite says, for tiers that can seal."""
 
     @property
     def name(self) -> str:
@@ -220,7 +239,7 @@ class WatchedTier:
             for block, key in enumerate(wanted.keys[: self.tier.lookup(wanted.keys)]):
                 header = headers[key]
                 parent = wanted.keys[block - 1] if block else b""
-                digest = payload_digest([memoryview(content(key, self.place.slot_bytes))])
+                digest = self.place.seal.payload_digest([memoryview(content(key, self.place.slot_bytes))])
                 wrong = [
                     f"{name} is {found!r} and not {right!r}"
                     for name, found, right in (
@@ -242,7 +261,7 @@ class TierScene:
         self.suite = suite
         self.faults = Faults()
         self.script: list[str] = []
-        self.place = Place(directory / "place", NAMESPACE, suite.slot_bytes, capacity_blocks)
+        self.place = Place(directory / "place", NAMESPACE, suite.slot_bytes, capacity_blocks, suite.seal)
         self.place.directory.mkdir()
         self._directory = directory
         self._opened: list[Tier] = []
