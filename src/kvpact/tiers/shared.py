@@ -83,6 +83,9 @@ class RecordStore(ABC):
     kind: str
     """The tier's name in metrics: "redis"."""
 
+    evicted: int = 0
+    """Records that it has removed to make room since it was opened; 0 where a server evicts by itself."""
+
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Whether each record is there, in full. One round trip for a batch, where the store allows it."""
@@ -241,7 +244,10 @@ class SharedTier(Tier):
     def _cut_short(self, name: str) -> bool:
         """Whether a record is there after all: one of another length, which no read would ever take."""
         with suppress(StoreError):
-            return self.store.heads([name]) != [None]
+            if self.store.heads([name]) == [None]:
+                return False
+            # Its length decides: somebody may have stored it in full after it was not found.
+            return self.store.size(name) not in (None, HEADER_BYTES + self._slot_bytes)
         return False
 
     def _wrong(self, key: BlockKey, raw: bytearray, buffer: BlockBuffer) -> str:
@@ -355,7 +361,7 @@ class SharedTier(Tier):
 
     def counts(self) -> TierCounts:
         with self._lock:
-            return self._counts
+            return replace(self._counts, evicted=self.store.evicted)
 
     def scan(self) -> Iterator[RecordHeader]:
         with self._operation() as running:
