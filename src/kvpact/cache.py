@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
 from kvpact.arena import Arena
 from kvpact.blocks import BlockKey, BlockKeys, BlockRange, RangeSet
+from kvpact.cache_records import Load, Outbox, PactPlan, RequestRecord, Save, Slots
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
     BlockHolder,
@@ -31,9 +31,10 @@ from kvpact.contract import (
     WorkerReport,
     blocks_touched,
 )
+from kvpact.costs import Prefill
 from kvpact.errors import PactViolation
 from kvpact.index import ROOT, BlockIndex, Pin
-from kvpact.ledger import Ledger, Plan, State
+from kvpact.ledger import Ledger, State
 from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
 from kvpact.staging import Staging
 from kvpact.tiers.queue import TierQueue
@@ -44,66 +45,6 @@ NO_MATCH = ExternalKVMatch(0)
 
 IDLE_STEPS_SECONDS = 5.0
 """How long an idle engine is kept stepping for a tier that makes no progress."""
-
-Slots = tuple[int, ...]
-PactPlan = Plan[Pin, Slots]
-"""A plan's intent is the slots of its blocks: its pins keep them as they are, even if entries are dropped meanwhile."""
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """What the cache knows of one live request. Without `keys` (its identity is unknown) it is not cached."""
-
-    keys: BlockKeys | None
-    offered: int = 0
-    """Blocks that need not be offered for saving again."""
-    failed_from: int | None = None
-    """The first block that once failed to load: neither it nor what follows is promised to this request again (H09)."""
-    waits_until: float | None = None
-    """When "ask again later" ends for this request, however often its range changes meanwhile (P11)."""
-    last_lookup: int = -1
-    """Where the last counted lookup began, in blocks; a blocked request that asks each step is counted once (H02)."""
-    missed: bool = False
-    """Whether that lookup was counted as a miss; waiting for a tier may end in a second one, or in a hit."""
-
-
-@dataclass(slots=True)
-class Load:
-    """A committed match on its way into the engine's blocks."""
-
-    job: LoadJob
-    plan: PactPlan
-    keys: tuple[BlockKey, ...]
-    tally: JobTally
-    ask_at: float
-
-
-@dataclass(slots=True)
-class Save:
-    """Computed blocks on their way into the arena. `pin` keeps their chain; `trusted` falls if a load failed."""
-
-    job: SaveJob
-    keys: tuple[BlockKey, ...]
-    pin: Pin
-    tally: JobTally
-    ask_at: float
-    trusted: bool = True
-
-
-@dataclass(slots=True)
-class _Outbox:
-    """What the workers are told at the end of the running step."""
-
-    loads: list[LoadJob] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
-    inquiries: list[Inquiry] = field(default_factory=list)
-
-    def take(self) -> StepWork:
-        work = StepWork(tuple(self.loads), tuple(self.saves), tuple(self.inquiries))
-        self.loads.clear()
-        self.saves.clear()
-        self.inquiries.clear()
-        return work
 
 
 class PactCache(ExternalCache):
@@ -123,7 +64,17 @@ class PactCache(ExternalCache):
         self.metrics = metrics or Metrics()
         self.index = BlockIndex(arena.num_slots)
         self.ledger: Ledger[Pin, Slots] = Ledger(self.index.unpin, plan_lifetime_seconds=config.plan_lifetime)
-        self.staging = Staging(self.index, arena, tiers, self.metrics)
+        self.staging = Staging(
+            self.index,
+            arena,
+            tiers,
+            self.metrics,
+            clock=clock,
+            patience=config.prepare_deadline or config.load_deadline,
+            second_use=config.admit == "second-use",
+        )
+        self._prefill = Prefill(2 * block_size)
+        self._computing = 0
         self._config = config
         self._namespace = namespace
         self._block_size = block_size
@@ -135,7 +86,7 @@ class PactCache(ExternalCache):
         self._job_ids = count(1)
         self._loads: dict[int, Load] = {}
         self._saves: dict[int, Save] = {}
-        self._outbox = _Outbox()
+        self._outbox = Outbox()
         self._progress = (0, 0.0)
         self._patience = config.load_deadline / 3  # time to ask twice before the deadline
 
@@ -145,52 +96,100 @@ class PactCache(ExternalCache):
         """Blocks are held through `context` while they are copied out."""
         self._context = context
 
+    def on_new_request(self, request: EngineRequest) -> None:
+        """See `ExternalCache`: the shared tiers are asked before the engine has room for the request."""
+        record = self._record(request)
+        if record.keys is not None and request.may_load and self.staging.has_shared:
+            self._ask(record, self._usable_keys(request, record))
+
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Touches memory only; what a lower tier holds is fetched behind "ask again later"."""
         record = self._record(request)
+        record.computed = num_computed_tokens
         start = num_computed_tokens // self._block_size
         if record.keys is None:
             return self._miss(request.request_id, record, start, MissReason.UNKNOWN_IDENTITY)
         if not request.may_load or num_computed_tokens % self._block_size:
             return self._miss(request.request_id, record, start, MissReason.DISABLED)
-        keys = record.keys.extend(request.token_ids)
-        end = (len(request.token_ids) - 1) // self._block_size
-        if record.failed_from is not None:
-            end = min(end, record.failed_from)
+        keys = self._usable_keys(request, record)
         plan = self.ledger.find(request.request_id)
         if plan is not None and plan.state is State.LOADING:
             return NO_MATCH  # preempted before the workers reported; its blocks may still be written
         now = self._clock()
-        if plan is not None and plan.blocks.start == start and plan.blocks.end <= end:
+        if plan is not None and plan.blocks.start == start and plan.blocks.end <= len(keys):
             if plan.state is State.PLANNED:
                 self.ledger.renew(plan, now)
                 return self._match(plan)
             return self._wait(plan, record, keys, now)
-        return self._plan(request.request_id, record, keys[:end], start, now)
+        return self._plan(request.request_id, record, keys, start, now)
+
+    def _usable_keys(self, request: EngineRequest, record: RequestRecord) -> Sequence[BlockKey]:
+        """The keys of the blocks that may be promised: not the last token's (P6), and none that failed before (H09)."""
+        if record.keys is None:
+            return ()
+        end = (len(request.token_ids) - 1) // self._block_size
+        if record.failed_from is not None:
+            end = min(end, record.failed_from)
+        return record.keys.extend(request.token_ids)[:end]
 
     def _plan(
         self, request_id: str, record: RequestRecord, keys: Sequence[BlockKey], start: int, now: float
     ) -> ExternalKVMatch | None:
-        if start != record.last_lookup:
-            self.metrics.add("lookups")
-            record.missed = False
-        end = len(keys)
-        if end - start < self._config.min_match_blocks:
+        if len(keys) - start < self._config.min_match_blocks:
             reason = MissReason.FAILED_BEFORE if record.failed_from is not None else MissReason.TOO_SHORT
             return self._miss(request_id, record, start, reason)
         held = self.index.held_prefix(keys)
+        reason = MissReason.NOT_STORED
         if self._config.prepare_deadline > 0 and (record.waits_until is None or now < record.waits_until):
-            stored = self.staging.find(keys)
+            if self._is_asking(record, keys):
+                self._end_plan(request_id, EndReason.SUPERSEDED)
+                record.waits_until = record.waits_until or now + self._config.prepare_deadline
+                return None
+            held = self.index.held_prefix(keys)
+            stored = self.staging.find(keys, record.inquest)
+            first = max(held, start)
             if stored > held and stored - start >= self._config.min_match_blocks:
-                reach = self.staging.fetch(keys, stored)
-                if reach > start and reach > held and self.staging.is_arriving(keys[held]):
-                    self._open(request_id, record, BlockRange(start, reach - start), keys, now, promised=False)
-                    return None
-                if held <= start:
-                    return self._miss(request_id, record, start, MissReason.NO_ROOM)
+                if self._computes_faster(record, keys, first, stored):
+                    if record.last_lookup != start:
+                        self.metrics.add("declined_blocks", stored - first)
+                    reason = MissReason.RECOMPUTE_FASTER
+                else:
+                    reach = self.staging.fetch(keys, stored, record.inquest)
+                    if reach > start and reach > held and self.staging.is_arriving(keys[held]):
+                        blocks = BlockRange(start, reach - start)
+                        self._open(request_id, record, blocks, keys, now, promised=False)
+                        return None
+                    reason = MissReason.NO_ROOM
+        elif record.inquest is not None:
+            self.staging.give_up(record.inquest, late=True)
         if held - start < self._config.min_match_blocks:
-            return self._miss(request_id, record, start, MissReason.NOT_STORED)
+            return self._miss(request_id, record, start, reason)
         return self._match(self._open(request_id, record, BlockRange(start, held - start), keys, now, promised=True))
+
+    def _is_asking(self, record: RequestRecord, keys: Sequence[BlockKey]) -> bool:
+        """Whether an answer of the shared tiers is still to come; the first time, they are asked."""
+        if self.staging.has_shared:
+            self._ask(record, keys)
+        if record.inquest is None or record.inquest.answered:
+            return False
+        self.staging.poll()
+        return not record.inquest.answered
+
+    def _ask(self, record: RequestRecord, keys: Sequence[BlockKey]) -> None:
+        """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
+        if record.inquest is not None or self._config.prepare_deadline <= 0:
+            return
+        missing = len(keys) - max(self.index.held_prefix(keys), self.staging.find(keys))
+        tokens, seconds = missing * self._block_size, self.staging.lookup_seconds
+        if missing and not (self._config.recompute_if_faster and self._prefill.is_faster(tokens, seconds or None)):
+            record.inquest = self.staging.ask(keys)
+
+    def _computes_faster(self, record: RequestRecord, keys: Sequence[BlockKey], start: int, end: int) -> bool:
+        """Whether the engine should have computed blocks [start, end) before the tiers could deliver them."""
+        if not self._config.recompute_if_faster:
+            return False
+        seconds = self.staging.seconds_to_load(keys, start, end, record.inquest)
+        return self._prefill.is_faster((end - start) * self._block_size, seconds)
 
     def _open(
         self,
@@ -202,6 +201,9 @@ class PactCache(ExternalCache):
         *,
         promised: bool,
     ) -> PactPlan:
+        if record.last_lookup != blocks.start:
+            self.metrics.add("lookups")
+            record.missed = False
         record.last_lookup = blocks.start
         if not promised and record.waits_until is None:
             record.waits_until = now + self._config.prepare_deadline
@@ -254,16 +256,19 @@ class PactCache(ExternalCache):
         return ExternalKVMatch(plan.promised_tokens, plan.asynchronous, plan)
 
     def _miss(self, request_id: str, record: RequestRecord, start: int, reason: MissReason) -> ExternalKVMatch:
-        plan = self.ledger.find(request_id)
-        if plan is not None and plan.state is not State.LOADING:
-            self.ledger.abort(plan, EndReason.SUPERSEDED)
+        self._end_plan(request_id, EndReason.SUPERSEDED)
         if record.last_lookup != start:
-            if reason in (MissReason.UNKNOWN_IDENTITY, MissReason.DISABLED):
-                self.metrics.add("lookups")
+            self.metrics.add("lookups")
             self.metrics.add("misses", label=reason)
             record.missed = True
         record.last_lookup = start
         return NO_MATCH
+
+    def _end_plan(self, request_id: str, reason: EndReason) -> None:
+        """The request's plan ends, if it has one that is not being loaded."""
+        plan = self.ledger.find(request_id)
+        if plan is not None and plan.state is not State.LOADING:
+            self.ledger.abort(plan, reason)
 
     def _is_asynchronous(self, blocks: int) -> bool:
         return blocks * self._arena.slot_bytes > self._config.sync_load_limit
@@ -290,6 +295,9 @@ class PactCache(ExternalCache):
         record = self._requests[request.request_id]
         keys = record.keys.keys if record.keys is not None else []
         record.waits_until = None
+        record.computed += num_tokens
+        if self._config.admit == "second-use":
+            self.staging.write_behind(keys, self.index.held_prefix(keys[: blocks.end]))
         keep = plan.leases if blocks == plan.blocks else [self.index.pin(keys[blocks.end - 1])]
         self.ledger.commit(plan, num_tokens, now=now, keep=list(keep), deadline=now + self._config.load_deadline)
         job = LoadJob(
@@ -322,6 +330,8 @@ class PactCache(ExternalCache):
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, as far as there is room."""
         self._note_resumed(request.request_id)
         record = self._record(request)
+        self._computing += max(0, num_computed_tokens - record.computed)
+        record.computed = num_computed_tokens
         if record.keys is None or self._config.save == "off":
             return
         full = min(num_computed_tokens, len(request.token_ids)) // self._block_size
@@ -332,6 +342,8 @@ class PactCache(ExternalCache):
         known = self.index.known_prefix(keys[:full])
         if known == full:
             self.index.touch(keys[full - 1])
+            if self._config.admit == "second-use":
+                self.staging.write_behind(keys, self.index.held_prefix(keys[:full]))
             return
         end = min(full, known + self.index.reservable(keys[known - 1] if known else ROOT))
         self.metrics.add("dropped_blocks", full - end)
@@ -365,6 +377,8 @@ class PactCache(ExternalCache):
         """See `ExternalCache`: takes in what the tiers did, lets plans expire, and hands out the step's copies."""
         now = self._clock()
         self.staging.poll()
+        self._prefill.note_step(self._computing, now)
+        self._computing = 0
         self.ledger.expire(now)
         tasks: list[Load | Save] = [*self._loads.values(), *self._saves.values()]
         ordered: list[LoadJob | SaveJob] = [*self._outbox.loads, *self._outbox.saves]
@@ -452,7 +466,9 @@ class PactCache(ExternalCache):
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep what they need until all ranks have reported."""
         self.ledger.finish_request(request_id)
-        self._requests.pop(request_id, None)
+        record = self._requests.pop(request_id, None)
+        if record is not None and record.inquest is not None:
+            self.staging.give_up(record.inquest, late=False)
 
     def _drop_if_gone(self, request_id: str) -> None:
         if request_id not in self._requests:
@@ -481,6 +497,9 @@ class PactCache(ExternalCache):
                 self.ledger.abort(plan, EndReason.CACHE_RESET)
         for record in self._requests.values():
             record.offered = 0
+            if record.inquest is not None:
+                self.staging.give_up(record.inquest, late=False)
+                record.inquest.held.clear()
         self.index.clear()
         self.staging.clear()
 
@@ -490,6 +509,7 @@ class PactCache(ExternalCache):
             self.metrics.raise_to(name, total, label)
         self.metrics.set("open_plans", len(self.ledger.open_plans()))
         self.metrics.set("leases_held", self.ledger.leases_held)
+        self.metrics.set("prefill_speed", self._prefill.tokens_per_second)
         self.metrics.set("held_blocks", self.index.held_count, TierName.MEMORY)
         self.metrics.set("capacity_blocks", self.index.num_slots, TierName.MEMORY)
         self.staging.observe()

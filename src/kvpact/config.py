@@ -69,7 +69,7 @@ class KvpactConfig(BaseModel):
     tiers: TierURLs = ()
     """Where blocks outlive memory, fastest first."""
     prepare_deadline: Seconds = 2.0
-    """How long prepare may answer "ask again later" while blocks are brought into memory; 0 serves from memory only."""
+    """How long prepare may answer "ask again later" while tiers are asked and read; 0 serves from memory only."""
     plan_lifetime: Seconds = Field(default=30.0, gt=0)
     """A plan that was neither renewed nor committed for this long is aborted."""
     load_deadline: Seconds = Field(default=30.0, gt=0)
@@ -84,6 +84,12 @@ class KvpactConfig(BaseModel):
     """A shorter match is not promised."""
     save: Literal["eager", "off"] = "eager"
     """Whether computed blocks are stored as they appear, or nothing is stored."""
+    admit: Literal["always", "second-use"] = "always"
+    """Whether tiers get every saved block, or those that were saved or loaded a second time."""
+    recompute_if_faster: bool = True
+    """Whether a match in a tier is left alone that the engine is expected to compute sooner than it would arrive."""
+    record_key_file: Path | None = None
+    """A file with 16 secret bytes or more: records in shared tiers are sealed with it, and others are not served."""
     model_id: str | None = Field(default=None, min_length=1)
     """Identity of the base weights, for weights whose files do not tell: equal only where the weights are."""
     io_threads: Count = Field(default=2, ge=1, le=64)

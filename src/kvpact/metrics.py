@@ -25,13 +25,20 @@ Snapshot: TypeAlias = dict[str, float]
 
 
 class TierName(StrEnum):
-    """The kinds of tier; two tiers of one kind share their series."""
+    """The kinds of tier; two tiers of one kind share their series, and all that other packages add share one."""
 
     MEMORY = "memory"
     DISK = "disk"
+    DIRECTORY = "directory"
     REDIS = "redis"
     OBJECT = "object"
     MOONCAKE = "mooncake"
+    OTHER = "other"
+
+    @classmethod
+    def of(cls, name: str) -> TierName:
+        """The label for a tier that calls itself `name`."""
+        return cls(name) if name in cls.__members__.values() else cls.OTHER
 
 
 class EndReason(StrEnum):
@@ -62,6 +69,7 @@ class MissReason(StrEnum):
     FAILED_BEFORE = "failed_before"
     NO_ROOM = "no_room"
     DEADLINE = "deadline"
+    RECOMPUTE_FASTER = "recompute_faster"
 
 
 MISS_HINTS: Mapping[MissReason, str] = {
@@ -72,6 +80,7 @@ MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.DISABLED: "the cache is switched off; the log says why, at start-up or at the error that did it",
     MissReason.FAILED_BEFORE: "a load failed for the same request, which is not promised again; see damaged_records",
     MissReason.NO_ROOM: "no memory slot was free to stage the blocks in; raise `memory`",
+    MissReason.RECOMPUTE_FASTER: "the engine computes faster than the tier below memory delivers; see prefill_speed",
     MissReason.DEADLINE: "the lower tier did not answer in time; it is too slow, or the deadline is too short",
 }
 
@@ -116,6 +125,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("plans_ended", "counter", "plans", "ended, by reason", "reason", EndReason),
     Metric("lookups", "counter", "lookups", "prompts looked up; a repeated probe of the same match is not counted"),
     Metric("misses", "counter", "lookups", "lookups that promised nothing, by reason", "reason", MissReason),
+    Metric("declined_blocks", "counter", "blocks", "held by a tier and not loaded: computing them is faster"),
     Metric("saved_blocks", "counter", "blocks", "computed by the engine, copied out and reported by all ranks"),
     Metric("dropped_blocks", "counter", "blocks", "computed and not saved: no slot was free, or the copy failed"),
     _by_tier("evicted_blocks", "counter", "blocks", "evicted to make room"),
@@ -125,13 +135,20 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("written_bytes", "counter", "bytes", "written to the tier"),
     _by_tier("damaged_records", "counter", "records", "whose checksum or header was wrong; quarantined, never served"),
     _by_tier("dropped_writes", "counter", "blocks", "not written: the queue was full, or the write failed"),
+    _by_tier("skipped_lookups", "counter", "lookups", "not asked of the tier, because it was ill"),
+    _by_tier("tier_failures", "counter", "operations", "that the tier failed, or did not end in time"),
     Metric("hook_errors", "counter", "errors", "exceptions caught in an engine's hook; each cost at most a hit"),
     Metric("refused_counts", "counter", "errors", "counts that would have made a counter go back, refused"),
     Metric("open_plans", "gauge", "plans", "prepared, committed or loading now"),
     Metric("leases_held", "gauge", "leases", "held by open plans now"),
     _by_tier("held_blocks", "gauge", "blocks", "held by the tier now"),
     _by_tier("capacity_blocks", "gauge", "blocks", "that the tier can hold"),
+    _by_tier("used_bytes", "gauge", "bytes", "that the tier's store says it holds, others' included"),
     _by_tier("queued_write_bytes", "gauge", "bytes", "waiting to be written to the tier now"),
+    _by_tier("open_breakers", "gauge", "tiers", "left alone now, because they failed several times in a row"),
+    _by_tier("lookup_seconds", "gauge", "seconds", "that the tier takes to say what it holds, lately"),
+    _by_tier("read_bytes_per_second", "gauge", "bytes per second", "that arrive from the tier, lately"),
+    Metric("prefill_speed", "gauge", "tokens per second", "that the engine computes of prompts, lately"),
     Metric(STEP_SECONDS, "histogram", "seconds", "spent by kvpact in the scheduler's process in one scheduler step"),
 )
 

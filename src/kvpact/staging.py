@@ -1,22 +1,26 @@
 """Moves whole slots between the arena and the tiers below it: fetches ahead of a promise, writes behind a save.
 
-Owns which slots are being filled from a tier and which are being written to one, and the pins that keep them meanwhile.
-Decides nothing about requests; runs on the scheduler's thread and only hands work to the tiers' own threads. Floor 2.
+Owns which slots are being filled from a tier and which are being written to one, the pins that keep them meanwhile, and
+what is known of blocks in shared tiers. Decides nothing about requests; runs on the scheduler's thread and only hands
+work to the tiers' own threads. Floor 2.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 from kvpact.arena import Arena
 from kvpact.blocks import BlockKey
+from kvpact.costs import TierCosts, new_tier_costs
 from kvpact.index import ROOT, BlockIndex, Pin
 from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.base import Tier
-from kvpact.tiers.queue import GetDone, PutDone, Ticket, TierQueue
+from kvpact.tiers.breaker import Breaker
+from kvpact.tiers.queue import GetDone, LookupDone, PutDone, Ticket, TierQueue
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +30,19 @@ FETCH_BYTES = 16 << 20
 WRITE_BYTES = 128 << 20
 """Bytes of one write request: each costs the scheduler's thread a wake-up, and nobody waits for its end."""
 
+IN_FLIGHT_SHARE = 0.5
+"""Of the arena's slots, so many may wait for shared tiers: a store that hangs leaves the rest to everybody else."""
+
+KNOWN_SHARE = 2
+"""For each slot of the arena, so many blocks are remembered as stored in a shared tier, or as seen once: what is
+written comes from the arena."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Blocks on their way from a tier into reserved slots; `pin` keeps the chain before them."""
 
+    keys: tuple[BlockKey, ...]
     slots: tuple[int, ...]
     pin: Pin
 
@@ -43,155 +55,396 @@ class Write:
     pin: Pin
 
 
+@dataclass(eq=False, slots=True)
+class Inquest:
+    """One request's question to the shared tiers: how many of `keys` each holds in a row."""
+
+    keys: Sequence[BlockKey]
+    waiting: dict[Source, Ticket] = field(default_factory=dict)
+    held: dict[Source, int] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> bool:
+        """Whether every tier that was asked has answered, or none was."""
+        return not self.waiting
+
+
+class RecentKeys:
+    """A set of block keys that forgets the oldest beyond `most`."""
+
+    __slots__ = ("_keys", "_most")
+
+    def __init__(self, most: int) -> None:
+        self._keys: dict[BlockKey, None] = {}
+        self._most = most
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._keys
+
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        """These are the newest now."""
+        for key in keys:
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        while len(self._keys) > self._most:
+            del self._keys[next(iter(self._keys))]
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """These are not known any more."""
+        for key in keys:
+            self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        self._keys.clear()
+
+
+@dataclass(eq=False, slots=True)
+class Source:
+    """A tier below the arena, with all that is known of it on the scheduler's thread."""
+
+    queue: TierQueue
+    name: TierName
+    known: RecentKeys
+    """What a shared tier was found to hold. It may have evicted it since: then the next look-up tells."""
+    breaker: Breaker = field(default_factory=Breaker)
+    costs: TierCosts = field(default_factory=new_tier_costs)
+    writing: set[BlockKey] = field(default_factory=set)
+    deleting: set[BlockKey] = field(default_factory=set)
+    clearing: bool = False
+    blamed: set[Ticket] = field(default_factory=set)
+    """Operations that were already counted as failures because they were too late."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether others write and evict there, so that only the tier itself can say what it holds."""
+        return not self.queue.tier.exclusive
+
+    def held(self, keys: Sequence[BlockKey]) -> int:
+        """How many of `keys` an exclusive tier holds in a row; what is about to be deleted is held no more."""
+        if self.clearing:
+            return 0
+        held = self.queue.tier.lookup(keys)
+        return next((at for at in range(held) if keys[at] in self.deleting), held) if self.deleting else held
+
+    def first_to_write(self, keys: Sequence[BlockKey]) -> int:
+        """The first block of `keys` that is neither held, as far as is known, nor being written."""
+        start = 0 if self.shared else self.held(keys)
+        while start < len(keys) and (keys[start] in self.writing or (self.shared and keys[start] in self.known)):
+            start += 1
+        return start
+
+
 class Staging:
     """The traffic between one arena and the tiers below it."""
 
-    def __init__(self, index: BlockIndex, arena: Arena, queues: Sequence[TierQueue], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        index: BlockIndex,
+        arena: Arena,
+        queues: Sequence[TierQueue],
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        patience: float = 2.0,
+        second_use: bool = False,
+    ) -> None:
+        """A tier that takes longer than `patience` seconds over one operation has failed it.
+
+        With `second_use`, a block is written to the tiers when it is saved or loaded for the second time.
+        """
         self._index = index
         self._arena = arena
-        self._queues = list(queues)
         self._metrics = metrics
+        self._clock = clock
+        self._patience = patience
+        most = KNOWN_SHARE * arena.num_slots
+        self._seen_once = RecentKeys(most) if second_use else None
+        self._sources = [Source(queue, TierName.of(queue.tier.name), RecentKeys(most)) for queue in queues]
+        self._exclusive = [source for source in self._sources if not source.shared]
+        self._shared = [source for source in self._sources if source.shared]
         self._tickets = count(1)
+        self._lookups: dict[Ticket, tuple[Source, Inquest]] = {}
         self._fetches: dict[Ticket, Fetch] = {}
         self._filling: set[int] = set()
+        self._filling_shared = 0
         self._writes: dict[Ticket, Write] = {}
-        self._writing: list[set[BlockKey]] = [set() for _ in queues]
-        self._clearing: set[Tier] = set()
-        self._deleting: dict[Tier, set[BlockKey]] = {queue.tier: set() for queue in queues}
         self._fetch_blocks = max(1, FETCH_BYTES // arena.slot_bytes)
         self._write_blocks = max(1, WRITE_BYTES // arena.slot_bytes)
+        self._in_flight_slots = max(self._fetch_blocks, int(IN_FLIGHT_SHARE * arena.num_slots))
 
-    def find(self, keys: Sequence[BlockKey]) -> int:
-        """How many blocks of `keys` the best tier holds in a row from the first. Memory only; nothing is waited for."""
-        return max((self._held_by(queue, keys) for queue in self._queues if queue.tier.exclusive), default=0)
+    # Finding
 
-    def _held_by(self, queue: TierQueue, keys: Sequence[BlockKey]) -> int:
-        """What is about to be deleted, or cleared, is not held any more, however long the tier takes to hear of it."""
-        if queue.tier in self._clearing:
-            return 0
-        held = queue.tier.lookup(keys)
-        deleting = self._deleting[queue.tier]
-        return next((block for block in range(held) if keys[block] in deleting), held) if deleting else held
+    @property
+    def has_shared(self) -> bool:
+        """Whether there are tiers that must be asked what they hold."""
+        return bool(self._shared)
 
-    def fetch(self, keys: Sequence[BlockKey], end: int) -> int:
+    def ask(self, keys: Sequence[BlockKey]) -> Inquest:
+        """Begin to find out what the shared tiers hold of `keys`. Tiers that are ill are not asked."""
+        inquest, now = Inquest(keys), self._clock()
+        for source in self._shared:
+            if source.clearing or not source.breaker.allows(now):
+                self._metrics.add("skipped_lookups", label=source.name)
+                continue
+            ticket = next(self._tickets)
+            inquest.waiting[source] = ticket
+            self._lookups[ticket] = (source, inquest)
+            source.queue.submit_lookup(ticket, keys)
+        return inquest
+
+    def give_up(self, inquest: Inquest, *, late: bool) -> None:
+        """Nobody waits for the answers that are missing; if they are `late`, it is the tiers' fault."""
+        for source, ticket in inquest.waiting.items():
+            if late:
+                self._blame(source, ticket)
+            source.queue.cancel(ticket)
+        inquest.waiting.clear()
+
+    def find(self, keys: Sequence[BlockKey], inquest: Inquest | None = None) -> int:
+        """How many blocks of `keys` are held in a row by the tier that has most. Memory only; nothing is waited for."""
+        return max((self._held_by(source, keys, inquest) for source in self._sources), default=0)
+
+    def _held_by(self, source: Source, keys: Sequence[BlockKey], inquest: Inquest | None) -> int:
+        if not source.shared:
+            return source.held(keys)
+        return min(inquest.held.get(source, 0), len(keys)) if inquest is not None else 0
+
+    def seconds_to_load(self, keys: Sequence[BlockKey], start: int, end: int, inquest: Inquest | None) -> float | None:
+        """How long blocks [start, end) should take to arrive; None if that is not known."""
+        seconds, now = 0.0, self._clock()
+        for source in self._sources:
+            blocks = max(0, min(end, self._held_by(source, keys, inquest)) - start)
+            if not blocks:
+                continue
+            needed = source.costs.seconds_for(blocks * self._arena.slot_bytes, now)
+            if needed is None:
+                return None
+            seconds += needed
+            start += blocks
+        return seconds
+
+    @property
+    def lookup_seconds(self) -> float:
+        """How long the quickest shared tier takes to say what it holds; 0 if that is not known."""
+        return min((source.costs.lookup_seconds for source in self._shared), default=0.0)
+
+    # Fetching
+
+    def fetch(self, keys: Sequence[BlockKey], end: int, inquest: Inquest | None = None) -> int:
         """Begin to bring `keys[:end]` into the arena; return up to which block they are there or on their way.
 
-        Only what no other request is fetching is read: one read a block, however many wait for it. The answer is
-        smaller than `end` if the arena has no room.
+        Each block comes from the first tier in the user's order that holds it. Only what no other request is fetching
+        is read: one read a block, however many wait for it. The answer is smaller than `end` if there is no room.
         """
         known = self._index.known_prefix(keys[:end])
         while known < end:
+            source, held = self._source_of(keys[:end], known, inquest)
+            if source is None:
+                break
             parent = keys[known - 1] if known else ROOT
-            stop = min(end, known + self._fetch_blocks, known + self._index.reservable(parent))
+            stop = min(held, known + self._fetch_blocks, known + self._index.reservable(parent))
+            if source.shared:
+                stop = min(stop, known + self._in_flight_slots - self._filling_shared)
             reservation = self._index.reserve(keys, known, stop) if stop > known else None
             if reservation is None:
                 break
             self._metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
-            queue = max((q for q in self._queues if q.tier.exclusive), key=lambda q: self._held_by(q, keys[:stop]))
             ticket = next(self._tickets)
-            self._fetches[ticket] = Fetch(reservation.slots, self._index.pin(keys[stop - 1]))
+            run = tuple(keys[known:stop])
+            self._fetches[ticket] = Fetch(run, reservation.slots, self._index.pin(run[-1]))
             self._filling.update(reservation.slots)
-            queue.submit_get(ticket, keys[:stop], known, [self._arena.slot_views(slot) for slot in reservation.slots])
+            self._filling_shared += len(run) if source.shared else 0
+            views = [self._arena.slot_views(slot) for slot in reservation.slots]
+            source.queue.submit_get(ticket, keys[:stop], known, views)
             known = stop
         return known
+
+    def _source_of(self, keys: Sequence[BlockKey], block: int, inquest: Inquest | None) -> tuple[Source | None, int]:
+        """The first tier that holds `block` of `keys` and all before it, and up to where it goes on."""
+        for source in self._sources:
+            if (held := self._held_by(source, keys, inquest)) > block:
+                return source, held
+        return None, 0
 
     def is_arriving(self, key: BlockKey) -> bool:
         """Whether `key` is being read from a tier at this moment."""
         return key in self._index and self._index.slot(key) in self._filling
 
+    # Writing
+
     def write_behind(self, keys: Sequence[BlockKey], end: int) -> None:
         """Have every tier store what it lacks of `keys[:end]`, all of which are held in the arena.
 
-        A write that finds its tier's queue full is dropped, with all that it held (H52).
+        A write that finds its tier's queue full, or its tier ill, is dropped, with all that it held (H52).
         """
-        for queue, writing in zip(self._queues, self._writing, strict=True):
-            start = self._held_by(queue, keys[:end])
-            while start < end and keys[start] in writing:
-                start += 1
-            while start < end:
-                stop = min(end, start + self._write_blocks)
-                run = tuple(keys[start:stop])
-                ticket = next(self._tickets)
-                self._writes[ticket] = Write(run, self._index.pin(run[-1]))
-                writing.update(run)
-                buffers = [self._arena.slot_views(slot) for slot in self._index.slots_of(run)]
-                if not queue.submit_put(ticket, keys[:stop], start, buffers, len(run) * self._arena.slot_bytes):
-                    self._end_write(ticket, writing)
-                    self._metrics.add("dropped_writes", end - start, TierName(queue.tier.name))
-                    break
-                start = stop
+        keys = keys[:end]
+        if self._seen_once is not None:
+            admitted = next((at for at, key in enumerate(keys) if key not in self._seen_once), end)
+            self._seen_once.add(keys)
+            keys = keys[:admitted]
+        for source in self._sources:
+            start = source.first_to_write(keys)
+            if start < len(keys) and source.shared and source.breaker.is_open:
+                self._metrics.add("dropped_writes", len(keys) - start, source.name)
+                continue
+            self._write(source, keys, start)
+
+    def _write(self, source: Source, keys: Sequence[BlockKey], start: int) -> None:
+        while start < len(keys):
+            stop = min(len(keys), start + self._write_blocks)
+            run = tuple(keys[start:stop])
+            ticket = next(self._tickets)
+            self._writes[ticket] = Write(run, self._index.pin(run[-1]))
+            source.writing.update(run)
+            buffers = [self._arena.slot_views(slot) for slot in self._index.slots_of(run)]
+            nbytes = len(run) * self._arena.slot_bytes
+            if not source.queue.submit_put(ticket, keys[:stop], start, buffers, nbytes):
+                self._end_write(ticket, source)
+                self._metrics.add("dropped_writes", len(keys) - start, source.name)
+                break
+            start = stop
+
+    # What became of it
 
     def poll(self) -> None:
         """Take in what the tiers' threads have finished since the last call."""
-        for queue, writing in zip(self._queues, self._writing, strict=True):
-            for done in queue.poll():
-                if isinstance(done, GetDone):
-                    self._end_fetch(done, TierName(queue.tier.name))
-                elif isinstance(done, PutDone):
-                    blocks = len(self._writes[done.ticket].keys)
-                    self._end_write(done.ticket, writing)
-                    self._metrics.add("written_blocks", done.stored, TierName(queue.tier.name))
-                    self._metrics.add("written_bytes", done.stored * self._arena.slot_bytes, TierName(queue.tier.name))
-                    self._metrics.add("dropped_writes", blocks - done.stored, TierName(queue.tier.name))
+        now = self._clock()
+        for source in self._sources:
+            for done in source.queue.poll():
+                if isinstance(done, LookupDone):
+                    self._end_lookup(done, source, now)
+                elif isinstance(done, GetDone):
+                    self._end_fetch(done, source, now)
+                else:
+                    write = self._end_write(done.ticket, source)
+                    self._count_write(source, write, done)
+            if source.shared:
+                for ticket in source.queue.running_longer_than(self._patience):
+                    self._blame(source, ticket)
+
+    def _judge(self, source: Source, done: LookupDone | GetDone, now: float) -> None:
+        """What an operation says of its tier's health; one that was too late has been judged already."""
+        blamed = done.ticket in source.blamed
+        source.blamed.discard(done.ticket)
+        if not done.seconds:
+            source.breaker.not_tried()
+        if not source.shared or blamed or not done.seconds:
+            return
+        if done.ok:
+            if source.breaker.is_open:
+                logger.warning("kvpact: the %s tier works again", source.name)
+            source.breaker.succeeded()
+        else:
+            self._fail(source, now)
+
+    def _blame(self, source: Source, ticket: Ticket) -> None:
+        """An operation is too late; it counts as a failure once."""
+        if ticket not in source.blamed:
+            source.blamed.add(ticket)
+            self._fail(source, self._clock())
+
+    def _fail(self, source: Source, now: float) -> None:
+        self._metrics.add("tier_failures", label=source.name)
+        if source.breaker.failed(now):
+            reason = source.queue.tier.health().reason or "it does not answer in time"
+            logger.warning("kvpact: the %s tier is left alone for a while: %s", source.name, reason)
+
+    def _end_lookup(self, done: LookupDone, source: Source, now: float) -> None:
+        _, inquest = self._lookups.pop(done.ticket)
+        self._judge(source, done, now)
+        if done.ok and done.seconds:
+            source.costs.note_lookup(done.seconds, now)
+            source.known.add(inquest.keys[: done.held])
+            source.known.discard(inquest.keys[done.held :])
+        if inquest.waiting.pop(source, None) is not None:
+            inquest.held[source] = done.held
+
+    def _end_fetch(self, done: GetDone, source: Source, now: float) -> None:
+        fetch = self._fetches.pop(done.ticket)
+        self._judge(source, done, now)
+        self._filling.difference_update(fetch.slots)
+        self._filling_shared -= len(fetch.slots) if source.shared else 0
+        self._index.complete(fetch.slots[: done.arrived])
+        self._index.abandon(fetch.slots[done.arrived :])
+        self._index.unpin(fetch.pin)
+        source.known.discard(fetch.keys[done.arrived :])
+        nbytes = done.arrived * self._arena.slot_bytes
+        if done.seconds and nbytes:
+            source.costs.note_read(nbytes, done.seconds, now)
+        self._metrics.add("read_blocks", done.arrived, source.name)
+        self._metrics.add("read_bytes", nbytes, source.name)
+
+    def _end_write(self, ticket: Ticket, source: Source) -> Write:
+        source.blamed.discard(ticket)
+        write = self._writes.pop(ticket)
+        source.writing.difference_update(write.keys)
+        self._index.unpin(write.pin)
+        return write
+
+    def _count_write(self, source: Source, write: Write, done: PutDone) -> None:
+        if source.shared:
+            source.known.add(write.keys[: done.stored])
+            source.known.discard(write.keys[done.stored :])
+        self._metrics.add("written_blocks", done.stored, source.name)
+        self._metrics.add("written_bytes", done.stored * self._arena.slot_bytes, source.name)
+        self._metrics.add("dropped_writes", len(write.keys) - done.stored, source.name)
+
+    # Losing
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Have every tier drop these blocks and all that need them: a load of them failed. None is held from now on."""
+        for source in self._sources:
+            source.deleting.update(keys)
+            source.known.discard(keys)
 
-        def delete(tier: Tier) -> None:
-            tier.delete(keys)
-            self._deleting[tier].difference_update(keys)
+            def delete(tier: Tier, source: Source = source) -> None:
+                tier.delete(keys)
+                source.deleting.difference_update(keys)
 
-        for queue in self._queues:
-            self._deleting[queue.tier].update(keys)
-            queue.submit_errand(delete)
+            source.queue.submit_errand(delete)
 
     def clear(self) -> None:
         """Have every tier drop all it holds, what is being written included; it counts as empty from now on."""
-        for queue in self._queues:
-            self._clearing.add(queue.tier)
-            queue.submit_errand(self._clear)
+        for source in self._sources:
+            source.clearing = True
+            source.known.clear()
 
-    def _clear(self, tier: Tier) -> None:
-        tier.clear()
-        self._clearing.discard(tier)
+            def clear(tier: Tier, source: Source = source) -> None:
+                tier.clear()
+                source.clearing = False
+
+            source.queue.submit_errand(clear)
+
+    # Telling
 
     @property
     def pending(self) -> int:
-        """Reads and writes that have not ended."""
-        return len(self._fetches) + len(self._writes)
+        """Look-ups, reads and writes that have not ended."""
+        return len(self._lookups) + len(self._fetches) + len(self._writes)
 
     def observe(self) -> None:
         """Bring the tiers' gauges and totals up to date; tiers of one kind share their series."""
-        for name in {TierName(queue.tier.name) for queue in self._queues}:
-            queues = [queue for queue in self._queues if queue.tier.name == name]
-            capacities = [queue.tier.capacity() for queue in queues]
-            counts = [queue.tier.counts() for queue in queues]
+        for name in {source.name for source in self._sources}:
+            sources = [source for source in self._sources if source.name == name]
+            capacities = [source.queue.tier.capacity() for source in sources]
+            counts = [source.queue.tier.counts() for source in sources]
             slots = sum(capacity.capacity_bytes for capacity in capacities) // self._arena.slot_bytes
             self._metrics.set("capacity_blocks", slots, name)
             self._metrics.set("held_blocks", sum(capacity.blocks for capacity in capacities), name)
-            self._metrics.set("queued_write_bytes", sum(queue.pending_write_bytes for queue in queues), name)
+            self._metrics.set("used_bytes", sum(capacity.used_bytes for capacity in capacities), name)
+            self._metrics.set("queued_write_bytes", sum(source.queue.pending_write_bytes for source in sources), name)
+            self._metrics.set("open_breakers", sum(source.breaker.is_open for source in sources), name)
+            self._metrics.set("lookup_seconds", max(source.costs.lookup_seconds for source in sources), name)
+            self._metrics.set("read_bytes_per_second", max(source.costs.bytes_per_second for source in sources), name)
             self._metrics.raise_to("damaged_records", sum(count.damaged for count in counts), name)
             self._metrics.raise_to("evicted_blocks", sum(count.evicted for count in counts), name)
 
     def close(self, timeout: float) -> bool:
         """Flush what is queued, at most `timeout` seconds over all tiers, and close them; whether all was flushed."""
-        share = timeout / max(1, len(self._queues))
-        flushed = [queue.close(share) for queue in self._queues]
+        share = timeout / max(1, len(self._sources))
+        flushed = [source.queue.close(share) for source in self._sources]
         self.poll()
-        for queue in self._queues:
-            queue.tier.close()
+        for source in self._sources:
+            source.queue.tier.close()
         return all(flushed)
-
-    def _end_fetch(self, done: GetDone, tier: TierName) -> None:
-        fetch = self._fetches.pop(done.ticket)
-        self._filling.difference_update(fetch.slots)
-        self._index.complete(fetch.slots[: done.arrived])
-        self._index.abandon(fetch.slots[done.arrived :])
-        self._index.unpin(fetch.pin)
-        self._metrics.add("read_blocks", done.arrived, tier)
-        self._metrics.add("read_bytes", done.arrived * self._arena.slot_bytes, tier)
-
-    def _end_write(self, ticket: Ticket, writing: set[BlockKey]) -> None:
-        write = self._writes.pop(ticket)
-        writing.difference_update(write.keys)
-        self._index.unpin(write.pin)

@@ -11,7 +11,13 @@ from kvpact.contract import ExternalCache
 from kvpact.engine import ByteSegment, MultiCache, MultiWorker, ReferenceCache, SimulatedWorker
 from kvpact.testkit.conformance import CacheConformance, CacheFactory, CachePlace, CacheUnderTest, run_conformance
 from kvpact.testkit.findings import concerned
-from kvpact.testkit.subjects import pact_cache, pact_cache_with_disk, reference_cache
+from kvpact.testkit.subjects import (
+    pact_cache,
+    pact_cache_with_all,
+    pact_cache_with_disk,
+    pact_cache_with_shared,
+    reference_cache,
+)
 from kvpact.testkit.suite import checks_of
 from kvpact.testkit.verdict import Verdict, as_text
 
@@ -39,6 +45,18 @@ class TestPactCacheAboveADiskThatLoadsAsynchronously(CacheConformance):
 
     def make_cache(self, place: CachePlace) -> CacheUnderTest:
         return pact_cache_with_disk(place, **ASYNCHRONOUS)
+
+
+class TestPactCacheAboveASharedTier(CacheConformance):
+    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+        return pact_cache_with_shared(place)
+
+
+class TestPactCacheAboveADiskAndASharedTierThatLoadsAsynchronously(CacheConformance):
+    plays = 2
+
+    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+        return pact_cache_with_all(place, **ASYNCHRONOUS)
 
 
 class TestReferenceCache(CacheConformance):

@@ -18,6 +18,7 @@ from kvpact.testkit.soak import SUBJECTS, SoakFailure, report, soak
 from kvpact.testkit.subjects import pact_cache, pact_cache_with_disk
 
 STEPS = 20_000
+SHARED = ["shared", "disk and shared, second use"]
 LONG_RUN_STEPS = 2_000_000
 
 
@@ -131,4 +132,4 @@ def test_a_soak_that_fails_names_the_seed_and_the_calls() -> None:
 
 
 def test_the_soak_goes_through_every_configuration() -> None:
-    assert [*SUBJECTS] == ["memory", "memory, asynchronous", "disk", "disk, asynchronous"]
+    assert [*SUBJECTS] == ["memory", "memory, asynchronous", "disk", "disk, asynchronous", *SHARED]

@@ -42,7 +42,7 @@ class BoundChecks(Suite[CacheLab]):
         prompts = [prompt(4, seed=seed) for seed in range(slots // 2)]
         scene.warm(*prompts)
         asked = [scene.request(f"again-{n}", tokens, held=True) for n, tokens in enumerate(prompts)]
-        matches = [scene.probe(request) for request in asked]
+        matches = scene.probe_all(asked)
         total = sum(match.num_tokens for match in matches)
         if not total:
             raise NotObservable("the cache promises nothing of prompts that were computed before")

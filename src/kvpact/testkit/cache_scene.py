@@ -266,6 +266,21 @@ class CacheScene:
             self.step()
         raise Broken(f"{request.request_id} is told to ask again later, {steps} times", protects=("P11", "H10"))
 
+    def probe_all(self, requests: Sequence[Request], steps: int = 500) -> list[ExternalKVMatch]:
+        """Ask for all these held requests' matches, as an engine does whose head of the queue is blocked.
+
+        The answers are of one step, so all promises hold at once. Raises Broken if there are none in time.
+        """
+        self.say(f"ask for {', '.join(request.request_id for request in requests)} behind 0 tokens, until all answer")
+        for _ in range(steps):
+            with self.judged():
+                matches = [self.watch.prepare_external_match(request, 0) for request in requests]
+            answers = [match for match in matches if match is not None]
+            if len(answers) == len(requests):
+                return answers
+            self.step()
+        raise Broken(f"some are told to ask again later, {steps} times", protects=("P11", "H10"))
+
     def run(self, *requests: Request, steps: int = 2000) -> None:
         """Step until these requests have ended. Raises Broken (P11) if they do not."""
         self.say(f"run {', '.join(request.request_id for request in requests)} to the end")

@@ -15,7 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from kvpact.testkit.play import BrokenPlay, Figures, random_play
-from kvpact.testkit.subjects import CacheFactory, pact_cache, pact_cache_with_disk
+from kvpact.testkit.subjects import (
+    CacheFactory,
+    pact_cache,
+    pact_cache_with_all,
+    pact_cache_with_disk,
+    pact_cache_with_shared,
+)
 
 CALLS = 400
 """Calls of one play; about 650 engine steps."""
@@ -25,6 +31,8 @@ SUBJECTS: Mapping[str, CacheFactory] = {
     "memory, asynchronous": partial(pact_cache, sync_load_limit=0),
     "disk": pact_cache_with_disk,
     "disk, asynchronous": partial(pact_cache_with_disk, sync_load_limit=0),
+    "shared": pact_cache_with_shared,
+    "disk and shared, second use": partial(pact_cache_with_all, sync_load_limit=0, admit="second-use"),
 }
 """kvpact's own cache in its configurations; a soak goes through them in turn."""
 

@@ -5,11 +5,12 @@ Owns the description of the place and the factories of kvpact's own caches. Runs
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvpact.arena import Arena, ArenaSegment
 from kvpact.blocks import Namespace
@@ -18,15 +19,23 @@ from kvpact.config import load_config
 from kvpact.contract import ExternalCache, ExternalCacheWorker
 from kvpact.engine import ReferenceCache
 from kvpact.errors import TierError
+from kvpact.testkit.dictionary_store import DictionaryStore, StoredBytes
 from kvpact.testkit.faults import Faults, FaultyTier
 from kvpact.testkit.stepped_queue import SteppedQueue
 from kvpact.tiers.base import Tier
 from kvpact.tiers.disk import DiskTier
 from kvpact.tiers.queue import TierQueue
+from kvpact.tiers.shared import SharedTier
 from kvpact.tiers.slab import PAGE_BYTES
 
 DISK_SLOTS = 64
 """Blocks that the disk of `pact_cache_with_disk` has room for."""
+
+SHARED_RECORDS = 80
+"""Records that the store of `pact_cache_with_shared` keeps."""
+
+_SCENES_KEPT = 4
+"""Scenes whose shared store is remembered, in case they restart their cache."""
 
 
 @dataclass(slots=True)
@@ -94,8 +103,11 @@ def made_for(factory: CacheFactory, place: CachePlace) -> CacheUnderTest:
     return CacheUnderTest(made) if isinstance(made, ExternalCache) else made
 
 
-def pact_cache(place: CachePlace, *, disk_slots: int = 0, **settings: object) -> CacheUnderTest:
-    """kvpact's own cache; with `disk_slots`, a disk tier below it that outlives a restart. `settings` as a user's."""
+def pact_cache(place: CachePlace, *, disk_slots: int = 0, shared: bool = False, **settings: object) -> CacheUnderTest:
+    """kvpact's own cache; with `disk_slots`, a disk tier below it, with `shared`, a shared one. Both outlive a restart.
+
+    `settings` as a user's.
+    """
     slot_bytes = -(-place.slot_bytes // PAGE_BYTES) * PAGE_BYTES
     namespace = Namespace({"weights": place.weights, "block_size": str(place.block_size)})
     segments = [ArenaSegment.create(place.num_slots, slot_bytes) for _ in range(place.num_ranks)]
@@ -105,8 +117,13 @@ def pact_cache(place: CachePlace, *, disk_slots: int = 0, **settings: object) ->
         capacity = 4 * PAGE_BYTES + disk_slots * (block_bytes + 512)
         with suppress(TierError):  # an engine serves on without a tier that cannot be opened
             tiers = [place.queue(DiskTier.open(place.directory, namespace, block_bytes, capacity))]
+    if shared:
+        store = DictionaryStore(_records_at(place.directory), place.faults)
+        tiers.append(place.queue(SharedTier(store, namespace, place.num_ranks * slot_bytes)))
+    # How fast the scene's time passes says nothing about what is worth loading.
+    defaults = {"plan_lifetime": 0.05, "prepare_deadline": 0.5, "load_deadline": 0.5, "recompute_if_faster": False}
     cache = PactCache(
-        load_config({"plan_lifetime": 0.05, "prepare_deadline": 0.5, "load_deadline": 0.5, **settings}, {}),
+        load_config({**defaults, **settings}, {}),
         namespace=namespace.digest,
         block_size=place.block_size,
         arena=Arena(segments),
@@ -134,9 +151,39 @@ def pact_cache(place: CachePlace, *, disk_slots: int = 0, **settings: object) ->
     )
 
 
-def pact_cache_with_disk(place: CachePlace, **settings: object) -> CacheUnderTest:
+def pact_cache_with_disk(place: CachePlace, **settings: Any) -> CacheUnderTest:
     """`pact_cache` above a disk tier."""
     return pact_cache(place, disk_slots=DISK_SLOTS, **settings)
+
+
+def pact_cache_with_shared(place: CachePlace, **settings: Any) -> CacheUnderTest:
+    """`pact_cache` above a shared tier."""
+    return pact_cache(place, disk_slots=0, shared=True, **settings)
+
+
+def pact_cache_with_all(place: CachePlace, **settings: Any) -> CacheUnderTest:
+    """`pact_cache` above a disk tier and a shared one."""
+    return pact_cache(place, disk_slots=DISK_SLOTS, shared=True, **settings)
+
+
+class _BoundedRecords(StoredBytes):
+    """A store that evicts what was stored first, whatever needs it, as one that knows nothing of prefixes would."""
+
+    def __setitem__(self, name: str, record: bytes) -> None:
+        super().__setitem__(name, record)
+        while len(self) > SHARED_RECORDS:
+            del self[next(iter(self))]
+
+
+_records: OrderedDict[Path, StoredBytes] = OrderedDict()
+
+
+def _records_at(directory: Path) -> StoredBytes:
+    """What the store of a scene at `directory` holds; the last few scenes' are kept."""
+    records = _records.setdefault(directory, _BoundedRecords())
+    while len(_records) > _SCENES_KEPT:
+        _records.popitem(last=False)
+    return records
 
 
 def reference_cache(place: CachePlace, *, asynchronous: bool = True) -> CacheUnderTest:

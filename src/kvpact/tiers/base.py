@@ -197,10 +197,11 @@ class TierCapacity:
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """Whether a tier works at present; `reason` says in one line why not."""
+    """Whether a tier works at present; `reason` says in one line why not. One that is full may be `readable` still."""
 
     ok: bool
     reason: str = ""
+    readable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -384,7 +384,8 @@ class DiskTier(Tier):
 
     def health(self) -> TierHealth:
         trouble = dict(self._trouble)
-        return TierHealth(not trouble.keys() & {"read", "write"}, "; ".join(trouble.values()))
+        ok = not trouble.keys() & {"read", "write"}
+        return TierHealth(ok, "; ".join(trouble.values()), "read" not in trouble)
 
     def close(self) -> None:
         with self._lock:

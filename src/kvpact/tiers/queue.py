@@ -25,11 +25,27 @@ Ticket: TypeAlias = Hashable
 
 
 @dataclass(frozen=True, slots=True)
+class LookupDone:
+    """A look-up has ended: `held` blocks in a row from the first were there. `ok` and `seconds` as in `GetDone`."""
+
+    ticket: Ticket
+    held: int
+    ok: bool = field(default=True, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class GetDone:
-    """A read has ended: `arrived` blocks in a row are in their buffers, and nothing writes to any of them any more."""
+    """A read has ended: `arrived` blocks in a row are in their buffers, and nothing writes to any of them any more.
+
+    `ok` is False if the store did not work, which a miss alone does not show. `seconds` were spent in the tier, without
+    the wait for a thread; 0 if it was not asked.
+    """
 
     ticket: Ticket
     arrived: int
+    ok: bool = field(default=True, compare=False)
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +54,11 @@ class PutDone:
 
     ticket: Ticket
     stored: int
+    ok: bool = field(default=True, compare=False)
+    seconds: float = field(default=0.0, compare=False)
 
 
-Done: TypeAlias = GetDone | PutDone
+Done: TypeAlias = LookupDone | GetDone | PutDone
 
 
 @dataclass(eq=False, slots=True)
@@ -50,13 +68,19 @@ class _Job:
     start: int
     buffers: Sequence[BlockBuffer]
     write_bytes: int = 0
-    is_put: bool = False
+    kind: type[Done] = GetDone
     errand: Callable[[Tier], object] | None = None
+    began: float | None = None
     arrived: int = 0
     cancelled: bool = False
 
-    def done(self, blocks: int) -> Done:
-        return PutDone(self.ticket, blocks) if self.is_put else GetDone(self.ticket, blocks)
+    @property
+    def is_put(self) -> bool:
+        return self.kind is PutDone
+
+    def done(self, blocks: int, ok: bool) -> Done:
+        seconds = 0.0 if self.began is None else time.monotonic() - self.began
+        return self.kind(self.ticket, blocks, ok, seconds)
 
 
 @dataclass(slots=True)
@@ -75,7 +99,7 @@ class _Shared:
 
 
 class TierQueue:
-    """Runs one tier's `get` and `put` on `threads` daemon threads.
+    """Runs one tier's `lookup`, `get` and `put` on `threads` daemon threads.
 
     Every ticket that was accepted is reported by `poll` exactly once, and until then its buffers belong to the queue,
     also after `cancel` (H21). Writes run one after another, in the order in which they came, so that a chain's head is
@@ -95,6 +119,10 @@ class TierQueue:
         for thread in self._threads:
             thread.start()
 
+    def submit_lookup(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
+        """Find out how many of `keys` the tier holds. Raises PactViolation if the ticket is under way."""
+        self._submit(_Job(ticket, keys, 0, (), kind=LookupDone))
+
     def submit_get(self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
         """Read block `start + i` of `keys` into `buffers[i]`. Raises PactViolation if the ticket is under way."""
         self._submit(_Job(ticket, keys, start, buffers))
@@ -109,12 +137,12 @@ class TierQueue:
         """
         if self._shared.write_bytes + nbytes > self._max_write_bytes:
             return False
-        self._submit(_Job(ticket, keys, start, buffers, nbytes, is_put=True))
+        self._submit(_Job(ticket, keys, start, buffers, nbytes, kind=PutDone))
         return True
 
     def submit_errand(self, errand: Callable[[Tier], object]) -> None:
         """Call `errand(tier)` after the writes that were submitted before it; nothing is reported."""
-        self._submit(_Job(object(), (), 0, (), is_put=True, errand=errand))
+        self._submit(_Job(object(), (), 0, (), kind=PutDone, errand=errand))
 
     def _submit(self, job: _Job) -> None:
         shared = self._shared
@@ -123,7 +151,7 @@ class TierQueue:
                 raise PactViolation(f"ticket {job.ticket!r} is under way already; a ticket names one read or write")
             if shared.closing:
                 if job.errand is None:
-                    shared.done.append(job.done(0))
+                    shared.done.append(job.done(0, True))
                 return
             shared.under_way[job.ticket] = job
             shared.write_bytes += job.write_bytes
@@ -136,7 +164,7 @@ class TierQueue:
         return job.arrived if job is not None else 0
 
     def cancel(self, ticket: Ticket) -> None:
-        """The read is wanted no more. It ends early, or is never begun, and is reported like any other."""
+        """The read or look-up is wanted no more. It ends early, or is never begun, and is reported like any other."""
         shared = self._shared
         with shared.condition:
             job = shared.under_way.get(ticket)
@@ -146,6 +174,12 @@ class TierQueue:
             if job in shared.gets:
                 shared.gets.remove(job)
                 _finish(shared, job, 0)
+
+    def running_longer_than(self, seconds: float) -> list[Ticket]:
+        """Tickets that the tier itself has been busy with for more than so many seconds."""
+        shared, before = self._shared, time.monotonic() - seconds
+        with shared.condition:
+            return [job.ticket for job in shared.under_way.values() if job.began is not None and job.began < before]
 
     def poll(self) -> list[Done]:
         """What has ended since the last call. Never waits."""
@@ -188,12 +222,12 @@ def _drop_waiting(shared: _Shared, waiting: deque[_Job]) -> None:
         _finish(shared, waiting.popleft(), 0)
 
 
-def _finish(shared: _Shared, job: _Job, blocks: int) -> None:
+def _finish(shared: _Shared, job: _Job, blocks: int, ok: bool = True) -> None:
     """Report a job's end, exactly once. The condition must be held."""
     del shared.under_way[job.ticket]
     shared.write_bytes -= job.write_bytes
     if job.errand is None:
-        shared.done.append(job.done(blocks))
+        shared.done.append(job.done(blocks, ok))
     shared.condition.notify_all()
 
 
@@ -213,17 +247,20 @@ def _next_job(shared: _Shared) -> _Job | None:
 
 def _work(tier: Tier, shared: _Shared) -> None:
     while (job := _next_job(shared)) is not None:
-        blocks = 0
+        blocks, ok = 0, False
+        job.began = time.monotonic()
         try:
             blocks = _run(tier, job)
+            health = tier.health()
+            ok = health.ok if job.is_put else health.readable
         except Exception as error:  # a tier's defect costs this ticket, never the thread or the engine
-            kind = f"{'write' if job.is_put else 'read'} {type(error).__name__}"
+            kind = f"{'write' if job.is_put else 'read'} that raised {type(error).__name__}"
             if kind not in shared.said:
                 shared.said.add(kind)
                 logger.exception("tier %s: a %s failed; further ones are not logged", tier.name, kind)
         with shared.condition:
             shared.writing = shared.writing and not job.is_put
-            _finish(shared, job, blocks)
+            _finish(shared, job, blocks, ok)
 
 
 def _run(tier: Tier, job: _Job) -> int:
@@ -232,6 +269,8 @@ def _run(tier: Tier, job: _Job) -> int:
         return 0
     if job.is_put:
         return tier.put(job.keys, job.start, job.buffers)
+    if job.kind is LookupDone:
+        return tier.lookup(job.keys)
 
     def progress(arrived: int) -> bool:
         job.arrived = arrived

@@ -383,7 +383,7 @@ class SharedTier(Tier):
 
     def health(self) -> TierHealth:
         trouble = dict(self._trouble)
-        return TierHealth(not trouble, "; ".join(trouble.values()))
+        return TierHealth(not trouble, "; ".join(trouble.values()), "read" not in trouble)
 
     def close(self) -> None:
         with self._lock:

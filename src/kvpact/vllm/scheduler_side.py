@@ -20,7 +20,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalKVMatch, WorkerReport
 from kvpact.errors import PactViolation, TierError
 from kvpact.metrics import Metrics, explain_misses
-from kvpact.tiers.disk import DiskTier
+from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
 from kvpact.tiers.queue import TierQueue
 from kvpact.vllm.context import BlockPoolContext
 from kvpact.vllm.identity import AdapterDigests, engine_namespace, request_identity
@@ -83,6 +83,7 @@ class SchedulerSide:
     def __init__(self, config: KvpactConfig, vllm_config: Any, metrics: Metrics) -> None:
         self.cache: PactCache | None = None
         self._config = config
+        self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics = metrics
         self._block_size = int(vllm_config.cache_config.block_size)
@@ -118,7 +119,7 @@ class SchedulerSide:
         tiers = []
         for url in self._config.tiers:
             try:
-                tier = DiskTier.open(url.path, namespace, arena.slot_bytes, url.capacity)
+                tier = open_tier(url, TierPlace(namespace, arena.slot_bytes, self._seal))
             except TierError as error:
                 logger.error("kvpact: serving without the tier %s: %s", url, error)
                 continue
@@ -162,7 +163,9 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """vLLM accepted a request."""
-        self._view(request)
+        view = self._view(request)
+        if self.cache is not None:
+            self.cache.on_new_request(view)
 
     def _view(self, request: Any) -> VllmRequest:
         view = self._requests.get(request.request_id)
