@@ -1,0 +1,189 @@
+"""Real Redis servers for tests: on a free port of loopback, in a directory of their own, ended by their pid.
+
+Owns starting and stopping them. A missing program is a failure that names the Debian package.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import redis
+
+START_SECONDS = 20.0
+MASTERS = 3
+
+
+def program(name: str, package: str) -> str:
+    """Where a program is. Fails the test that needs it if it is not installed."""
+    path = which(name)
+    assert path, f"{name} is not installed; apt-get install {package}"
+    return path
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listens on, all different."""
+    with ExitStack() as sockets:
+        probes = [sockets.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@dataclass
+class RedisServer:
+    """A `redis-server` process, which keeps nothing on disk."""
+
+    directory: Path
+    port: int
+    options: tuple[str, ...] = ()
+    tls: Authority | None = None
+    password: str = ""
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Run it, and wait until it answers."""
+        listen = ["--port", str(self.port)]
+        if self.tls is not None:
+            listen = ["--port", "0", "--tls-port", str(self.port), *self.tls.server_options()]
+        secret = ["--requirepass", self.password] if self.password else []
+        with (self.directory / f"redis-{self.port}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    program("redis-server", "redis-server"), *listen, "--bind", "127.0.0.1", "--dir",
+                    str(self.directory), "--save", "", "--appendonly", "no", "--daemonize", "no",
+                    *secret, *self.options,
+                ],
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with self.client() as client:
+                    client.ping()
+                    return
+            except redis.AuthenticationError:
+                return
+            except redis.RedisError:
+                assert self.process.poll() is None, f"redis-server ended at once; see {self.directory}"
+                assert time.monotonic() < deadline, "redis-server does not answer"
+                time.sleep(0.02)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> redis.Redis:
+        """Past the tier: what an administrator, or another program, does."""
+        options = {"password": self.password or None, "protocol": 2} | options
+        if self.tls is not None:
+            options |= {"ssl": True, "ssl_ca_certs": str(self.tls.certificates)}
+        return redis.Redis("127.0.0.1", self.port, **options)
+
+    def pause(self) -> None:
+        """It stops in the middle of what it does; its kernel still takes connections."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As the machine's end would."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.go_on()
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Certificates for servers on 127.0.0.1, signed by nobody whom the system knows."""
+
+    directory: Path
+
+    @classmethod
+    def create(cls, directory: Path) -> Authority:
+        def openssl(*words: str) -> None:
+            subprocess.run([program("openssl", "openssl"), *words], cwd=directory, check=True, capture_output=True)
+
+        key = ("-newkey", "rsa:2048", "-nodes")
+        openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-days", "2", "-subj", "/CN=kvpact tests")
+        openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=server")
+        (directory / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+        signed = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+        openssl("x509", "-req", "-in", "server.csr", "-out", "server.crt", *signed)
+        return cls(directory)
+
+    @property
+    def certificates(self) -> Path:
+        """What a client has to trust."""
+        return self.directory / "ca.crt"
+
+    def server_options(self) -> list[str]:
+        return [
+            "--tls-cert-file", str(self.directory / "server.crt"), "--tls-key-file", str(self.directory / "server.key"),
+            "--tls-ca-cert-file", str(self.certificates), "--tls-auth-clients", "no",
+        ]  # fmt: skip
+
+
+@contextmanager
+def redis_server(
+    directory: Path, *options: str, port: int = 0, password: str = "", tls: Authority | None = None
+) -> Iterator[RedisServer]:
+    """One server; `options` are its own, such as "--maxmemory", "8mb"."""
+    os.makedirs(directory, exist_ok=True)
+    server = RedisServer(directory, port or free_ports(1)[0], options, tls, password)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def redis_cluster(directory: Path) -> Iterator[list[RedisServer]]:
+    """Three masters that share the hash slots, without replicas."""
+    ports = free_ports(2 * MASTERS)
+    with ExitStack() as servers:
+        nodes = []
+        for port, bus in zip(ports[:MASTERS], ports[MASTERS:], strict=True):
+            options = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-config-file", f"{port}.conf")
+            nodes.append(servers.enter_context(redis_server(directory, *options, port=port)))
+        for number, node in enumerate(nodes):
+            with node.client() as client:
+                first, end = (16384 * at // MASTERS for at in (number, number + 1))
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, end - 1)
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+                for port, bus in zip(ports[:number], ports[MASTERS:], strict=False):
+                    client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
+        deadline = time.monotonic() + START_SECONDS
+        while not all(_joined(node) for node in nodes):
+            assert time.monotonic() < deadline, "the cluster does not come together"
+            time.sleep(0.05)
+        yield nodes
+
+
+def _joined(node: RedisServer) -> bool:
+    with node.client() as client:
+        told = client.execute_command("CLUSTER", "INFO")
+    if isinstance(told, bytes):
+        told = dict(line.split(":", 1) for line in told.decode().split())
+    return told["cluster_state"] == "ok" and int(told["cluster_known_nodes"]) == MASTERS
