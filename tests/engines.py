@@ -32,8 +32,11 @@ def prompt(seed: int, blocks: int, tail: int = 17) -> list[int]:
 
 
 def kvpact_transfer_config(**settings: object) -> dict[str, Any]:
-    """The `kv_transfer_config` that turns kvpact on, with `settings` as its configuration."""
-    return load_config(settings, {}).kv_transfer_config()
+    """The `kv_transfer_config` that turns kvpact on, with `settings` as its configuration.
+
+    A tiny model on a busy machine may compute faster than it loads, so by default everything is loaded.
+    """
+    return load_config({"recompute_if_faster": False, **settings}, {}).kv_transfer_config()
 
 
 class EnginePool:

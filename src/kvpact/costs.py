@@ -13,7 +13,7 @@ DECAY: Final = 0.8
 """What remains of an average's weight after one more measurement: the last five count two thirds."""
 
 FORGET_SECONDS: Final = 30.0
-"""Without a new measurement for so long, a tier that was too slow is tried again."""
+"""Without a read for so long, a tier that was too slow is tried again."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class TierCosts:
 
     latency: Rate
     bandwidth: Rate
-    measured_at: float = 0.0
+    read_at: float = 0.0
 
     @property
     def lookup_seconds(self) -> float:
@@ -52,19 +52,18 @@ class TierCosts:
         """Bytes that arrive, verified, in a second of reading; 0 as long as none was measured."""
         return self.bandwidth.per_second
 
-    def note_lookup(self, seconds: float, now: float) -> None:
+    def note_lookup(self, seconds: float) -> None:
         """A look-up took so long."""
         self.latency.add(1, seconds)
-        self.measured_at = now
 
     def note_read(self, nbytes: int, seconds: float, now: float) -> None:
         """So many bytes arrived in so much time of one thread."""
         self.bandwidth.add(nbytes, seconds)
-        self.measured_at = now
+        self.read_at = now
 
     def seconds_for(self, nbytes: int, now: float) -> float | None:
         """How long it should take to read `nbytes`, or None if nobody knows (any more)."""
-        if not self.bytes_per_second or now > self.measured_at + FORGET_SECONDS:
+        if not self.bytes_per_second or now > self.read_at + FORGET_SECONDS:
             return None
         return nbytes / self.bytes_per_second
 

@@ -171,7 +171,7 @@ class Staging:
         self._writes: dict[Ticket, Write] = {}
         self._fetch_blocks = max(1, FETCH_BYTES // arena.slot_bytes)
         self._write_blocks = max(1, WRITE_BYTES // arena.slot_bytes)
-        self._in_flight_slots = max(self._fetch_blocks, int(IN_FLIGHT_SHARE * arena.num_slots))
+        self._in_flight_slots = max(1, int(IN_FLIGHT_SHARE * arena.num_slots))
 
     # Finding
 
@@ -354,7 +354,7 @@ class Staging:
         _, inquest = self._lookups.pop(done.ticket)
         self._judge(source, done, now)
         if done.ok and done.seconds:
-            source.costs.note_lookup(done.seconds, now)
+            source.costs.note_lookup(done.seconds)
             source.known.add(inquest.keys[: done.held])
             source.known.discard(inquest.keys[done.held :])
         if inquest.waiting.pop(source, None) is not None:

@@ -1,0 +1,358 @@
+"""The cache above stores that other engines use too: asked without waiting, trusted in nothing, never in the way."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvpact.contract import ExternalKVMatch
+from kvpact.metrics import MissReason, TierName, series
+from kvpact.testkit.dictionary_store import DictionaryStore
+from kvpact.tiers.base import UNSEALED, RecordSeal
+from kvpact.tiers.shared import RecordBuffer, RecordPieces, SharedTier, StoreError
+from scenes import NAMESPACE, PAGE, Scene, SceneRequest
+
+PATIENCE = 10.0
+SHARED = TierName.OTHER
+"""A dictionary is no kind that kvpact brings."""
+
+
+class TrialStore(DictionaryStore):
+    """A store in memory that can hang, be slow and fail, and that writes down what it was asked."""
+
+    def __init__(self, other: TrialStore | None = None) -> None:
+        super().__init__(other.records if other else None)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[str] = []
+        self.fails = False
+
+    def _meet(self, call: str) -> None:
+        self.calls.append(call)
+        assert self.gate.wait(PATIENCE)
+        if self.fails:
+            raise StoreError("the store is down")
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._meet(f"exists {len(names)}")
+        return super().exists(names)
+
+    def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
+        self._meet(f"read {len(names)}")
+        return super().read(names, buffers)
+
+    def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        self._meet(f"write {len(names)}")
+        super().write(names, records)
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(1, 1000) for _ in range(length)]
+
+
+def tier(store: TrialStore, seal: RecordSeal = UNSEALED, ranks: int = 1) -> SharedTier:
+    return SharedTier(store, NAMESPACE, PAGE * ranks, seal=seal)
+
+
+@pytest.fixture
+def make_scene() -> Iterator[Callable[..., Scene]]:
+    """Scenes that are closed with the test."""
+    scenes: list[Scene] = []
+
+    def make(*stores: TrialStore, **settings: object) -> Scene:
+        scenes.append(Scene(tiers=[tier(store) for store in stores], **{"recompute_if_faster": False, **settings}))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        for queue in scene.queues:
+            assert isinstance(queue.tier, SharedTier)
+            assert isinstance(queue.tier.store, TrialStore)
+            queue.tier.store.gate.set()
+        scene.close()
+
+
+def computed_elsewhere(make_scene: Callable[..., Scene], *lengths: int) -> TrialStore:
+    """A store with what another engine computed: for each length, a prompt with the seed of its place."""
+    store = TrialStore()
+    other = make_scene(store)
+    for seed, length in enumerate(lengths):
+        other.run_cold(SceneRequest(f"there-{seed}", tokens(length, seed)))
+    other.settle_tiers()
+    return store
+
+
+def count(scene: Scene, name: str, label: str = "") -> float:
+    return scene.cache.observe()[series(name, label)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_what_one_engine_computed_another_one_loads(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene, request = make_scene(store), SceneRequest("here", tokens(33))
+    assert scene.cache.prepare_external_match(request, 0) is None, "prepare does not wait for the store"
+    match = scene.prepare(request)
+    assert match.num_tokens == 32
+    scene.load(request, match)
+    assert scene.holds_content(request, range(8))
+    assert count(scene, "read_blocks", SHARED) == 8
+
+
+def test_h02_a_request_is_looked_up_once_however_often_it_is_asked_about(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene, request = make_scene(store), SceneRequest("here", tokens(33))
+    store.gate.clear()
+    for _ in range(200):
+        assert scene.cache.prepare_external_match(request, 0) is None
+        scene.cache.end_step()
+    store.gate.set()
+    assert scene.prepare(request).num_tokens == 32
+    for _ in range(200):
+        scene.prepare(request)
+    assert [call for call in store.calls if call.startswith("exists")] == ["exists 8"]
+    assert count(scene, "lookups") == 1
+
+
+def test_a_request_is_looked_up_when_it_arrives_before_there_is_room_for_it(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene, request = make_scene(store), SceneRequest("here", tokens(33))
+    scene.cache.on_new_request(request)
+    until(lambda: store.calls == ["exists 8"])
+    assert scene.prepare(request).num_tokens == 32
+    assert store.calls.count("exists 8") == 1
+
+
+def test_one_read_a_block_however_many_requests_wait_for_it(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene = make_scene(store)
+    requests = [SceneRequest(f"here-{number}", [*tokens(33), number]) for number in range(5)]
+    waiting = set(range(5))
+    while waiting:
+        for number in [*waiting]:
+            match = scene.cache.prepare_external_match(requests[number], 0)
+            if match is not None:
+                assert match.num_tokens == 32
+                waiting.discard(number)
+        scene.cache.end_step()
+    assert count(scene, "read_blocks", SHARED) == 8
+
+
+def test_answers_from_memory_ask_no_store(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore()
+    scene = make_scene(store)
+    scene.run_cold(SceneRequest("first", tokens(33)))
+    scene.settle_tiers()
+    store.calls.clear()
+    match = scene.cache.prepare_external_match(SceneRequest("second", tokens(33)), 0)
+    assert match is not None
+    assert match.num_tokens == 32
+    assert store.calls == []
+
+
+def test_h10_h58_a_store_that_hangs_costs_a_deadline_and_no_step_waits(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33, 33, 33, 33, 33))
+    scene = make_scene(store, prepare_deadline="2s")
+    store.gate.clear()
+    for seed in range(3):
+        request = SceneRequest(f"here-{seed}", tokens(33, seed))
+        answers = []
+        for _ in range(5):
+            began = time.monotonic()
+            answers.append(scene.cache.prepare_external_match(request, 0))
+            scene.cache.end_step()
+            assert time.monotonic() - began < 0.5
+            scene.now += 0.5
+        assert answers == [None] * 4 + [ExternalKVMatch(0)]
+        scene.cache.request_finished(request.request_id)
+    assert count(scene, "open_breakers", SHARED) == 1, "three deadlines in a row were missed"
+    asked = SceneRequest("not delayed", tokens(33, 3))
+    assert scene.cache.prepare_external_match(asked, 0) == ExternalKVMatch(0), "an ill store is not asked"
+    assert count(scene, "skipped_lookups", SHARED) == 1
+    store.gate.set()
+    scene.now += 10.0
+    assert scene.prepare(SceneRequest("tries", tokens(33, 4))).num_tokens == 32
+    assert count(scene, "open_breakers", SHARED) == 0
+
+
+def test_a_store_that_fails_is_left_alone_and_used_again_when_it_is_back(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 17, 17, 17, 17, 17, 17))
+    scene = make_scene(store)
+    store.fails = True
+    for seed in range(3):
+        assert scene.prepare(SceneRequest(f"here-{seed}", tokens(17, seed))).num_tokens == 0
+    asked = len(store.calls)
+    scene.run_cold(SceneRequest("computed meanwhile", tokens(17, 99)))
+    assert scene.prepare(SceneRequest("not asked", tokens(17, 3))).num_tokens == 0
+    assert len(store.calls) == asked, "neither look-ups nor writes go to a store that is ill"
+    assert count(scene, "dropped_writes", SHARED) == 4
+    store.fails = False
+    scene.now += 10.0
+    assert scene.prepare(SceneRequest("back", tokens(17, 4))).num_tokens == 16
+    assert count(scene, "misses", MissReason.NOT_STORED) == 4
+
+
+def test_h21_reads_of_a_hung_store_leave_half_of_the_memory_to_others(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 65, 65))
+    scene = make_scene(store, slots=16, prepare_deadline="2s")
+    request = SceneRequest("here", tokens(65))
+    scene.cache.on_new_request(request)
+    until(lambda: "exists 16" in store.calls and scene.queues[0].under_way == 0)
+    store.gate.clear()
+    assert scene.cache.prepare_external_match(request, 0) is None
+    until(lambda: any(call.startswith("read") for call in store.calls))
+    scene.now += 3.0
+    assert scene.cache.prepare_external_match(request, 0) == ExternalKVMatch(0)
+    scene.run_cold(SceneRequest("other", tokens(33, 7)))
+    match = scene.cache.prepare_external_match(SceneRequest("again", tokens(33, 7)), 0)
+    assert match is not None
+    assert match.num_tokens == 32, "the slots that the store may still write to are nobody's, the others are free"
+    reading = SceneRequest("checked", tokens(33, 7))
+    scene.load(reading, scene.prepare(reading))
+    store.gate.set()
+    scene.settle_tiers()
+    assert scene.holds_content(reading, range(8))
+
+
+def test_h11_what_the_store_evicts_between_look_up_and_read_is_a_shorter_match(
+    make_scene: Callable[..., Scene],
+) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene, request = make_scene(store), SceneRequest("here", tokens(33))
+    scene.cache.on_new_request(request)
+    until(lambda: scene.queues[0].under_way == 0)
+    names = [name for name in store.records if not name.endswith("namespace")]
+    del store.records[names[5]]
+    match = scene.prepare(request)
+    assert match.num_tokens == 20
+    scene.load(request, match)
+    assert scene.holds_content(request, range(5))
+    assert count(scene, "failed_tokens") == 0
+
+
+def test_h22_damage_is_a_miss_counted_and_mended_by_the_next_write(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    names = [name for name in store.records if not name.endswith("namespace")]
+    store.records[names[3]] = store.records[names[3]][:-1] + b"?"
+    scene, request = make_scene(store), SceneRequest("here", tokens(33))
+    match = scene.prepare(request)
+    assert match.num_tokens == 12
+    scene.load(request, match)
+    scene.compute(request, 3)
+    scene.cache.note_computed(request, 33, lambda: scene.tables["here"])
+    scene.report(scene.cache.end_step())
+    scene.settle_tiers()
+    assert count(scene, "damaged_records", SHARED) == 1
+    third = make_scene(TrialStore(store))
+    assert third.prepare(SceneRequest("there", tokens(33))).num_tokens == 32
+
+
+def test_h80_a_record_that_somebody_else_planted_is_not_served() -> None:
+    ours, theirs = RecordSeal.from_secret(b"our own secret!!"), RecordSeal.from_secret(b"another secret!!")
+    store = TrialStore()
+    for seal in (UNSEALED, theirs):
+        forger = Scene(tiers=[tier(TrialStore(store), seal)])
+        forger.run_cold(SceneRequest("planted", tokens(33)))
+        forger.settle_tiers()
+        forger.close()
+    engine = Scene(tiers=[tier(TrialStore(store), ours)])
+    assert engine.prepare(SceneRequest("first", tokens(33))).num_tokens == 0
+    engine.close()
+    # Somebody who can write to the store puts them where ours would be looked for.
+    group = next(iter(store.records)).partition("/")[0].partition("-")[0]
+    for name in [*store.records]:
+        store.records[f"{group}-{ours.name}/{name.partition('/')[2]}"] = store.records[name]
+    engine = Scene(tiers=[tier(TrialStore(store), ours)])
+    assert engine.prepare(SceneRequest("second", tokens(33))).num_tokens == 0
+    assert count(engine, "damaged_records", SHARED) >= 1
+    engine.close()
+
+
+def test_what_the_store_has_is_not_written_again(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene = make_scene(store, prepare_deadline=0)  # computes all by itself
+    scene.run_cold(SceneRequest("here", tokens(49)[:33]))
+    scene.settle_tiers()
+    assert not [call for call in store.calls if call.startswith("write") and call != "write 1"]
+    store.calls.clear()
+    scene.run_cold(SceneRequest("again", tokens(33)))
+    scene.settle_tiers()
+    assert store.calls == [], "and what it was found to have is not asked about again"
+
+
+def test_blocks_come_from_the_first_tier_that_has_them(make_scene: Callable[..., Scene]) -> None:
+    near, far, stem = TrialStore(), TrialStore(computed_elsewhere(make_scene, 33)), tokens(33)
+    first = make_scene(near)
+    first.run_cold(SceneRequest("stem", stem[:17]))
+    first.settle_tiers()
+    scene = make_scene(near, far)
+    near.calls.clear()
+    assert scene.prepare(SceneRequest("here", stem)).num_tokens == 32
+    assert [call for call in near.calls if call.startswith("read")] == ["read 4"]
+    assert [call for call in far.calls if call.startswith("read")] == ["read 4"]
+
+
+def test_with_second_use_a_block_is_written_when_it_is_needed_again(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore()
+    scene = make_scene(store, admit="second-use")
+    scene.run_cold(SceneRequest("first", tokens(33)))
+    scene.run_cold(SceneRequest("never again", tokens(33, 5)))
+    scene.settle_tiers()
+    assert store.records == {}
+    request = SceneRequest("second", tokens(33))
+    scene.load(request, scene.prepare(request))
+    scene.settle_tiers()
+    assert count(scene, "written_blocks", SHARED) == 8
+    third = make_scene(TrialStore(store))
+    assert third.prepare(SceneRequest("there", tokens(33))).num_tokens == 32
+
+
+def test_h60_what_is_computed_sooner_than_it_arrives_is_not_waited_for(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33, 33))
+    scene = make_scene(store, recompute_if_faster=True)
+    (source,) = scene.cache.staging._sources
+    assert scene.prepare(SceneRequest("measured", tokens(33))).num_tokens == 32
+    source.costs.note_read(1, 100.0, scene.now)  # a slow store
+    fast = SceneRequest("computes", tokens(65, 9))
+    for step in range(3):  # a fast engine
+        fast.request_id = f"computes-{step}"
+        scene.cache.prepare_external_match(fast, 0)
+        scene.cache.note_computed(fast, 64, lambda: scene.allocate(fast))
+        scene.cache.end_step()
+        scene.now += 0.001
+    assert scene.prepare(SceneRequest("computed", tokens(33, 1))).num_tokens == 0
+    assert count(scene, "misses", MissReason.RECOMPUTE_FASTER) == 1
+    assert count(scene, "declined_blocks") == 8
+    scene.now += 60.0
+    assert scene.prepare(SceneRequest("tried again", tokens(33, 1))).num_tokens == 32
+
+
+def test_h83_what_another_tenant_asked_is_not_found_by_its_time(make_scene: Callable[..., Scene]) -> None:
+    """With a salt of his own a tenant looks only for his own blocks: the store is asked for no other name."""
+    from kvpact.blocks import RequestIdentity
+
+    store = TrialStore()
+    scene = make_scene(store)
+    scene.run_cold(SceneRequest("tenant a", tokens(33), RequestIdentity(salt="a")))
+    scene.settle_tiers()
+    other = make_scene(TrialStore(store))
+    assert other.prepare(SceneRequest("tenant b", tokens(33), RequestIdentity(salt="b"))).num_tokens == 0
+    assert other.prepare(SceneRequest("nobody", tokens(33))).num_tokens == 0
+    assert other.prepare(SceneRequest("tenant a", tokens(33), RequestIdentity(salt="a"))).num_tokens == 32
+
+
+def test_h23_other_weights_or_ranks_hit_nothing(make_scene: Callable[..., Scene]) -> None:
+    store = computed_elsewhere(make_scene, 33)
+    two_ranks = Scene(ranks=2, tiers=[tier(TrialStore(store), ranks=2)])
+    assert two_ranks.prepare(SceneRequest("two ranks", tokens(33))).num_tokens == 0
+    two_ranks.close()
