@@ -48,6 +48,7 @@ class RedisServer:
     options: tuple[str, ...] = ()
     tls: Authority | None = None
     password: str = ""
+    configuration: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,8 +63,8 @@ class RedisServer:
         with (self.directory / f"redis-{self.port}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    program("redis-server", "redis-server"), *listen, "--bind", "127.0.0.1", "--dir",
-                    str(self.directory), "--save", "", "--appendonly", "no", "--daemonize", "no",
+                    program("redis-server", "redis-server"), *self.configuration, *listen, "--bind", "127.0.0.1",
+                    "--dir", str(self.directory), "--save", "", "--appendonly", "no", "--daemonize", "no",
                     *secret, *self.options,
                 ],
                 stdout=log, stderr=log,
@@ -147,15 +148,30 @@ class Authority:
 
 @contextmanager
 def redis_server(
-    directory: Path, *options: str, port: int = 0, password: str = "", tls: Authority | None = None
+    directory: Path,
+    *options: str,
+    port: int = 0,
+    password: str = "",
+    tls: Authority | None = None,
+    configuration: tuple[str, ...] = (),
 ) -> Iterator[RedisServer]:
     """One server; `options` are its own, such as "--maxmemory", "8mb"."""
     os.makedirs(directory, exist_ok=True)
-    server = RedisServer(directory, port or free_ports(1)[0], options, tls, password)
+    server = RedisServer(directory, port or free_ports(1)[0], options, tls, password, configuration)
     try:
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def redis_sentinel(directory: Path, master: RedisServer) -> Iterator[RedisServer]:
+    """One Sentinel, alone with its opinion, that watches `master` under the name "mymaster"."""
+    os.makedirs(directory, exist_ok=True)
+    file = directory / "sentinel.conf"
+    file.write_text(f"sentinel monitor mymaster 127.0.0.1 {master.port} 1\n")
+    with redis_server(directory, configuration=(str(file), "--sentinel")) as sentinel:
+        yield sentinel
 
 
 @contextmanager

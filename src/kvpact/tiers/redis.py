@@ -115,6 +115,8 @@ class _Wire:
 
     def __init__(self, connection: Any) -> None:
         self.deadline = 0.0
+        self.unanswered = 0
+        """Commands that were sent, and whose replies nobody has read yet."""
         self._connection = connection
         self._socket: socket.socket = connection._sock  # redis-py has no public name for it
         self._out = bytearray()
@@ -135,6 +137,7 @@ class _Wire:
 
     def send(self, *words: Words) -> None:
         """Add one command; `flush` sees to it that it is sent."""
+        self.unanswered += 1
         self._out += b"*%d\r\n" % len(words)
         for word in words:
             pieces = [word] if isinstance(word, bytes) else word
@@ -165,6 +168,10 @@ class _Wire:
 
     def reply(self, *, lenient: bool = False) -> Reply:
         """The next reply; with `lenient` None for a key that holds no string. Raises _ErrorReply for other errors."""
+        self.unanswered -= 1
+        return self._reply(lenient=lenient)
+
+    def _reply(self, *, lenient: bool = False) -> Reply:
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"$":
@@ -174,7 +181,7 @@ class _Wire:
         if kind == b"+":
             return rest
         if kind == b"*":
-            return [self.reply(lenient=lenient) for _ in range(int(rest))]
+            return [self._reply(lenient=lenient) for _ in range(int(rest))]
         if kind == b"-":
             if lenient and rest.startswith(b"WRONGTYPE"):
                 return None
@@ -183,6 +190,7 @@ class _Wire:
 
     def value_into(self, buffer: RecordBuffer) -> bool | bytes:
         """The next reply into `buffer`: whether it was a value of that length; what may be a split head is returned."""
+        self.unanswered -= 1
         line = self._line()
         if line[:1] != b"$":
             if line.startswith(b"-WRONGTYPE"):
@@ -198,6 +206,12 @@ class _Wire:
             self._fill(piece)
         self._skip(2)
         return True
+
+    def pass_over(self, replies: int) -> None:
+        """Read replies that nobody wants to know."""
+        for _ in range(replies):
+            with suppress(_ErrorReply):
+                self.reply()
 
     def _bulk(self, nbytes: int) -> bytes | None:
         if nbytes < 0:
@@ -760,37 +774,43 @@ class RedisStore(RecordStore):
     ) -> None:
         """Send what `ask` says for each key to the server that has it, then let `take` read the replies.
 
-        Once more, from the beginning, if keys have moved to other servers in the meantime.
+        Once more for keys that have moved to other servers in the meantime.
         """
-        if not keys:
-            return
-        try:
-            self._each_once(keys, ask, take, deadline)
-        except _Moved:
+        moved = self._each_once(range(len(keys)), keys, ask, take, deadline)
+        if moved:
             self._servers.forget()
-            self._each_once(keys, ask, take, deadline)
+            if self._each_once(moved, keys, ask, take, deadline):
+                raise StoreError("keys move from server to server")
 
     def _each_once(
         self,
+        indexes: Iterable[int],
         keys: Sequence[bytes],
         ask: Callable[[_Wire, int], None],
         take: Callable[[_Wire, int], object],
         deadline: float,
-    ) -> None:
+    ) -> list[int]:
+        """Which of the keys were not there any more."""
         of_server: dict[Address, list[int]] = defaultdict(list)
-        for index, key in enumerate(keys):
-            of_server[self._servers.of(key, deadline)].append(index)
+        for index in indexes:
+            of_server[self._servers.of(keys[index], deadline)].append(index)
+        moved = []
         with ExitStack() as wires:
             asked = []
-            for server, indexes in of_server.items():
+            for server, its_indexes in of_server.items():
                 wire = wires.enter_context(self._pool.wire(server, deadline))
-                for index in indexes:
+                for index in its_indexes:
                     ask(wire, index)
                 wire.flush()
-                asked.append((wire, indexes))
-            for wire, indexes in asked:
-                for index in indexes:
-                    take(wire, index)
+                asked.append((wire, its_indexes, wire.unanswered // len(its_indexes)))
+            for wire, its_indexes, commands in asked:
+                for left in range(len(its_indexes) - 1, -1, -1):
+                    try:
+                        take(wire, its_indexes[-1 - left])
+                    except _Moved:
+                        moved.append(its_indexes[-1 - left])
+                        wire.pass_over(wire.unanswered - left * commands)
+        return moved
 
     @contextmanager
     def _call(self) -> Iterator[float]:
