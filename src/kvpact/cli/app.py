@@ -50,7 +50,12 @@ TierOption = Annotated[
 ]
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with the same keys.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-SlabArgument = Annotated[Path, typer.Argument(metavar="PATH", help="Directory of a disk tier.", show_default=False)]
+PlaceArgument = Annotated[
+    str, typer.Argument(metavar="PLACE", help="A tier's URL, or the directory of a disk tier.", show_default=False)
+]
+KeyFileOption = Annotated[
+    Path | None, typer.Option("--record-key-file", metavar="FILE", help="The key that the records are sealed with.")
+]
 
 
 class EngineChoice(Enum):
@@ -106,26 +111,88 @@ def config(memory: MemoryOption = None, tier: TierOption = None, config: ConfigO
 
 
 @app.command()
-def inspect(path: SlabArgument, json: JsonOption = False) -> None:
-    """Show what a disk tier holds, from its header tables.
+def inspect(place: PlaceArgument, json: JsonOption = False) -> None:
+    """Show what a tier holds: namespaces, blocks, bytes and ages.
 
-    Namespaces, blocks, bytes and ages; no payload is read.
+    No payload is read.
     """
     from kvpact.cli.slabs import inspect_directory
+    from kvpact.cli.stores import inspect_store, parse_place
 
-    inspect_directory(path, as_json=json)
+    where = parse_place(place)
+    if isinstance(where, Path):
+        inspect_directory(where, as_json=json)
+    else:
+        inspect_store(where, as_json=json)
 
 
 @app.command()
-def verify(path: SlabArgument, json: JsonOption = False) -> None:
-    """Read every record of a disk tier and report damage.
+def verify(place: PlaceArgument, json: JsonOption = False, key_file: KeyFileOption = None) -> None:
+    """Read every record of a tier and report damage.
 
     Exit code 1 if a record is damaged.
     """
     from kvpact.cli.slabs import verify_directory
+    from kvpact.cli.stores import parse_place, verify_shared_store
 
-    if not verify_directory(path, as_json=json):
+    where = parse_place(place)
+    if isinstance(where, Path):
+        sound = verify_directory(where, as_json=json)
+    else:
+        sound = verify_shared_store(where, as_json=json, key_file=key_file)
+    if not sound:
         raise typer.Exit(1)
+
+
+@app.command()
+def gc(
+    place: PlaceArgument,
+    namespace: Annotated[
+        str, typer.Option("--namespace", metavar="NAME", help="As `kvpact inspect` shows it.", show_default=False)
+    ],
+) -> None:
+    """Remove all that a tier holds of one namespace.
+
+    The start of its name is enough. A slab that an engine is using is left alone.
+    """
+    from kvpact.cli.stores import collect, parse_place
+
+    where = parse_place(place)
+    removed = collect(where, namespace)
+    what = "slab" if isinstance(where, Path) else "record"
+    typer.echo(f"removed {removed} {what}{'' if removed == 1 else 's'}")
+
+
+@app.command()
+def tiers(
+    urls: Annotated[
+        list[str] | None, typer.Argument(metavar="[URL]...", help="By default the configured ones.")
+    ] = None,
+    stats: Annotated[
+        Path | None, typer.Option("--stats", metavar="FILE", help="A running engine's stats_file.")
+    ] = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show how tiers are: health, latency, bytes; with --stats also as a running engine sees them.
+
+    Exit code 1 if a tier does not work.
+    """
+    from kvpact.cli.serve import COMMAND_LINE, chosen_settings
+    from kvpact.cli.stores import show_tiers
+    from kvpact.config import load_config
+
+    configured = load_config(chosen_settings(None, urls), os.environ, config, extra_source=COMMAND_LINE)
+    if not show_tiers(configured.tiers, stats or configured.stats_file, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def why(stats: Annotated[Path, typer.Argument(metavar="FILE", help="A running engine's stats_file.")]) -> None:
+    """Say how many look-ups hit, and why most of the others did not."""
+    from kvpact.cli.stores import explain
+
+    typer.echo(explain(stats))
 
 
 @app.command()

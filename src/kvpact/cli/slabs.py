@@ -28,16 +28,16 @@ def inspect_directory(path: Path, *, as_json: bool) -> None:
     """Print what the slabs in a directory hold. Raises TierError if it cannot be read."""
     slabs = scan_directory(path)
     if as_json:
-        _print_json({"slabs": [asdict(slab) for slab in slabs]})
+        print_json({"slabs": [asdict(slab) for slab in slabs]})
         return
-    console = _console()
+    output = console()
     if not slabs:
-        console.print(f"no slabs in {path}")
+        output.print(f"no slabs in {path}")
         return
-    table = _table(["namespace", "state"], ["blocks", "of", "bytes", "file", "newest", "oldest"])
+    shown = table(["namespace", "state"], ["blocks", "of", "bytes", "file", "newest", "oldest"])
     for slab in slabs:
-        ages = (_age(slab.newest_age), _age(slab.oldest_age)) if slab.blocks else ("", "")
-        table.add_row(
+        ages = (age(slab.newest_age), age(slab.oldest_age)) if slab.blocks else ("", "")
+        shown.add_row(
             slab.namespace,
             _state(slab),
             str(slab.blocks),
@@ -46,10 +46,10 @@ def inspect_directory(path: Path, *, as_json: bool) -> None:
             format_size(slab.file_bytes),
             *ages,
         )
-    console.print(table)
+    output.print(shown)
     for slab in slabs:
         if slab.problem:
-            console.print(slab.problem)
+            output.print(slab.problem)
 
 
 def verify_directory(path: Path, *, as_json: bool) -> bool:
@@ -66,7 +66,7 @@ def verify_directory(path: Path, *, as_json: bool) -> bool:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=progress_console(),
         transient=True,
     )
     with progress:
@@ -77,7 +77,7 @@ def verify_directory(path: Path, *, as_json: bool) -> bool:
             except TierError as error:
                 unreadable[slab] = str(error)
     if as_json:
-        _print_json(
+        print_json(
             {
                 "slabs": [asdict(report) | {"torn": report.torn} for report in reports],
                 "unreadable": {str(slab): reason for slab, reason in unreadable.items()},
@@ -93,24 +93,24 @@ def _advance(progress: Progress, task: TaskID, done: int, total: int) -> None:
 
 
 def _show_verification(path: Path, reports: list[VerifyReport], unreadable: dict[Path, str]) -> None:
-    console = _console()
+    output = console()
     if not reports and not unreadable:
-        console.print(f"no slabs in {path}")
+        output.print(f"no slabs in {path}")
     if reports:
-        table = _table(["slab"], ["records", "sound", "damaged", "torn", "orphans", "changed"])
+        shown = table(["slab"], ["records", "sound", "damaged", "torn", "orphans", "changed"])
         for report in reports:
             counts = (report.records, report.sound, len(report.damaged), report.torn, report.orphans, report.changed)
-            table.add_row(report.path.stem, *map(str, counts))
-        console.print(table)
+            shown.add_row(report.path.stem, *map(str, counts))
+        output.print(shown)
     for report in reports:
         for record in report.damaged[:RECORDS_SHOWN]:
-            console.print(_damage(record, report.path))
+            output.print(_damage(record, report.path))
         if len(report.damaged) > RECORDS_SHOWN:
-            console.print(f"... and {len(report.damaged) - RECORDS_SHOWN} more; --json lists all")
+            output.print(f"... and {len(report.damaged) - RECORDS_SHOWN} more; --json lists all")
     for reason in unreadable.values():
-        console.print(reason)
+        output.print(reason)
     if any(report.damaged for report in reports):
-        console.print("damaged records are never served: the engine takes them for misses and writes them anew")
+        output.print("damaged records are never served: the engine takes them for misses and writes them anew")
 
 
 def _damage(record: DamagedRecord, path: Path) -> str:
@@ -126,23 +126,31 @@ def _state(slab: SlabSummary) -> str:
     return f"pid {slab.in_use_by}" if slab.in_use_by else "in use"
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
+    """A time for a person to read."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
 
 
-def _table(names: list[str], numbers: list[str]) -> Table:
+def table(names: list[str], numbers: list[str]) -> Table:
+    """Columns of text on the left, columns of numbers on the right."""
     columns = [Column(name, no_wrap=True) for name in names]
     columns += [Column(name, no_wrap=True, justify="right") for name in numbers]
     return Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
 
 
-def _console() -> Console:
+def console() -> Console:
     """Standard output, without rich's guesses about what a path or a number means."""
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
-def _print_json(document: dict[str, object]) -> None:
+def progress_console() -> Console:
+    """Standard error, for what is shown while something goes on."""
+    return Console(stderr=True)
+
+
+def print_json(document: dict[str, object]) -> None:
+    """One JSON document on standard output."""
     print(json.dumps(document, indent=2, default=str))

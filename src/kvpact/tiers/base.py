@@ -137,11 +137,11 @@ class RecordHeader:
         namespace: bytes | None,
         length: int | None,
         slot: int = NO_SLOT,
-        seal: RecordSeal = UNSEALED,
+        seal: RecordSeal | None = UNSEALED,
     ) -> RecordHeader:
         """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
 
-        None takes any namespace, or any length: for tools that look at a store without being an engine's part.
+        None takes any namespace, any length or any seal: for tools that look at a store and are no part of an engine.
 
         Raises:
             RecordError: naming the first thing that is wrong.
@@ -157,7 +157,7 @@ class RecordHeader:
             raise RecordError(f"record format {version}; this release reads format {RECORD_FORMAT}")
         if xxhash.xxh3_64_intdigest(raw[:_CHECKED_BYTES]) != _CHECKSUM.unpack_from(raw, _CHECKED_BYTES)[0]:
             raise RecordError("header damaged: its checksum does not match")
-        if raw[_SEAL_AT : _SEAL_AT + _SEAL_BYTES] != seal.of_header(raw[:_SEAL_AT]):
+        if seal is not None and raw[_SEAL_AT : _SEAL_AT + _SEAL_BYTES] != seal.of_header(raw[:_SEAL_AT]):
             raise RecordError("not sealed with this record key; give all engines of the store the same record_key_file")
         if namespace is not None and its_namespace != namespace:
             raise RecordError(f"of namespace {its_namespace.hex()[:16]}, not {namespace.hex()[:16]}")

@@ -1,0 +1,233 @@
+"""`kvpact inspect`, `verify`, `gc` and `tiers` for tiers given by their URL, shown to a person or as JSON.
+
+Owns the tables and the wording. Leaves reading and removing to the tiers, and never shows a credential. Floor 4.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from kvpact.cli.slabs import RECORDS_SHOWN, age, console, print_json, progress_console, table
+from kvpact.errors import ConfigError, TierError
+from kvpact.metrics import TierName, series
+from kvpact.tier_urls import TierURL, format_size, parse_tier_url
+from kvpact.tiers.inspect_store import remove_group, summarize, verify_store
+from kvpact.tiers.kinds import load_seal, open_store
+from kvpact.tiers.shared import RecordStore, StoreError
+from kvpact.tiers.slab import SLAB_SUFFIX
+from kvpact.tiers.slab_directory import SlabDirectory, look_at
+
+PROBES: Final = 5
+"""Look-ups of a record that is not there, by which `kvpact tiers` finds a store's latency."""
+
+_PATIENCE_S: Final = 2.0
+
+
+def parse_place(text: str) -> TierURL | Path:
+    """A tier's URL, or a directory of slabs. Raises ConfigError."""
+    if "://" not in text:
+        return Path(text)
+    try:
+        url = parse_tier_url(text if "?" in text or not text.startswith(("disk:", "dir:")) else f"{text}?capacity=1GiB")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Path(url.path) if url.scheme == "disk" else url
+
+
+@contextmanager
+def opened(url: TierURL) -> Iterator[RecordStore]:
+    """The store behind a URL; what it fails at becomes a TierError."""
+    store = open_store(url)
+    try:
+        yield store
+    except StoreError as error:
+        raise TierError(f"{url}: {error}") from None
+    finally:
+        store.close()
+
+
+def inspect_store(url: TierURL, *, as_json: bool) -> None:
+    """Print what a shared store holds. Raises TierError."""
+    with opened(url) as store:
+        groups = summarize(store)
+        usage = store.usage()
+    if as_json:
+        print_json({"place": str(url), "namespaces": [asdict(group) for group in groups], "usage": asdict(usage)})
+        return
+    output = console()
+    if not groups:
+        output.print(f"nothing of kvpact's in {url}")
+        return
+    shown = table(["namespace", "sealed", "model"], ["blocks", "bytes", "newest", "oldest"])
+    for group in groups:
+        shown.add_row(
+            group.group.partition("-")[0],
+            "yes" if group.sealed else "no",
+            group.fields.get("model", group.fields.get("weights", ""))[:40],
+            str(group.blocks),
+            format_size(group.bytes),
+            age(group.newest_age),
+            age(group.oldest_age),
+        )
+    output.print(shown)
+
+
+def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -> bool:
+    """Read every record of a shared store; whether all are sound. Raises TierError and ConfigError."""
+    seal = load_seal(key_file)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=progress_console(),
+        transient=True,
+    )
+    with progress, opened(url) as store:
+        task = progress.add_task(url.scheme, total=None)
+        report = verify_store(
+            store, seal=seal, progress=lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    if as_json:
+        print_json({"place": str(url), **{name: value for name, value in asdict(report).items() if name != "place"}})
+        return not report.damaged
+    output = console()
+    shown = table(["store"], ["records", "sound", "damaged", "other seal", "gone meanwhile"])
+    counts = (report.records, report.sound, len(report.damaged), report.unsealed, report.gone)
+    shown.add_row(str(url), *map(str, counts))
+    output.print(shown)
+    for record in report.damaged[:RECORDS_SHOWN]:
+        output.print(f"{record.name[:50]}: {record.reason}")
+    if len(report.damaged) > RECORDS_SHOWN:
+        output.print(f"... and {len(report.damaged) - RECORDS_SHOWN} more; --json lists all")
+    if report.damaged:
+        output.print("damaged records are never served: the engine takes them for misses and writes them anew")
+    return not report.damaged
+
+
+def collect(place: TierURL | Path, namespace: str) -> int:
+    """Remove all that a tier holds of one namespace, named by the start of its name; how many records or slabs.
+
+    Raises TierError: no namespace begins so, several do, an engine is using the slab, or the store fails.
+    """
+    if isinstance(place, Path):
+        return _collect_slab(place, namespace)
+    with opened(place) as store:
+        groups = {record.name.partition("/")[0] for record in store.names()}
+        return remove_group(store, _the_one(groups, namespace, place))
+
+
+def _the_one(names: set[str], wanted: str, place: object) -> str:
+    found = sorted(name for name in names if name.startswith(wanted))
+    if len(found) != 1:
+        known = ", ".join(found or sorted(names)) or "none at all"
+        raise TierError(f"{len(found)} namespaces in {place} begin with {wanted!r}; give one of: {known}")
+    return found[0]
+
+
+def _collect_slab(path: Path, namespace: str) -> int:
+    directory = SlabDirectory(path, 0)
+    try:
+        with directory.locked(_PATIENCE_S):
+            slabs = {slab.name.removesuffix(SLAB_SUFFIX): slab for slab in directory.slab_paths()}
+            slab = slabs[_the_one({*slabs}, namespace, path)]
+            found = look_at(slab)
+            if found is not None and found.in_use:
+                raise TierError(f"{slab} is in use by an engine; stop it first")
+            slab.unlink(missing_ok=True)
+            return 1
+    except OSError as error:
+        raise TierError(f"cannot remove from {path}: {error.strerror}; give the directory of a disk tier") from None
+
+
+def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: bool) -> bool:
+    """Print how tiers are: asked now, and as a running engine has counted in its stats file; whether all work."""
+    counts = _read_stats(stats_file) if stats_file else {}
+    rows = [_probe(url) for url in urls]
+    engine = [_as_counted(counts, name) for name in TierName if counts.get(series("capacity_blocks", name)) is not None]
+    engine = [row for row in engine if any(value for key, value in row.items() if key != "tier")]
+    if as_json:
+        print_json({"now": rows, "engine": engine})
+    else:
+        output = console()
+        if rows:
+            shown = table(["tier", "state"], ["look-up", "used", "capacity"])
+            for row in rows:
+                shown.add_row(row["tier"], row["state"], row["lookup"], row["used"], row["capacity"])
+            output.print(shown)
+        if engine:
+            output.print("as the engine sees them:" if rows else f"as the engine of {stats_file} sees them:")
+            shown = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
+            for row in engine:
+                shown.add_row(*(str(row[name]) for name in _COUNTED))
+            output.print(shown)
+    return all(row["state"] == "works" for row in rows)
+
+
+def _probe(url: TierURL) -> dict[str, str]:
+    row = {"tier": str(url), "state": "works", "lookup": "", "used": "", "capacity": ""}
+    try:
+        if url.scheme == "disk":
+            used = sum(path.stat().st_size for path in Path(url.path).glob(f"*{SLAB_SUFFIX}"))
+            return row | {"used": format_size(used), "capacity": format_size(url.capacity)}
+        with opened(url) as store:
+            seconds = median(_timed(lambda: store.exists(["0" * 16 + "/" + "0" * 64])) for _ in range(PROBES))
+            usage = store.usage()
+    except (TierError, ConfigError) as error:
+        return row | {"state": str(error)}
+    return row | {
+        "lookup": f"{seconds * 1e3:.2f} ms",
+        "used": format_size(usage.used_bytes) if usage.used_bytes else "",
+        "capacity": format_size(usage.capacity_bytes) if usage.capacity_bytes else "",
+    }
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+_COUNTED: Final = ("tier", "breaker", "lookup", "read", "held", "used", "failures", "skipped")
+
+
+def _as_counted(counts: Mapping[str, float], name: TierName) -> dict[str, Any]:
+    def of(metric: str) -> float:
+        return counts.get(series(metric, name), 0)
+
+    speed = of("read_bytes_per_second")
+    return {
+        "tier": str(name),
+        "breaker": "open" if of("open_breakers") else "",
+        "lookup": f"{of('lookup_seconds') * 1e3:.2f} ms" if of("lookup_seconds") else "",
+        "read": f"{format_size(int(speed))}/s" if speed else "",
+        "held": int(of("held_blocks")) or "",
+        "used": format_size(int(of("used_bytes"))) if of("used_bytes") else "",
+        "failures": int(of("tier_failures")) or "",
+        "skipped": int(of("skipped_lookups")) or "",
+    }
+
+
+def _read_stats(path: Path) -> dict[str, float]:
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give an engine's stats_file") from None
+    except ValueError:
+        raise ConfigError(f"{path} is not JSON; give an engine's stats_file") from None
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+
+def explain(stats_file: Path) -> str:
+    """What `kvpact why` says: how many look-ups hit, and why most of the others did not."""
+    from kvpact.metrics import Metrics, explain_misses
+
+    return explain_misses({**Metrics().snapshot(), **_read_stats(stats_file)})

@@ -1,0 +1,150 @@
+"""`kvpact inspect`, `verify`, `gc`, `tiers` and `why` on shared stores, as an operator meets them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvpact.blocks import Namespace
+from kvpact.cli.app import app
+from kvpact.metrics import MissReason, TierName, series
+from kvpact.testkit.sample_blocks import document, filled_buffers
+from kvpact.tier_urls import parse_tier_url
+from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
+from servers import RedisServer, redis_server
+
+SLOT = 8192
+MODELS = {name: Namespace({"model": name, "block_size": "16"}) for name in ("llama", "qwen")}
+DOCUMENT = document("operators", 6)
+
+
+def kvpact(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["dir", "redis", "file"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty store."""
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("server")
+        with server.client() as client:
+            client.flushall()
+        return f"redis://{server.address}"
+    (tmp_path / "store").mkdir()
+    return f"{request.param}://{tmp_path}/store" + ("?capacity=1GiB" if request.param == "dir" else "")
+
+
+def fill(place: str, key_file: Path | None = None) -> None:
+    for namespace in MODELS.values():
+        tier = open_tier(parse_tier_url(place), TierPlace(namespace, SLOT, load_seal(key_file)))
+        assert tier.put(DOCUMENT.keys, 0, filled_buffers(DOCUMENT.keys, SLOT, 2)) == 6
+        tier.close()
+
+
+def test_inspect_names_each_model_with_its_blocks(place: str) -> None:
+    assert "nothing of kvpact's in" in kvpact("inspect", place).stdout
+    fill(place)
+    result = kvpact("inspect", place)
+    assert result.exit_code == 0, result.output
+    for name, namespace in MODELS.items():
+        (line,) = [line for line in result.stdout.splitlines() if namespace.name in line]
+        assert name in line
+        assert " 6 " in line
+    found = json.loads(kvpact("inspect", place, "--json").stdout)
+    assert {group["fields"]["model"]: group["blocks"] for group in found["namespaces"]} == {"llama": 6, "qwen": 6}
+    assert all(group["newest_age"] < 60 for group in found["namespaces"])
+
+
+def test_verify_reads_every_record(place: str) -> None:
+    fill(place)
+    report = json.loads(kvpact("verify", place, "--json").stdout)
+    assert (report["records"], report["sound"], report["damaged"]) == (12, 12, [])
+
+
+def test_verify_needs_the_key_of_sealed_records(place: str, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("a secret of this cluster")
+    fill(place, key)
+    without = json.loads(kvpact("verify", place, "--json").stdout)
+    assert (without["sound"], without["unsealed"], without["damaged"]) == (0, 12, [])
+    assert json.loads(kvpact("verify", place, "--json", "--record-key-file", key).stdout)["sound"] == 12
+    short = tmp_path / "short"
+    short.write_text("short")
+    refused = kvpact("verify", place, "--record-key-file", short)
+    assert refused.exit_code == 2
+    assert "openssl rand -hex 32" in refused.stderr
+
+
+def test_verify_exits_with_1_for_a_damaged_record(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    place = f"dir://{tmp_path}/store?capacity=1GiB"
+    fill(place)
+    record = max((path for path in (tmp_path / "store").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    raw = bytearray(record.read_bytes())
+    raw[-1] ^= 1
+    record.write_bytes(raw)
+    result = kvpact("verify", place)
+    assert result.exit_code == 1
+    assert "payload does not match its checksum" in result.stdout
+
+
+def test_gc_removes_one_namespace_and_nothing_else(place: str) -> None:
+    fill(place)
+    unknown = kvpact("gc", place, "--namespace", "0123")
+    assert unknown.exit_code == 2
+    assert MODELS["qwen"].name in unknown.stderr
+    result = kvpact("gc", place, "--namespace", MODELS["llama"].name[:8])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("removed ")
+    left = json.loads(kvpact("inspect", place, "--json").stdout)["namespaces"]
+    assert [group["fields"]["model"] for group in left] == ["qwen"]
+    assert json.loads(kvpact("verify", place, "--json").stdout)["sound"] == 6
+
+
+def test_gc_removes_an_idle_slab(tmp_path: Path) -> None:
+    place = f"disk://{tmp_path}/slabs?capacity=16MiB"
+    tier = open_tier(parse_tier_url(place), TierPlace(MODELS["llama"], SLOT))
+    refused = kvpact("gc", place, "--namespace", MODELS["llama"].name)
+    assert "in use by an engine" in refused.stderr
+    tier.close()
+    assert kvpact("gc", place, "--namespace", MODELS["llama"].name).stdout == "removed 1 slab\n"
+    assert list((tmp_path / "slabs").glob("*.slab")) == []
+
+
+def test_tiers_tells_which_store_works(server: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    dead = "redis://user:hunter2@127.0.0.1:9/0?timeout=200ms"
+    result = kvpact("tiers", f"redis://{server.address}", f"dir://{tmp_path}/store?capacity=1GiB", dead)
+    assert result.exit_code == 1
+    assert result.stdout.count("works") == 2
+    assert "hunter2" not in result.output
+    rows = json.loads(kvpact("tiers", f"redis://{server.address}", "--json").stdout)["now"]
+    assert rows[0]["state"] == "works"
+    assert rows[0]["lookup"].endswith(" ms")
+
+
+def test_tiers_and_why_read_what_an_engine_counted(tmp_path: Path) -> None:
+    stats = tmp_path / "stats.json"
+    counts = {
+        series("open_breakers", TierName.REDIS): 1,
+        series("capacity_blocks", TierName.REDIS): 0,
+        series("skipped_lookups", TierName.REDIS): 7,
+        series("misses", MissReason.RECOMPUTE_FASTER): 3,
+        "lookups": 10,
+    }
+    stats.write_text(json.dumps(counts))
+    (row,) = json.loads(kvpact("tiers", "--stats", stats, "--json").stdout)["engine"]
+    assert (row["tier"], row["breaker"], row["skipped"]) == ("redis", "open", 7)
+    assert "7 of 10 lookups hit" in kvpact("why", stats).stdout
+    assert "computes faster" in kvpact("why", stats).stdout
+    assert kvpact("why", tmp_path / "none").exit_code == 2
