@@ -122,8 +122,8 @@ def worker(scheduler: Connection) -> None:
     paged = PagedKV.from_tensors({f"layer {number}": layer for number, layer in enumerate(layers)}, ENGINE_BLOCKS)
     segment = ArenaSegment.create(ARENA_SLOTS, paged.layout.rank_slot_bytes)
     transfer = TransferWorker(paged, segment, rank=0)
-    scheduler.send_bytes(msgspec.msgpack.encode(segment.address()))
     try:
+        scheduler.send_bytes(msgspec.msgpack.encode(segment.address()))
         while True:
             step = msgspec.msgpack.decode(scheduler.recv_bytes(), type=Step)
             transfer.start_loads(step.work.loads)

@@ -49,6 +49,14 @@ def locked_slabs(directory: Path) -> list[Path]:
     return [slab.path for slab in found if slab is not None and slab.in_use]
 
 
+def slabs_still_locked(directory: Path, seconds: float = 5.0) -> list[Path]:
+    """Slabs whose lock somebody still holds after `seconds`: a killed process lives on until its last write is done."""
+    deadline = time.monotonic() + seconds
+    while (locked := locked_slabs(directory)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return locked
+
+
 def _inode(path: Path) -> _Inode | None:
     try:
         found = path.stat()

@@ -19,7 +19,7 @@ from kvpact.blocks import BlockKeys, RequestIdentity
 from kvpact.demo.engine import session_members
 from kvpact.tiers.inspect import verify_slab
 from kvpact.tiers.slab import Superblock
-from leftovers import locked_slabs, named_shared_memory, orphaned_shared_memory, shared_memory
+from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 
 TESTS = Path(__file__).parent
 SLOTS = 80
@@ -87,7 +87,7 @@ def live_and_die(directory: Path, log: Path, seed: int) -> Life:
             os.kill(pid, signal.SIGKILL)
         child.wait()
     assert not orphaned_shared_memory(before), "nothing is left in /dev/shm"
-    assert not locked_slabs(directory), "no lock is left"
+    assert not slabs_still_locked(directory), "no lock is left"
     return judge(directory, log)
 
 

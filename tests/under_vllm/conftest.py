@@ -9,14 +9,14 @@ import pytest
 from faulty_engine import FaultyEngine
 from references import References
 
-from engines import EnginePool
+from engines import BLOCK_BY_BLOCK, EnginePool
 from kvpact.demo.engine import EngineSettings
 
 
 @pytest.fixture(scope="session")
 def references(tiny_model: Path, engine_pool: EnginePool) -> References:
     """An engine without kvpact."""
-    return References(engine_pool.get(EngineSettings(tiny_model)))
+    return References(engine_pool.get(EngineSettings(tiny_model, arguments=BLOCK_BY_BLOCK)))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from engines import kvpact_transfer_config
+from engines import BLOCK_BY_BLOCK, kvpact_transfer_config
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 
 HERE = Path(__file__).parent
@@ -30,7 +30,8 @@ class FaultyEngine:
             "FAULTY_CONTROL": str(self.control),
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         }
-        self.process = EngineProcess(EngineSettings(model, transfer, environment=environment), directory / "engine.log")
+        settings = EngineSettings(model, transfer, BLOCK_BY_BLOCK, environment)
+        self.process = EngineProcess(settings, directory / "engine.log")
 
     def fail(self, *faults: str) -> None:
         """These faults are on from now on, all others off."""

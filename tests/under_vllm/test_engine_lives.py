@@ -16,10 +16,10 @@ import pytest
 from references import References
 from slab_surgery import SlabSurgery
 
-from engines import BLOCK, kvpact_transfer_config, prompt
+from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.tiers.inspect import VerifyReport, verify_slab
-from leftovers import locked_slabs, named_shared_memory, orphaned_shared_memory, shared_memory
+from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # the lives are lived in the first test's set-up
 
@@ -67,7 +67,7 @@ def live(model: Path, place: Path, number: int, *, killed: bool) -> Life:
         memory="128MiB", tiers=[f"disk://{slabs}?capacity=256MiB"], stats_file=str(place / f"stats-{number}.json")
     )
     # H25: no life hashes like another.
-    settings = EngineSettings(model, transfer, environment={"PYTHONHASHSEED": str(number + 1)})
+    settings = EngineSettings(model, transfer, BLOCK_BY_BLOCK, {"PYTHONHASHSEED": str(number + 1)})
     log = place / f"engine-{number}.log"
     with EngineProcess(settings, log).wait_ready() as engine:
         (line,) = [line for line in log.read_text().splitlines() if "disk tier: " in line and " holds " in line]
@@ -87,7 +87,7 @@ def live(model: Path, place: Path, number: int, *, killed: bool) -> Life:
                 path.unlink(missing_ok=True)  # vLLM's own, left with kvpact or without
     life.processes_left = engine.processes()
     life.memory_left = orphaned_shared_memory(before)
-    life.locks_left = locked_slabs(slabs)
+    life.locks_left = slabs_still_locked(slabs)
     (slab,) = slabs.glob("*.slab")
     life.report = verify_slab(slab)
     return life
