@@ -160,7 +160,7 @@ _OBJECTS: Final[Mapping[str, Option]] = {
 }  # fmt: skip
 _MOONCAKE: Final[Mapping[str, Option]] = {
     **_STORE, "metadata_server": _text, "protocol": _text, "device": _text, "hostname": _text, "segment": parse_size,
-    "buffer": parse_size,
+    "buffer": parse_size, "metrics": _whole_number,
 }  # fmt: skip
 
 

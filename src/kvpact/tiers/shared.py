@@ -116,6 +116,12 @@ class RecordStore(ABC):
     def names(self, group: str = "") -> Iterator[StoredRecord]:
         """Every record of a group, or of all, in no order."""
 
+    def clear(self, group: str) -> None:
+        """Remove every record of a group."""
+        names = [record.name for record in self.names(group)]
+        for first in range(0, len(names), _CLEAR_BATCH):
+            self.remove(names[first : first + _CLEAR_BATCH])
+
     def size(self, name: str) -> int | None:
         """The record's length in bytes, None if it is not there."""
         return next((record.nbytes for record in self.names(name.partition("/")[0]) if record.name == name), None)
@@ -342,9 +348,7 @@ class SharedTier(Tier):
             if not running:
                 return
             try:
-                names = [record.name for record in self.store.names(self._group)]
-                for first in range(0, len(names), _CLEAR_BATCH):
-                    self.store.remove(names[first : first + _CLEAR_BATCH])
+                self.store.clear(self._group)
                 self._described = False
             except StoreError as error:
                 self._say_failed("write", error)

@@ -1,0 +1,330 @@
+"""A tier in a Mooncake store: memory that several hosts lend to a pool which one `mooncake_master` keeps the books of.
+
+Owns the translation of records to Mooncake's objects, and the bound on its calls, which have none of their own: each
+runs on a thread that is given up when its time is over. Native code never sees memory of a caller. Floor 1.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, Final, Generic, TypeVar
+
+import numpy as np
+
+from kvpact.errors import TierError
+from kvpact.tier_urls import TierURL
+from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.shared import (
+    NAMESPACE_RECORD,
+    RecordBuffer,
+    RecordPieces,
+    RecordStore,
+    StoredRecord,
+    StoreError,
+    StoreUsage,
+    key_of,
+)
+
+Result = TypeVar("Result")
+
+MASTER_PORT: Final = 50051
+METRICS_PORT: Final = 9003
+"""Where `mooncake_master` listens unless told otherwise."""
+
+SEGMENT_BYTES: Final = 1 << 30
+"""What this engine lends to the pool, unless the URL says otherwise; what lies there goes with the engine."""
+
+BUFFER_BYTES: Final = 256 << 20
+"""Memory through which the client moves records: several groups of `GROUP_BYTES` at once."""
+
+TIMEOUT_SECONDS: Final = 2.0
+
+GIVEN_UP_CALLS: Final = 8
+"""Calls that may still be running after they were given up; while there are as many, no other one begins."""
+
+_NOT_THERE: Final = -704
+_REASONS: Final = {
+    -900: "the master does not answer",
+    -901: "the master does not answer in time",
+    -600: "the record is larger than the client's buffer; give the URL a larger buffer",
+    -200: "no room in the pool",
+}
+_PREFIX: Final = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", re.ASCII)
+
+
+class MooncakeStore(RecordStore):
+    """See `RecordStore`. A record is one object `<prefix>/<name>` with as many replicas as the master makes by default.
+
+    **Time.** Mooncake bounds its calls itself, but late: 4 s if the master is dead, 15 to 30 s if it hangs. So each
+    call runs on a thread of its own and is given up after `timeout`; data goes through memory that belongs to the call,
+    and is copied to the caller's only by the caller. While `GIVEN_UP_CALLS` are running, no other one begins.
+
+    **Leases.** An object that was read is kept for 10 s by default. Nothing relies on that: a record that is removed or
+    evicted while it is read is found damaged or missing. What is removed here is removed in spite of its lease.
+
+    **Listing.** Clients cannot list objects; the master's metrics port can (`metrics`, 9003 by default). Without it
+    `names` fails, `usage` is unknown, and all else works, `clear` included.
+    """
+
+    kind = "mooncake"
+
+    def __init__(
+        self,
+        client: Any,
+        master: tuple[str, int],
+        *,
+        prefix: str = "",
+        timeout: float = TIMEOUT_SECONDS,
+        metrics_port: int = METRICS_PORT,
+    ) -> None:
+        """`client` is a `MooncakeDistributedStore` that has been set up; it is closed with the store."""
+        self._client = client
+        self._master = master
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._timeout = timeout
+        self._metrics_port = metrics_port
+        self._closed = False
+        self._running = threading.BoundedSemaphore(GIVEN_UP_CALLS)
+
+    @property
+    def place(self) -> str:
+        return f"mooncake://{self._master[0]}:{self._master[1]}/{self._prefix}".rstrip("/")
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [code == 1 for code in self._look(self._keys(names))]
+
+    def _look(self, keys: list[str]) -> list[int]:
+        codes: list[int] = self._call("look up", lambda: self._client.batch_is_exist(keys)) if keys else []
+        self._require("look up", codes)
+        return codes
+
+    def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
+        keys = self._keys(names)
+        objects = self._call("read", lambda: self._client.batch_get_buffer(keys)) if keys else []
+        found = [found is not None and _copy(found, buffer) for found, buffer in zip(objects, buffers, strict=True)]
+        # The client answers None for whatever went wrong; only the master knows which of them are no failure.
+        missing = [key for key, found in zip(keys, objects, strict=True) if found is None]
+        if all(self._look(missing)) and missing and len(missing) == len(keys):
+            raise StoreError(
+                f"cannot read in {self.place}: {len(missing)} records are there and do not arrive; their host is gone, "
+                f"or the client's buffer is too small for them"
+            )
+        return found
+
+    def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        keys = self._keys(names)
+        values = [b"".join(pieces) for pieces in records]  # the call may outlive its caller's patience
+        # A put of what is there changes nothing, and says that all went well.
+        there = [key for key, code in zip(keys, self._look(keys), strict=True) if code == 1]
+        if there:
+            self._drop(there)
+        if keys:
+            self._require("write", [self._call("write", lambda: self._client.put_batch(keys, values))])
+
+    def remove(self, names: Sequence[str]) -> int:
+        return self._drop(self._keys(names)) if names else 0
+
+    def _drop(self, keys: list[str]) -> int:
+        codes = self._call("remove", lambda: self._client.batch_remove(keys, True))
+        self._require("remove", [code for code in codes if code != _NOT_THERE])
+        return sum(code == 0 for code in codes)
+
+    def heads(self, names: Sequence[str]) -> list[bytes | None]:
+        """See `RecordStore`. Reads each record in full, one after another: for tools, not for engines."""
+        return [self._head(key) for key in self._keys(names)]
+
+    def _head(self, key: str) -> bytes | None:
+        found = self._call("read", lambda: self._client.get_buffer(key))
+        if found is None:
+            self._look([key])
+            return None
+        return bytes(memoryview(found)[:HEADER_BYTES])
+
+    def names(self, group: str = "") -> Iterator[StoredRecord]:
+        """See `RecordStore`. Sizes are not told. Raises StoreError if the master's metrics port does not answer."""
+        prefix = f"{self._prefix}{group}/" if group else self._prefix
+        for key in self._ask_master("/get_all_keys").splitlines():
+            name = key[len(self._prefix) :]
+            if key.startswith(prefix) and (key_of(name) or name.endswith(f"/{NAMESPACE_RECORD}")):
+                yield StoredRecord(name, 0)
+
+    def clear(self, group: str) -> None:
+        pattern = f"^{self._prefix}{group}/"
+        self._require("clear", [self._call("clear", lambda: self._client.remove_by_regex(pattern, True))])
+
+    def size(self, name: str) -> int | None:
+        key = self._prefix + name
+        size: int = self._call("look up", lambda: self._client.get_size(key))
+        if size == _NOT_THERE:
+            return None
+        self._require("look up", [size])
+        return size
+
+    def usage(self) -> StoreUsage:
+        """See `RecordStore`: of the whole pool, whoever uses it."""
+        try:
+            numbers = dict(line.rsplit(" ", 1) for line in self._ask_master("/metrics").splitlines() if " " in line)
+        except StoreError:
+            return StoreUsage()
+        with suppress(KeyError, ValueError):
+            return StoreUsage(
+                int(float(numbers["master_allocated_bytes"])), int(float(numbers["master_total_capacity_bytes"]))
+            )
+        return StoreUsage()
+
+    def close(self) -> None:
+        """See `RecordStore`. Calls that were given up are waited for in the background, and the client with them."""
+        if not self._closed:
+            self._closed = True
+            closing = threading.Thread(target=self._close_client, name="kvpact-mooncake-close", daemon=True)
+            closing.start()
+            closing.join(self._timeout)
+
+    def _close_client(self) -> None:
+        for _ in range(GIVEN_UP_CALLS):
+            self._running.acquire()
+        with suppress(Exception):
+            self._client.close()
+
+    # Within
+
+    def _keys(self, names: Sequence[str]) -> list[str]:
+        return [self._prefix + name for name in names]
+
+    def _call(self, what: str, function: Callable[[], Result]) -> Result:
+        """What `function` returns, or StoreError if it does not in time; it then goes on alone."""
+        if not self._running.acquire(timeout=self._timeout):
+            raise StoreError(
+                f"cannot {what} in {self.place}: {GIVEN_UP_CALLS} calls have not ended; is the master well?"
+            )
+        call = _Call[Result](function, self._running.release)
+        call.thread.start()
+        call.thread.join(self._timeout)
+        if call.thread.is_alive():
+            raise StoreError(f"cannot {what} in {self.place}: no answer within {self._timeout:g} s")
+        if call.error is not None:
+            raise StoreError(f"cannot {what} in {self.place}: {type(call.error).__name__}: {call.error}") from None
+        return call.results[0]
+
+    def _require(self, what: str, codes: Sequence[int]) -> None:
+        worst = min(codes, default=0)
+        if worst < 0:
+            raise StoreError(f"cannot {what} in {self.place}: {_REASONS.get(worst, f'Mooncake says {worst}')}")
+
+    def _ask_master(self, path: str) -> str:
+        host = self._master[0]
+        connection = http.client.HTTPConnection(host, self._metrics_port, timeout=self._timeout)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+            if response.status != http.client.OK:
+                raise StoreError(f"cannot list {self.place}: its master answers {response.status} to {path}")
+            return text
+        except (OSError, http.client.HTTPException) as error:
+            raise StoreError(
+                f"cannot list {self.place}: the master's metrics port {host}:{self._metrics_port} does not answer "
+                f"({error}); name the right one with ?metrics=PORT"
+            ) from None
+        finally:
+            connection.close()
+
+
+class _Call(Generic[Result]):
+    """One native call on a thread of its own, which holds all that the call may touch."""
+
+    def __init__(self, function: Callable[[], Result], ended: Callable[[], None]) -> None:
+        self.results: list[Result] = []
+        self.error: Exception | None = None
+        self._function = function
+        self._ended = ended
+        self.thread = threading.Thread(target=self._run, name="kvpact-mooncake", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self.results.append(self._function())
+        except Exception as error:
+            self.error = error
+        finally:
+            self._ended()
+
+
+def open_mooncake(url: TierURL) -> MooncakeStore:
+    """The pool of the master at a `mooncake://` URL, with this process as one of its members.
+
+    Its path, if it has one, begins the names of all records, so that a pool can be shared. While the client is set up,
+    for some 50 ms, Python stands still.
+
+    Raises:
+        TierError: the package is missing, or there is no master.
+    """
+    host, port = _master(url)
+    prefix = url.path.strip("/")
+    if prefix and not _PREFIX.fullmatch(prefix):
+        raise TierError(f"mooncake tier: {prefix!r} cannot begin names; use letters, digits, _, - and /")
+    client = _library().MooncakeDistributedStore()
+    timeout = url.seconds("timeout", TIMEOUT_SECONDS)
+    try:
+        # Asked first, because `setup` would try for 90 s, and let no other thread run.
+        with socket.create_connection((host, port), timeout=timeout) as connection:
+            own_host = connection.getsockname()[0]
+    except OSError as error:
+        raise TierError(
+            f"mooncake tier: no master answers at {host}:{port} ({error.strerror or error}); start mooncake_master "
+            f"there, or correct the URL"
+        ) from None
+    code = client.setup(
+        url.options.get("hostname", own_host),
+        url.options.get("metadata_server", "P2PHANDSHAKE"),
+        url.size("segment", SEGMENT_BYTES),
+        url.size("buffer", BUFFER_BYTES),
+        url.options.get("protocol", "tcp"),
+        url.options.get("device", ""),
+        f"{host}:{port}",
+    )
+    if code:
+        raise TierError(
+            f"mooncake tier: the client of {host}:{port} cannot be set up ({code}; why stands on standard error): is "
+            f"there memory for segment and buffer, and are protocol and device right?"
+        )
+    metrics_port = int(url.options.get("metrics", METRICS_PORT))
+    return MooncakeStore(client, (host, port), prefix=prefix, timeout=timeout, metrics_port=metrics_port)
+
+
+def _master(url: TierURL) -> tuple[str, int]:
+    host, _, port = url.host.rpartition("@")[2].partition(":")
+    if port and not port.isdecimal():
+        raise TierError(f'mooncake tier: "{port}" is no port; the URL looks like mooncake://master:{MASTER_PORT}')
+    return host, int(port or MASTER_PORT)
+
+
+def _library() -> Any:
+    try:
+        return import_module("mooncake.store")
+    except ModuleNotFoundError:
+        raise TierError(
+            "mooncake tier: the package is not installed: pip install 'kvpact[mooncake]', or mooncake-transfer-engine "
+            "on a machine with CUDA"
+        ) from None
+    except ImportError as error:
+        raise TierError(
+            f"mooncake tier: its library cannot be loaded: {error}; on Debian, apt-get install libibverbs1"
+        ) from None
+
+
+def _copy(found: Any, buffer: RecordBuffer) -> bool:
+    """Copy an object's bytes into a record's pieces, if there are as many. Runs without the interpreter's lock."""
+    source = np.frombuffer(found, np.uint8)
+    if source.nbytes != sum(piece.nbytes for piece in buffer):
+        return False
+    at = 0
+    for piece in buffer:
+        np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])
+        at += piece.nbytes
+    return True
