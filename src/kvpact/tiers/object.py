@@ -1,0 +1,318 @@
+"""The tier of object stores: S3 and what speaks its language, Google Cloud Storage, Azure, and a directory.
+
+Owns how records are found and kept in packs: blocks that are written together are one object, a block of it is a range
+of bytes. Expires nothing: how long objects stay is for the bucket's own lifecycle rules, and what they took is a miss.
+Floor 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby, takewhile
+from typing import Final
+
+from kvpact.tier_urls import TierURL
+from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.object_bucket import Bucket, ObjectChanged, open_bucket
+from kvpact.tiers.object_packs import (
+    Pack,
+    PackError,
+    PackMemory,
+    PackVersion,
+    Span,
+    decode_pack,
+    encode_pack,
+    spans,
+    table_end,
+)
+from kvpact.tiers.shared import (
+    RecordBuffer,
+    RecordPieces,
+    RecordStore,
+    StoredRecord,
+    StoreError,
+    StoreUsage,
+    key_of,
+)
+
+FIRST_READ_BYTES: Final = 16 << 10
+"""Read of an object to learn what is in it: a table of 200 blocks, in one request."""
+
+TABLE_BYTES: Final = 4 << 20
+"""More than any table of ours has."""
+
+GAP_BYTES: Final = 128 << 10
+"""Bytes that are read for nothing rather than asking again: a request takes as long as some megabytes do."""
+
+TRIES: Final = 8
+"""How often an object may change under our hands before a write is given up."""
+
+
+class ObjectStore(RecordStore):
+    """See `RecordStore`. Records that one call of `write` is given become one object, named after the first.
+
+    A record inside a pack is found by the records before it, from a prompt's first: `locate` and `exists` read tables
+    on the way, and what they saw is remembered. So behind a record that is missing others are found only as far as
+    they are known, and one that is there may be written once more. A name stands for its content: a record that is
+    there is not replaced but by one that was removed before.
+    """
+
+    def __init__(self, bucket: Bucket, kind: str) -> None:
+        self.kind = kind
+        self.bucket = bucket
+        self.memory = PackMemory()
+
+    # Finding
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        found = self._find(names)
+        return [name in found for name in names]
+
+    def locate(self, names: Sequence[str]) -> None:
+        """Learn where records are: `names` are a prompt's, from its first block on."""
+        if len(self.memory.locate(names)) < len(names):
+            self._find(names)
+
+    def _find(self, names: Sequence[str], *, past_holes: bool = False) -> dict[str, Pack]:
+        """The packs that hold these records now, up to the first that is missing, or of all.
+
+        Each round asks for the pack that holds the next record, and at once for those that should come after it: packs
+        that are remembered, and those that begin where one of the last one's length would end.
+        """
+        found: dict[str, Pack] = {}
+        asked: set[str] = set()
+        length = 0
+        for at, name in enumerate(names):
+            if name in found:
+                continue
+            wanted = [pack for pack in (*self.memory.holders(name), name) if pack not in asked]
+            if wanted:
+                wanted = self._with_likely(wanted, names[at + 1 :], length, asked)
+                asked.update(wanted)
+                for pack in self._tables(wanted):
+                    if pack is not None:
+                        found |= {record: pack for record in pack.records if record not in found}
+            if name in found:
+                length = len(found[name].records)
+            elif not past_holes:
+                break
+        return found
+
+    def _with_likely(self, wanted: list[str], names: Sequence[str], length: int, asked: set[str]) -> list[str]:
+        likely = dict.fromkeys(wanted)
+        for behind, name in enumerate(names, start=1):
+            if len(likely) >= self.bucket.concurrency:
+                break
+            if holders := self.memory.holders(name):
+                likely.update(dict.fromkeys(holders[:1]))
+            elif length and behind % length == 0:
+                likely[name] = None
+        return [pack for pack in likely if pack not in asked]
+
+    def _tables(self, names: Sequence[str]) -> list[Pack | None]:
+        return self.bucket.each(self._table, names, requests=2)
+
+    def _table(self, name: str) -> Pack | None:
+        """What an object holds: nothing, if it is damaged; None if there is no such object."""
+        part = self.bucket.get(name, 0, FIRST_READ_BYTES)
+        try:
+            if part is not None and FIRST_READ_BYTES < (end := table_end(part.data)) <= TABLE_BYTES:
+                part = self.bucket.get(name, 0, end, part.version)
+            if part is not None:
+                pack = decode_pack(name, part.data, part.object_bytes, part.version)
+                self.memory.learn(pack)
+                return pack
+        except ObjectChanged:
+            part = None  # a moment ago it was there, so it is on the next look
+        except PackError:
+            pass
+        self.memory.forget(name)
+        return None if part is None else Pack(name, {}, part.version)
+
+    # Reading
+
+    def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
+        wanted = dict(zip(names, buffers, strict=True))
+
+        def fits(name: str, pack: Pack) -> bool:
+            return pack.records[name][1] == sum(piece.nbytes for piece in wanted[name])
+
+        arrived = self._load(names, fits, head=None, gap=GAP_BYTES)
+        for name, record in arrived.items():
+            at = 0
+            for piece in wanted[name]:
+                piece[:] = record[at : at + piece.nbytes]
+                at += piece.nbytes
+        return [name in arrived for name in names]
+
+    def heads(self, names: Sequence[str]) -> list[bytes | None]:
+        arrived = self._load(names, lambda name, pack: True, head=HEADER_BYTES, gap=GAP_BYTES)
+        return [bytes(arrived[name]) if name in arrived else None for name in names]
+
+    def _load(
+        self, names: Sequence[str], fits: Callable[[str, Pack], bool], *, head: int | None, gap: int
+    ) -> dict[str, memoryview]:
+        """The records, or their first `head` bytes, of those that are there and fit."""
+        arrived: dict[str, memoryview] = {}
+        found = self.memory.locate(names)
+        for _ in range(2):  # once more, where a pack is not any more what was remembered of it
+            if missing := [name for name in names if name not in found]:
+                fresh = self._find(missing, past_holes=head is not None)
+                found |= {name: fresh[name] for name in missing if name in fresh}
+            wanted = {name: pack for name, pack in found.items() if name not in arrived and fits(name, pack)}
+            reads = spans(wanted, gap=gap, head=head)
+            stale: set[str] = set()
+            for span, data in zip(reads, self.bucket.each(self._read_span, reads), strict=True):
+                for name in span.names:
+                    offset, length = span.pack.records[name]
+                    length = length if head is None else min(length, head)
+                    if data is None or offset + length - span.start > len(data):
+                        stale.add(name)
+                    else:
+                        arrived[name] = data[offset - span.start :][:length]
+            if not stale:
+                break
+            found = {name: pack for name, pack in found.items() if name not in stale}
+        return arrived
+
+    def _read_span(self, span: Span) -> memoryview | None:
+        """None if the pack is gone or another one by now."""
+        try:
+            part = self.bucket.get(span.pack.name, span.start, span.end, span.pack.version)
+        except ObjectChanged:
+            part = None
+        if part is None or len(part.data) < span.end - span.start:
+            self.memory.forget(span.pack.name)
+        return None if part is None else part.data
+
+    # Writing
+
+    def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        batch = zip(names, records, strict=True)
+        for _, records_of_group in groupby(batch, key=lambda record: record[0].partition("/")[0]):
+            waiting = dict(records_of_group)
+            while waiting:
+                for name in self._write_pack(waiting):
+                    del waiting[name]
+
+    def _write_pack(self, waiting: Mapping[str, RecordPieces]) -> list[str]:
+        """Store them as one object; which of them are there afterwards.
+
+        If there is one of that name, somebody has stored a prompt that begins alike: what both share is there already.
+        """
+        first = next(iter(waiting))
+        data = encode_pack(waiting)
+        for _ in range(TRIES):
+            [version] = self.bucket.each(lambda name: self.bucket.put(name, data), [first])
+            if version is not None:
+                self.memory.learn(decode_pack(first, data, len(data), version))
+                return list(waiting)
+            [pack] = self._tables([first])
+            if pack is not None and first in pack.records:
+                return list(takewhile(pack.records.__contains__, waiting))
+            # Its first record was removed, or it is damaged. The copy is for a thread that may outlast this call.
+            ours: dict[str, RecordPieces] = {name: [b"".join(record)] for name, record in waiting.items()}
+            self.bucket.each(
+                partial(self._change, edit=lambda held: held if first in held else {**ours, **held}),  # noqa: B023
+                [first],
+                requests=3,
+            )
+        raise self._too_many_writers(first)
+
+    def _change(
+        self, name: str, edit: Callable[[dict[str, RecordPieces]], Mapping[str, RecordPieces]]
+    ) -> dict[str, RecordPieces]:
+        """Replace an object by one with what `edit` makes of its records; what it held before."""
+        for _ in range(TRIES):
+            whole = self.bucket.get(name)
+            if whole is None:
+                self.memory.forget(name)
+                return {}
+            held = _records(name, whole.data, whole.version)
+            left = edit(held)
+            if left and left.keys() == held.keys():
+                return held
+            if not left:
+                self.bucket.delete(name)
+                self.memory.forget(name)
+                return held
+            data = encode_pack(left)
+            version = self.bucket.put(name, data, whole.version)
+            if version is not None:
+                self.memory.learn(decode_pack(name, data, len(data), version))
+                return held
+        raise self._too_many_writers(name)
+
+    def remove(self, names: Sequence[str]) -> int:
+        """See `RecordStore`. What is behind a removed record stays in its pack; the rest is written anew.
+
+        A record of which nobody knows where it is costs a look at all packs of its group.
+        """
+        doomed = set(names)
+        packs: dict[str, None] = {}
+        unknown = [name for name in names if not self.memory.holders(name)]
+        if unknown:
+            found = self._find(unknown, past_holes=True)
+            for group in {name.partition("/")[0] for name in unknown if name not in found}:
+                for page in self.bucket.pages(group):
+                    packs |= {
+                        pack.name: None
+                        for pack in self._tables(page)
+                        if pack is not None and (pack.name in doomed or doomed & pack.records.keys())
+                    }
+        for name in names:
+            packs |= dict.fromkeys(self.memory.holders(name))
+
+        def take_out(pack: str) -> set[str]:
+            held = self._change(pack, lambda held: {name: held[name] for name in held if name not in doomed})
+            return held.keys() & doomed
+
+        return len(set[str]().union(*self.bucket.each(take_out, list(packs), requests=3)))
+
+    # Telling
+
+    def names(self, group: str = "") -> Iterator[StoredRecord]:
+        for page in self.bucket.pages(group):
+            for pack in self._tables(page):
+                if pack is None:
+                    continue
+                for name, (_, length) in pack.records.items():
+                    yield StoredRecord(name, length)
+                if not pack.records and key_of(pack.name):  # damaged, and to be found by who cleans up
+                    yield StoredRecord(pack.name, 0)
+
+    def size(self, name: str) -> int | None:
+        pack = self._find([name]).get(name)
+        return None if pack is None else pack.records[name][1]
+
+    def usage(self) -> StoreUsage:
+        """Nothing: a bucket has no bound, and to add up its objects is to list them."""
+        return StoreUsage()
+
+    def close(self) -> None:
+        self.bucket.close()
+
+    @property
+    def place(self) -> str:
+        return self.bucket.place
+
+    def _too_many_writers(self, name: str) -> StoreError:
+        return StoreError(f"{self.place}: object {name[-16:]} keeps changing; given up after {TRIES} tries")
+
+
+def _records(name: str, data: memoryview, version: PackVersion) -> dict[str, RecordPieces]:
+    """What an object holds; nothing, if it is damaged."""
+    try:
+        pack = decode_pack(name, data, len(data), version)
+    except PackError:
+        return {}
+    return {name: [data[offset : offset + length]] for name, (offset, length) in pack.records.items()}
+
+
+def open_objects(url: TierURL) -> ObjectStore:
+    """The store at an `s3://`, `gs://`, `az://` or `file://` URL.
+
+    Raises TierError for what somebody must mend: obstore is missing, no such bucket, wrong credentials or options.
+    """
+    return ObjectStore(open_bucket(url), url.scheme)
