@@ -1,0 +1,314 @@
+"""Engines of vLLM's that share a store: what one computed another loads, from every kind, whatever the store does.
+
+The scheduler, the connector, its workers and the servers are real; the model is played by an oracle that answers wrong
+if one byte of what it attends to is wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from played_engine import BLOCK, PlayedEngine, answer, make_prompt
+
+from mooncake_server import mooncake_pool
+from object_server import CREDENTIALS, Spoiled, Traffic, object_server
+from servers import RedisServer, redis_cluster, redis_server
+
+KINDS = ("dir", "redis", "redis+cluster", "s3", "mooncake")
+PROMPTS = [make_prompt(seed, 6) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """Starts a kind's server when it is first asked for."""
+    servers: dict[str, Any] = {}
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+
+        def get(kind: str) -> Any:
+            if kind not in servers:
+                directory = tmp_path_factory.mktemp(kind.replace("+", "-"))
+                start: dict[str, Callable[[], Any]] = {
+                    "redis": lambda: redis_server(directory),
+                    "redis+cluster": lambda: redis_cluster(directory),
+                    "s3": object_server,
+                    "mooncake": lambda: mooncake_pool(directory, 256),
+                }
+                servers[kind] = stack.enter_context(start[kind]())
+            return servers[kind]
+
+        yield get
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, running: Callable[[str], Any], tmp_path: Path) -> str:
+    """The URL of an empty store of the kind that the test is for."""
+    kind = request.param
+    if kind == "dir":
+        (tmp_path / "shared").mkdir()
+        return f"dir://{tmp_path}/shared?capacity=1GiB"
+    server = running(kind)
+    if kind == "redis":
+        with server.client() as client:
+            client.flushall()
+        return f"redis://{server.address}?timeout=1s"
+    if kind == "redis+cluster":
+        return f"redis+cluster://{server[0].address}?timeout=1s"
+    if kind == "s3":
+        return f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}&allow_http=true&timeout=2s"
+    return str(server.url(f"shared-{tmp_path.name[:20]}"))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
+    """Starts an engine with these settings."""
+    engines: list[PlayedEngine] = []
+
+    def start(*tiers: str, **settings: Any) -> PlayedEngine:
+        engines.append(PlayedEngine(tmp_path / f"engine-{len(engines)}", tiers=list(tiers), **settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def ask_all(engine: PlayedEngine) -> int:
+    """Right answers to all prompts; how many blocks were not computed."""
+    reused = 0
+    for prompt in PROMPTS:
+        played = engine.generate(prompt)
+        assert played.said == answer(prompt, 3)
+        assert played.finish_reason
+        reused += played.cached_tokens
+        engine.forget()
+    return reused // BLOCK
+
+
+def flush(engine: PlayedEngine) -> None:
+    """Wait until nothing is left to write."""
+    until = time.monotonic() + 20.0
+    while any(value for name, value in engine.counts.items() if name.startswith("queued_write_bytes")):
+        engine.step()
+        time.sleep(0.002)
+        assert time.monotonic() < until
+    engine.run()
+
+
+@pytest.mark.parametrize("store", KINDS, indirect=True)
+def test_what_one_engine_computed_every_engine_loads(start: Callable[..., PlayedEngine], store: str) -> None:
+    first = start(store)
+    assert ask_all(first) == 0
+    flush(first)
+    second = start(store)
+    assert ask_all(second) == 6 * len(PROMPTS)
+    for engine in (first, second):
+        engine.assert_at_rest()
+    counts = second.counts
+    assert counts["used_tokens"] == counts["loaded_tokens"] == 6 * len(PROMPTS) * BLOCK
+    assert counts["hook_errors"] == 0
+
+
+@pytest.mark.parametrize("store", KINDS, indirect=True)
+def test_both_write_at_once_and_nothing_is_damaged(start: Callable[..., PlayedEngine], store: str) -> None:
+    engines = [start(store), start(store)]
+    prompts = [make_prompt(seed, 4) for seed in range(12)]
+    choose = random.Random(1)
+    for _ in range(6):
+        for engine in engines:
+            for prompt in choose.sample(prompts, 4):
+                engine.add(prompt)
+        for engine in engines:
+            engine.run()
+            engine.forget()
+    for engine in engines:
+        flush(engine)
+        for played in engine.requests.values():
+            prompt = list(played.request.prompt_token_ids or [])
+            assert played.said == answer(prompt, 3)
+        engine.assert_at_rest()
+        assert sum(value for name, value in engine.counts.items() if name.startswith("damaged_records")) == 0
+
+
+@pytest.mark.parametrize("store", ["dir", "redis"], indirect=True)
+@pytest.mark.parametrize("other", [{"model_id": "other weights"}, {"record_key_file": "key"}], ids=["weights", "key"])
+def test_h23_engines_that_are_not_alike_hit_nothing_of_each_other(
+    start: Callable[..., PlayedEngine], store: str, other: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text("a secret of one of the two")
+    first = start(store)
+    ask_all(first)
+    flush(first)
+    settings = {name: str(tmp_path / value) if name == "record_key_file" else value for name, value in other.items()}
+    second = start(store, **settings)
+    assert ask_all(second) == 0
+    flush(second)
+    assert ask_all(start(store, **settings)) == 6 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
+@pytest.mark.parametrize("memory", ["4MiB", "64KiB"], ids=["memory", "staging only"])
+@pytest.mark.parametrize("below", ["", "disk", "shared", "disk+shared"])
+def test_every_combination_of_tiers_answers_alike_and_counts_what_it_did(
+    start: Callable[..., PlayedEngine], store: str, below: str, memory: str, tmp_path: Path
+) -> None:
+    tiers = [f"disk://{tmp_path}/slabs?capacity=64MiB"] if "disk" in below else []
+    tiers += [store] if "shared" in below else []
+    engine = start(*tiers, memory=memory)
+    assert ask_all(engine) == 0
+    flush(engine)
+    again = ask_all(engine)
+    counts = engine.counts
+    room = 24 if memory == "4MiB" else 8
+    if below:
+        # What does not fit into memory at once is staged prompt by prompt.
+        assert again == 6 * len(PROMPTS)
+        assert sum(counts[f'written_blocks{{tier="{kind}"}}'] for kind in ("disk", "redis")) >= 24
+        read = sum(counts[f'read_blocks{{tier="{kind}"}}'] for kind in ("disk", "redis"))
+        assert (read == 0) == (room == 24)
+        assert not (counts['read_blocks{tier="redis"}'] and "disk" in below), "the first tier that has it"
+    else:
+        assert again == (24 if room == 24 else again)
+    assert counts["used_tokens"] == again * BLOCK
+    assert counts["promised_tokens"] >= counts["committed_tokens"] >= counts["loaded_tokens"] >= counts["used_tokens"]
+    engine.assert_at_rest()
+
+
+# Faults under load
+
+
+class Load:
+    """Requests that keep coming, a few at a time, until it is over; every answer is verified."""
+
+    def __init__(self, engine: PlayedEngine, seed: int) -> None:
+        self.engine = engine
+        self.choose = random.Random(seed)
+        self.prompts = [make_prompt(seed, 5) for seed in range(100, 140)]
+        self.answers = {tuple(prompt): answer(prompt, 2) for prompt in self.prompts}
+        self.verified = 0
+
+    def run(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.turn()
+
+    def turn(self) -> int:
+        """Eight clients ask at once; the tokens that were not computed."""
+        asked = [self.engine.add(prompt, 2) for prompt in self.choose.sample(self.prompts, 8)]
+        self.engine.run(seconds=20.0)
+        for played in asked:
+            assert played.said == self.answers[tuple(played.request.prompt_token_ids or [])]
+            assert played.finish_reason not in ("error", "abort")
+        self.verified += len(asked)
+        self.engine.forget()
+        return sum(played.cached_tokens for played in asked)
+
+
+Trouble = Callable[[RedisServer, threading.Event], None]
+
+
+def killed_and_restarted(server: RedisServer, over: threading.Event) -> None:
+    server.kill()
+    over.wait(2.0)
+    server.start()
+
+
+def stopped_and_continued(server: RedisServer, over: threading.Event) -> None:
+    server.pause()
+    over.wait(3.0)
+    server.go_on()
+
+
+def flushed(server: RedisServer, over: threading.Event) -> None:
+    for _ in range(20):
+        with server.client() as client:
+            client.flushall()
+        over.wait(0.1)
+
+
+def full(server: RedisServer, over: threading.Event) -> None:
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", "1500kb")
+        over.wait(2.0)
+        client.config_set("maxmemory", "0")
+
+
+def damaged(server: RedisServer, over: threading.Event) -> None:
+    """Every tenth record gets a byte that is not its own."""
+    for _ in range(10):
+        with server.client() as client:
+            for number, name in enumerate(client.scan_iter("kvpact:*", count=1000)):
+                if number % 10 == 0 and client.strlen(name) > 8192:
+                    client.setrange(name, 4000, b"damage")
+        over.wait(0.2)
+
+
+@pytest.mark.parametrize(
+    "trouble", [killed_and_restarted, stopped_and_continued, flushed, full, damaged], ids=lambda it: it.__name__
+)
+def test_h58_nothing_that_a_store_does_under_load_reaches_an_answer(
+    start: Callable[..., PlayedEngine], running: Callable[[str], Any], trouble: Trouble
+) -> None:
+    server: RedisServer = running("redis")
+    with server.client() as client:
+        client.flushall()
+    engine = start(f"redis://{server.address}?timeout=300ms", memory="192KiB", prepare_deadline="500ms")
+    load = Load(engine, seed=len(trouble.__name__))
+    load.run(1.5)
+    over = threading.Event()
+    thread = threading.Thread(target=trouble, args=(server, over), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        load.turn()
+    until, reused = time.monotonic() + 10.0, 0
+    read = engine.counts['read_blocks{tier="redis"}']
+    while engine.counts['read_blocks{tier="redis"}'] < read + 20:
+        assert time.monotonic() < until, "10 s after the store is well, nothing is loaded from it"
+        reused += load.turn()
+    assert reused
+    engine.run()
+    flush(engine)
+    engine.assert_at_rest()
+    assert engine.counts["hook_errors"] == 0
+    assert load.verified > 50
+
+
+def test_an_object_store_that_fails_and_slows_down_costs_hits_and_nothing_else(
+    start: Callable[..., PlayedEngine], running: Callable[[str], Any]
+) -> None:
+    traffic: Traffic = running("s3")
+    url = f"s3://bucket/faults?endpoint={traffic.endpoint}&allow_http=true&timeout=500ms"
+    engine = start(url, memory="192KiB", prepare_deadline="500ms")
+    load = Load(engine, seed=3)
+    load.run(2.0)
+    flush(engine)
+    choose = random.Random(5)
+    spoils = [
+        Spoiled(status=500, code="InternalError"),
+        Spoiled(status=503, code="SlowDown"),
+        Spoiled(delay_s=5.0),
+        Spoiled(part=0.5),
+    ]
+    for spoil in spoils:
+        with traffic.spoiled(lambda request, spoil=spoil: spoil if choose.random() < 0.6 else None):
+            load.run(1.5)
+    until, read = time.monotonic() + 10.0, engine.counts['read_blocks{tier="object"}']
+    while engine.counts['read_blocks{tier="object"}'] < read + 20:
+        assert time.monotonic() < until, "10 s after the store is well, nothing is loaded from it"
+        load.turn()
+    flush(engine)
+    engine.assert_at_rest()
+    assert engine.counts["hook_errors"] == 0
