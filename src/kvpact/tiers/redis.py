@@ -1,30 +1,27 @@
 """Records in Redis or Valkey: one server, a Cluster, or whatever master Sentinels name.
 
-Owns how records become keys and how batches travel; redis-py opens connections (TLS, users) and is imported only when a
-tier is opened. Never retries behind its caller's back, and unpickles nothing. Floor 1.
+Owns how records become keys and values, and what a URL says of the servers. Never retries a call that failed, trusts
+nothing that it reads, and unpickles nothing. Floor 1.
 """
 
 from __future__ import annotations
 
-import binascii
 import os
-import select
-import socket
 import struct
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from kvpact.errors import TierError
 from kvpact.tier_urls import SCHEMES, TierURL, format_size
 from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.redis_servers import Cluster, OneServer, Sentinels, Servers
+from kvpact.tiers.redis_wire import Access, Address, ErrorReply, Moved, Pool, Wire, length_of
 from kvpact.tiers.shared import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreError, StoreUsage
 
 TIMEOUT_SECONDS: Final = 2.0
@@ -32,7 +29,7 @@ TIMEOUT_SECONDS: Final = 2.0
 
 PART_BYTES: Final = 64 << 20
 """Larger records are kept in parts of this size, if the URL has no `part`. A server does one thing at a time: a value
-of 64 MiB keeps all others waiting for some 20 ms. The most that it takes is 512 MiB."""
+of 64 MiB keeps all others waiting for some 20 ms. The most that it takes is 512 MiB. Parts need Redis 6.2 or Valkey."""
 
 ORPHAN_SECONDS: Final = 600
 """Parts that no record names are gone after this time: their writer died."""
@@ -46,29 +43,6 @@ _MOST_PARTS: Final = 1 << 16
 _SPLIT: Final = struct.Struct("<8s16sQQ")
 _SPLIT_MAGIC: Final = b"kvpactSP"
 _SPLIT_BYTES: Final = _SPLIT.size + HEADER_BYTES
-
-_SLOTS: Final = 16384
-_IDLE: Final = 16
-"""Connections to one server that are kept while nobody uses them; a tier's queue has fewer threads."""
-
-_RECEIVE_BYTES: Final = 16 << 10
-_SMALL_BYTES: Final = 8 << 10
-"""Pieces up to here are joined with what is sent before them: copying them costs less than a system call."""
-
-_MOST_REPLY: Final = 1 << 20
-"""No reply that is not read into buffers is longer; one that is comes from something else than we asked."""
-
-Address: TypeAlias = tuple[str, int]
-Words: TypeAlias = "bytes | RecordPieces"
-Reply: TypeAlias = "int | bytes | list[Reply] | None"
-
-
-class _ErrorReply(Exception):
-    """The server answered with an error, e.g. "OOM command not allowed"."""
-
-
-class _Moved(_ErrorReply):
-    """Another server of the Cluster has this key by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,373 +80,6 @@ class _SplitHead:
         ]
 
 
-class _Wire:
-    """One connection: requests go out together, replies are read in order, and all of it ends at `deadline`.
-
-    It speaks RESP2 itself: from and into the caller's memory, that moves values of 1 and 4 MiB about twice as fast as
-    redis-py with hiredis, which joins and copies them, and takes a third of the processor's time.
-    """
-
-    def __init__(self, connection: Any) -> None:
-        self.deadline = 0.0
-        self.unanswered = 0
-        """Commands that were sent, and whose replies nobody has read yet."""
-        self._connection = connection
-        self._socket: socket.socket = connection._sock  # redis-py has no public name for it
-        self._out = bytearray()
-        self._in = memoryview(bytearray(_RECEIVE_BYTES))
-        self._at = self._end = 0
-
-    def is_usable(self) -> bool:
-        """Whether it is as quiet as it was left: a server that went away has ended it, or will say so."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return not poll.poll(0)
-
-    def close(self) -> None:
-        with suppress(Exception):
-            self._connection.disconnect()
-
-    # Out
-
-    def send(self, *words: Words) -> None:
-        """Add one command; `flush` sees to it that it is sent."""
-        self.unanswered += 1
-        self._out += b"*%d\r\n" % len(words)
-        for word in words:
-            pieces = [word] if isinstance(word, bytes) else word
-            self._out += b"$%d\r\n" % _length(pieces)
-            for piece in pieces:
-                if len(piece) > _SMALL_BYTES:
-                    self.flush()
-                    self._send_all(piece)
-                else:
-                    self._out += piece
-            self._out += b"\r\n"
-
-    def flush(self) -> None:
-        if self._out:
-            self._send_all(self._out)
-            self._out = bytearray()
-
-    def _send_all(self, data: bytes | bytearray | memoryview) -> None:
-        self._socket.settimeout(self._left())
-        self._socket.sendall(data)
-
-    def _left(self) -> float:
-        if (left := self.deadline - time.monotonic()) <= 0:
-            raise TimeoutError
-        return left
-
-    # In
-
-    def reply(self, *, lenient: bool = False) -> Reply:
-        """The next reply; with `lenient` None for a key that holds no string. Raises _ErrorReply for other errors."""
-        self.unanswered -= 1
-        return self._reply(lenient=lenient)
-
-    def _reply(self, *, lenient: bool = False) -> Reply:
-        line = self._line()
-        kind, rest = line[:1], line[1:]
-        if kind == b"$":
-            return self._bulk(int(rest))
-        if kind == b":":
-            return int(rest)
-        if kind == b"+":
-            return rest
-        if kind == b"*":
-            return [self._reply(lenient=lenient) for _ in range(int(rest))]
-        if kind == b"-":
-            if lenient and rest.startswith(b"WRONGTYPE"):
-                return None
-            raise (_Moved if rest.startswith(b"MOVED ") else _ErrorReply)(rest.decode(errors="replace"))
-        raise _ErrorReply(f"no Redis server: it answers {line[:20]!r}")
-
-    def value_into(self, buffer: RecordBuffer) -> bool | bytes:
-        """The next reply into `buffer`: whether it was a value of that length; what may be a split head is returned."""
-        self.unanswered -= 1
-        line = self._line()
-        if line[:1] != b"$":
-            if line.startswith(b"-WRONGTYPE"):
-                return False
-            raise (_Moved if line.startswith(b"-MOVED ") else _ErrorReply)(line[1:].decode(errors="replace"))
-        nbytes = int(line[1:])
-        if nbytes == _SPLIT_BYTES:
-            return self._bulk(nbytes) or b""
-        if nbytes != _length(buffer):
-            self._skip(nbytes + 2 if nbytes >= 0 else 0)
-            return False
-        for piece in buffer:
-            self._fill(piece)
-        self._skip(2)
-        return True
-
-    def pass_over(self, replies: int) -> None:
-        """Read replies that nobody wants to know."""
-        for _ in range(replies):
-            with suppress(_ErrorReply):
-                self.reply()
-
-    def _bulk(self, nbytes: int) -> bytes | None:
-        if nbytes < 0:
-            return None
-        if nbytes > _MOST_REPLY:
-            self._skip(nbytes + 2)
-            return b""
-        value = bytearray(nbytes)
-        self._fill(memoryview(value))
-        self._skip(2)
-        return bytes(value)
-
-    def _line(self) -> bytes:
-        line = bytearray()
-        while not line.endswith(b"\r\n"):
-            if self._at == self._end:
-                self._receive()
-            end = bytes(self._in[self._at : self._end]).find(b"\n") + 1
-            upto = self._at + end if end else self._end
-            line += self._in[self._at : upto]
-            self._at = upto
-            if len(line) > _RECEIVE_BYTES:
-                raise _ErrorReply("no Redis server: its answer has no end")
-        return bytes(line[:-2])
-
-    def _receive(self) -> None:
-        self._at, self._end = 0, self._receive_into(self._in)
-
-    def _receive_into(self, memory: memoryview) -> int:
-        self._socket.settimeout(self._left())
-        received = self._socket.recv_into(memory)
-        if not received:
-            raise ConnectionError("the server ended the connection")
-        return received
-
-    def _fill(self, memory: memoryview) -> None:
-        done = min(memory.nbytes, self._end - self._at)
-        memory[:done] = self._in[self._at : self._at + done]
-        self._at += done
-        while done < memory.nbytes:
-            done += self._receive_into(memory[done:])
-
-    def _skip(self, nbytes: int) -> None:
-        while nbytes:
-            if self._at == self._end:
-                self._receive()
-            step = min(nbytes, self._end - self._at)
-            self._at += step
-            nbytes -= step
-
-
-@dataclass(frozen=True, slots=True)
-class _Access:
-    """How servers are reached: by whom, and over what. Its credentials are in no message."""
-
-    user: str
-    password: str
-    password_file: str
-    tls: bool
-    ca_file: str | None
-    database: int
-
-    def connect(self, address: Address, seconds: float, *, known: bool = True) -> _Wire:
-        """A new connection, as our user if we are to be `known`; the password file is read again for each.
-
-        Raises StoreError, which repeats nothing that a server makes of a password.
-        """
-        from redis import Connection, RedisError, SSLConnection
-        from redis.backoff import NoBackoff
-        from redis.exceptions import AuthenticationError
-        from redis.retry import Retry
-
-        options: dict[str, Any] = {
-            "host": address[0], "port": address[1], "protocol": 2, "retry": Retry(NoBackoff(), 0),
-            "socket_timeout": seconds, "socket_connect_timeout": seconds, "socket_keepalive": True,
-        }  # fmt: skip
-        password = self._password() if known else ""
-        if password:
-            options |= {"username": self.user or None, "password": password}
-        if known:
-            options["db"] = self.database
-        if self.tls:
-            options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": self.ca_file}
-        connection: Any = (SSLConnection if self.tls else Connection)(**options)
-        where = f"{address[0]}:{address[1]}"
-        try:
-            connection.connect()
-        except AuthenticationError:
-            raise StoreError(f"{where} refuses the user or the password") from None
-        except (RedisError, OSError) as error:
-            message = str(error) or type(error).__name__
-            for secret in filter(None, (password, self.user)):
-                message = message.replace(secret, "***")
-            raise StoreError(f"cannot connect to {where}: {message}") from None
-        return _Wire(connection)
-
-    def _password(self) -> str:
-        if not self.password_file:
-            return self.password
-        try:
-            return Path(self.password_file).read_text().strip("\r\n")
-        except (OSError, ValueError) as error:
-            raise StoreError(f"cannot read the password file {self.password_file}: {type(error).__name__}") from None
-
-
-class _Pool:
-    """Connections that are kept for the next call."""
-
-    def __init__(self, access: _Access) -> None:
-        self._access = access
-        self._lock = threading.Lock()
-        self._idle: dict[Address, list[_Wire]] = defaultdict(list)
-        self._closed = False
-
-    @contextmanager
-    def wire(self, address: Address, deadline: float, *, known: bool = True) -> Iterator[_Wire]:
-        """A connection for one batch; after an error it is ended, since nobody knows what is still to come from it."""
-        wire = self._idle_one(address) if known else None
-        if wire is None:
-            if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError
-            wire = self._access.connect(address, left, known=known)
-        wire.deadline = deadline
-        try:
-            yield wire
-        except BaseException:
-            wire.close()
-            raise
-        with self._lock:
-            kept = known and not self._closed and len(self._idle[address]) < _IDLE
-            if kept:
-                self._idle[address].append(wire)
-        if not kept:
-            wire.close()
-
-    def _idle_one(self, address: Address) -> _Wire | None:
-        while True:
-            with self._lock:
-                wire = self._idle[address].pop() if self._idle[address] else None
-            if wire is None or wire.is_usable():
-                return wire
-            wire.close()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            wires = [wire for idle in self._idle.values() for wire in idle]
-            self._idle.clear()
-        for wire in wires:
-            wire.close()
-
-
-class _Servers(ABC):
-    """Which server has a key. What is known of that is forgotten when a call fails, and asked anew by the next."""
-
-    @abstractmethod
-    def of(self, key: bytes, deadline: float) -> Address:
-        """The server that has `key`."""
-
-    @abstractmethod
-    def all(self, deadline: float) -> list[Address]:
-        """Every server that has keys."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """What is known may be wrong."""
-
-
-class _OneServer(_Servers):
-    def __init__(self, address: Address) -> None:
-        self._address = address
-
-    def of(self, key: bytes, deadline: float) -> Address:
-        return self._address
-
-    def all(self, deadline: float) -> list[Address]:
-        return [self._address]
-
-    def forget(self) -> None:
-        pass
-
-
-class _Guides:
-    """Servers that know where others are; one that hangs takes only its share of the time."""
-
-    def __init__(self, pool: _Pool, addresses: Sequence[Address], *, known: bool) -> None:
-        self._pool = pool
-        self._addresses = list(addresses)
-        self._known = known
-
-    def ask(self, *words: bytes, deadline: float) -> tuple[Address, Reply]:
-        """The first answer, and whose it is; the next time that one is asked first."""
-        failed: Exception = TimeoutError()
-        for asked, address in enumerate(addresses := list(self._addresses)):
-            now = time.monotonic()
-            share = now + (deadline - now) / (len(addresses) - asked)
-            try:
-                with self._pool.wire(address, share, known=self._known) as wire:
-                    wire.send(*words)
-                    wire.flush()
-                    if (reply := wire.reply()) is not None:
-                        self._addresses = [address, *(other for other in addresses if other != address)]
-                        return address, reply
-            except (OSError, StoreError, _ErrorReply) as error:
-                failed = error
-        raise failed
-
-
-class _Sentinels(_Servers):
-    """The master of one name, of which Sentinels know the address."""
-
-    def __init__(self, pool: _Pool, addresses: Sequence[Address], name: str) -> None:
-        self._guides = _Guides(pool, addresses, known=False)
-        self._name = name.encode()
-        self._master: Address | None = None
-
-    def of(self, key: bytes, deadline: float) -> Address:
-        if (master := self._master) is None:
-            _, reply = self._guides.ask(b"SENTINEL", b"get-master-addr-by-name", self._name, deadline=deadline)
-            master = self._master = _address(reply)
-        return master
-
-    def all(self, deadline: float) -> list[Address]:
-        return [self.of(b"", deadline)]
-
-    def forget(self) -> None:
-        self._master = None
-
-
-class _Cluster(_Servers):
-    """Masters that share the 16384 hash slots among them."""
-
-    def __init__(self, pool: _Pool, addresses: Sequence[Address]) -> None:
-        self._guides = _Guides(pool, addresses, known=True)
-        self._slots: list[Address | None] | None = None
-
-    def of(self, key: bytes, deadline: float) -> Address:
-        address = self._table(deadline)[binascii.crc_hqx(key, 0) % _SLOTS]  # our names hold no "{": no hash tags
-        if address is None:
-            raise StoreError("the cluster is down: nobody serves some of its slots")
-        return address
-
-    def all(self, deadline: float) -> list[Address]:
-        return sorted({address for address in self._table(deadline) if address is not None})
-
-    def _table(self, deadline: float) -> list[Address | None]:
-        if (slots := self._slots) is None:
-            slots = [None] * _SLOTS
-            asked, reply = self._guides.ask(b"CLUSTER", b"SLOTS", deadline=deadline)
-            for entry in reply if isinstance(reply, list) else ():
-                match entry:
-                    case [int(first), int(last), master, *_] if 0 <= first <= last < _SLOTS:
-                        host, port = _address(master)
-                        slots[first : last + 1] = [(host or asked[0], port)] * (last + 1 - first)
-            self._slots = slots
-        return slots
-
-    def forget(self) -> None:
-        self._slots = None
-
-
 class RedisStore(RecordStore):
     """See `RecordStore`. Keys are `kvpact:<name>`, values are records; those larger than `part_bytes` are split.
 
@@ -483,7 +90,7 @@ class RedisStore(RecordStore):
     kind = "redis"
 
     def __init__(
-        self, servers: _Servers, pool: _Pool, place: str, *, timeout: float, part_bytes: int, expiry: float | None
+        self, servers: Servers, pool: Pool, place: str, *, timeout: float, part_bytes: int, expiry: float | None
     ) -> None:
         self._servers = servers
         self._pool = pool
@@ -506,26 +113,26 @@ class RedisStore(RecordStore):
         found = [False] * len(names)
         heads: dict[int, _SplitHead] = {}
 
-        def ask(wire: _Wire, index: int) -> None:
+        def ask(wire: Wire, index: int) -> None:
             # A byte more than is wanted, so that a longer record is told from one that fits without being sent whole.
-            end = max(_length(buffers[index]), _SPLIT_BYTES)
+            end = max(length_of(buffers[index]), _SPLIT_BYTES)
             wire.send(b"GETRANGE", keys[index], b"0", b"%d" % end)
             self._prolong(wire, keys[index])
 
-        def take(wire: _Wire, index: int) -> None:
-            value = wire.value_into(buffers[index])
+        def take(wire: Wire, index: int) -> None:
+            value = wire.value_into(buffers[index], apart=_SPLIT_BYTES)
             self._prolonged(wire)
             if isinstance(value, bool):
                 found[index] = value
             elif (head := _SplitHead.decode(value)) is not None:
                 heads[index] = head
-            elif len(value) == _length(buffers[index]):
+            elif len(value) == length_of(buffers[index]):
                 found[index] = _copy(value, buffers[index])
 
         with self._call() as deadline:
             keys = _keys(names)
             self._each(keys, ask, take, deadline)
-            whole = {index: head for index, head in heads.items() if head.nbytes == _length(buffers[index])}
+            whole = {index: head for index, head in heads.items() if head.nbytes == length_of(buffers[index])}
             for index in self._read_parts(keys, buffers, whole, deadline):
                 found[index] = True
         return found
@@ -543,16 +150,16 @@ class RedisStore(RecordStore):
         ]  # fmt: skip
         whole = set(heads)
 
-        def ask(wire: _Wire, at: int) -> None:
+        def ask(wire: Wire, at: int) -> None:
             _, key, pieces = parts[at]
-            wire.send(b"GETRANGE", key, b"0", b"%d" % _length(pieces))
+            wire.send(b"GETRANGE", key, b"0", b"%d" % length_of(pieces))
             self._prolong(wire, key)
 
-        def take(wire: _Wire, at: int) -> None:
+        def take(wire: Wire, at: int) -> None:
             index, _, pieces = parts[at]
             value = wire.value_into(pieces)
             self._prolonged(wire)
-            if value is False or (isinstance(value, bytes) and not _copy(value, pieces)):
+            if not value:
                 whole.discard(index)
 
         self._each([key for _, key, _ in parts], ask, take, deadline)
@@ -575,7 +182,7 @@ class RedisStore(RecordStore):
             self._unlink(outdated, deadline)
 
     def _split(self, record: RecordPieces) -> _SplitHead | None:
-        nbytes = _length(record)
+        nbytes = length_of(record)
         first = b"".join(record[:1])[:HEADER_BYTES]
         if nbytes <= self._part_bytes and not first.startswith(_SPLIT_MAGIC):
             return None
@@ -584,7 +191,7 @@ class RedisStore(RecordStore):
         return _SplitHead(os.urandom(16), nbytes, self._part_bytes, first)
 
     def _write_parts(self, parts: Sequence[tuple[bytes, RecordPieces]], deadline: float) -> None:
-        def ask(wire: _Wire, at: int) -> None:
+        def ask(wire: Wire, at: int) -> None:
             key, pieces = parts[at]
             wire.send(b"SET", key, pieces, b"EX", b"%d" % ORPHAN_SECONDS)
 
@@ -601,14 +208,14 @@ class RedisStore(RecordStore):
         outdated: list[bytes] = []
         expire = (b"PX", self._lifetime) if self._lifetime else ()
 
-        def ask(wire: _Wire, index: int) -> None:
+        def ask(wire: Wire, index: int) -> None:
             head = heads.get(index)
             if head is None:
                 wire.send(b"SET", keys[index], records[index], *expire)
             else:
                 wire.send(b"SET", keys[index], head.encode(), *expire, b"GET")
 
-        def take(wire: _Wire, index: int) -> None:
+        def take(wire: Wire, index: int) -> None:
             reply = wire.reply()
             old = _SplitHead.decode(reply) if index in heads and isinstance(reply, bytes) else None
             if old is not None and old.nonce != heads[index].nonce:  # asked once more, it is our own
@@ -620,7 +227,7 @@ class RedisStore(RecordStore):
     def _keep_parts(self, parts: Sequence[bytes], deadline: float) -> None:
         """Parts that a record names are no orphans any more."""
 
-        def ask(wire: _Wire, at: int) -> None:
+        def ask(wire: Wire, at: int) -> None:
             if self._lifetime:
                 wire.send(b"PEXPIRE", parts[at], self._lifetime)
             else:
@@ -632,11 +239,11 @@ class RedisStore(RecordStore):
         removed = 0
         parts: list[bytes] = []
 
-        def ask(wire: _Wire, index: int) -> None:
+        def ask(wire: Wire, index: int) -> None:
             wire.send(b"GETRANGE", keys[index], b"0", b"%d" % _SPLIT_BYTES)
             wire.send(b"UNLINK", keys[index])
 
-        def take(wire: _Wire, index: int) -> None:
+        def take(wire: Wire, index: int) -> None:
             nonlocal removed
             head = wire.reply(lenient=True)
             removed += wire.reply() == 1
@@ -686,7 +293,7 @@ class RedisStore(RecordStore):
                 case [bytes(after), list(page)]:
                     return after, [key for key in page if isinstance(key, bytes)]
                 case _:
-                    raise _ErrorReply("SCAN answers nothing that could be understood")
+                    raise ErrorReply("SCAN answers nothing that could be understood")
 
     def usage(self) -> StoreUsage:
         used: list[int] = []
@@ -716,7 +323,7 @@ class RedisStore(RecordStore):
         """Each record's length; None where it is not there in full, 0 where something is there that is no record."""
         sizes: list[int | None] = [None] * len(keys)
 
-        def take(wire: _Wire, index: int) -> None:
+        def take(wire: Wire, index: int) -> None:
             reply = wire.reply(lenient=True)
             sizes[index] = (reply or None) if isinstance(reply, int) else 0
 
@@ -735,7 +342,7 @@ class RedisStore(RecordStore):
         parts = [(index, *part) for index, head in heads.items() for part in head.parts(keys[index])]
         sizes: dict[int, int | None] = {index: head.nbytes for index, head in heads.items()}
 
-        def take(wire: _Wire, at: int) -> None:
+        def take(wire: Wire, at: int) -> None:
             index, _, nbytes = parts[at]
             if wire.reply(lenient=True) != nbytes:
                 sizes[index] = None
@@ -747,29 +354,29 @@ class RedisStore(RecordStore):
         """The first bytes of what stands under each key, enough to know a split head; None where nothing is."""
         beginnings: list[bytes | None] = [None] * len(keys)
 
-        def take(wire: _Wire, index: int) -> None:
+        def take(wire: Wire, index: int) -> None:
             reply = wire.reply(lenient=True)
             beginnings[index] = (reply or None) if isinstance(reply, bytes) else b""
 
-        def ask(wire: _Wire, index: int) -> None:
+        def ask(wire: Wire, index: int) -> None:
             wire.send(b"GETRANGE", keys[index], b"0", b"%d" % _SPLIT_BYTES)
 
         self._each(keys, ask, take, deadline)
         return beginnings
 
-    def _prolong(self, wire: _Wire, key: bytes) -> None:
+    def _prolong(self, wire: Wire, key: bytes) -> None:
         if self._lifetime:
             wire.send(b"PEXPIRE", key, self._lifetime)
 
-    def _prolonged(self, wire: _Wire) -> None:
+    def _prolonged(self, wire: Wire) -> None:
         if self._lifetime:
             wire.reply()
 
     def _each(
         self,
         keys: Sequence[bytes],
-        ask: Callable[[_Wire, int], None],
-        take: Callable[[_Wire, int], object],
+        ask: Callable[[Wire, int], None],
+        take: Callable[[Wire, int], object],
         deadline: float,
     ) -> None:
         """Send what `ask` says for each key to the server that has it, then let `take` read the replies.
@@ -786,8 +393,8 @@ class RedisStore(RecordStore):
         self,
         indexes: Iterable[int],
         keys: Sequence[bytes],
-        ask: Callable[[_Wire, int], None],
-        take: Callable[[_Wire, int], object],
+        ask: Callable[[Wire, int], None],
+        take: Callable[[Wire, int], object],
         deadline: float,
     ) -> list[int]:
         """Which of the keys were not there any more."""
@@ -807,7 +414,7 @@ class RedisStore(RecordStore):
                 for left in range(len(its_indexes) - 1, -1, -1):
                     try:
                         take(wire, its_indexes[-1 - left])
-                    except _Moved:
+                    except Moved:
                         moved.append(its_indexes[-1 - left])
                         wire.pass_over(wire.unanswered - left * commands)
         return moved
@@ -824,7 +431,7 @@ class RedisStore(RecordStore):
                     message = str(error)
                 case TimeoutError():
                     message = f"no answer within {self._timeout:g} s"
-                case OSError() | _ErrorReply() | ValueError():
+                case OSError() | ErrorReply() | ValueError():
                     message = str(error) or type(error).__name__
                 case _:
                     raise
@@ -841,6 +448,8 @@ def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS) -> RedisStore:
         import redis  # noqa: F401
     except ImportError:
         raise TierError(f"a {url.scheme} tier needs redis-py: pip install 'kvpact[redis]'") from None
+    if "@" in url.path:  # what was taken for a host and a path is a password, and is not shown
+        raise TierError(f"a {url.scheme} tier's user or password holds a sign of its own; write '/' as %2F, '@' as %40")
     base, _, kind = url.scheme.partition("+")
     addresses = list(_addresses(url, 26379 if kind == "sentinel" else 6379))
     path = url.path.strip("/").split("/")
@@ -867,14 +476,14 @@ def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS) -> RedisStore:
         raise TierError(f"{url}: a time must be more than 0; leave the option out for none")
     user, _, password = url.host.rpartition("@")[0].partition(":")
     password_file = options.get("password_file", "")
-    pool = _Pool(_Access(unquote(user), unquote(password), password_file, base == "rediss", ca_file, int(database)))
-    servers: _Servers
+    pool = Pool(Access(unquote(user), unquote(password), password_file, base == "rediss", ca_file, int(database)))
+    servers: Servers
     if kind == "cluster":
-        servers = _Cluster(pool, addresses)
+        servers = Cluster(pool, addresses)
     elif kind == "sentinel":
-        servers = _Sentinels(pool, addresses, service)
+        servers = Sentinels(pool, addresses, service)
     else:
-        servers = _OneServer(addresses[0])
+        servers = OneServer(addresses[0])
     place = f"{url.scheme}://{url.host.rpartition('@')[2]}{url.path}"
     return RedisStore(servers, pool, place, timeout=timeout, part_bytes=part_bytes, expiry=expiry)
 
@@ -887,36 +496,21 @@ def _addresses(url: TierURL, port: int) -> Iterator[Address]:
         except ValueError:
             host = None
         if not host:
-            raise TierError(f'{url}: "{text}" is no host and port, like cache:{port}')
+            raise TierError(f"{url}: a host and port like cache:{port} is needed")
         yield host, its_port
-
-
-def _address(reply: Reply) -> Address:
-    """What servers say of each other: host, port, and more."""
-    match reply:
-        case [bytes(host), int() | bytes() as port, *_]:
-            return host.decode(errors="replace"), int(port)
-        case [None, int(port), *_]:
-            return "", port
-        case _:
-            raise _ErrorReply("a server's address cannot be understood")
 
 
 def _keys(names: Sequence[str]) -> list[bytes]:
     return [_PREFIX + name.encode() for name in names]
 
 
-def _take_reply(wire: _Wire, index: int) -> None:
+def _take_reply(wire: Wire, index: int) -> None:
     wire.reply()
-
-
-def _length(pieces: Iterable[bytes | memoryview]) -> int:
-    return sum(map(len, pieces))
 
 
 def _copy(value: bytes, buffer: RecordBuffer) -> bool:
     """Copy a value into memory; whether it has that length."""
-    if len(value) != _length(buffer):
+    if len(value) != length_of(buffer):
         return False
     at = 0
     for piece in buffer:
