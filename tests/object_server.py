@@ -6,13 +6,14 @@ import http.client
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
+from typing import IO, ClassVar
 
 STARTS_WITHIN_S = 60.0
 _HOP_BY_HOP = ("connection", "transfer-encoding", "content-length", "keep-alive", "expect")
@@ -137,10 +138,9 @@ def _free_port() -> int:
 def object_server() -> Iterator[Traffic]:
     """A server with an empty bucket named "bucket", behind the proxy."""
     port = _free_port()
+    said = tempfile.TemporaryFile()  # noqa: SIM115  # no pipe: nobody reads it, and the server would wait
     server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=said, stderr=said
     )
     handler = type("Handler", (_Handler,), {})
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -148,7 +148,7 @@ def object_server() -> Iterator[Traffic]:
     proxy.daemon_threads = True
     thread = threading.Thread(target=proxy.serve_forever, args=(0.05,), name="object-proxy", daemon=True)
     try:
-        _create_bucket(server, port)
+        _create_bucket(server, port, said)
         thread.start()
         yield traffic
     finally:
@@ -158,15 +158,16 @@ def object_server() -> Iterator[Traffic]:
             thread.join()
         proxy.server_close()
         server.kill()
-        server.communicate()
+        server.wait()
+        said.close()
 
 
-def _create_bucket(server: subprocess.Popen[bytes], port: int) -> None:
+def _create_bucket(server: subprocess.Popen[bytes], port: int, said: IO[bytes]) -> None:
     deadline = time.monotonic() + STARTS_WITHIN_S
     while True:
         if server.poll() is not None:
-            said = (server.stderr.read() if server.stderr else b"").decode()[-500:]
-            raise RuntimeError(f"moto's S3 server does not start; pip install 'moto[server]': {said}")
+            said.seek(0)
+            raise RuntimeError(f"moto's S3 server does not start; pip install 'moto[server]': {said.read()[-500:]!r}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         try:
             connection.request("PUT", "/bucket")
