@@ -208,6 +208,34 @@ def test_a_smaller_capacity_is_reached_with_the_next_write(tmp_path: Path) -> No
     assert used_bytes(tmp_path) <= capacity_of(8)
 
 
+def test_a_record_of_another_length_is_not_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1 << 20)
+    name = record_name(GROUP, document("any", 1).keys[0])
+    store.write([name], [[bytes(HEADER_BYTES), b"payload"]])
+    for length in (6, 8):
+        assert store.read([name], [[memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(length))]]) == [False]
+    assert store.size(name) == HEADER_BYTES + 7
+
+
+def test_of_two_writers_that_reserve_the_last_room_at_once_one_at_most_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one looks at the very moment when the first one has looked."""
+    capacity = CONTROL_BYTES + 1000
+    first, second = open_store(tmp_path, capacity), open_store(tmp_path, capacity)
+    granted: list[int] = []
+    estimate = first._estimate
+
+    def with_another_behind() -> int:
+        found = estimate()
+        granted.append(second._try_reserve(700))
+        return found
+
+    monkeypatch.setattr(first, "_estimate", with_another_behind)
+    granted.append(first._try_reserve(700))
+    assert sum(room >= 700 for room in granted) == 1
+
+
 # Many processes
 
 
