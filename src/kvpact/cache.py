@@ -437,7 +437,7 @@ class PactCache(ExternalCache):
             record.failed_from = min(first, record.failed_from if record.failed_from is not None else first)
             record.offered = min(record.offered, first)
         self.index.drop(load.keys[first])
-        self.staging.delete([load.keys[first]])
+        self.staging.delete(load.keys[first:])
         for save in self._saves.values():
             if save.job.request_id == load.job.request_id:
                 save.trusted = False

@@ -121,10 +121,11 @@ class Source:
         return not self.queue.tier.exclusive
 
     def held(self, keys: Sequence[BlockKey]) -> int:
-        """How many of `keys` an exclusive tier holds in a row; what is about to be deleted is held no more."""
-        if self.clearing:
-            return 0
-        held = self.queue.tier.lookup(keys)
+        """How many of `keys` an exclusive tier holds in a row."""
+        return 0 if self.clearing else self.without_deleted(keys, self.queue.tier.lookup(keys))
+
+    def without_deleted(self, keys: Sequence[BlockKey], held: int) -> int:
+        """Up to where the first `held` of `keys` stay: what is about to be deleted is held no more."""
         return next((at for at in range(held) if keys[at] in self.deleting), held) if self.deleting else held
 
     def first_to_write(self, keys: Sequence[BlockKey]) -> int:
@@ -208,7 +209,7 @@ class Staging:
     def _held_by(self, source: Source, keys: Sequence[BlockKey], inquest: Inquest | None) -> int:
         if not source.shared:
             return source.held(keys)
-        return min(inquest.held.get(source, 0), len(keys)) if inquest is not None else 0
+        return source.without_deleted(keys, min(inquest.held.get(source, 0), len(keys))) if inquest is not None else 0
 
     def seconds_to_load(self, keys: Sequence[BlockKey], start: int, end: int, inquest: Inquest | None) -> float | None:
         """How long blocks [start, end) should take to arrive; None if that is not known."""
