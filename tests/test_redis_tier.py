@@ -271,8 +271,9 @@ def test_a_user_and_a_password_of_any_characters_come_from_the_url(
         assert (stored(tier), served(tier)) == (12, 12)
         assert tier.store.place == f"redis://{server.address}/2"
     with closing(opened(f"redis://{account}x@{server.address}/2")) as tier:
+        assert isinstance(tier.store, RedisStore)
         assert served(tier) == 0
-        told = tier.health().reason + caplog.text + repr(vars(tier.store)["_place"])
+        told = tier.health().reason + caplog.text + repr(vars(tier.store)) + repr(vars(tier.store._pool))
         for secret in (SECRET, quote(SECRET, safe=""), "ki@ra", "ki%40ra"):
             assert secret not in told
 
@@ -392,6 +393,16 @@ def test_h21_a_server_that_stops_costs_one_timeout_and_writes_into_no_buffer_lat
         server.go_on()
         require_untouched(buffers, 0.3)
         assert (served(tier), stored(tier), tier.health().ok) == (12, 12, True)
+
+
+def test_many_blocks_are_looked_up_in_one_round_trip(server: RedisServer) -> None:
+    with closing(opened(f"redis://{server.address}")) as tier, server.client() as client:
+        assert stored(tier, DOCUMENT) == 12
+        longer = DOCUMENT.branch("longer", 12, 5000)
+        before = client.info("stats")["total_reads_processed"]
+        assert tier.lookup(longer.keys) == 12
+        reads = client.info("stats")["total_reads_processed"] - before
+        assert reads < 100, "a server reads 5000 commands in pieces of 16 KiB, not one by one"
 
 
 def test_what_was_flushed_is_a_miss(server: RedisServer) -> None:
@@ -623,6 +634,19 @@ def test_a_seed_that_does_not_answer_does_not_keep_a_cluster_from_being_found(cl
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     with silent, closing(opened(f"redis+cluster://{address},{cluster[1].address}?timeout=1")) as tier:
         assert (stored(tier), served(tier), tier.delete(DOCUMENT.keys)) == (12, 12, 12)
+
+
+def test_a_master_of_a_cluster_that_is_killed_costs_bounded_time_until_it_is_back(cluster: list[RedisServer]) -> None:
+    with closing(opened(f"redis+cluster://{cluster[0].address},{cluster[1].address}?timeout=1")) as tier:
+        assert stored(tier) == 12
+        cluster[0].kill()
+        try:
+            assert seconds(lambda: (tier.lookup(DOCUMENT.keys), served(tier), stored(tier))) < 6
+            assert not tier.health().ok
+        finally:
+            cluster[0].start()
+        until(lambda: stored(tier) == 12, "blocks are stored again")
+        assert (served(tier), tier.counts().damaged, tier.delete(DOCUMENT.keys)) == (12, 0, 12)
 
 
 def test_sentinels_say_which_server_is_the_master_also_after_a_failover(tmp_path: Path) -> None:

@@ -320,7 +320,10 @@ class RedisStore(RecordStore):
     # Within
 
     def _sizes(self, keys: Sequence[bytes], deadline: float) -> list[int | None]:
-        """Each record's length; None where it is not there in full, 0 where something is there that is no record."""
+        """Each record's length; None where it is not there in full.
+
+        0 where something of another type is. That counts as there, so that the read that does not get it removes it.
+        """
         sizes: list[int | None] = [None] * len(keys)
 
         def take(wire: Wire, index: int) -> None:

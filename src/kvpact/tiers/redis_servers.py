@@ -74,7 +74,7 @@ class _Guides:
 
 
 class Sentinels(Servers):
-    """The master of one name, of which Sentinels know the address."""
+    """The master of one name, of which Sentinels know the address. They are asked without user and password."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address], name: str) -> None:
         self._guides = _Guides(pool, addresses, known=False)

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -55,7 +55,8 @@ class Wire:
         self._connection = connection
         self._socket: Any = connection._sock  # redis-py has no public name for it
         self._out = bytearray()
-        self._in = memoryview(bytearray(_RECEIVE_BYTES))
+        self._received = bytearray(_RECEIVE_BYTES)
+        self._in = memoryview(self._received)
         self._at = self._end = 0
 
     def is_usable(self) -> bool:
@@ -164,8 +165,7 @@ class Wire:
         while not line.endswith(b"\r\n"):
             if self._at == self._end:
                 self._receive()
-            end = bytes(self._in[self._at : self._end]).find(b"\n") + 1
-            upto = self._at + end if end else self._end
+            upto = self._received.find(b"\n", self._at, self._end) + 1 or self._end
             line += self._in[self._at : upto]
             self._at = upto
             if len(line) > _RECEIVE_BYTES:
@@ -200,10 +200,10 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How servers are reached: by whom, and over what. Its credentials are in no message."""
+    """How servers are reached: by whom, and over what. Its credentials are in no message, nor in its own text."""
 
-    user: str
-    password: str
+    user: str = field(repr=False)
+    password: str = field(repr=False)
     password_file: str
     tls: bool
     ca_file: str | None
