@@ -58,6 +58,8 @@ class Traffic:
     """Of the server behind the proxy."""
     endpoint: str
     """The proxy's URL."""
+    server: str
+    """The server's own URL, past the proxy."""
     requests: list[Request] = field(default_factory=list)
     spoil: Spoil = field(default=lambda request: None)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -144,7 +146,7 @@ def object_server() -> Iterator[Traffic]:
     )
     handler = type("Handler", (_Handler,), {})
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    traffic = handler.traffic = Traffic(port, f"http://127.0.0.1:{proxy.server_address[1]}")
+    traffic = handler.traffic = Traffic(port, f"http://127.0.0.1:{proxy.server_address[1]}", f"http://127.0.0.1:{port}")
     proxy.daemon_threads = True
     thread = threading.Thread(target=proxy.serve_forever, args=(0.05,), name="object-proxy", daemon=True)
     try:

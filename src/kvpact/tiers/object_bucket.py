@@ -84,7 +84,13 @@ class Bucket:
             future.cancel()
         if late:
             raise StoreError(f"{self.place} has not answered within {self.timeout:g} s")
-        return [future.result() for future in futures]
+        try:
+            return [future.result() for future in futures]
+        except BaseException as error:
+            if type(error).__module__ != "pyo3_runtime":
+                raise
+            # A panic in the client's Rust code, which is no Exception and would end the engine.
+            raise StoreRefused(f"{self.place}: obstore broke down on this request; check the tier's options") from None
 
     def get(self, name: str, start: int = 0, end: int | None = None, version: PackVersion | None = None) -> Part | None:
         """Bytes [start, end) of an object, or less where it ends before; None if there is no such object.
@@ -192,6 +198,10 @@ _CREDENTIALS: Final = re.compile(
 )
 
 
+_ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?")
+"""Obstore panics on some that are no addresses; and credentials do not belong there."""
+
+
 def open_bucket(url: TierURL) -> Bucket:
     """The bucket that a URL names, asked once whether it will serve us. One that does not answer now may do so later.
 
@@ -205,6 +215,8 @@ def open_bucket(url: TierURL) -> Bucket:
     except ImportError:
         raise TierError(f"{place} needs the package obstore: pip install 'kvpact[s3]'") from None
     endpoint = url.options.get("endpoint", "")
+    if endpoint and not _ENDPOINT.fullmatch(endpoint):
+        raise TierError(f'{place}: its endpoint is no address such as "https://objects.example:9000"')
     if endpoint.startswith("http://") and url.options.get("allow_http") != "true":
         raise TierError(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)

@@ -90,6 +90,12 @@ class RecordStore(ABC):
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Whether each record is there, in full. One round trip for a batch, where the store allows it."""
 
+    def locate(self, names: Sequence[str]) -> None:
+        """Told before some of `names` are read: a prompt's, from its first block on.
+
+        For stores that find a block by those before it; others need do nothing.
+        """
+
     @abstractmethod
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
         """Read record `names[i]` into `buffers[i]`; whether each was there and has exactly that length.
@@ -217,6 +223,7 @@ class SharedTier(Tier):
         arrived = 0
         with self._operation() as running:
             step = max(1, GROUP_BYTES // self._slot_bytes)
+            running = running and bool(wanted) and self._locate(keys[: start + len(wanted)])
             while running and arrived < len(wanted):
                 end = min(arrived + step, len(wanted))
                 sound = self._read_group(wanted[arrived:end], buffers[arrived:end])
@@ -225,6 +232,15 @@ class SharedTier(Tier):
                 if arrived < end or not more:
                     break
         return arrived
+
+    def _locate(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether the store can be asked for some of these."""
+        try:
+            self.store.locate(self._names(keys))
+            return True
+        except StoreError as error:
+            self._say_failed("read", error)
+            return False
 
     def _read_group(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> int:
         """Read and verify; how many are sound in a row."""
