@@ -300,8 +300,8 @@ class PactCache(ExternalCache):
         record.computed += num_tokens
         if self._config.admit == "second-use":
             self.staging.write_behind(keys, self.index.held_prefix(keys[: blocks.end]))
-        keep = plan.leases if blocks == plan.blocks else [self.index.pin(keys[blocks.end - 1])]
-        self.ledger.commit(plan, num_tokens, now=now, keep=list(keep), deadline=now + self._config.load_deadline)
+        keep = self._leases_on(plan, blocks, keys)
+        self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self._config.load_deadline)
         job = LoadJob(
             next(self._job_ids),
             request.request_id,
@@ -315,6 +315,15 @@ class PactCache(ExternalCache):
         )
         self._outbox.loads.append(job)
         return num_tokens
+
+    def _leases_on(self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey]) -> list[Pin]:
+        """What must be held to load `blocks` of a plan: less than the plan holds, if the engine takes less.
+
+        If a failed load has dropped the entry meanwhile, only the plan's own pin keeps its slots, all or none of them.
+        """
+        last = keys[blocks.end - 1]
+        dropped = last not in self.index or self.index.slot(last) != plan.intent[blocks.count - 1]
+        return [*plan.leases] if blocks == plan.blocks or dropped else [self.index.pin(last)]
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
         """See `ExternalCache`. `reason` is one of `EndReason`, anything else counts as an error."""
