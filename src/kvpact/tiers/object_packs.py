@@ -93,13 +93,16 @@ def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version
     group = name.partition("/")[0]
     records: dict[str, tuple[int, int]] = {}
     at, offset = 0, end
-    while at < len(table):
-        name_bytes, length = _ENTRY.unpack_from(table, at)
-        at += _ENTRY.size + name_bytes
-        if offset + length > object_bytes:
-            break
-        records[f"{group}/{table[at - name_bytes : at].decode()}"] = offset, length
-        offset += length
+    try:
+        while at < len(table):
+            name_bytes, length = _ENTRY.unpack_from(table, at)
+            at += _ENTRY.size + name_bytes
+            if offset + length > object_bytes:
+                break
+            records[f"{group}/{table[at - name_bytes : at].decode('ascii')}"] = offset, length
+            offset += length
+    except (struct.error, UnicodeDecodeError):  # whoever can write to the store can give it any checksum
+        raise PackError("its table is none") from None
     return Pack(name, records, version)
 
 
