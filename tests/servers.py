@@ -175,14 +175,18 @@ def redis_sentinel(directory: Path, master: RedisServer) -> Iterator[RedisServer
 
 
 @contextmanager
-def redis_cluster(directory: Path) -> Iterator[list[RedisServer]]:
+def redis_cluster(directory: Path, *, tls: Authority | None = None, password: str = "") -> Iterator[list[RedisServer]]:
     """Three masters that share the hash slots, without replicas."""
     ports = free_ports(2 * MASTERS)
     with ExitStack() as servers:
         nodes = []
         for port, bus in zip(ports[:MASTERS], ports[MASTERS:], strict=True):
             options = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-config-file", f"{port}.conf")
-            nodes.append(servers.enter_context(redis_server(directory, *options, port=port)))
+            if tls is not None:
+                options += ("--tls-cluster", "yes")
+            nodes.append(
+                servers.enter_context(redis_server(directory, *options, port=port, tls=tls, password=password))
+            )
         for number, node in enumerate(nodes):
             with node.client() as client:
                 first, end = (16384 * at // MASTERS for at in (number, number + 1))

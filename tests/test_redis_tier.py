@@ -503,20 +503,19 @@ def test_h21_a_value_that_trickles_ends_with_its_call(proxy: Proxy) -> None:
         assert served(tier) == 12
 
 
-def test_a_server_that_speaks_something_else_is_an_error_and_no_crash(proxy: Proxy) -> None:
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n", b"*1\r\n", b"$-7\r\n", b":1\r\n", b"x" * 64])
+def test_a_server_that_speaks_something_else_is_an_error_and_no_crash(answer: bytes) -> None:
+    def speak(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                listener.accept()[0].sendall(answer * 5000)
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-
-        def answer() -> None:
-            with suppress(OSError):
-                while True:
-                    client = listener.accept()[0]
-                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 5000)
-
-        threading.Thread(target=answer, daemon=True).start()
-        with closing(opened(f"redis://127.0.0.1:{port}?timeout=0.5")) as tier:
-            assert (tier.lookup(DOCUMENT.keys), served(tier), stored(tier)) == (0, 0, 0)
-            assert not tier.health().ok
+        threading.Thread(target=speak, args=(listener,), daemon=True).start()
+        with closing(opened(f"redis://127.0.0.1:{listener.getsockname()[1]}?timeout=0.2")) as tier:
+            tier.lookup(DOCUMENT.keys), stored(tier), tier.delete(DOCUMENT.keys)
+            assert (served(tier), list(tier.scan()), tier.health().ok) == (0, [], False)
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 # Records in parts, and their time
@@ -596,6 +595,14 @@ def test_a_cluster_holds_blocks_on_all_its_masters_and_lists_them_all(cluster: l
         assert tier.store.usage().used_bytes > 3 << 20
         tier.clear()
         assert list(tier.store.names()) == []
+
+
+def test_a_cluster_is_reached_over_tls_as_its_user(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path)
+    with redis_cluster(tmp_path, tls=authority, password="secret") as nodes:
+        url = f"rediss+cluster://:secret@{nodes[0].address}?timeout=10&ca_file={authority.certificates}"
+        with closing(opened(url)) as tier:
+            assert (stored(tier), served(tier), len(list(tier.scan()))) == (12, 12, 12)
 
 
 def test_blocks_are_found_when_their_slots_have_moved_to_another_master(cluster: list[RedisServer]) -> None:

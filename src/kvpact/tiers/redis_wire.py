@@ -28,6 +28,9 @@ _SMALL_BYTES: Final = 8 << 10
 _MOST_REPLY: Final = 1 << 20
 """No reply that is not read into buffers is longer; one that is comes from something else than we asked."""
 
+_DEEPEST_REPLY: Final = 8
+"""Lists within lists; CLUSTER SLOTS has four."""
+
 Address: TypeAlias = tuple[str, int]
 Words: TypeAlias = "bytes | RecordPieces"
 Reply: TypeAlias = "int | bytes | list[Reply] | None"
@@ -107,7 +110,7 @@ class Wire:
         self.unanswered -= 1
         return self._reply(lenient=lenient)
 
-    def _reply(self, *, lenient: bool = False) -> Reply:
+    def _reply(self, *, lenient: bool, depth: int = 0) -> Reply:
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"$":
@@ -117,7 +120,9 @@ class Wire:
         if kind == b"+":
             return rest
         if kind == b"*":
-            return [self._reply(lenient=lenient) for _ in range(int(rest))]
+            if depth == _DEEPEST_REPLY:
+                raise ErrorReply("no Redis server: its answer has no end")
+            return [self._reply(lenient=lenient, depth=depth + 1) for _ in range(int(rest))]
         if kind == b"-":
             if lenient and rest.startswith(b"WRONGTYPE"):
                 return None
