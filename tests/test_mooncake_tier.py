@@ -207,6 +207,17 @@ def test_a_record_larger_than_the_buffer_is_not_stored(pool: MooncakePool) -> No
     assert store.exists([f"{GROUP}/{'ab' * 32}"]) == [False]
 
 
+def test_what_is_not_there_is_no_failure(pool: MooncakePool) -> None:
+    store = open_store(pool.url())
+    names = [record_name(GROUP, key) for key in document("never stored", 2).keys]
+    record = [memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(SLOT))]
+    assert store.read(names, [record, record]) == [False, False]
+    assert store.exists(names) == [False, False]
+    assert store.heads(names) == [None, None]
+    assert store.size(names[0]) is None
+    assert store.remove(names) == 0
+
+
 def test_what_is_stored_again_is_replaced(pool: MooncakePool) -> None:
     store = open_store(pool.url())
     name = record_name(GROUP, document("any", 1).keys[0])
