@@ -271,6 +271,17 @@ def test_a_removed_block_is_gone_and_its_neighbours_in_the_object_stay(scene: Sc
     assert scene.packs() == {}
 
 
+def test_one_who_knew_the_object_before_somebody_changed_it_is_served(scene: Scene) -> None:
+    """From an object's middle, where it is found by the name of its first block alone."""
+    tier = scene.tier()
+    stored(tier)
+    scene.tier().delete([DOCUMENT.keys[2]])
+    with scene.traffic.counted() as requests:
+        assert served(tier, start=4, end=6) == 2
+    assert len(requests) == 3, "what was known is of another version; its table; the blocks"
+    assert tier.counts().damaged == 0
+
+
 @pytest.mark.parametrize(("status", "code"), [(500, "InternalError"), (503, "SlowDown")])
 def test_a_server_that_is_ill_for_a_moment_is_asked_again(scene: Scene, status: int, code: str) -> None:
     stored(scene.tier())

@@ -8,6 +8,7 @@ Floor 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby, takewhile
 from typing import Final
@@ -155,36 +156,34 @@ class ObjectStore(RecordStore):
     ) -> dict[str, memoryview]:
         """The records, or their first `head` bytes, of those that are there and fit."""
         arrived: dict[str, memoryview] = {}
-        found = self.memory.locate(names)
         for _ in range(2):  # once more, where a pack is not any more what was remembered of it
-            if missing := [name for name in names if name not in found]:
+            waiting = [name for name in names if name not in arrived]
+            found = self.memory.locate(waiting)
+            if missing := [name for name in waiting if name not in found]:
                 fresh = self._find(missing, past_holes=head is not None)
                 found |= {name: fresh[name] for name in missing if name in fresh}
-            wanted = {name: pack for name, pack in found.items() if name not in arrived and fits(name, pack)}
-            reads = spans(wanted, gap=gap, head=head)
+            reads = spans({name: pack for name, pack in found.items() if fits(name, pack)}, gap=gap, head=head)
             stale: set[str] = set()
             for span, data in zip(reads, self.bucket.each(self._read_span, reads), strict=True):
                 for name in span.names:
                     offset, length = span.pack.records[name]
                     length = length if head is None else min(length, head)
-                    if data is None or offset + length - span.start > len(data):
-                        stale.add(name)
-                    else:
+                    if offset + length - span.start <= len(data):
                         arrived[name] = data[offset - span.start :][:length]
+                    else:
+                        stale.add(span.pack.name)
             if not stale:
                 break
-            found = {name: pack for name, pack in found.items() if name not in stale}
+            self._tables(list(stale))
         return arrived
 
-    def _read_span(self, span: Span) -> memoryview | None:
-        """None if the pack is gone or another one by now."""
-        try:
+    def _read_span(self, span: Span) -> memoryview:
+        """Nothing if the pack is gone, or another one by now."""
+        with suppress(ObjectChanged):
             part = self.bucket.get(span.pack.name, span.start, span.end, span.pack.version)
-        except ObjectChanged:
-            part = None
-        if part is None or len(part.data) < span.end - span.start:
-            self.memory.forget(span.pack.name)
-        return None if part is None else part.data
+            if part is not None:
+                return part.data
+        return memoryview(b"")
 
     # Writing
 
