@@ -13,7 +13,6 @@ import errno
 import heapq
 import os
 import re
-import socket
 import struct
 import threading
 import time
@@ -569,8 +568,8 @@ def open_directory(url: TierURL) -> DirectoryStore:
 def _host() -> str:
     """This host and, because containers may share its name, this space of process ids."""
     with suppress(OSError):
-        return f"{socket.gethostname()}+{os.stat('/proc/self/ns/pid').st_ino}"
-    return f"{socket.gethostname()}+0"
+        return f"{os.uname().nodename}+{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{os.uname().nodename}+0"
 
 
 def _died_here(writer: str) -> bool:
