@@ -534,8 +534,7 @@ def test_h51_nothing_grows_with_the_number_of_requests(scene: Scene) -> None:
         scene.cache.request_finished(request.request_id)
     cache = scene.cache
     assert not cache._requests
-    assert not cache._loads
-    assert not cache._saves
+    assert not cache._copies
     assert len(cache.index) <= 16
     assert len(cache.ledger.history) <= 256
 

@@ -285,6 +285,7 @@ SECRET = "hunter2"
         f"redis://user:{SECRET}@host:6379/0",
         f"redis://:{SECRET}@host",
         f"redis://user:a/{SECRET}#?@host",
+        f"redis://user:a/{SECRET}@host",
         f"s3://bucket?secret_access_key={SECRET}",
         f"redis://host?db=1&Password={SECRET}&x=2",
         f"http://u:{SECRET}@[::broken",

@@ -9,34 +9,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import count
+from dataclasses import dataclass
 from math import inf
 
 from kvpact.arena import Arena
 from kvpact.blocks import BlockKey, BlockKeys, BlockRange, RangeSet
-from kvpact.cache_records import Load, Outbox, PactPlan, RequestRecord, Save, Slots
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
     ExternalCache,
     ExternalKVMatch,
-    Inquiry,
     JobOutcome,
-    JobTally,
-    LoadJob,
     LoadSettlement,
-    SaveJob,
     StepWork,
     WorkerReport,
     blocks_touched,
 )
+from kvpact.copies import Copies, Load, PactPlan, Save, Slots
 from kvpact.costs import Prefill
 from kvpact.errors import PactViolation
 from kvpact.index import ROOT, BlockIndex, Pin
 from kvpact.ledger import Ledger, State
 from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
-from kvpact.staging import Staging
+from kvpact.staging import Inquest, Staging
 from kvpact.tiers.queue import TierQueue
 
 logger = logging.getLogger(__name__)
@@ -45,6 +41,27 @@ NO_MATCH = ExternalKVMatch(0)
 
 IDLE_STEPS_SECONDS = 5.0
 """How long an idle engine is kept stepping for a tier that makes no progress."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What the cache knows of one live request. Without `keys` (its identity is unknown) it is not cached."""
+
+    keys: BlockKeys | None
+    offered: int = 0
+    """Blocks that need not be offered for saving again."""
+    failed_from: int | None = None
+    """The first block that once failed to load: neither it nor what follows is promised to this request again (H09)."""
+    waits_until: float | None = None
+    """When "ask again later" ends for this request, however often its range changes meanwhile (P11)."""
+    last_lookup: int = -1
+    """Where the last counted lookup began, in blocks; a blocked request that asks each step is counted once (H02)."""
+    missed: bool = False
+    """Whether that lookup was counted as a miss; waiting for a tier may end in a second one, or in a hit."""
+    inquest: Inquest | None = None
+    """What the shared tiers were asked for this request, once."""
+    computed: int = 0
+    """Tokens that the engine has, or is loading: what it computes beyond them is its own work."""
 
 
 class PactCache(ExternalCache):
@@ -79,16 +96,11 @@ class PactCache(ExternalCache):
         self._namespace = namespace
         self._block_size = block_size
         self._arena = arena
-        self._ranks = len(arena.segments)
         self._clock = clock
         self._context: BlockHolder | None = None
         self._requests: dict[str, RequestRecord] = {}
-        self._job_ids = count(1)
-        self._loads: dict[int, Load] = {}
-        self._saves: dict[int, Save] = {}
-        self._outbox = Outbox()
+        self._copies = Copies(len(arena.segments), config.load_deadline / 3)  # time to ask twice before the deadline
         self._progress = (0, 0.0)
-        self._patience = config.load_deadline / 3  # time to ask twice before the deadline
 
     # Prepare
 
@@ -302,18 +314,7 @@ class PactCache(ExternalCache):
             self.staging.write_behind(keys, self.index.held_prefix(keys[: blocks.end]))
         keep = self._leases_on(plan, blocks, keys)
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self._config.load_deadline)
-        job = LoadJob(
-            next(self._job_ids),
-            request.request_id,
-            blocks.start,
-            plan.intent[: blocks.count],
-            tuple(block_ids[blocks.start : blocks.end]),
-            not plan.asynchronous,
-        )
-        self._loads[job.job_id] = Load(
-            job, plan, tuple(keys[: blocks.end]), JobTally(blocks, self._ranks), now + self._patience
-        )
-        self._outbox.loads.append(job)
+        self._copies.order_load(plan, blocks, keys, block_ids, now)
         return num_tokens
 
     def _leases_on(self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey]) -> list[Pin]:
@@ -367,12 +368,9 @@ class PactCache(ExternalCache):
         self.metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
         if self._context is not None:
             self._context.touch(held)
-        job = SaveJob(next(self._job_ids), request.request_id, known, reservation.slots, held)
-        tally = JobTally(job.blocks, self._ranks)
-        self._saves[job.job_id] = Save(
-            job, tuple(keys[:end]), self.index.pin(keys[end - 1]), tally, self._clock() + self._patience
+        self._copies.order_save(
+            request.request_id, known, reservation.slots, held, keys[:end], self.index.pin(keys[end - 1]), self._clock()
         )
-        self._outbox.saves.append(job)
 
     def _note_resumed(self, request_id: str) -> None:
         """The engine computes the request: what an asynchronous load brought, up to its first hole, is used now."""
@@ -391,39 +389,18 @@ class PactCache(ExternalCache):
         self._prefill.note_step(self._computing, now)
         self._computing = 0
         self.ledger.expire(now)
-        tasks: list[Load | Save] = [*self._loads.values(), *self._saves.values()]
-        ordered: list[LoadJob | SaveJob] = [*self._outbox.loads, *self._outbox.saves]
-        new = {job.job_id for job in ordered}
-        for task in tasks:
-            if task.job.job_id in new:  # a worker that has not heard of a job calls it failed, and copies it afterwards
-                task.ask_at = now + self._patience
-            elif now >= task.ask_at:  # a report was lost, or its worker is slow: it is asked, never taken as anything
-                task.ask_at = now + self._patience
-                self._outbox.inquiries.append(Inquiry(task.job.job_id, task.job.blocks))
-        return self._outbox.take()
+        return self._copies.end_step(now)
 
     def abandon_step(self) -> None:
         """What was to be ordered with the running step never reaches the workers: it ends as if all had failed it."""
-        work = self._outbox.take()
-        jobs: list[LoadJob | SaveJob] = [*work.loads, *work.saves]
-        outcomes = {job.job_id: JobOutcome(failed=RangeSet.of(job.blocks)) for job in jobs}
-        self.apply_report(WorkerReport(dict.fromkeys(range(self._ranks), outcomes)))
+        self.apply_report(self._copies.abandon_step())
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
-        """See `ExternalCache`. Pieces of jobs that are not known (said twice, or too late) are ignored."""
-        touched: set[int] = set()
-        for rank, jobs in report.ranks.items():
-            for job_id, outcome in jobs.items():
-                task = self._loads.get(job_id) or self._saves.get(job_id)
-                if task is not None:
-                    task.tally.add(rank, outcome)
-                    touched.add(job_id)
+        """See `ExternalCache`."""
         # Loads first: what a request saved from a failed load on is not to be trusted.
-        ended = [job_id for job_id in sorted(touched & self._loads.keys()) if self._loads[job_id].tally.complete]
-        settlements = [self._settle_load(self._loads.pop(job_id)) for job_id in ended]
-        for job_id in sorted(touched & self._saves.keys()):
-            if self._saves[job_id].tally.complete:
-                self._settle_save(self._saves.pop(job_id))
+        settlements = [self._settle_load(load) for load in self._copies.take_loads(report)]
+        for save in self._copies.take_saves():
+            self._settle_save(save)
         return settlements
 
     def _settle_load(self, load: Load) -> LoadSettlement:
@@ -447,9 +424,7 @@ class PactCache(ExternalCache):
             record.offered = min(record.offered, first)
         self.index.drop(load.keys[first])
         self.staging.delete(load.keys[first:])
-        for save in self._saves.values():
-            if save.job.request_id == load.job.request_id:
-                save.trusted = False
+        self._copies.distrust(load.job.request_id)
 
     def _settle_save(self, save: Save) -> None:
         job = save.job
@@ -494,7 +469,7 @@ class PactCache(ExternalCache):
         Workers always report, so copies are waited for however long they take (a process may have been stopped); a tier
         that hangs is not.
         """
-        if self._loads or self._saves:
+        if self._copies:
             return True
         pending, now = self.staging.pending, self._clock()
         if pending != self._progress[0]:

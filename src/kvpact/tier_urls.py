@@ -236,6 +236,8 @@ def _check(url: TierURL, rules: UrlRules) -> None:
             raise ValueError(f"a {url.scheme} tier needs an absolute path behind three slashes, {like}")
         if url.path == "/":
             raise ValueError(f'a {url.scheme} tier needs a directory of its own, not "/"; {like}')
+    elif "@" in url.path:
+        raise ValueError('a "/" in a user name or password must be written as "%2F"')
     elif not url.host.rpartition("@")[2]:
         raise ValueError(f"a {url.scheme} tier needs a host or bucket behind two slashes, {like}")
     for name, text in url.options.items():

@@ -308,8 +308,8 @@ class PlayedEngine:
         context = self.connector._scheduler_side._context
         assert context is not None
         held = {
-            "loads": len(cache._loads),
-            "saves": len(cache._saves),
+            "loads": len(cache._copies.loads),
+            "saves": len(cache._copies.saves),
             "leases": int(self.counts["leases_held"]),
             "protected blocks": context.touched_blocks,
             "blocks": self.free_blocks_at_rest - self.pool.get_num_free_blocks(),

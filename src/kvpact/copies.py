@@ -1,0 +1,148 @@
+"""The copies that workers were told to make, from the order until every rank has reported.
+
+Owns the jobs under way, what each rank has said of them, and when it is asked again. What a finished copy means is
+decided in `cache.py`. No clock: time comes in. Floor 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvpact.blocks import BlockKey, BlockRange, RangeSet
+from kvpact.contract import Inquiry, JobOutcome, JobTally, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.index import Pin
+from kvpact.ledger import Plan
+
+Slots = tuple[int, ...]
+PactPlan = Plan[Pin, Slots]
+"""A plan's intent is the slots of its blocks: its pins keep them as they are, even if entries are dropped meanwhile."""
+
+
+@dataclass(slots=True)
+class Load:
+    """A committed match on its way into the engine's blocks."""
+
+    job: LoadJob
+    plan: PactPlan
+    keys: tuple[BlockKey, ...]
+    tally: JobTally
+    ask_at: float
+
+
+@dataclass(slots=True)
+class Save:
+    """Computed blocks on their way into the arena. `pin` keeps their chain; `trusted` falls if a load failed."""
+
+    job: SaveJob
+    keys: tuple[BlockKey, ...]
+    pin: Pin
+    tally: JobTally
+    ask_at: float
+    trusted: bool = True
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What the workers are told at the end of the running step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    inquiries: list[Inquiry] = field(default_factory=list)
+
+    def take(self) -> StepWork:
+        """All of it; the next step begins empty."""
+        work = StepWork(tuple(self.loads), tuple(self.saves), tuple(self.inquiries))
+        self.loads.clear()
+        self.saves.clear()
+        self.inquiries.clear()
+        return work
+
+
+class Copies:
+    """All loads and saves under way on `ranks` ranks. One that no rank speaks of is asked about every `patience` s."""
+
+    def __init__(self, ranks: int, patience: float) -> None:
+        self.loads: dict[int, Load] = {}
+        self.saves: dict[int, Save] = {}
+        self._ranks = ranks
+        self._patience = patience
+        self._ids = count(1)
+        self._outbox = _Outbox()
+        self._spoken_of: set[int] = set()
+
+    def order_load(
+        self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float
+    ) -> None:
+        """With this step, `blocks` of a committed plan go from its slots into the engine's blocks."""
+        job = LoadJob(
+            next(self._ids),
+            plan.request_id,
+            blocks.start,
+            plan.intent[: blocks.count],
+            tuple(block_ids[blocks.start : blocks.end]),
+            not plan.asynchronous,
+        )
+        tally = JobTally(blocks, self._ranks)
+        self.loads[job.job_id] = Load(job, plan, tuple(keys[: blocks.end]), tally, now + self._patience)
+        self._outbox.loads.append(job)
+
+    def order_save(
+        self, request_id: str, start: int, slots: Slots, block_ids: tuple[int, ...], keys: Sequence[BlockKey], pin: Pin,
+        now: float,
+    ) -> None:  # fmt: skip
+        """After this step, blocks from `start` on go from the engine into `slots`; `pin` keeps the chain of `keys`."""
+        job = SaveJob(next(self._ids), request_id, start, slots, block_ids)
+        tally = JobTally(job.blocks, self._ranks)
+        self.saves[job.job_id] = Save(job, tuple(keys), pin, tally, now + self._patience)
+        self._outbox.saves.append(job)
+
+    def end_step(self, now: float) -> StepWork:
+        """What the workers are told, with questions about copies that nobody has spoken of for long."""
+        tasks: list[Load | Save] = [*self.loads.values(), *self.saves.values()]
+        ordered: list[LoadJob | SaveJob] = [*self._outbox.loads, *self._outbox.saves]
+        new = {job.job_id for job in ordered}
+        for task in tasks:
+            if task.job.job_id in new:  # a worker that has not heard of a job calls it failed, and copies it afterwards
+                task.ask_at = now + self._patience
+            elif now >= task.ask_at:  # a report was lost, or its worker is slow: it is asked, never taken as anything
+                task.ask_at = now + self._patience
+                self._outbox.inquiries.append(Inquiry(task.job.job_id, task.job.blocks))
+        return self._outbox.take()
+
+    def abandon_step(self) -> WorkerReport:
+        """What was to be ordered with the running step never reaches the workers: a report that all have failed it."""
+        work = self._outbox.take()
+        jobs: list[LoadJob | SaveJob] = [*work.loads, *work.saves]
+        outcomes = {job.job_id: JobOutcome(failed=RangeSet.of(job.blocks)) for job in jobs}
+        return WorkerReport(dict.fromkeys(range(self._ranks), outcomes))
+
+    def take_loads(self, report: WorkerReport) -> list[Load]:
+        """The loads that are over with this report, oldest first. Pieces of unknown jobs (said twice) are ignored.
+
+        What they say of the saves that `take_saves` will give comes first: `distrust`.
+        """
+        for rank, jobs in report.ranks.items():
+            for job_id, outcome in jobs.items():
+                task = self.loads.get(job_id) or self.saves.get(job_id)
+                if task is not None:
+                    task.tally.add(rank, outcome)
+                    self._spoken_of.add(job_id)
+        ended = sorted(job_id for job_id in self._spoken_of & self.loads.keys() if self.loads[job_id].tally.complete)
+        return [self.loads.pop(job_id) for job_id in ended]
+
+    def take_saves(self) -> list[Save]:
+        """The saves that are over with the last report, oldest first."""
+        ended = sorted(job_id for job_id in self._spoken_of & self.saves.keys() if self.saves[job_id].tally.complete)
+        self._spoken_of.clear()
+        return [self.saves.pop(job_id) for job_id in ended]
+
+    def distrust(self, request_id: str) -> None:
+        """What this request is saving was computed from a load that failed: none of it is stored."""
+        for save in self.saves.values():
+            if save.job.request_id == request_id:
+                save.trusted = False
+
+    def __len__(self) -> int:
+        return len(self.loads) + len(self.saves)
