@@ -1,0 +1,306 @@
+"""Two real vLLM engines, one store: what engine A computed engine B loads, and both write at once without damage.
+
+    python benchmarks/shared_store.py [--kinds redis,s3,...] [--seconds 300] [--json]
+
+A and B are processes of their own with 64 MiB of staging memory and the store as their only tier. B, with an empty
+memory, answers A's prompts: how much it loaded, whether answers are bit for bit those of a local prefix hit, and times
+to first token. Then both write and read at once, and every record is verified. Needs the tests' servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from engines import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config, prompt
+from kvpact.demo.engine import EngineProcess, EngineSettings, Output
+from kvpact.demo.model import TINY_SHAPE, ensure_model
+from kvpact.tier_urls import parse_tier_url
+from kvpact.tiers.inspect_store import StoreReport, verify_store
+from kvpact.tiers.kinds import open_store
+from mooncake_server import mooncake_pool
+from object_server import CREDENTIALS, object_server
+from servers import redis_cluster, redis_server
+
+ONE_AT_A_TIME: Mapping[str, Any] = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 1, "dtype": "float32"}
+"""Engine arguments with which each step computes one block of one request, so that answers are equal bit for bit
+whatever was reused and whoever asked at the same time; loads of waiting requests still run side by side. bfloat16 is
+emulated on processors without AVX-512."""
+
+REST_SECONDS = 30.0
+TOGETHER = 8
+FRESH = 4
+"""Prompts of a round of `TOGETHER` that no engine has computed yet."""
+
+
+def _redis_url(directory: Path, stack: ExitStack) -> str:
+    options = ("--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru")
+    return f"redis://{stack.enter_context(redis_server(directory, *options)).address}"
+
+
+def _cluster_url(directory: Path, stack: ExitStack) -> str:
+    return f"redis+cluster://{stack.enter_context(redis_cluster(directory))[0].address}"
+
+
+def _objects_url(directory: Path, stack: ExitStack) -> str:
+    return f"s3://bucket/shared?endpoint={stack.enter_context(object_server()).server}&allow_http=true&timeout=10s"
+
+
+def _directory_url(directory: Path, stack: ExitStack) -> str:
+    return f"dir://{directory}?capacity=512MiB"
+
+
+def _mooncake_url(directory: Path, stack: ExitStack) -> str:
+    return stack.enter_context(mooncake_pool(directory, 512)).url("shared")
+
+
+KINDS: Mapping[str, Callable[[Path, ExitStack], str]] = {
+    "redis": _redis_url,
+    "redis+cluster": _cluster_url,
+    "s3": _objects_url,
+    "dir": _directory_url,
+    "mooncake": _mooncake_url,
+}
+"""Starts a store of the kind in an empty directory; its URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What one kind of store showed. Times are medians of the time to first token, in seconds."""
+
+    kind: str
+    prompts: int
+    reusable_tokens: int
+    loaded_tokens: int
+    not_identical: int
+    """Answers of B that are not bit for bit those of A's local prefix hit."""
+    cold_seconds: float
+    local_hit_seconds: float
+    loaded_seconds: float
+    both_seconds: float
+    both_requests: int
+    both_wrong: int
+    """Answers, while both wrote, that failed or differ between the engines or from before."""
+    records: int
+    damaged: int
+    leases_left: float
+
+    @property
+    def share(self) -> float:
+        return self.loaded_tokens / self.reusable_tokens
+
+    @property
+    def kept_its_promises(self) -> bool:
+        """At least 95 % loaded, every answer right, no damage, nothing held."""
+        return self.share >= 0.95 and not (self.not_identical or self.both_wrong or self.damaged or self.leases_left)
+
+
+def at_rest(engine: EngineProcess, since: float, seconds: float = REST_SECONDS) -> dict[str, float]:
+    """kvpact's counts when nothing is left to write or held, written after `since` (`time.time`).
+
+    Raises TimeoutError with what is still going on.
+    """
+    transfer: Any = engine.settings.kv_transfer_config
+    file = Path(transfer["kv_connector_extra_config"]["stats_file"])
+    until = time.monotonic() + seconds
+    before: dict[str, float] = {}
+    while time.monotonic() < until:
+        stats = engine.stats()
+        busy = any(value for name, value in stats.items() if name.startswith(("leases_held", "queued_write_bytes")))
+        # An engine that is not idle leaves the file as it is.
+        if stats and stats == before and not busy and file.stat().st_mtime >= since:
+            return stats
+        before = stats
+        time.sleep(0.25)
+    held = {name: value for name, value in before.items() if value and name.startswith(("leases", "queued", "open_"))}
+    written = f"written {file.stat().st_mtime - since:.1f} s after the last question" if file.exists() else "missing"
+    raise TimeoutError(f"not at rest after {seconds:g} s: {held}, counts {written}")
+
+
+@contextmanager
+def engines(model: Path, work: Path, *transfers: Mapping[str, Any] | None) -> Iterator[list[EngineProcess]]:
+    """One engine for each configuration, started side by side and asked once, so that none is cold."""
+    with ExitStack() as stack:
+        running = []
+        for number, transfer in enumerate(transfers):
+            settings = EngineSettings(model, transfer, ONE_AT_A_TIME, CREDENTIALS)
+            running.append(EngineProcess(settings, work / f"engine-{number}.log"))
+            stack.callback(running[-1].kill)
+        for number, engine in enumerate(running):
+            engine.generate([prompt(90_000 + number, 3)])
+        yield running
+
+
+def same(given: Sequence[Output], right: Sequence[Output]) -> int:
+    """How many answers are not bit for bit the right ones, or no answers at all."""
+    return sum(not output.same_answer(other) for output, other in zip(given, right, strict=True))
+
+
+def first_token(outputs: Sequence[Output]) -> float:
+    """Median time to first token."""
+    return median(output.first_token_seconds for output in outputs)
+
+
+def share_store(kind: str, model: Path, work: Path, *, prompts: int, blocks: int, seconds: float) -> Shared:
+    """Both engines on a new store of this kind, under `work`, an empty directory."""
+    with ExitStack() as stack:
+        (work / "store").mkdir()
+        url = KINDS[kind](work / "store", stack)
+        transfers = [
+            kvpact_transfer_config(memory="64MiB", tiers=[url], stats_file=str(work / f"stats-{name}.json"))
+            for name in "ab"
+        ]
+        first, second = stack.enter_context(engines(model, work, *transfers))
+        asked = [prompt(seed, blocks) for seed in range(prompts)]
+        since = time.time()
+        with second.frozen():
+            cold = first.generate(asked)
+            local = first.generate(asked)
+            at_rest(first, since)
+        since = time.time()
+        with first.frozen():
+            loaded = second.generate(asked)
+            stats = at_rest(second, since)
+        reference = dict(enumerate(local))
+        requests, wrong = both_at_once((first, second), blocks, reference, seconds)
+        leases = 0.0
+        for engine in (first, second):
+            leases += at_rest(engine, since)["leases_held"]
+        report = verify(url)
+    return Shared(
+        kind=kind,
+        prompts=prompts,
+        reusable_tokens=prompts * blocks * BLOCK,
+        loaded_tokens=min(int(stats["loaded_tokens"]), sum(output.cached_tokens for output in loaded)),
+        not_identical=same(loaded, local),
+        cold_seconds=first_token(cold),
+        local_hit_seconds=first_token(local),
+        loaded_seconds=first_token(loaded),
+        both_seconds=seconds,
+        both_requests=requests,
+        both_wrong=wrong,
+        records=report.records,
+        damaged=len(report.damaged),
+        leases_left=leases,
+    )
+
+
+def both_at_once(
+    both: tuple[EngineProcess, EngineProcess], blocks: int, known: Mapping[int, Output], seconds: float
+) -> tuple[int, int]:
+    """Both engines answer the same new and old prompts at once, each in its own order; requests and wrong answers."""
+    choose = random.Random(1)
+    requests = wrong = 0
+    fresh, until = 10_000, time.monotonic() + seconds
+    while time.monotonic() < until:
+        seeds = [*range(fresh, fresh + FRESH), *choose.sample(sorted(known), TOGETHER - FRESH)]
+        fresh += FRESH
+        answers: list[dict[int, Output]] = [{}, {}]
+        orders = [choose.sample(seeds, len(seeds)) for _ in both]
+
+        def ask(number: int, orders: list[list[int]] = orders, answers: list[dict[int, Output]] = answers) -> None:
+            questions = [prompt(seed, blocks) for seed in orders[number]]
+            outputs = both[number].generate(questions, together=True)
+            answers[number] = dict(zip(orders[number], outputs, strict=True))
+            both[number].reset_prefix_cache()
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(both))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if not all(answers):
+            raise RuntimeError("an engine did not answer")
+        requests += len(both) * len(seeds)
+        wrong += same(list(answers[0].values()), [answers[1][seed] for seed in answers[0]])
+        wrong += sum(not its[seed].same_answer(known[seed]) for its in answers for seed in its if seed in known)
+    return requests, wrong
+
+
+def verify(url: str) -> StoreReport:
+    """Every record of the store, read as an engine would."""
+    store = open_store(parse_tier_url(url))
+    try:
+        return verify_store(store)
+    finally:
+        store.close()
+
+
+HEADER = (
+    "store", "loaded", "answers that differ", "cold", "local hit", "loaded from the store",
+    "requests while both write", "wrong", "records", "damaged", "leases held",
+)  # fmt: skip
+
+
+def row(it: Shared) -> tuple[str, ...]:
+    """One line of the table."""
+    times = (f"{value * 1e3:.0f} ms" for value in (it.cold_seconds, it.local_hit_seconds, it.loaded_seconds))
+    return (
+        it.kind, f"{it.share:.1%} of {it.reusable_tokens:,} tokens", str(it.not_identical), *times,
+        f"{it.both_requests} in {it.both_seconds:.0f} s", str(it.both_wrong), f"{it.records:,}", str(it.damaged),
+        f"{it.leases_left:.0f}",
+    )  # fmt: skip
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """In Markdown."""
+    for line in (header, ("---",) * len(header), *rows):
+        print(f"| {' | '.join(line)} |")
+
+
+def main() -> None:
+    """Run the chosen kinds; leaves with an error if one of them broke a promise."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", default=",".join(KINDS), help="any of %(default)s")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--blocks", type=int, default=6, help="in a prompt")
+    parser.add_argument("--seconds", type=float, default=300.0, help="that both engines write, for each kind")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    os.environ.update(CREDENTIALS)
+    results, failed = [], []
+    with tempfile.TemporaryDirectory(prefix="kvpact-shared-") as directory:
+        model = ensure_model(Path(directory), TINY_SHAPE, TOKENIZER_TEXT)
+        for kind in arguments.kinds.split(","):
+            work = Path(directory, kind)
+            work.mkdir()
+            try:
+                results.append(
+                    share_store(
+                        kind,
+                        model,
+                        work,
+                        prompts=arguments.prompts,
+                        blocks=arguments.blocks,
+                        seconds=arguments.seconds,
+                    )
+                )
+            except Exception as error:  # the other kinds are still worth a run
+                failed.append(f"{kind}: {type(error).__name__}: {error}")
+                print(failed[-1], file=sys.stderr)
+            else:
+                print(" | ".join(row(results[-1])), file=sys.stderr, flush=True)
+    if arguments.json:
+        print(json.dumps([asdict(result) | {"share": result.share} for result in results], indent=2))
+    else:
+        print_table(HEADER, [row(result) for result in results])
+    if failed or not all(result.kept_its_promises for result in results):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,624 @@
+"""What a failing store does to a real vLLM engine under load: fault by fault, beside an engine without kvpact.
+
+    python benchmarks/store_faults.py [--phases killed,s3-503,...] [--seconds 10] [--json]
+
+Eight clients ask at once, in shuffled rounds over more prompts than memory holds, so that the store is really used.
+Both engines forget their own prefix caches after every turn, so that the one without kvpact computes everything. A step
+computes one block of one request, so that every answer must be bit for bit what the engine without kvpact gave before.
+Times to first token include the wait for the other seven, on both sides. Needs the tests' servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import redis
+from shared_store import at_rest, engines, print_table
+
+from engines import TOKENIZER_TEXT, kvpact_transfer_config, prompt
+from kvpact.demo.engine import EngineProcess, Output
+from kvpact.demo.model import TINY_SHAPE, ensure_model
+from kvpact.metrics import STEP_BOUNDS, STEP_SECONDS
+from object_server import CREDENTIALS, Spoiled, Traffic, object_server
+from servers import START_SECONDS, RedisServer, free_ports, program, redis_server
+
+CLIENTS = 8
+PROMPTS = 48
+BLOCKS = 4
+MEMORY = "80MiB"
+"""Of 192 MiB that the prompts have; half of it may be lent to reads, which is what eight clients ask for at once."""
+
+DEADLINE_S = 0.5
+STEP_LIMIT_S = 1e-3
+STOPPED_S = 20.0
+DELAY_S = 5.0
+IDLE_S = 1.1
+"""An engine without work polls for a second, on the core that the other one computes on."""
+
+GIVE_UP_S = 30.0
+"""Without warm speed for so long after the fault, it counts as never."""
+
+FIRST_PASSWORD, NEXT_PASSWORD = "the first password", "the next password"
+
+
+# What fails
+
+
+class Proxy:
+    """TCP on loopback in front of a server, that delays answers or cuts them in the middle of a value."""
+
+    VALUE_BYTES = 4096
+    """So much at once is part of a value, and not of a short answer."""
+
+    def __init__(self, port: int) -> None:
+        self.delay_s = 0.0
+        self.cutting = False
+        self.cuts = 0
+        self._server = port
+        self._choose = random.Random(7)
+        self._ended = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def close(self) -> None:
+        """What is open is cut with the next byte."""
+        self._ended.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._server))
+                except OSError:
+                    client.close()
+                    continue
+                for end in (client, server):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        with suppress(OSError):
+            while (chunk := source.recv(1 << 18)) and not self._ended.is_set():
+                if answers and self.delay_s:
+                    self._ended.wait(self.delay_s)
+                if answers and self.cutting and len(chunk) >= self.VALUE_BYTES and self._choose.random() < 0.3:
+                    self.cuts += 1
+                    sink.sendall(chunk[: len(chunk) // 2])
+                    break
+                sink.sendall(chunk)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass
+class FarRedis(RedisServer):
+    """A server in a network namespace of its own, so that the network between it and the engine can be cut."""
+
+    namespace: str = ""
+    far: str = ""
+
+    def start(self) -> None:
+        """Run it, and wait until it answers."""
+        command = [
+            "ip", "netns", "exec", self.namespace, program("redis-server", "redis-server"), "--port", str(self.port),
+            "--bind", self.far, "--dir", str(self.directory), "--save", "", "--appendonly", "no",
+            "--requirepass", self.password, *self.options,
+        ]  # fmt: skip
+        with (self.directory / f"redis-{self.port}.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        until = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with self.client() as client:
+                    client.ping()
+                return
+            except redis.AuthenticationError:
+                return
+            except redis.RedisError:
+                assert self.process.poll() is None, f"redis-server ended at once; see {self.directory}"
+                assert time.monotonic() < until, "redis-server does not answer"
+                time.sleep(0.02)
+
+    @property
+    def address(self) -> str:
+        return f"{self.far}:{self.port}"
+
+    def client(self, **options: Any) -> redis.Redis:
+        options = {"password": self.password or None, "protocol": 2, "socket_timeout": 5.0} | options
+        return redis.Redis(self.far, self.port, **options)
+
+    def link(self, state: str) -> None:
+        """Up, or down: then packets vanish, and nobody is told."""
+        _ip("netns", "exec", self.namespace, "ip", "link", "set", "far", state)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextmanager
+def far_redis(directory: Path, password: str) -> Iterator[FarRedis]:
+    """A server in a new network namespace. Needs root and `ip`."""
+    program("ip", "iproute2")
+    name, near, subnet = f"kvpact-{os.getpid()}", f"kvp{os.getpid() % 10**7}", f"10.213.{os.getpid() % 250}"
+    _ip("netns", "add", name)
+    with ExitStack() as stack:
+        stack.callback(_ip, "netns", "del", name)
+        _ip("link", "add", near, "type", "veth", "peer", "name", "far", "netns", name)
+        _ip("addr", "add", f"{subnet}.1/24", "dev", near)
+        _ip("link", "set", near, "up")
+        for words in (("addr", "add", f"{subnet}.2/24", "dev", "far"), ("link", "set", "far", "up")):
+            _ip("netns", "exec", name, "ip", *words)
+        server = FarRedis(directory, free_ports(1)[0], password=password, namespace=name, far=f"{subnet}.2")
+        stack.callback(server.stop)
+        yield server
+
+
+@dataclass
+class Store:
+    """What a fault can get at."""
+
+    server: RedisServer | None = None
+    proxy: Proxy | None = None
+    traffic: Traffic | None = None
+    password_file: Path | None = None
+
+    @property
+    def redis(self) -> RedisServer:
+        assert self.server is not None
+        return self.server
+
+
+Fault = Callable[[Store, float], None]
+"""Does its harm for so many seconds; when it returns the store is well again."""
+
+
+def healthy(store: Store, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def killed(store: Store, seconds: float) -> None:
+    store.redis.kill()
+    time.sleep(seconds)
+    store.redis.start()
+
+
+def stopped(store: Store, seconds: float) -> None:
+    store.redis.pause()
+    time.sleep(max(seconds, STOPPED_S))
+    store.redis.go_on()
+
+
+def flushed(store: Store, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with store.redis.client() as client:
+            client.flushall()
+        time.sleep(0.5)
+
+
+def full(store: Store, seconds: float) -> None:
+    with store.redis.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", "24mb")
+        time.sleep(seconds)
+        client.config_set("maxmemory", "0")
+
+
+def rotated(store: Store, seconds: float) -> None:
+    """The server has a new password at once, and the engine's file only when the fault is over."""
+    password = NEXT_PASSWORD if store.redis.password == FIRST_PASSWORD else FIRST_PASSWORD
+    with store.redis.client() as client:
+        client.config_set("requirepass", password)
+        client.client_kill_filter(_type="normal", skipme=True)
+    store.redis.password = password
+    time.sleep(seconds)
+    assert store.password_file is not None
+    store.password_file.write_text(password)
+
+
+def damaged(store: Store, seconds: float) -> None:
+    """Every tenth record gets bytes that are not its own."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with store.redis.client() as client:
+            large = [name for name in client.scan_iter("kvpact:*", count=1000) if client.strlen(name) > 8192]
+            for name in large[::10]:
+                client.setrange(name, 4000, b"damage")
+        time.sleep(1.0)
+
+
+def partitioned(store: Store, seconds: float) -> None:
+    assert isinstance(store.server, FarRedis)
+    store.server.link("down")
+    time.sleep(seconds)
+    store.server.link("up")
+
+
+def cut(store: Store, seconds: float) -> None:
+    assert store.proxy is not None
+    store.proxy.cutting = True
+    time.sleep(seconds)
+    store.proxy.cutting = False
+    if not store.proxy.cuts:
+        print("cut: no value was cut; the store was not read", file=sys.stderr)
+
+
+def delayed(store: Store, seconds: float) -> None:
+    assert store.proxy is not None
+    store.proxy.delay_s = DELAY_S
+    time.sleep(seconds)
+    store.proxy.delay_s = 0.0
+
+
+def refused(store: Store, seconds: float, *, status: int, code: str) -> None:
+    """More than half of all requests are answered so."""
+    assert store.traffic is not None
+    choose = random.Random(5)
+    spoiled = Spoiled(status=status, code=code)
+    with store.traffic.spoiled(lambda request: spoiled if choose.random() < 0.6 else None):
+        time.sleep(seconds)
+
+
+FAULTS: Mapping[str, Mapping[str, Fault]] = {
+    "redis": {
+        "killed": killed,
+        "stopped": stopped,
+        "flushed": flushed,
+        "full": full,
+        "rotated": rotated,
+        "damaged": damaged,
+    },
+    "proxied redis": {"cut": cut, "delayed": delayed},
+    "far redis": {"partitioned": partitioned},
+    "s3": {
+        "s3-500": partial(refused, status=500, code="InternalError"),
+        "s3-503": partial(refused, status=503, code="SlowDown"),
+    },
+}
+"""What a phase does, by the place of the store that it is done to; every place is seen in health first."""
+
+PHASES = tuple(name for faults in FAULTS.values() for name in faults)
+
+
+@contextmanager
+def open_place(place: str, directory: Path) -> Iterator[tuple[str, Store]]:
+    """A new, empty store in its place, and the URL for an engine."""
+    with ExitStack() as stack:
+        if place == "s3":
+            traffic = stack.enter_context(object_server())
+            url = f"s3://bucket/faults?endpoint={traffic.endpoint}&allow_http=true&timeout=1s"
+            yield url, Store(traffic=traffic)
+            return
+        password_file = directory / "password"
+        password_file.write_text(FIRST_PASSWORD)
+        opening = far_redis if place == "far redis" else redis_server
+        store = Store(stack.enter_context(opening(directory, password=FIRST_PASSWORD)), password_file=password_file)
+        address = store.redis.address
+        if place == "proxied redis":
+            store.proxy = Proxy(store.redis.port)
+            stack.callback(store.proxy.close)
+            address = store.proxy.address
+        yield f"redis://{address}?timeout=300ms&password_file={password_file}", store
+
+
+# Load, and what it saw
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Eight requests that were asked together."""
+
+    began: float
+    outputs: tuple[Output, ...]
+    wrong: int
+    failed: int
+
+    @property
+    def first_token(self) -> float:
+        """Median time to first token, in seconds."""
+        return median(output.first_token_seconds for output in self.outputs)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(output.cached_tokens for output in self.outputs)
+
+
+@dataclass
+class Pair:
+    """The engine without kvpact, the one with it, and the clients of both."""
+
+    plain: EngineProcess
+    cached: EngineProcess
+    right: Mapping[int, Output]
+    """Seed of a prompt -> its answer."""
+    asked: Iterator[int] = field(init=False)
+    last: float = 0.0
+    """When the engine with kvpact was last asked, as `time.time` has it."""
+
+    def __post_init__(self) -> None:
+        self.asked = self._rounds()
+
+    def _rounds(self) -> Iterator[int]:
+        choose = random.Random(3)
+        while True:
+            yield from choose.sample(sorted(self.right), len(self.right))
+
+    def without(self, turns: int) -> list[Turn]:
+        """What the engine without kvpact does with the same kind of load."""
+        time.sleep(IDLE_S)
+        return [self._turn(self.plain) for _ in range(turns)]
+
+    def turn(self) -> Turn:
+        """The engine with kvpact, the other one standing still."""
+        with self.plain.frozen():
+            self.last = time.time()
+            return self._turn(self.cached)
+
+    def _turn(self, engine: EngineProcess) -> Turn:
+        seeds = list(islice(self.asked, CLIENTS))
+        began = time.monotonic()
+        outputs = engine.generate([prompt(seed, BLOCKS) for seed in seeds], max_tokens=2, together=True)
+        engine.reset_prefix_cache()
+        failed = sum(output.finish_reason not in ("length", "stop") for output in outputs)
+        wrong = sum(not output.same_answer(self.right[seed]) for seed, output in zip(seeds, outputs, strict=True))
+        return Turn(began, tuple(outputs), wrong - failed, failed)
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """What a turn is like while the store is well."""
+
+    cached_tokens: float
+    first_token: float
+
+    def again(self, turn: Turn, cold: float) -> bool:
+        """Whether a turn reused nearly as much, and was nearer to this time to first token than to the `cold` one.
+
+        Where the store makes nothing faster, as on a machine whose engine is tiny, that it is reused must do.
+        """
+        limit = max((self.first_token + cold) / 2, 1.25 * self.first_token)
+        return turn.cached_tokens >= 0.8 * self.cached_tokens and turn.first_token <= limit
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What one fault did. Times in seconds; "first token" is the time to it, of all requests during the fault."""
+
+    name: str
+    requests: int
+    wrong: int
+    failed: int
+    leases_left: float | None
+    """None if kvpact did not come to rest; `trouble` says why."""
+    without_p50: float
+    without_p99: float
+    with_p50: float
+    with_p99: float
+    warm_after: float | None
+    """Seconds from the end of the fault to the start of the first turn that was as in health."""
+    reused: float
+    """Share of the prompt tokens that were not computed during the fault."""
+    steps: int
+    slow_steps: int
+    """Above `STEP_LIMIT_S` in kvpact."""
+    counts: Mapping[str, float]
+    trouble: str = ""
+
+    @property
+    def bound(self) -> float:
+        """What the 99th percentile may be."""
+        return 1.25 * self.without_p99 + DEADLINE_S
+
+    @property
+    def broken(self) -> list[str]:
+        """The promises that it broke, in words."""
+        checks = {
+            "wrong answers": self.wrong > 0,
+            "failed requests": self.failed > 0,
+            "not at rest": self.leases_left != 0,
+            "first token too late": self.with_p99 > self.bound,
+            "warm too late": self.warm_after is None or self.warm_after > 10.0,
+            "slow steps": self.slow_steps > self.steps / 1000,
+            "errors in hooks": self.counts.get("hook_errors", 0) > 0,
+        }
+        return [promise for promise, it_is in checks.items() if it_is]
+
+
+def percentile(seconds: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of all does not exceed."""
+    return sorted(seconds)[max(0, math.ceil(share * len(seconds)) - 1)]
+
+
+def first_tokens(turns: Sequence[Turn]) -> list[float]:
+    return [output.first_token_seconds for turn in turns for output in turn.outputs]
+
+
+COUNTED = ("read_blocks", "written_blocks", "damaged_records", "tier_failures", "skipped_lookups", "dropped_writes",
+           "dropped_blocks", "hook_errors", "failed_tokens", "declined_blocks", "misses")  # fmt: skip
+
+
+def observe(pair: Pair, name: str, store: Store, fault: Fault, seconds: float, warm: Warm | None) -> Phase:
+    """One phase: the fault under load, then load until it is warm again, then rest."""
+    trouble = []
+    before, _ = _rest(pair)
+    without = pair.without(2)
+    thread = threading.Thread(target=fault, args=(store, seconds), name=name)
+    thread.start()
+    turns: list[Turn] = []
+    while thread.is_alive() or not turns:
+        turns.append(pair.turn())
+        if len(turns) % 4 == 0:
+            without += pair.without(1)
+    over = time.monotonic()
+    after: list[Turn] = []
+    cold = median(turn.first_token for turn in without)
+    warm_after = None if warm else 0.0
+    while warm and warm_after is None and time.monotonic() < over + GIVE_UP_S:
+        after.append(pair.turn())
+        if warm.again(after[-1], cold):
+            warm_after = after[-1].began - over
+    if warm and warm_after is None:
+        trouble.append(
+            f"after {GIVE_UP_S:g} s {after[-1].cached_tokens} tokens reused, {after[-1].first_token * 1e3:.0f} ms; in"
+            f" health {warm.cached_tokens:.0f}, {warm.first_token * 1e3:.0f} ms; cold {cold * 1e3:.0f} ms"
+        )
+    counts, unrest = _rest(pair)
+    trouble += [unrest] if unrest else []
+    delta = {key: value - before.get(key, 0) for key, value in counts.items()}
+    bucket = f'{STEP_SECONDS}_bucket{{le="{STEP_BOUNDS[STEP_BOUNDS.index(STEP_LIMIT_S)]}"}}'
+    steps = int(delta.get(f"{STEP_SECONDS}_count", 0))
+    seen = [*turns, *after, *without]
+    asked = sum(len(turn.outputs) for turn in turns) * BLOCKS * 128
+    return Phase(
+        name=name,
+        requests=sum(len(turn.outputs) for turn in seen),
+        wrong=sum(turn.wrong for turn in seen),
+        failed=sum(turn.failed for turn in seen),
+        leases_left=None if unrest else counts["leases_held"],
+        without_p50=percentile(first_tokens(without), 0.5),
+        without_p99=percentile(first_tokens(without), 0.99),
+        with_p50=percentile(first_tokens(turns), 0.5),
+        with_p99=percentile(first_tokens(turns), 0.99),
+        warm_after=warm_after,
+        reused=sum(turn.cached_tokens for turn in turns) / asked,
+        steps=steps,
+        slow_steps=steps - int(delta.get(bucket, 0)),
+        counts={key: value for key, value in delta.items() if value and key.startswith(COUNTED)}
+        | {key: value for key, value in delta.items() if value and key.startswith(STEP_SECONDS)},
+        trouble="; ".join(trouble),
+    )
+
+
+def _rest(pair: Pair) -> tuple[dict[str, float], str]:
+    """The counts at rest; where it does not come to rest, those of the moment and why."""
+    try:
+        return at_rest(pair.cached, pair.last), ""
+    except TimeoutError as error:
+        return dict(pair.cached.stats()), str(error)
+
+
+def run_place(
+    place: str, phases: Sequence[str], model: Path, work: Path, seconds: float, say: Callable[[str], object]
+) -> list[Phase]:
+    """Both engines, the store in its place, in health and in all chosen phases."""
+    with ExitStack() as stack:
+        url, store = stack.enter_context(open_place(place, work))
+        transfer = kvpact_transfer_config(
+            memory=MEMORY, tiers=[url], prepare_deadline=DEADLINE_S, stats_file=str(work / "stats.json")
+        )
+        plain, cached = stack.enter_context(engines(model, work, None, transfer))
+        with cached.frozen():
+            answers = plain.generate([prompt(seed, BLOCKS) for seed in range(PROMPTS)], max_tokens=2)
+        pair = Pair(plain, cached, dict(enumerate(answers)))
+        for _ in range(2 * PROMPTS // CLIENTS):
+            pair.turn()
+        found = [observe(pair, f"healthy {place}", store, healthy, seconds, None)]
+        say(" | ".join(row(found[-1])))
+        warm_turns = [pair.turn() for _ in range(4)]
+        warm = Warm(median(turn.cached_tokens for turn in warm_turns), median(turn.first_token for turn in warm_turns))
+        for name in phases:
+            found.append(observe(pair, name, store, FAULTS[place][name], seconds, warm))
+            say(" | ".join(row(found[-1])))
+        return found
+
+
+HEADER = (
+    "fault", "requests", "wrong", "failed", "leases held", "first token without kvpact p50 / p99",
+    "with kvpact p50 / p99", "allowed p99", "reused", "warm again after", "steps above 1 ms", "broken",
+)  # fmt: skip
+
+
+def row(it: Phase) -> tuple[str, ...]:
+    """One line of the table."""
+
+    def shown(*seconds: float) -> str:
+        return " / ".join(f"{value * 1e3:.0f}" for value in seconds) + " ms"
+
+    return (
+        it.name, str(it.requests), str(it.wrong), str(it.failed),
+        "not at rest" if it.leases_left is None else f"{it.leases_left:.0f}",
+        shown(it.without_p50, it.without_p99), shown(it.with_p50, it.with_p99), shown(it.bound), f"{it.reused:.0%}",
+        "never" if it.warm_after is None else f"{it.warm_after:.1f} s", f"{it.slow_steps} of {it.steps:,}",
+        ", ".join(it.broken) or "-",
+    )  # fmt: skip
+
+
+def chosen_places(phases: Sequence[str]) -> dict[str, list[str]]:
+    """The phases by their place. Without root there is no network to cut, which is said."""
+    if "partitioned" in phases and os.geteuid():
+        print("partitioned: not run, it needs root for `ip netns`", file=sys.stderr)
+        phases = [name for name in phases if name != "partitioned"]
+    places = {place: [name for name in phases if name in faults] for place, faults in FAULTS.items()}
+    return {place: names for place, names in places.items() if names}
+
+
+def main() -> None:
+    """Run the chosen phases; leaves with an error if a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--phases", default=",".join(PHASES), help="any of %(default)s")
+    parser.add_argument("--seconds", type=float, default=10.0, help=f"of a fault; a stop takes {STOPPED_S:g} or more")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    phases = arguments.phases.split(",")
+    if unknown := set(phases) - set(PHASES):
+        parser.error(f"unknown phases: {', '.join(sorted(unknown))}")
+    os.environ.update(CREDENTIALS)
+    found, ended = [], []
+    with tempfile.TemporaryDirectory(prefix="kvpact-faults-") as directory:
+        model = ensure_model(Path(directory), TINY_SHAPE, TOKENIZER_TEXT)
+        for place, names in chosen_places(phases).items():
+            work = Path(directory, place.replace(" ", "-"))
+            work.mkdir()
+            try:
+                found += run_place(place, names, model, work, arguments.seconds, _say)
+            except Exception as error:  # the other places are still worth a run
+                ended.append(f"{place}: {type(error).__name__}: {error}")
+                _say(ended[-1])
+    if arguments.json:
+        print(json.dumps([asdict(phase) | {"broken": phase.broken} for phase in found], indent=2))
+    else:
+        print_table(HEADER, [row(phase) for phase in found])
+        for phase in found:
+            if phase.broken:
+                print(f"\n{phase.name}: {', '.join(phase.broken)}. {phase.trouble}\n  {dict(phase.counts)}")
+    if ended or any(phase.broken for phase in found):
+        raise SystemExit(1)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
