@@ -292,8 +292,10 @@ class Play:
             self._stored = self.scene.watch.ever_stored
         else:
             self.scene.release()
+            stalled = any(queue.stalled_steps for queue in self.scene.place.queues)
             self.scene.shut_down()
-            self._stored = self.scene.watch.stored
+            # A tier that hangs to the end never hears of what was dropped: then it is as after a crash.
+            self._stored = self.scene.watch.ever_stored if stalled else self.scene.watch.stored
         self.figures.counts["crashes" if crash else "shutdowns"] += 1
         self.scene.say("it is back")
         self._alive = []
