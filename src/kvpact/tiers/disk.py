@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -35,6 +35,7 @@ from kvpact.tiers.base import (
 )
 from kvpact.tiers.slab import PAGE_BYTES, SLAB_SUFFIX, Slab, occupied
 from kvpact.tiers.slab_directory import SlabDirectory, open_slab
+from kvpact.tiers.uses import Uses
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,7 @@ class DiskTier(Tier):
         self._trouble: dict[str, str] = {}
         self._said: set[str] = set()
         self._no_growth_until = 0.0
-        self._operations = 0
-        self._closed = False
+        self._uses = Uses(slab.close)
         self._restore()
 
     @classmethod
@@ -138,7 +138,7 @@ class DiskTier(Tier):
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         with self._lock:
-            return 0 if self._closed else self._index.held_prefix(keys)
+            return 0 if self._uses.stopped else self._index.held_prefix(keys)
 
     def get(
         self,
@@ -148,7 +148,7 @@ class DiskTier(Tier):
         on_progress: Progress | None = None,
     ) -> int:
         self._require_sizes(buffers)
-        with self._operation() as running:
+        with self._uses.one() as running:
             with self._lock:
                 count = min(self._index.held_prefix(keys) - start, len(buffers)) if running else 0
                 if count <= 0:
@@ -213,7 +213,7 @@ class DiskTier(Tier):
 
     def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
         self._require_sizes(buffers)
-        with self._operation() as running:
+        with self._uses.one() as running:
             if not running:
                 return 0
             begin, slots = self._reserve(keys, start, start + len(buffers))
@@ -324,11 +324,11 @@ class DiskTier(Tier):
     # Losing
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
-        with self._operation() as running:
+        with self._uses.one() as running:
             return sum(self._drop(key) for key in keys) if running else 0
 
     def clear(self) -> None:
-        with self._operation() as running:
+        with self._uses.one() as running:
             if running:
                 with self._header_lock:
                     with self._lock:
@@ -373,7 +373,7 @@ class DiskTier(Tier):
 
     def scan(self) -> Iterator[RecordHeader]:
         table = bytearray()
-        with self._operation() as running:
+        with self._uses.one() as running:
             try:
                 table = self._slab.read_table() if running else table
             except OSError as error:
@@ -388,13 +388,9 @@ class DiskTier(Tier):
         return TierHealth(ok, "; ".join(trouble.values()), "read" not in trouble)
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._operations += 1
-        self._persist_use()
-        self._end_operation()
+        with self._uses.the_last() as first:
+            if first:
+                self._persist_use()
 
     def check(self) -> None:
         """Verify the index's invariants, for tests. Raises PactViolation."""
@@ -437,25 +433,6 @@ class DiskTier(Tier):
                     self._slab.read_header(slot), namespace=self._namespace, length=self._slot_bytes, slot=slot
                 )
                 self._slab.write_headers([slot], [replace(header, used=used).encode()])
-
-    @contextmanager
-    def _operation(self) -> Iterator[bool]:
-        """Whether the tier is open; until the end of this, `close` leaves the file's descriptors alone."""
-        with self._lock:
-            running = not self._closed
-            self._operations += running
-        try:
-            yield running
-        finally:
-            if running:
-                self._end_operation()
-
-    def _end_operation(self) -> None:
-        with self._lock:
-            self._operations -= 1
-            last = self._closed and self._operations == 0
-        if last:
-            self._slab.close()
 
     def _groups(self, count: int) -> Iterator[tuple[int, int]]:
         """`count` blocks cut into (first, end) of about `GROUP_BYTES`."""

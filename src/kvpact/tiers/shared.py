@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -30,6 +30,7 @@ from kvpact.tiers.base import (
     TierCounts,
     TierHealth,
 )
+from kvpact.tiers.uses import Uses
 
 logger = logging.getLogger(__name__)
 
@@ -191,13 +192,12 @@ class SharedTier(Tier):
         self._usage = StoreUsage()
         self._usage_at = float("-inf")
         self._described = False
-        self._operations = 0
-        self._closed = False
+        self._uses = Uses(store.close)
 
     # Looking and reading
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
-        with self._operation() as running:
+        with self._uses.one() as running:
             if not running or not keys:
                 return 0
             return _unbroken(self._exists(self._names(keys)))
@@ -221,7 +221,7 @@ class SharedTier(Tier):
         self._require_sizes(buffers)
         wanted = keys[start : start + len(buffers)]
         arrived = 0
-        with self._operation() as running:
+        with self._uses.one() as running:
             step = max(1, GROUP_BYTES // self._slot_bytes)
             running = running and bool(wanted) and self._locate(keys[: start + len(wanted)])
             while running and arrived < len(wanted):
@@ -300,7 +300,7 @@ class SharedTier(Tier):
         self._require_sizes(buffers)
         end = start + len(buffers)
         names = self._names(keys[:end])
-        with self._operation() as running:
+        with self._uses.one() as running:
             if not running or not buffers:
                 return 0
             try:
@@ -352,7 +352,7 @@ class SharedTier(Tier):
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         names = self._names(list(keys))
-        with self._operation() as running:
+        with self._uses.one() as running:
             try:
                 return self.store.remove(names) if running and names else 0
             except StoreError as error:
@@ -360,7 +360,7 @@ class SharedTier(Tier):
                 return 0
 
     def clear(self) -> None:
-        with self._operation() as running:
+        with self._uses.one() as running:
             if not running:
                 return
             try:
@@ -384,7 +384,7 @@ class SharedTier(Tier):
             return replace(self._counts, evicted=self.store.evicted)
 
     def scan(self) -> Iterator[RecordHeader]:
-        with self._operation() as running:
+        with self._uses.one() as running:
             if not running:
                 return
             try:
@@ -406,36 +406,13 @@ class SharedTier(Tier):
         return TierHealth(not trouble, "; ".join(trouble.values()), "read" not in trouble)
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._operations += 1
-        self._end_operation()
+        with self._uses.the_last():
+            pass
 
     # Within
 
     def _names(self, keys: Sequence[BlockKey]) -> list[str]:
         return [record_name(self._group, key) for key in keys]
-
-    @contextmanager
-    def _operation(self) -> Iterator[bool]:
-        """Whether the tier is open; until the end of this, `close` leaves the store alone."""
-        with self._lock:
-            running = not self._closed
-            self._operations += running
-        try:
-            yield running
-        finally:
-            if running:
-                self._end_operation()
-
-    def _end_operation(self) -> None:
-        with self._lock:
-            self._operations -= 1
-            last = self._closed and self._operations == 0
-        if last:
-            self.store.close()
 
     def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
         for buffer in buffers:
