@@ -438,7 +438,7 @@ class Phase:
     """Share of the prompt tokens that were not computed during the fault."""
     steps: int
     slow_steps: int
-    """Above `STEP_LIMIT_S` in kvpact. Writing `stats_file`, which an idle engine does for this benchmark, counts too."""
+    """Above `STEP_LIMIT_S` in kvpact; what an idle engine takes to write `stats_file` counts too."""
     step_p999: float
     """Upper bound of the histogram's bucket in which the 99.9th percentile of the time in kvpact per step lies."""
     counts: Mapping[str, float]
@@ -569,7 +569,8 @@ def run_place(
 
 HEADER = (
     "fault", "requests", "wrong", "failed", "leases held", "first token without kvpact p50 / p99",
-    "with kvpact p50 / p99", "allowed p99", "reused", "loading, warm again after", "steps above 1 ms", "p99.9 at most", "broken",
+    "with kvpact p50 / p99", "allowed p99", "reused", "loading, warm again after", "steps above 1 ms",
+    "p99.9 at most", "broken",
 )  # fmt: skip
 
 
