@@ -98,6 +98,8 @@ class Shared:
     records: int
     damaged: int
     leases_left: float
+    counts: Mapping[str, float]
+    """What kvpact counted in B while it answered A's prompts."""
 
     @property
     def share(self) -> float:
@@ -196,6 +198,7 @@ def share_store(kind: str, model: Path, work: Path, *, prompts: int, blocks: int
         records=report.records,
         damaged=len(report.damaged),
         leases_left=leases,
+        counts={name: count for name, count in stats.items() if count and not name.startswith("step_seconds")},
     )
 
 
@@ -298,6 +301,9 @@ def main() -> None:
         print(json.dumps([asdict(result) | {"share": result.share} for result in results], indent=2))
     else:
         print_table(HEADER, [row(result) for result in results])
+        for result in results:
+            if not result.kept_its_promises:
+                print(f"\n{result.kind}: {dict(result.counts)}")
     if failed or not all(result.kept_its_promises for result in results):
         raise SystemExit(1)
 
