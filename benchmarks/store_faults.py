@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import redis
-from shared_store import at_rest, engines, print_table
+from shared_store import IDLE_SECONDS, at_rest, engines, print_table
 
 from engines import TOKENIZER_TEXT, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineProcess, Output
@@ -52,9 +52,6 @@ DEADLINE_S = 0.5
 STEP_LIMIT_S = 1e-3
 STOPPED_S = 20.0
 DELAY_S = 5.0
-IDLE_S = 1.1
-"""An engine without work polls for a second, on the core that the other one computes on."""
-
 GIVE_UP_S = 30.0
 """Without warm speed for so long after the fault, it counts as never."""
 
@@ -376,7 +373,7 @@ class Pair:
 
     def without(self, turns: int) -> list[Turn]:
         """What the engine without kvpact does with the same kind of load."""
-        time.sleep(IDLE_S)
+        time.sleep(IDLE_SECONDS)
         return [self._turn(self.plain) for _ in range(turns)]
 
     def turn(self) -> Turn:
