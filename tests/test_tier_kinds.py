@@ -13,10 +13,15 @@ import pytest
 from kvpact.blocks import Namespace
 from kvpact.config import load_config
 from kvpact.errors import ConfigError, TierError
+from kvpact.metrics import TierName
 from kvpact.testkit.dictionary_store import DictionaryStore
 from kvpact.tier_urls import SCHEMES, TierURL, parse_tier_url
 from kvpact.tiers.base import Tier
+from kvpact.tiers.directory import DirectoryStore
 from kvpact.tiers.kinds import TierPlace, load_seal, open_store, open_tier
+from kvpact.tiers.mooncake import MooncakeStore
+from kvpact.tiers.object import ObjectStore
+from kvpact.tiers.redis import RedisStore
 from kvpact.tiers.shared import SharedTier
 
 PLACE = TierPlace(Namespace({"model": "kinds"}), 8192)
@@ -68,6 +73,12 @@ def test_every_kinds_example_is_a_url_that_parses_back(scheme: str) -> None:
     assert url.scheme == scheme
 
 
+def test_every_kind_has_a_series_of_its_own_in_the_metrics() -> None:
+    kinds = [store.kind for store in (DirectoryStore, MooncakeStore, ObjectStore, RedisStore)]
+    assert [TierName.of(kind) for kind in kinds] == kinds
+    assert TierName.of("what others bring") is TierName.OTHER
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -106,6 +117,7 @@ for name in ("redis", "obstore", "mooncake"):
     sys.modules[name] = None
 from kvpact.blocks import Namespace
 from kvpact.tier_urls import parse_tier_url
+from kvpact.tiers.directory import DirectoryStore
 from kvpact.tiers.kinds import TierPlace, open_tier
 for url in ("redis://127.0.0.1", "s3://bucket", "mooncake://127.0.0.1:1"):
     try:

@@ -63,20 +63,21 @@ def store(request: pytest.FixtureRequest, running: Callable[[str], Any], tmp_pat
     if kind == "redis":
         with server.client() as client:
             client.flushall()
-        return f"redis://{server.address}?timeout=1s"
+        return f"redis://{server.address}?timeout=8s"
     if kind == "redis+cluster":
-        return f"redis+cluster://{server[0].address}?timeout=1s"
+        return f"redis+cluster://{server[0].address}?timeout=8s"
     if kind == "s3":
-        return f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}&allow_http=true&timeout=2s"
-    return str(server.url(f"shared-{tmp_path.name[:20]}"))
+        return f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}&allow_http=true&timeout=8s"
+    return str(server.url(f"shared-{tmp_path.name[:20]}", timeout="8s"))
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
-    """Starts an engine with these settings."""
+    """Starts an engine with these settings, patient ones unless said otherwise: a busy machine is no failure."""
     engines: list[PlayedEngine] = []
 
     def start(*tiers: str, **settings: Any) -> PlayedEngine:
+        settings = {"prepare_deadline": "8s", **settings}
         engines.append(PlayedEngine(tmp_path / f"engine-{len(engines)}", tiers=list(tiers), **settings))
         return engines[-1]
 

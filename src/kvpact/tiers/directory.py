@@ -111,7 +111,7 @@ class DirectoryStore(RecordStore):
     within seconds: a skew makes records look more or less used and harms nothing else.
     """
 
-    kind = "dir"
+    kind = "directory"
 
     def __init__(self, root: Path, capacity_bytes: int) -> None:
         """Raises StoreError if the directory cannot be used."""

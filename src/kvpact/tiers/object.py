@@ -59,8 +59,9 @@ class ObjectStore(RecordStore):
     there is not replaced but by one that was removed before.
     """
 
-    def __init__(self, bucket: Bucket, kind: str) -> None:
-        self.kind = kind
+    kind = "object"
+
+    def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.memory = PackMemory()
 
@@ -314,4 +315,4 @@ def open_objects(url: TierURL) -> ObjectStore:
 
     Raises TierError for what somebody must mend: obstore is missing, no such bucket, wrong credentials or options.
     """
-    return ObjectStore(open_bucket(url), url.scheme)
+    return ObjectStore(open_bucket(url))

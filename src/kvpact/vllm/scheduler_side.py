@@ -303,7 +303,7 @@ class SchedulerSide:
             return False
         pending = self.cache.has_pending_work
         if self._stats_file is not None and not pending:
-            self._stats_file.write(self.cache.observe())
+            self._stats_file.offer(self.cache.observe())
         return pending
 
     def collect_stats(self) -> PactStats | None:
@@ -323,5 +323,5 @@ class SchedulerSide:
         logger.info("kvpact: %s", explain_misses(snapshot))
         self.cache.shutdown()
         if self._stats_file is not None:
-            self._stats_file.write(snapshot)
+            self._stats_file.close(snapshot)
         self.cache = None
