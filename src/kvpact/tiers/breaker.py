@@ -13,7 +13,7 @@ FAILURES_IN_A_ROW: Final = 3
 """So many open it: one is an accident, and each more costs some request its whole deadline."""
 
 FIRST_PAUSE_S: Final = 0.5
-LONGEST_PAUSE_S: Final = 4.0
+LONGEST_PAUSE_S: Final = 2.0
 """A store that is back is used again within this time and a half, however long it was ill."""
 
 JITTER: Final = 0.5
