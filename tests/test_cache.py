@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpact.blocks import BlockKey, MediaSpan, RequestIdentity
+from kvpact.cache import MOST_IDLE_LOADS
 from kvpact.contract import ExternalKVMatch, JobOutcome, WorkerReport
 from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason, MissReason, series
@@ -524,6 +525,20 @@ def test_h10_a_report_that_was_lost_is_asked_for(scene: Scene) -> None:
 
 
 # Bounds
+
+
+def test_p11_a_request_that_is_loaded_and_preempted_again_and_again_computes_its_prompt() -> None:
+    """Two such requests could keep each other from running for ever; random plays found it."""
+    scene = Scene(sync_load_limit=0)
+    scene.run_cold(SceneRequest("a", tokens(16)))
+    request = SceneRequest("b", tokens(19))
+    for _ in range(MOST_IDLE_LOADS):
+        scene.load(request, scene.prepare(request))
+    assert scene.prepare(request).num_tokens == 0
+    assert value(scene, "misses", "crowded") == 1
+    scene.cache.note_computed(request, 19, lambda: scene.tables["b"])
+    assert scene.prepare(request).num_tokens == 16
+    scene.close()
 
 
 def test_h51_nothing_grows_with_the_number_of_requests(scene: Scene) -> None:

@@ -90,6 +90,7 @@ def test_every_kind_has_a_series_of_its_own_in_the_metrics() -> None:
         ("dir:///mnt/x", 'a dir tier needs a limit: add "?capacity=200GiB"'),
         ("dir://mnt/x?capacity=1GiB", "needs an absolute path behind three slashes"),
         ("redis://:a/b@cache", 'must be written as "%2F"'),
+        ("redis://user:6379/b@cache", 'must be written as "%2F"'),
     ],
 )
 def test_a_url_that_cannot_be_right_says_what_would_be(url: str, message: str) -> None:

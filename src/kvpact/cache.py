@@ -39,6 +39,13 @@ logger = logging.getLogger(__name__)
 
 NO_MATCH = ExternalKVMatch(0)
 
+MOST_IDLE_LOADS = 3
+"""After so many loads that all ended in a preemption and got it no farther, a request computes its prompt itself.
+
+Two requests that load at once can hold so many of the engine's blocks that neither finds another one to run with; each
+is preempted, loads again, and keeps the other from running, for ever (P11).
+"""
+
 IDLE_STEPS_SECONDS = 5.0
 """How long an idle engine is kept stepping for a tier that makes no progress."""
 
@@ -62,6 +69,10 @@ class RequestRecord:
     """What the shared tiers were asked for this request, once."""
     computed: int = 0
     """Tokens that the engine has, or is loading: what it computes beyond them is its own work."""
+    farthest: int = 0
+    """Tokens that the engine had when it was farthest with the request."""
+    idle_loads: int = 0
+    """Loads since then: it was preempted before it got any farther."""
 
 
 class PactCache(ExternalCache):
@@ -123,6 +134,8 @@ class PactCache(ExternalCache):
             return self._miss(request.request_id, record, start, MissReason.UNKNOWN_IDENTITY)
         if not request.may_load or num_computed_tokens % self._block_size:
             return self._miss(request.request_id, record, start, MissReason.DISABLED)
+        if record.idle_loads >= MOST_IDLE_LOADS:
+            return self._miss(request.request_id, record, start, MissReason.CROWDED)
         keys = self._usable_keys(request, record)
         plan = self.ledger.find(request.request_id)
         if plan is not None and plan.state is State.LOADING:
@@ -310,6 +323,7 @@ class PactCache(ExternalCache):
         keys = record.keys.keys if record.keys is not None else []
         record.waits_until = None
         record.computed += num_tokens
+        record.idle_loads += 1
         if self._config.admit == "second-use":
             self.staging.write_behind(keys, self.index.held_prefix(keys[: blocks.end]))
         keep = self._leases_on(plan, blocks, keys)
@@ -344,6 +358,8 @@ class PactCache(ExternalCache):
         record = self._record(request)
         self._computing += max(0, num_computed_tokens - record.computed)
         record.computed = num_computed_tokens
+        if num_computed_tokens > record.farthest:
+            record.farthest, record.idle_loads = num_computed_tokens, 0
         if record.keys is None or self._config.save == "off":
             return
         full = min(num_computed_tokens, len(request.token_ids)) // self._block_size

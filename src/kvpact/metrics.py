@@ -70,6 +70,7 @@ class MissReason(StrEnum):
     NO_ROOM = "no_room"
     DEADLINE = "deadline"
     RECOMPUTE_FASTER = "recompute_faster"
+    CROWDED = "crowded"
 
 
 MISS_HINTS: Mapping[MissReason, str] = {
@@ -80,6 +81,7 @@ MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.DISABLED: "the cache is switched off; the log says why, at start-up or at the error that did it",
     MissReason.FAILED_BEFORE: "a load failed for the same request, which is not promised again; see damaged_records",
     MissReason.NO_ROOM: "no memory slot was free to stage the blocks in; raise `memory`",
+    MissReason.CROWDED: "requests are preempted again and again before they use what was loaded: too few KV blocks",
     MissReason.RECOMPUTE_FASTER: "the engine computes faster than the tier below memory delivers; see prefill_speed",
     MissReason.DEADLINE: "the lower tier did not answer in time; it is too slow, or the deadline is too short",
 }

@@ -80,8 +80,8 @@ class PactAdapter(ConnectorAdapter):
             "open plans": len(cache.ledger.open_plans()),
             "leases": cache.ledger.leases_held,
             "pinned blocks": cache.index.pinned_count,
-            "loads under way": len(cache._loads),
-            "saves under way": len(cache._saves),
+            "loads under way": len(cache._copies.loads),
+            "saves under way": len(cache._copies.saves),
             "reads and writes of tiers": cache.staging.pending,
             "protected engine blocks": side._context.touched_blocks if side._context is not None else 0,
         }

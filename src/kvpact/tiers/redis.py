@@ -451,8 +451,6 @@ def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS) -> RedisStore:
         import redis  # noqa: F401
     except ImportError:
         raise TierError(f"a {url.scheme} tier needs redis-py: pip install 'kvpact[redis]'") from None
-    if "@" in url.path:  # what was taken for a host and a path is a password, and is not shown
-        raise TierError(f"a {url.scheme} tier's user or password holds a sign of its own; write '/' as %2F, '@' as %40")
     base, _, kind = url.scheme.partition("+")
     addresses = list(_addresses(url, 26379 if kind == "sentinel" else 6379))
     path = url.path.strip("/").split("/")
