@@ -162,10 +162,9 @@ class Staging:
         most = KNOWN_SHARE * arena.num_slots
         self._seen_once = RecentKeys(most) if second_use else None
         self._sources = [Source(queue, TierName.of(queue.tier.name), RecentKeys(most)) for queue in queues]
-        self._exclusive = [source for source in self._sources if not source.shared]
         self._shared = [source for source in self._sources if source.shared]
         self._tickets = count(1)
-        self._lookups: dict[Ticket, tuple[Source, Inquest]] = {}
+        self._lookups: dict[Ticket, Inquest] = {}
         self._fetches: dict[Ticket, Fetch] = {}
         self._filling: set[int] = set()
         self._filling_shared = 0
@@ -190,7 +189,7 @@ class Staging:
                 continue
             ticket = next(self._tickets)
             inquest.waiting[source] = ticket
-            self._lookups[ticket] = (source, inquest)
+            self._lookups[ticket] = inquest
             source.queue.submit_lookup(ticket, keys)
         return inquest
 
@@ -352,7 +351,7 @@ class Staging:
             logger.warning("kvpact: the %s tier is left alone for a while: %s", source.name, reason)
 
     def _end_lookup(self, done: LookupDone, source: Source, now: float) -> None:
-        _, inquest = self._lookups.pop(done.ticket)
+        inquest = self._lookups.pop(done.ticket)
         self._judge(source, done, now)
         if done.ok and done.seconds:
             source.costs.note_lookup(done.seconds)
