@@ -181,13 +181,24 @@ class BlockKeys:
 
     def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys."""
-        size = self.block_size
-        for block in range(len(self.keys), len(token_ids) // size):
-            tokens = array("I", token_ids[block * size : (block + 1) * size])
-            if sys.byteorder == "big":
-                tokens.byteswap()
-            parent = self.keys[-1] if self.keys else self._namespace_root
-            self.keys.append(blake3(_framed(parent, tokens.tobytes(), *self._extras(block))).digest())
+        size, first, last = self.block_size, len(self.keys), len(token_ids) // self.block_size
+        if first == last:
+            return self.keys
+        # The scheduler's thread waits for this: tokens are packed all at once, the frame is `_framed`, written out.
+        tokens = array("I", token_ids[first * size : last * size])
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        packed, nbytes = tokens.tobytes(), size * tokens.itemsize
+        before, between = KEY_BYTES.to_bytes(8, "little"), nbytes.to_bytes(8, "little")
+        plain = not self._identity.media and not self._identity.embeddings
+        parent = self.keys[-1] if first else self._namespace_root
+        for block in range(first, last):
+            at = (block - first) * nbytes
+            frame = before + parent + between + packed[at : at + nbytes]
+            if not plain:
+                frame += _framed(*self._extras(block))
+            parent = blake3(frame).digest()
+            self.keys.append(parent)
         return self.keys
 
     def _extras(self, block: int) -> Iterator[bytes]:
