@@ -55,6 +55,8 @@ class RangeSet:
     @classmethod
     def of(cls, *ranges: BlockRange) -> RangeSet:
         """The blocks covered by any of `ranges`, which may overlap and be empty."""
+        if len(ranges) == 1:
+            return cls(ranges) if ranges[0].count else cls()
         merged: list[BlockRange] = []
         for item in sorted(item for item in ranges if item.count):
             if merged and item.start <= merged[-1].end:

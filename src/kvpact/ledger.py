@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import inf
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvpact.blocks import BlockRange, RangeSet
@@ -508,20 +508,33 @@ class Ledger(Generic[Lease, Intent]):
 
     def _hold(self, plan: Plan[Lease, Intent], leases: Iterable[Lease]) -> None:
         """Let the plan hold exactly `leases`, and release the others that it held."""
-        before, plan.leases = Counter(plan.leases), list(leases)
-        after = Counter(plan.leases)
-        self.totals.leases_taken += (after - before).total()
-        self._give_back((before - after).elements())
+        before, plan.leases = plan.leases, list(leases)
+        taken = list(plan.leases)
+        given_back = []
+        for lease in before:
+            if lease in taken:
+                taken.remove(lease)
+            else:
+                given_back.append(lease)
+        self.totals.leases_taken += len(taken)
+        self._give_back(given_back)
 
-    def _give_back(self, leases: Iterable[Lease]) -> None:
-        with ExitStack() as stack:  # One release that raises does not keep the others from being released.
-            for lease in leases:
+    def _give_back(self, leases: list[Lease]) -> None:
+        try:
+            while leases:
+                lease = leases.pop()
                 self.totals.leases_released += 1
-                stack.callback(self._release, lease)
+                self._release(lease)
+        finally:
+            if leases:  # One release that raises does not keep the others from being released.
+                self._give_back(leases)
+
+
+_RECORDED = attrgetter(*(item.name for item in fields(PlanRecord)))
 
 
 def _record(plan: Plan[Lease, Intent]) -> PlanRecord:
-    return PlanRecord(**{item.name: getattr(plan, item.name) for item in fields(PlanRecord)})
+    return PlanRecord(*_RECORDED(plan))
 
 
 def _spell(blocks: RangeSet) -> str:
