@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
+from kvpact.vllm.scheduler_side import STEP_BUDGET_SECONDS
 from mooncake_server import mooncake_pool
 from object_server import CREDENTIALS, Spoiled, Traffic, object_server
 from servers import RedisServer, redis_cluster, redis_server
@@ -313,3 +314,43 @@ def test_an_object_store_that_fails_and_slows_down_costs_hits_and_nothing_else(
     flush(engine)
     engine.assert_at_rest()
     assert engine.counts["hook_errors"] == 0
+
+
+@pytest.mark.parametrize("store", ["dir"], indirect=True)
+def test_p11_requests_that_come_at_once_are_prepared_over_several_steps(
+    start: Callable[..., PlayedEngine], store: str
+) -> None:
+    """Where each step has spent its time already, one new request is prepared a step; all get their turn."""
+    ask_all(first := start(store))
+    flush(first)
+    second = start(store)
+    side = second.connector._scheduler_side
+    guard, prepared = side._guard, []
+    prepare = side.cache.prepare_external_match
+
+    def costly(view: Any, num_computed_tokens: int) -> Any:
+        prepared.append((view.request_id, side.cache.ledger.step))
+        guard.spent(2 * STEP_BUDGET_SECONDS)
+        return prepare(view, num_computed_tokens)
+
+    side.cache.prepare_external_match = costly
+    played = [second.add(prompt) for prompt in PROMPTS]
+    second.run()
+    for one, prompt in zip(played, PROMPTS, strict=True):
+        assert one.said == answer(prompt, 3)
+        assert one.cached_tokens == 6 * BLOCK
+    first_probes: dict[str, int] = {}
+    for request_id, step in prepared:
+        first_probes.setdefault(request_id, step)
+    assert len(set(first_probes.values())) == len(PROMPTS), f"several were prepared in one step: {first_probes}"
+    second.assert_at_rest()
+
+
+def test_where_no_tier_is_shared_no_request_waits_for_another_ones_turn(start: Callable[..., PlayedEngine]) -> None:
+    engine = start()
+    guard = engine.connector._scheduler_side._guard
+    played = [engine.add(prompt) for prompt in PROMPTS]
+    guard.spent(1.0)
+    engine.step()
+    assert all(one.said or engine.scheduler.requests[one.request_id].num_computed_tokens for one in played)
+    engine.run()

@@ -63,7 +63,7 @@ class PactConnector(KVConnectorBase_V1):
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
-            self._scheduler = SchedulerSide(config, vllm_config, self.metrics)
+            self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard)
         else:
             self._worker = WorkerSide(config, worker_place(vllm_config, kv_cache_config))
 

@@ -25,7 +25,8 @@ class Guard:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._seen: set[tuple[str, type[BaseException]]] = set()
-        self._step_seconds = 0.0
+        self.step_seconds = 0.0
+        """What the running scheduler step has cost so far, since the end of the last one."""
 
     def failed(self, hook: str, error: BaseException) -> None:
         """Count an error of a hook; log the first of its kind with the traceback."""
@@ -37,12 +38,12 @@ class Guard:
 
     def spent(self, seconds: float) -> None:
         """Add time to the running step."""
-        self._step_seconds += seconds
+        self.step_seconds += seconds
 
     def end_step(self) -> None:
         """The scheduler's step is over."""
-        self._metrics.observe_step(self._step_seconds)
-        self._step_seconds = 0.0
+        self._metrics.observe_step(self.step_seconds)
+        self.step_seconds = 0.0
 
 
 class Guarded(Protocol):

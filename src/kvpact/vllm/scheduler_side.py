@@ -23,6 +23,7 @@ from kvpact.metrics import Metrics, explain_misses
 from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
 from kvpact.tiers.queue import TierQueue
 from kvpact.vllm.context import BlockPoolContext
+from kvpact.vllm.guard import Guard
 from kvpact.vllm.identity import AdapterDigests, engine_namespace, request_identity
 from kvpact.vllm.messages import BrokenLoad, StepMessage, WorkerHello
 from kvpact.vllm.releases import BlockTables, StepBlockTables
@@ -31,16 +32,23 @@ from kvpact.vllm.stats_file import StatsFile
 
 logger = logging.getLogger(__name__)
 
+STEP_BUDGET_SECONDS = 0.4e-3
+"""What a scheduler step has cost by then, further new requests wait for the next one: a step gets 1 ms (P11), and what
+a request costs at once is below a third of that."""
+
 
 class VllmRequest:
     """A vLLM request as `EngineRequest`."""
 
-    __slots__ = ("_adapters", "_block_size", "_identity", "load_broken", "request")
+    __slots__ = ("_adapters", "_block_size", "_identity", "load_broken", "request", "turn_by", "was_probed")
 
     def __init__(self, request: Any, adapters: AdapterDigests, block_size: int) -> None:
         self.request = request
         self.load_broken = False
         """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
+        self.was_probed = False
+        self.turn_by: float | None = None
+        """Until when its first probe may be put off to a later step, once it was."""
         self._adapters = adapters
         self._block_size = block_size
         self._identity: RequestIdentity | None = None
@@ -80,12 +88,15 @@ class Answer:
 class SchedulerSide:
     """The scheduler's half. Until the workers have said hello it has no cache and answers no hit."""
 
-    def __init__(self, config: KvpactConfig, vllm_config: Any, metrics: Metrics) -> None:
+    def __init__(self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard) -> None:
         self.cache: PactCache | None = None
         self._config = config
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics = metrics
+        self._guard = guard
+        self._first_probes = 0
+        """New requests that were probed in the running step."""
         self._block_size = int(vllm_config.cache_config.block_size)
         self._adapters = AdapterDigests()
         self._context: BlockPoolContext | None = None
@@ -162,9 +173,9 @@ class SchedulerSide:
     # Requests
 
     def on_new_request(self, request: Any) -> None:
-        """vLLM accepted a request."""
+        """vLLM accepted a request. A step that has cost enough leaves the rest to the first probe."""
         view = self._view(request)
-        if self.cache is not None:
+        if self.cache is not None and self._guard.step_seconds < STEP_BUDGET_SECONDS:
             self.cache.on_new_request(view)
 
     def _view(self, request: Any) -> VllmRequest:
@@ -181,8 +192,11 @@ class SchedulerSide:
         self._answers.pop(request.request_id, None)
         if self.cache is None:
             return 0, False
+        view = self._view(request)
+        if self._is_put_off(view):
+            return None, False
         try:
-            match = self.cache.prepare_external_match(self._view(request), num_computed_tokens)
+            match = self.cache.prepare_external_match(view, num_computed_tokens)
         except Exception:
             self.cache.abort_external_match(request.request_id, None, "error")
             raise
@@ -191,6 +205,24 @@ class SchedulerSide:
         if match.num_tokens:
             self._answers[request.request_id] = Answer(match, num_computed_tokens // self._block_size)
         return match.num_tokens, match.load_kv_async
+
+    def _is_put_off(self, view: VllmRequest) -> bool:
+        """Whether this request's first probe waits for a later step because many came at once.
+
+        One is probed in any case, so all get their turn; none waits beyond the deadline; and where no shared tier is
+        configured, none waits at all.
+        """
+        if view.was_probed:
+            return False
+        asks = self.cache is not None and self.cache.staging.has_shared
+        if asks and self._first_probes and self._guard.step_seconds > STEP_BUDGET_SECONDS:
+            now = time.monotonic()
+            view.turn_by = view.turn_by or now + self._config.prepare_deadline
+            if now < view.turn_by:
+                return True
+        self._first_probes += 1
+        view.was_probed = True
+        return False
 
     def commit(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
         """`update_state_after_alloc`: the engine takes `num_tokens` of what the last probe was told, perhaps 0.
@@ -224,6 +256,7 @@ class SchedulerSide:
 
     def end_step(self, scheduler_output: Any) -> StepMessage:
         """`build_connector_meta`: what the workers must do with this step."""
+        self._first_probes = 0
         if isinstance(self._block_tables, StepBlockTables):
             self._block_tables.take_step(scheduler_output)
         if self.cache is None:
