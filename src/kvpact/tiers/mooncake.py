@@ -7,6 +7,7 @@ runs on a thread that is given up when its time is over. Native code never sees 
 from __future__ import annotations
 
 import http.client
+import logging
 import re
 import socket
 import threading
@@ -31,6 +32,8 @@ from kvpact.tiers.shared import (
     StoreUsage,
     key_of,
 )
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -297,6 +300,10 @@ def open_mooncake(url: TierURL) -> MooncakeStore:
             f"mooncake tier: the client of {host}:{port} cannot be set up ({code}; why stands on standard error): is "
             f"there memory for segment and buffer, and are protocol and device right?"
         )
+    logger.warning(
+        "kvpact: Mooncake's client takes connections on all interfaces of this host, without authentication, and no "
+        "setting changes that: let a firewall admit the pool's hosts only; a record_key_file keeps out planted KV"
+    )
     metrics_port = int(url.options.get("metrics", METRICS_PORT))
     return MooncakeStore(client, (host, port), prefix=prefix, timeout=timeout, metrics_port=metrics_port)
 
