@@ -141,12 +141,14 @@ def at_rest(engine: EngineProcess, since: float, seconds: float = REST_SECONDS) 
 
 
 @contextmanager
-def engines(model: Path, work: Path, *transfers: Mapping[str, Any] | None) -> Iterator[list[EngineProcess]]:
+def engines(
+    model: Path, work: Path, *transfers: Mapping[str, Any] | None, environment: Mapping[str, str] | None = None
+) -> Iterator[list[EngineProcess]]:
     """One engine for each configuration, started side by side and asked once, so that none is cold."""
     with ExitStack() as stack:
         running = []
         for number, transfer in enumerate(transfers):
-            settings = EngineSettings(model, transfer, ONE_AT_A_TIME, CREDENTIALS)
+            settings = EngineSettings(model, transfer, ONE_AT_A_TIME, {**CREDENTIALS, **(environment or {})})
             running.append(EngineProcess(settings, work / f"engine-{number}.log"))
             stack.callback(running[-1].kill)
         for number, engine in enumerate(running):

@@ -177,9 +177,10 @@ class TierQueue:
 
     def running_longer_than(self, seconds: float) -> list[Ticket]:
         """Tickets that the tier itself has been busy with for more than so many seconds."""
-        shared, before = self._shared, time.monotonic() - seconds
-        with shared.condition:
-            return [job.ticket for job in shared.under_way.values() if job.began is not None and job.began < before]
+        before = time.monotonic() - seconds
+        # Without the condition, which a thread may hold while it waits for the interpreter: `list` copies in one go.
+        jobs = list(self._shared.under_way.values())
+        return [job.ticket for job in jobs if job.began is not None and job.began < before]
 
     def poll(self) -> list[Done]:
         """What has ended since the last call. Never waits."""

@@ -1,0 +1,66 @@
+"""A `PactConnector` that says of each slow scheduler step where its time went, as JSON lines in `$KVPACT_SLOW_STEPS`.
+
+A step is slow because kvpact computed, because another thread of the engine had the interpreter's lock, or because
+the machine gave the core to somebody else. The kernel knows: the thread's CPU time, and how often it was switched away
+while it waited for something (voluntarily) and while it could have run (involuntarily). Used by `store_faults.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from resource import RUSAGE_THREAD, getrusage
+from time import perf_counter, thread_time
+from typing import Any
+
+from kvpact.vllm import PactConnector
+
+SLOW_S = 1e-3
+HOOKS = (
+    "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "update_connector_output",
+    "request_finished", "has_pending_push_work", "get_kv_connector_stats", "build_connector_meta",
+)  # fmt: skip
+
+
+class WatchedPactConnector(PactConnector):
+    """As its base; its scheduler's hooks are timed a second time, with the kernel's figures."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._hooks: dict[str, float] = {}
+        self._cpu, self._waits, self._preempted = 0.0, 0, 0
+        self._file = os.environ.get("KVPACT_SLOW_STEPS")
+        if self._scheduler is not None and self._file:
+            for name in HOOKS:
+                setattr(self, name, self._timed(name, getattr(self, name)))
+
+    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            usage, cpu, began = getrusage(RUSAGE_THREAD), thread_time(), perf_counter()
+            try:
+                return hook(*arguments, **named)
+            finally:
+                seconds = perf_counter() - began
+                self._cpu += thread_time() - cpu
+                after = getrusage(RUSAGE_THREAD)
+                self._waits += after.ru_nvcsw - usage.ru_nvcsw
+                self._preempted += after.ru_nivcsw - usage.ru_nivcsw
+                self._hooks[name] = self._hooks.get(name, 0.0) + seconds
+                if name == "build_connector_meta":
+                    self._end_step()
+
+        return timed
+
+    def _end_step(self) -> None:
+        seconds = sum(self._hooks.values())
+        if seconds > SLOW_S:
+            line = {
+                "ms": seconds * 1e3, "cpu_ms": self._cpu * 1e3, "waits": self._waits, "preempted": self._preempted,
+                "hooks_ms": {name: round(value * 1e3, 3) for name, value in self._hooks.items()},
+            }  # fmt: skip
+            assert self._file is not None
+            with open(self._file, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        self._hooks.clear()
+        self._cpu, self._waits, self._preempted = 0.0, 0, 0
