@@ -185,6 +185,25 @@ def test_h10_h58_a_store_that_hangs_costs_a_deadline_and_no_step_waits(make_scen
     assert count(scene, "open_breakers", SHARED) == 0
 
 
+def test_writes_that_take_long_are_nobodys_wait_and_no_reason_to_leave_a_store_alone(
+    make_scene: Callable[..., Scene],
+) -> None:
+    store = TrialStore()
+    scene = make_scene(store, prepare_deadline="20ms")
+    for seed in range(4):
+        store.gate.clear()
+        scene.run_cold(SceneRequest(f"here-{seed}", tokens(33, seed)))
+        until(lambda: store.calls[-1:] != [] and store.calls[-1].startswith(("exists", "write")))
+        time.sleep(0.05)
+        scene.cache.end_step()
+        store.gate.set()
+        scene.settle_tiers()
+    assert count(scene, "tier_failures", SHARED) == 0
+    assert count(scene, "open_breakers", SHARED) == 0
+    assert count(scene, "written_blocks", SHARED) == 32
+    assert count(scene, "dropped_writes", SHARED) == 0
+
+
 def test_a_store_that_fails_is_left_alone_and_used_again_when_it_is_back(make_scene: Callable[..., Scene]) -> None:
     store = TrialStore(computed_elsewhere(make_scene, 17, 17, 17, 17, 17, 17))
     scene = make_scene(store)

@@ -176,11 +176,11 @@ class TierQueue:
                 _finish(shared, job, 0)
 
     def running_longer_than(self, seconds: float) -> list[Ticket]:
-        """Tickets that the tier itself has been busy with for more than so many seconds."""
+        """Reads and look-ups that the tier itself has been busy with for more than so many seconds."""
         before = time.monotonic() - seconds
         # Without the condition, which a thread may hold while it waits for the interpreter: `list` copies in one go.
         jobs = list(self._shared.under_way.values())
-        return [job.ticket for job in jobs if job.began is not None and job.began < before]
+        return [job.ticket for job in jobs if not job.is_put and job.began is not None and job.began < before]
 
     def poll(self) -> list[Done]:
         """What has ended since the last call. Never waits."""
