@@ -147,7 +147,13 @@ def test_the_suite_of_an_author_runs_under_pytest_and_names_what_is_broken(tmp_p
         tmp_path,
     ]
     path = os.pathsep.join([str(here), str(here.parent.parent / "src")])
-    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "1 failed, 1 skipped" in ran.stdout, ran.stdout
     assert "H20: a read counts its hits and not the unbroken prefix" in ran.stdout
     assert "lookup, with blocks 2 and 3 missing: 6, not 2" in ran.stdout

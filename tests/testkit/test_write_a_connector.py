@@ -26,7 +26,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(Path(kvpact.__file__).parents[1]), "COLUMNS": "200"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(kvpact.__file__).parents[1]),
+        "COLUMNS": "200",
+        "PYTEST_ADDOPTS": "",
+    }
     ran = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )

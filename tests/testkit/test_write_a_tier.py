@@ -21,7 +21,7 @@ def run_pytest(directory: Path, *arguments: str) -> str:
         (directory / name).write_text(text)
     source = str(Path(kvpact.__file__).parents[1])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "PYTHONPATH": source}
+    environment = {**os.environ, "PYTHONPATH": source, "PYTEST_ADDOPTS": ""}
     ran = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     return ran.stdout + ran.stderr
 
