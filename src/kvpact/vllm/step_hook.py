@@ -1,0 +1,149 @@
+"""`before_update_states` on stock vLLM: which requests it may serve, how ranks agree, what that does to the step.
+
+Owns the rules of DESIGN section 1.2 for vLLM's own scheduler output, for any connector that has the hook. Never edits
+that output: with one process it is the scheduler's own object, and a preempted request whose numbers were edited is
+never scheduled again (H90). `kvpact.vllm.worker` calls this. Floor 3.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias
+
+from kvpact.errors import PactViolation
+
+logger = logging.getLogger(__name__)
+
+Hits: TypeAlias = Mapping[str, int]
+"""Request id -> tokens, counted from the first that the step is to compute of the request."""
+
+Minimum: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
+"""The smallest of each number over all ranks. A collective: every rank calls it, with equally many numbers."""
+
+
+class StepHookConnector(Protocol):
+    """What a connector has that supplies tokens when the step begins, on the worker.
+
+    Three more members are used if they are there. `external_hits_applied(hits)`: what the step will really skip,
+    perhaps nothing, on every rank; to be loaded in this step's `start_load_kv`. Without it, whatever was said is to be
+    loaded. An exception from it ends the engine, because other ranks skip these tokens already.
+    `hits_agree_over_ranks`, a bool: every rank always finds the same, so no collective is needed. `step_hook_bound()`:
+    called once at start, when the hook is sure to be called.
+    """
+
+    def before_update_states(self, scheduler_output: Any) -> Hits:
+        """Before the model runner takes in the step: tokens of each request that this rank can load.
+
+        Nothing may be written into the engine's blocks yet: the state update zeroes new ones (H93).
+        """
+
+
+class Candidates:
+    """Which requests of a step may be served; equal on all ranks, because all see the same steps.
+
+    Left out for good: requests with media, prompt embeddings or prompt log-probabilities, and pooling, which need the
+    forward pass of every token. Left out of a step: requests with speculative tokens, and those with one token to
+    compute. With `new_requests_only`, so are those that run already: vLLM's second model runner keeps their position
+    on the device and does not hear of a change.
+    """
+
+    def __init__(self, *, new_requests_only: bool) -> None:
+        self._new_requests_only = new_requests_only
+        self._left_out: set[str] = set()
+
+    def of_step(self, scheduler_output: Any) -> dict[str, int]:
+        """Request id -> the most tokens that can be skipped. To be called once for every step."""
+        self._left_out -= scheduler_output.finished_req_ids
+        for new in scheduler_output.scheduled_new_reqs:
+            if _needs_every_token(new):
+                self._left_out.add(new.req_id)
+            else:
+                self._left_out.discard(new.req_id)
+        if getattr(scheduler_output, "aux_output_connector_metadata", None) is not None:
+            return {}  # somebody collects what the forward pass of every token leaves
+        requests = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        if not self._new_requests_only:
+            requests += scheduler_output.scheduled_cached_reqs.req_ids
+        left_out = self._left_out.union(
+            scheduler_output.scheduled_spec_decode_tokens, scheduler_output.scheduled_encoder_inputs
+        )
+        counts = scheduler_output.num_scheduled_tokens
+        return {name: counts[name] - 1 for name in requests if counts[name] > 1 and name not in left_out}
+
+
+def _needs_every_token(new: Any) -> bool:
+    sampling = new.sampling_params
+    return bool(
+        new.mm_features
+        or new.prompt_embeds is not None
+        or new.pooling_params is not None
+        or getattr(new, "replay_start", 0)
+        or (sampling is not None and sampling.prompt_logprobs is not None)
+    )
+
+
+def apply_external_hits(scheduler_output: Any, hits: Hits) -> Any:
+    """The step without the tokens in `hits`; the given output stays as it is, and without hits it is what comes back.
+
+    Raises PactViolation if a request is not computed in this step, or if less than one token of it would be left.
+    """
+    if not hits:
+        return scheduler_output
+    counts = scheduler_output.num_scheduled_tokens
+    for name, hit in hits.items():
+        if not 0 < hit < counts.get(name, 0):
+            raise PactViolation(f"{hit} tokens of {name} are to be skipped; the step computes {counts.get(name, 0)}")
+    cached = scheduler_output.scheduled_cached_reqs
+    if not hits.keys().isdisjoint(cached.req_ids):
+        starts = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        cached = replace(cached, num_computed_tokens=[start + hits.get(name, 0) for name, start in starts])
+    changes: dict[str, Any] = {
+        "scheduled_new_reqs": [
+            replace(new, num_computed_tokens=new.num_computed_tokens + hits[new.req_id]) if new.req_id in hits else new
+            for new in scheduler_output.scheduled_new_reqs
+        ],
+        "scheduled_cached_reqs": cached,
+        "num_scheduled_tokens": {name: count - hits.get(name, 0) for name, count in counts.items()},
+        "total_num_scheduled_tokens": scheduler_output.total_num_scheduled_tokens - sum(hits.values()),
+    }
+    if hasattr(scheduler_output, "has_sync_kv_loads"):
+        changes["has_sync_kv_loads"] = True  # without it releases from 0.30 on load after the forward pass
+    return replace(scheduler_output, **changes)
+
+
+class StepHook:
+    """Asks one rank's connector in each step. `minimum` is None where this rank is alone."""
+
+    def __init__(self, connector: StepHookConnector, *, new_requests_only: bool, minimum: Minimum | None) -> None:
+        self._connector = connector
+        self._candidates = Candidates(new_requests_only=new_requests_only)
+        self._minimum = None if getattr(connector, "hits_agree_over_ranks", False) else minimum
+        self._applied = getattr(connector, "external_hits_applied", None)
+        self._failed = False
+
+    def apply(self, scheduler_output: Any) -> Any:
+        """The step that is left to compute: the given output itself if nothing is skipped."""
+        most = self._candidates.of_step(scheduler_output)
+        found = self._ask(scheduler_output)
+        numbers: Sequence[int] = [min(max(0, found.get(name, 0)), limit) for name, limit in most.items()]
+        if self._minimum is not None and numbers:
+            numbers = self._minimum(numbers)  # also after an exception: whoever left it out would stop all others (H43)
+        hits = {name: number for name, number in zip(most, numbers, strict=True) if number}
+        if self._applied is not None:
+            self._applied(hits)
+        return apply_external_hits(scheduler_output, hits)
+
+    def _ask(self, scheduler_output: Any) -> Hits:
+        """A mistake of the connector costs its hits, never the engine (H13)."""
+        try:
+            return {str(name): int(hit) for name, hit in self._connector.before_update_states(scheduler_output).items()}
+        except Exception:
+            if not self._failed:
+                logger.exception("kvpact: before_update_states failed; such steps are computed whole (logged once)")
+            self._failed = True
+            return {}
+
+
+__all__ = ["Candidates", "Hits", "Minimum", "StepHook", "StepHookConnector", "apply_external_hits"]

@@ -1,0 +1,192 @@
+"""`before_update_states` on a real engine, through `worker_cls`, for connectors that have nothing to do with kvpact."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from engines import BLOCK, prompt
+from kvpact.demo.engine import EngineProcess, EngineSettings, Output
+
+HERE = Path(__file__).parent
+KV_BLOCKS = 12
+"""The engine's blocks: two requests of four fit, but do not grow (the pool keeps one block for itself)."""
+
+
+class StepEngine:
+    """A real engine of two ranks whose connector answers on the worker, and what happened inside of it."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self.control = directory
+        transfer = {
+            "kv_connector": "StepConnector",
+            "kv_connector_module_path": "step_connector",
+            "kv_role": "kv_both",
+        }
+        arguments = {
+            "worker_cls": "kvpact.vllm.worker.KvpactWorker",
+            "tensor_parallel_size": 2,
+            "num_gpu_blocks_override": KV_BLOCKS,
+            "max_model_len": 8 * BLOCK,
+            "max_num_batched_tokens": 4 * BLOCK,
+        }
+        environment = {
+            "STEP_CONTROL": str(directory),
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        }
+        self.process = EngineProcess(EngineSettings(model, transfer, arguments, environment), directory / "log")
+
+    def ask(self, *prompts: list[int], max_tokens: int = 4, faults: str = "", local: bool = False) -> list[Output]:
+        """Answers to all prompts in one batch, without the engine's own prefix cache unless `local`."""
+        if not local:
+            self.process.reset_prefix_cache()
+        (self.control / "faults").write_text(faults)
+        (self.control / "said").write_text("")
+        return self.process.generate(prompts, max_tokens=max_tokens, together=True)
+
+    def said(self, name: str, rank: int = 0) -> list[Any]:
+        """What happened under this name since the last question, on one rank where that matters."""
+        lines = [json.loads(line) for line in (self.control / "said").read_text().splitlines()]
+        return [line[name] for line in lines if name in line and line.get("rank", rank) == rank]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepEngine]:
+    """One engine for all; ask it prompts of your own."""
+    engine = StepEngine(tiny_model, tmp_path_factory.mktemp("step"))
+    with engine.process.wait_ready():
+        assert len(engine.said("bound")) == 2, "both ranks' connectors are told at start that they will be asked"
+        yield engine
+
+
+def without_decoding(computed: list[int]) -> list[int]:
+    """The steps that computed parts of prompts."""
+    return [tokens for tokens in computed if tokens > 1]
+
+
+def test_what_the_worker_supplies_is_not_computed_and_the_answer_is_that_of_a_local_hit(engine: StepEngine) -> None:
+    tokens = prompt(901, 3)
+    (first,) = engine.ask(tokens)
+    assert without_decoding(engine.said("computed")) == [3 * BLOCK + 17]
+    (hit,) = engine.ask(tokens)
+    assert without_decoding(engine.said("computed")) == [17]
+    assert without_decoding(engine.said("computed", rank=1)) == [17]
+    assert engine.said("hits") == [[[3 * BLOCK], [3 * BLOCK]]], "both ranks tell the scheduler, once"
+    assert hit.cached_tokens == 0, "stock vLLM counts cached tokens when it schedules"
+    (local,) = engine.ask(tokens, local=True)
+    assert local.cached_tokens == 3 * BLOCK
+    assert hit.same_answer(local)
+    assert hit.tokens == first.tokens
+
+
+def test_the_answer_depends_on_what_was_supplied(engine: StepEngine) -> None:
+    tokens = prompt(902, 3)
+    (first,) = engine.ask(tokens)
+    (spoilt,) = engine.ask(tokens, faults="spoil")
+    assert spoilt.logprobs != first.logprobs, "the supplied blocks were not read"
+    (again,) = engine.ask(tokens)
+    assert again.tokens == first.tokens
+
+
+@pytest.mark.parametrize(("claim", "computed"), [(1, 400), (200, 201), (384, 17)])
+def test_any_number_of_tokens_can_be_supplied(engine: StepEngine, claim: int, computed: int) -> None:
+    tokens = prompt(903, 3)
+    (first,) = engine.ask(tokens, faults="off")
+    assert without_decoding(engine.said("computed")) == [401]
+    (hit,) = engine.ask(tokens, faults=f"claim={claim}")
+    assert without_decoding(engine.said("computed")) == [computed]
+    assert hit.tokens == first.tokens
+
+
+def test_at_least_one_token_is_computed(engine: StepEngine) -> None:
+    tokens = prompt(904, 3, tail=0)
+    (first,) = engine.ask(tokens)
+    (hit,) = engine.ask(tokens)
+    assert engine.said("hits") == [[[3 * BLOCK - 1]] * 2]
+    assert set(engine.said("computed")) == {1}
+    assert hit.tokens == first.tokens
+
+
+def test_every_part_of_a_long_prompt_is_served(engine: StepEngine) -> None:
+    tokens = prompt(905, 6)
+    (first,) = engine.ask(tokens)
+    assert without_decoding(engine.said("computed")) == [4 * BLOCK, 2 * BLOCK + 17]
+    (hit,) = engine.ask(tokens)
+    assert engine.said("hits") == [[[4 * BLOCK - 1]] * 2, [[2 * BLOCK]] * 2]
+    assert without_decoding(engine.said("computed")) == [17]
+    assert hit.tokens == first.tokens
+
+
+def test_h43_ranks_skip_what_all_of_them_have(engine: StepEngine) -> None:
+    tokens = prompt(906, 3)
+    (first,) = engine.ask(tokens)
+    (hit,) = engine.ask(tokens, faults="second_rank=130")
+    assert engine.said("hits") == [[[130], [130]]]
+    assert without_decoding(engine.said("computed")) == [271]
+    assert hit.tokens == first.tokens
+
+
+def test_h13_a_hook_that_fails_costs_its_hits(engine: StepEngine) -> None:
+    tokens = prompt(907, 3)
+    (first,) = engine.ask(tokens)
+    (again,) = engine.ask(tokens, faults="raise")
+    assert without_decoding(engine.said("computed")) == [401]
+    assert engine.said("hits") == []
+    assert again.same_answer(first)
+
+
+def test_h90_preempted_requests_come_back_and_are_served_again(engine: StepEngine) -> None:
+    prompts = [prompt(910 + number, 3, tail=100) for number in range(4)]
+    alone = [engine.ask(tokens, max_tokens=60)[0] for tokens in prompts]
+    together = engine.ask(*prompts, max_tokens=60)
+    assert engine.said("preempted"), "the scene is too easy"
+    assert len(engine.said("hits")) > 2
+    for output, expected in zip(together, alone, strict=True):
+        assert output.finish_reason == "length"
+        assert len(output.tokens) == 60
+        assert output.tokens[:4] == expected.tokens[:4]
+
+
+EXAMPLES = HERE.parents[1] / "examples"
+
+
+def test_vllms_example_connector_works_when_it_is_asked_on_the_worker(
+    tiny_model: Path, tmp_path: Path, start_engine: Callable[..., EngineProcess]
+) -> None:
+    transfer = {
+        "kv_connector": "StepExampleConnector",
+        "kv_connector_module_path": "step_hook_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "store")},
+    }
+    engine = start_engine(
+        transfer,
+        arguments={"worker_cls": "kvpact.vllm.worker.KvpactWorker"},
+        environment={"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])},
+    )
+
+    def ask(tokens: list[int], local: bool = False) -> Output:
+        if not local:
+            engine.reset_prefix_cache()
+        return engine.generate([tokens])[0]
+
+    tokens = prompt(931, 3)
+    first, hit, local = ask(tokens), ask(tokens), ask(tokens, local=True)
+    assert first.tokens == hit.tokens
+    assert hit.same_answer(local), "the same 17 tokens were computed, behind the same 384"
+    files = sorted((tmp_path / "store").glob("*/*.safetensors"))
+    assert len(files) == 4, "one file a layer, of one prompt"
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+        file.write_bytes(content)
+    spoilt = ask(tokens)
+    assert spoilt.logprobs != first.logprobs, "the files are not what the answer was made of"
