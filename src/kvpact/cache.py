@@ -33,6 +33,7 @@ from kvpact.index import ROOT, BlockIndex, Pin
 from kvpact.ledger import Ledger, State
 from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
 from kvpact.staging import Inquest, Staging
+from kvpact.step_match import StepLookup, StepMatches, StepRead
 from kvpact.tiers.queue import TierQueue
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,11 @@ class PactCache(ExternalCache):
         self._context: BlockHolder | None = None
         self._requests: dict[str, RequestRecord] = {}
         self._copies = Copies(len(arena.segments), config.load_deadline / 3)  # time to ask twice before the deadline
+        self._steps = StepMatches(
+            self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
+        )
+        self._asks_shared = self.staging.has_shared and config.match_at == "schedule"
+        self._looks_up_at_step = self.staging.has_shared and config.match_at == "step"
         self._progress = (0, 0.0)
 
     # Prepare
@@ -122,7 +128,7 @@ class PactCache(ExternalCache):
     def on_new_request(self, request: EngineRequest) -> None:
         """See `ExternalCache`: the shared tiers are asked before the engine has room for the request."""
         record = self._record(request)
-        if record.keys is not None and request.may_load and self.staging.has_shared:
+        if record.keys is not None and request.may_load and self._asks_shared:
             self._ask(record, self._usable_keys(request, record))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -164,7 +170,7 @@ class PactCache(ExternalCache):
             reason = MissReason.FAILED_BEFORE if record.failed_from is not None else MissReason.TOO_SHORT
             return self._miss(request_id, record, start, reason)
         held = self.index.held_prefix(keys)
-        reason = MissReason.NOT_STORED
+        reason = MissReason.ASKED_AT_STEP if self._looks_up_at_step else MissReason.NOT_STORED
         if self._config.prepare_deadline > 0 and (record.waits_until is None or now < record.waits_until):
             if self._is_asking(record, keys):
                 self._end_plan(request_id, EndReason.SUPERSEDED)
@@ -193,7 +199,7 @@ class PactCache(ExternalCache):
 
     def _is_asking(self, record: RequestRecord, keys: Sequence[BlockKey]) -> bool:
         """Whether an answer of the shared tiers is still to come; the first time, they are asked."""
-        if self.staging.has_shared:
+        if self._asks_shared:
             self._ask(record, keys)
         if record.inquest is None or record.inquest.answered:
             return False
@@ -388,6 +394,24 @@ class PactCache(ExternalCache):
             request.request_id, known, reservation.slots, held, keys[:end], self.index.pin(keys[end - 1]), self._clock()
         )
 
+    def look_up_at_step(self, request: EngineRequest, computed_tokens: int, most_tokens: int) -> None:
+        """Have the workers look in the shared tiers, when the running step begins, for what it computes and saves.
+
+        To be called behind `note_computed`. Of the request the engine has `computed_tokens`; at most the `most_tokens`
+        behind them can be skipped. Blocks that another request is saving already are not looked for.
+        """
+        save = self._copies.save_ordered_now(request.request_id)
+        start = computed_tokens // self._block_size
+        if not self._looks_up_at_step or not request.may_load or save is None or save.job.start_block != start:
+            return
+        keys = self._usable_keys(request, self._record(request))[: save.job.blocks.end]
+        if len(keys) - start >= self._config.min_match_blocks:
+            self._steps.order(save.job, computed_tokens, most_tokens, keys)
+
+    def take_step_lookups(self) -> tuple[StepLookup, ...]:
+        """What the workers are to look for with the step that ends; to be sent beside its `StepWork`."""
+        return self._steps.end_step()
+
     def _note_resumed(self, request_id: str) -> None:
         """The engine computes the request: what an asynchronous load brought, up to its first hole, is used now."""
         plan = self.ledger.find_settled(request_id)
@@ -402,21 +426,28 @@ class PactCache(ExternalCache):
         """See `ExternalCache`: takes in what the tiers did, lets plans expire, and hands out the step's copies."""
         now = self._clock()
         self.staging.poll()
-        self._prefill.note_step(self._computing, now)
+        self._prefill.note_step(max(0, self._computing), now)
         self._computing = 0
         self.ledger.expire(now)
         return self._copies.end_step(now)
 
     def abandon_step(self) -> None:
         """What was to be ordered with the running step never reaches the workers: it ends as if all had failed it."""
+        self._steps.abandon_step()
         self.apply_report(self._copies.abandon_step())
+
+    def note_step_reads(self, reads: Sequence[StepRead]) -> None:
+        """What one rank has read from shared tiers by itself; to be told before the report that names the loads."""
+        self._steps.note_reads(reads)
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
+        self._computing -= self._steps.apply_report(report, self._clock(), self._requests.__contains__)
         # Loads first: what a request saved from a failed load on is not to be trusted.
         settlements = [self._settle_load(load) for load in self._copies.take_loads(report)]
         for save in self._copies.take_saves():
             self._settle_save(save)
+        self._steps.end_saves(self._copies.saves.__contains__)
         return settlements
 
     def _settle_load(self, load: Load) -> LoadSettlement:

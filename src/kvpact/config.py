@@ -86,6 +86,10 @@ class KvpactConfig(BaseModel):
     """Whether computed blocks are stored as they appear, or nothing is stored."""
     admit: Literal["always", "second-use"] = "always"
     """Whether tiers get every saved block, or those that were saved or loaded a second time."""
+    match_at: Literal["schedule", "step"] = "schedule"
+    """When shared tiers are asked: before a request is scheduled, or by the workers when its step begins."""
+    step_deadline: Seconds = Field(default=0.1, gt=0)
+    """With `match_at` "step", how long a step may wait for shared tiers; every request in it waits."""
     recompute_if_faster: bool = True
     """Whether a match in a tier is left alone that the engine is expected to compute sooner than it would arrive."""
     record_key_file: Path | None = None

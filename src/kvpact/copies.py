@@ -98,6 +98,11 @@ class Copies:
         self.saves[job.job_id] = Save(job, tuple(keys), pin, tally, now + self._patience)
         self._outbox.saves.append(job)
 
+    def save_ordered_now(self, request_id: str) -> Save | None:
+        """What the running step will save of a request."""
+        job = next((job for job in self._outbox.saves if job.request_id == request_id), None)
+        return self.saves[job.job_id] if job is not None else None
+
     def end_step(self, now: float) -> StepWork:
         """What the workers are told, with questions about copies that nobody has spoken of for long."""
         tasks: list[Load | Save] = [*self.loads.values(), *self.saves.values()]

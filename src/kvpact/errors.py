@@ -16,5 +16,9 @@ class TierError(KvpactError):
     """A tier cannot be used (missing directory, full disk, foreign data); the engine serves on without it."""
 
 
+class StepLoadLost(KvpactError):
+    """Tokens that a step does not compute could not be loaded: the engine must stop, because it cannot go back."""
+
+
 class PactViolation(KvpactError, AssertionError):
     """A side broke the contract or a structure lost an invariant: a defect, never a user's mistake."""

@@ -363,10 +363,14 @@ class Ledger(Generic[Lease, Intent]):
             )
         self._require_used(plan, tokens, plan.loaded_tokens)
         del self._unsaid[plan.request_id]
+        self._count_used(plan, BlockRange(plan.blocks.start * plan.block_size, tokens))
+
+    def _count_used(self, plan: Plan[Lease, Intent], positions: BlockRange) -> None:
+        """The engine skipped these token positions; those that it skipped before count as used again."""
         before = self._used_positions.get(plan.request_id, RangeSet())
-        after = before.union(RangeSet.of(BlockRange(plan.blocks.start * plan.block_size, tokens)))
+        after = before.union(RangeSet.of(positions))
         plan.used_tokens = len(after) - len(before)
-        plan.used_again_tokens = tokens - plan.used_tokens
+        plan.used_again_tokens = positions.count - plan.used_tokens
         if plan.request_finished:
             self._used_positions.pop(plan.request_id, None)
         elif after.ranges:
@@ -374,6 +378,49 @@ class Ledger(Generic[Lease, Intent]):
         self.totals.used_tokens += plan.used_tokens
         self.totals.used_again_tokens += plan.used_again_tokens
         self.history.append(_record(plan))
+
+    def note_step_match(
+        self,
+        request_id: str,
+        blocks: BlockRange,
+        used_positions: BlockRange,
+        *,
+        block_size: int,
+        intent: Intent,
+        now: float,
+        request_finished: bool,
+    ) -> None:
+        """A match that the workers found, took and loaded within one step: its whole life, told afterwards.
+
+        It may lie beside an open plan of the request. `used_positions` are the tokens, within `blocks`, that the engine
+        skipped. PactViolation if they are more than `blocks` hold.
+        """
+        tokens = blocks.count * block_size
+        plan = Plan[Lease, Intent](
+            request_id=request_id,
+            blocks=blocks,
+            block_size=block_size,
+            intent=intent,
+            asynchronous=False,
+            opened_at=now,
+            seen_at=now,
+            seen_step=self.step,
+            deadline=inf,
+            request_finished=request_finished,
+        )
+        self._require_promise(plan, blocks, tokens)
+        self._require_used(plan, used_positions.count, tokens)
+        self.totals.plans_opened += 1
+        self._apply(plan, Event.PREPARE_READY)
+        self._promise(plan, blocks, tokens)
+        self._apply(plan, Event.COMMIT)
+        plan.committed_tokens = plan.loaded_tokens = tokens
+        self.totals.committed_tokens += tokens
+        self._apply(plan, Event.ARRIVED)
+        plan.reason = EndReason.LOADED
+        self.totals.loaded_tokens += tokens
+        self.totals.ended[plan.reason] += 1
+        self._count_used(plan, used_positions)
 
     # Abort
 

@@ -71,6 +71,7 @@ class MissReason(StrEnum):
     DEADLINE = "deadline"
     RECOMPUTE_FASTER = "recompute_faster"
     CROWDED = "crowded"
+    ASKED_AT_STEP = "asked_at_step"
 
 
 MISS_HINTS: Mapping[MissReason, str] = {
@@ -83,6 +84,7 @@ MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.NO_ROOM: "no memory slot was free to stage the blocks in; raise `memory`",
     MissReason.CROWDED: "requests are preempted again and again before they use what was loaded: too few KV blocks",
     MissReason.RECOMPUTE_FASTER: "the engine computes faster than the tier below memory delivers; see prefill_speed",
+    MissReason.ASKED_AT_STEP: "shared tiers are asked when the step begins; see step_lookups and step_hits",
     MissReason.DEADLINE: "the lower tier did not answer in time; it is too slow, or the deadline is too short",
 }
 
@@ -127,6 +129,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("plans_ended", "counter", "plans", "ended, by reason", "reason", EndReason),
     Metric("lookups", "counter", "lookups", "prompts looked up; a repeated probe of the same match is not counted"),
     Metric("misses", "counter", "lookups", "lookups that promised nothing, by reason", "reason", MissReason),
+    Metric("step_lookups", "counter", "lookups", "left to the workers, when a step begins; `misses` may count them too"),
+    Metric("step_hits", "counter", "lookups", "of them that supplied tokens, which also count as promised and so on"),
     Metric("declined_blocks", "counter", "blocks", "held by a tier and not loaded: computing them is faster"),
     Metric("saved_blocks", "counter", "blocks", "computed by the engine, copied out and reported by all ranks"),
     Metric("dropped_blocks", "counter", "blocks", "computed and not saved: no slot was free, or the copy failed"),

@@ -416,6 +416,20 @@ class Staging:
 
             source.queue.submit_errand(clear)
 
+    # What workers read by themselves
+
+    @property
+    def shared_tiers(self) -> list[int]:
+        """The positions of the shared tiers among those that this was made with."""
+        return [at for at, source in enumerate(self._sources) if source.shared]
+
+    def note_read_elsewhere(self, tier: int, keys: Sequence[BlockKey]) -> None:
+        """A worker has read blocks from the tier at this position: count them, and do not write them there again."""
+        source = self._sources[tier]
+        source.known.add(keys)
+        self._metrics.add("read_blocks", len(keys), source.name)
+        self._metrics.add("read_bytes", len(keys) * self._arena.slot_bytes, source.name)
+
     # Telling
 
     @property

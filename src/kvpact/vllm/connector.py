@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -21,13 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvpact.config import load_config
 from kvpact.contract import WorkerReport
-from kvpact.errors import ConfigError
+from kvpact.errors import ConfigError, StepLoadLost
 from kvpact.metrics import Metrics
 from kvpact.vllm.guard import Guard, guarded
-from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata, StepMessage
+from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata, RanksMessage, StepMessage
 from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
-from kvpact.vllm.support import check_engine, log_like_vllm, worker_place
+from kvpact.vllm.support import check_engine, check_match_at, log_like_vllm, worker_place
 from kvpact.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class PactConnector(KVConnectorBase_V1):
         log_like_vllm()
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
         check_engine(vllm_config, kv_cache_config)
+        check_match_at(config)
         self.metrics = Metrics()
         self.guard = Guard(self.metrics)
         self._scheduler: SchedulerSide | None = None
@@ -66,6 +68,8 @@ class PactConnector(KVConnectorBase_V1):
             self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard)
         else:
             self._worker = WorkerSide(config, worker_place(vllm_config, kv_cache_config))
+            if config.match_at == "step":
+                self.before_update_states = self._find_hits
 
     def _require_alone(self, engine_id: str) -> None:
         """Two in one engine would share one arena: MultiConnector hands the first one's handshake to both."""
@@ -83,6 +87,23 @@ class PactConnector(KVConnectorBase_V1):
         return bool(extra_config.get("layerwise", True))
 
     # Worker
+
+    before_update_states: Callable[[SchedulerOutput], Mapping[str, int]] | None = None
+    """`kvpact.vllm.worker` asks before each step where this is a function: with `match_at` "step"."""
+
+    def step_hook_bound(self) -> None:
+        """The worker will ask before each step."""
+        self._worker_side.has_step_hook = True
+
+    @guarded(dict)
+    def _find_hits(self, scheduler_output: SchedulerOutput) -> Mapping[str, int]:
+        """Look for what the step is to compute, in the shared tiers."""
+        metadata = scheduler_output.kv_connector_metadata
+        return self._worker_side.find_hits(metadata.message()) if isinstance(metadata, PactMetadata) else {}
+
+    def external_hits_applied(self, hits: Mapping[str, int]) -> None:
+        """The step skips these tokens, on all ranks. Not guarded: they must be loaded."""
+        self._worker_side.take_hits(hits)
 
     @property
     def _worker_side(self) -> WorkerSide:
@@ -117,8 +138,10 @@ class PactConnector(KVConnectorBase_V1):
         try:
             self._worker_side.report_broken(message.broken)
             self._worker_side.start_loads(message.work)
-        except Exception:
+        except Exception as error:
             self._worker_side.give_up(message.work.loads)
+            if self._worker_side.has_step_loads:
+                raise StepLoadLost("tokens that this step does not compute could not be loaded") from error
             raise
 
     @guarded(lambda: None)
@@ -161,7 +184,7 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This rank's report; every step, even if empty."""
-        return PactWorkerMetadata.of(self._worker_side.report())
+        return PactWorkerMetadata.of(self._worker_side.report(), self._worker_side.take_reads())
 
     # Scheduler
 
@@ -228,8 +251,8 @@ class PactConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settlement: what the workers reported, combined over ranks."""
         metadata = connector_output.kv_connector_worker_meta
-        report: WorkerReport | None = metadata.report() if isinstance(metadata, PactWorkerMetadata) else None
-        self._scheduler_side.take_report(report, set(connector_output.invalid_block_ids))
+        message = metadata.message() if isinstance(metadata, PactWorkerMetadata) else RanksMessage(WorkerReport({}))
+        self._scheduler_side.take_report(message, set(connector_output.invalid_block_ids))
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -11,6 +11,7 @@ from functools import wraps
 from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvpact.errors import StepLoadLost
 from kvpact.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,10 @@ Owner = TypeVar("Owner", bound=Guarded)
 def guarded(
     otherwise: Callable[[], Any],
 ) -> Callable[[Callable[Concatenate[Owner, Arguments], Answer]], Callable[Concatenate[Owner, Arguments], Answer]]:
-    """Make a method a hook that never raises: on an exception it answers `otherwise()`."""
+    """Make a method a hook that never raises: on an exception it answers `otherwise()`.
+
+    But for StepLoadLost: whoever hears it must not answer the user.
+    """
 
     def decorate(
         method: Callable[Concatenate[Owner, Arguments], Answer],
@@ -70,6 +74,8 @@ def guarded(
             began = perf_counter()
             try:
                 return method(self, *args, **kwargs)
+            except StepLoadLost:
+                raise
             except Exception as error:
                 self.guard.failed(method.__name__, error)
                 answer: Answer = otherwise()

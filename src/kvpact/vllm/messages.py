@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvpact.arena import SegmentAddress
 from kvpact.contract import StepWork, WorkerReport
+from kvpact.step_match import StepLookup, StepRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,27 @@ class BrokenLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """What a worker needs to open the shared tiers as the scheduler's half has: only that half knows all ranks.
+
+    `tiers` has pairs: the position under which the scheduler's half knows a tier, and its place in the configuration.
+    """
+
+    namespace: str
+    block_size: int
+    rank_slot_bytes: tuple[int, ...]
+    tiers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepMessage:
     """One scheduler step, as the workers get it."""
 
     work: StepWork = field(default_factory=StepWork)
     broken: tuple[BrokenLoad, ...] = ()
+    lookups: tuple[StepLookup, ...] = ()
+    store: StoreAddress | None = None
+    """Where to look; with every step that has `lookups`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +60,8 @@ class WorkerHello:
     rank: int
     segment: SegmentAddress
     page_layout: str
+    step_hook: bool = False
+    """Whether the worker asks this half before each step."""
 
 
 @dataclass
@@ -77,6 +96,14 @@ class PactHandshake(KVConnectorHandshakeMetadata):
         return msgspec.msgpack.decode(self.payload, type=WorkerHello)
 
 
+@dataclass(frozen=True, slots=True)
+class RanksMessage:
+    """One step's report over some ranks, with the reads of the one rank that tells them."""
+
+    report: WorkerReport
+    reads: tuple[StepRead, ...] = ()
+
+
 @dataclass
 class PactWorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler, every step, from every rank; true even when there is nothing to say (H40)."""
@@ -84,19 +111,20 @@ class PactWorkerMetadata(KVConnectorWorkerMetadata):
     payload: bytes
 
     @classmethod
-    def of(cls, report: WorkerReport) -> PactWorkerMetadata:
-        """Encode a report."""
-        return cls(msgspec.msgpack.encode(report))
+    def of(cls, report: WorkerReport, reads: tuple[StepRead, ...] = ()) -> PactWorkerMetadata:
+        """Encode a report, and what one rank has read from shared tiers."""
+        return cls(msgspec.msgpack.encode(RanksMessage(report, reads)))
 
-    def report(self) -> WorkerReport:
-        """Decode the report."""
-        return msgspec.msgpack.decode(self.payload, type=WorkerReport)
+    def message(self) -> RanksMessage:
+        """Decode it."""
+        return msgspec.msgpack.decode(self.payload, type=RanksMessage)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PactWorkerMetadata:
         """Combine two ranks' reports; vLLM calls this over all ranks of a step."""
         if not isinstance(other, PactWorkerMetadata):
             raise TypeError(f"expected a report of kvpact, not {type(other).__name__}")
-        return PactWorkerMetadata.of(self.report().aggregate(other.report()))
+        mine, theirs = self.message(), other.message()
+        return PactWorkerMetadata.of(mine.report.aggregate(theirs.report), mine.reads + theirs.reads)
 
     def __bool__(self) -> bool:
         """True: vLLM skips falsy reports."""

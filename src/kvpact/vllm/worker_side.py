@@ -7,15 +7,18 @@ says what it did, exactly once a job. Floor 3.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpact.arena import ArenaSegment, slots_for
 from kvpact.blocks import RangeSet
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCacheWorker, JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.errors import StepLoadLost
+from kvpact.step_match import StepRead, load_id
 from kvpact.transfer import PagedKV, TransferWorker
-from kvpact.vllm.messages import BrokenLoad, WorkerHello
+from kvpact.vllm.messages import BrokenLoad, StepMessage, WorkerHello
+from kvpact.vllm.step_reader import StepReader, Wanted
 
 ENDED_JOBS = 4096
 """Ended jobs whose outcome can be said again: far more than can end before a lost report is asked for."""
@@ -41,6 +44,16 @@ class WorkerSide(ExternalCacheWorker):
         self._page_layout = ""
         self.synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
+        self._reader = StepReader(config, place.rank, self._keep) if config.match_at == "step" else None
+        self.has_step_hook = False
+        """Whether the engine's worker asks before each step."""
+        self._block_size = 0
+        self._found: dict[str, tuple[LoadJob, int]] = {}
+        """Request -> the load of all that was found for the step, and the token at which its first block begins."""
+        self._step_loads: tuple[LoadJob, ...] = ()
+        """Loads of what this step does not compute: found by this side, and not to be lost."""
+        self._filled: dict[int, RangeSet] = {}
+        """Save job -> its blocks whose slots were filled from a tier, and must not be saved there again."""
         self._jobs: dict[int, LoadJob | SaveJob] = {}
         """What was ordered and has not been reported."""
         self._outcomes: dict[int, JobOutcome] = {}
@@ -62,10 +75,75 @@ class WorkerSide(ExternalCacheWorker):
         """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
         if self._segment is None:
             return None
-        return WorkerHello(self._place.rank, self._segment.address(), self._page_layout)
+        return WorkerHello(self._place.rank, self._segment.address(), self._page_layout, self.has_step_hook)
+
+    # Before the step
+
+    def find_hits(self, message: StepMessage) -> dict[str, int]:
+        """Request -> tokens that this rank can supply in the step, from where the engine is: they lie in slots now."""
+        self._found = {}
+        store = message.store
+        if self._reader is None or store is None or not message.lookups:
+            return {}
+        saves = {job.job_id: job for job in message.work.saves}
+        wanted = [
+            Wanted(lookup.job_id, lookup.keys, saves[lookup.job_id].start_block, saves[lookup.job_id].slots)
+            for lookup in message.lookups
+        ]
+        found = self._reader.read(store, wanted)
+        hits: dict[str, int] = {}
+        for lookup in message.lookups:
+            blocks, save = found.get(lookup.job_id, 0), saves[lookup.job_id]
+            if blocks >= self._config.min_match_blocks:
+                slots, block_ids = save.slots[:blocks], save.block_ids[:blocks]
+                number = load_id(save.job_id)
+                load = LoadJob(number, lookup.request_id, save.start_block, slots, block_ids, synchronous=True)
+                self._found[lookup.request_id] = (load, lookup.computed_tokens)
+                hits[lookup.request_id] = load.blocks.end * store.block_size - lookup.computed_tokens
+        self._block_size = store.block_size
+        return hits
+
+    def take_hits(self, hits: Mapping[str, int]) -> None:
+        """What of it the step does not compute: to be loaded before the forward pass."""
+        loads = []
+        for request_id, tokens in hits.items():
+            load, computed = self._found[request_id]
+            blocks = -(-(computed + tokens) // self._block_size) - load.start_block
+            load = replace(load, slots=load.slots[:blocks], block_ids=load.block_ids[:blocks])
+            loads.append(load)
+            self._filled[load_id(load.job_id)] = RangeSet.of(load.blocks)
+        self._step_loads = tuple(loads)
+
+    def _keep(self, slot: int, part: memoryview) -> None:
+        """This rank's part of a block that was read from a tier."""
+        assert self._segment is not None
+        self._segment.slot_view(slot)[:] = part
+
+    @property
+    def has_step_loads(self) -> bool:
+        """Whether the running step skips tokens that this side must load."""
+        return bool(self._step_loads)
+
+    def require_step_loads(self) -> None:
+        """Raise StepLoadLost if a step's own loads did not all arrive: other requests would read what is not there."""
+        for load in self._step_loads:
+            outcome = self._ended.get(load.job_id)
+            if outcome is None or outcome.failed.ranges:
+                raise StepLoadLost(
+                    f"rank {self._place.rank}: blocks from {load.start_block} on of request {load.request_id} were "
+                    "verified in memory and could not be copied into the engine's; the step has not computed them"
+                )
+        self._step_loads = ()
+
+    def take_reads(self) -> tuple[StepRead, ...]:
+        """What the first rank read from shared tiers; the others read the same."""
+        return self._reader.take_reads() if self._reader is not None and self._place.rank == 0 else ()
+
+    # The step
 
     def start_loads(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`."""
+        work = replace(work, loads=(*work.loads, *self._step_loads))
         self.synchronous = tuple(job for job in work.loads if job.synchronous)
         self._jobs.update((job.job_id, job) for job in work.loads)
         if work.loads and self._transfer is not None:
@@ -94,9 +172,22 @@ class WorkerSide(ExternalCacheWorker):
             return
         if self.synchronous:
             self._transfer.wait_for_loads()
-        if work.saves:
-            self._jobs.update((job.job_id, job) for job in work.saves)
-            self._transfer.start_saves(work.saves)
+        if self._step_loads:
+            self.poll()
+            self.require_step_loads()
+        if not work.saves:
+            return
+        self._jobs.update((job.job_id, job) for job in work.saves)
+        saves = []
+        for job in work.saves:
+            filled = len(self._filled.get(job.job_id, ()))
+            if filled == len(job.slots):
+                self._end(job, JobOutcome())
+            else:
+                first, slots, block_ids = job.start_block + filled, job.slots[filled:], job.block_ids[filled:]
+                saves.append(replace(job, start_block=first, slots=slots, block_ids=block_ids) if filled else job)
+        if saves:
+            self._transfer.start_saves(tuple(saves))
 
     def give_up(self, jobs: Iterable[LoadJob | SaveJob]) -> None:
         """Report these jobs as failed, whatever comes of them: a hook went wrong before they were sure to be done."""
@@ -115,6 +206,7 @@ class WorkerSide(ExternalCacheWorker):
     def _end(self, job: LoadJob | SaveJob, outcome: JobOutcome) -> None:
         """The one end of a job (H08)."""
         del self._jobs[job.job_id]
+        outcome = JobOutcome(done=self._filled.pop(job.job_id, RangeSet())).merge(outcome)
         self._outcomes[job.job_id] = self._ended[job.job_id] = outcome
         if len(self._ended) > ENDED_JOBS:
             del self._ended[next(iter(self._ended))]
@@ -140,6 +232,8 @@ class WorkerSide(ExternalCacheWorker):
 
     def shutdown(self) -> None:
         """See `ExternalCacheWorker`."""
+        if self._reader is not None:
+            self._reader.close(self._config.shutdown_timeout)
         if self._transfer is not None:
             self._transfer.shutdown(self._config.shutdown_timeout)
         if self._segment is not None:
