@@ -136,6 +136,13 @@ def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm):
     assert argv[4:] == ["--tensor-parallel-size", "2", "-O3", "--enforce-eager"]
 
 
+def test_serve_names_the_worker_that_match_at_step_needs(fake_vllm):
+    argv, _ = serve(fake_vllm, "m", "--port", "1", KVPACT_MATCH_AT="step")
+    assert argv[4:] == ["--worker-cls", "kvpact.vllm.worker.KvpactWorker", "--port", "1"]
+    argv, _ = serve(fake_vllm, "m", "--worker-cls=mine.Worker", KVPACT_MATCH_AT="step")
+    assert argv[4:] == ["--worker-cls=mine.Worker"]
+
+
 def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm, tmp_path):
     file = tmp_path / "kvpact.toml"
     file.write_text('save = "off"\n')

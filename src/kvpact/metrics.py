@@ -129,7 +129,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("plans_ended", "counter", "plans", "ended, by reason", "reason", EndReason),
     Metric("lookups", "counter", "lookups", "prompts looked up; a repeated probe of the same match is not counted"),
     Metric("misses", "counter", "lookups", "lookups that promised nothing, by reason", "reason", MissReason),
-    Metric("step_lookups", "counter", "lookups", "left to the workers, when a step begins; `misses` may count them too"),
+    Metric(
+        "step_lookups", "counter", "lookups", "left to the workers, when a step begins; `misses` may count them too"
+    ),
     Metric("step_hits", "counter", "lookups", "of them that supplied tokens, which also count as promised and so on"),
     Metric("declined_blocks", "counter", "blocks", "held by a tier and not loaded: computing them is faster"),
     Metric("saved_blocks", "counter", "blocks", "computed by the engine, copied out and reported by all ranks"),

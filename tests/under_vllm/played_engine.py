@@ -34,6 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import kvpact.vllm.connector
 from kvpact.config import load_config
 from kvpact.vllm.connector import PactConnector
+from kvpact.vllm.step_hook import StepHook
 from kvpact.vllm.worker_side import WorkerPlace
 
 BLOCK = 16
@@ -133,9 +134,13 @@ class PlayedEngine:
         num_blocks: int = 128,
         num_batched_tokens: int = 4096,
         transfer: dict[str, Any] | None = None,
+        zero_new_blocks: bool = False,
         **settings: object,
     ) -> None:
-        """`settings` are kvpact's, `transfer` other fields of vLLM's `kv_transfer_config`."""
+        """`settings` are kvpact's, `transfer` other fields of vLLM's `kv_transfer_config`.
+
+        With `zero_new_blocks` the state update clears them, as vLLM's runners do for some models.
+        """
         settings = {"memory": "4MiB", **settings}
         self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {})
         self.config.cache_config.num_gpu_blocks = num_blocks
@@ -152,6 +157,13 @@ class PlayedEngine:
         finally:
             kvpact.vllm.connector.worker_place = original
         self.worker.register_kv_caches(self.kv)
+        self.zero_new_blocks = zero_new_blocks
+        self.computed_tokens = 0
+        """Computed by the played model since it began."""
+        self.step_hook: StepHook | None = None
+        if self.worker.before_update_states is not None:  # as `kvpact.vllm.worker` does it
+            self.step_hook = StepHook(self.worker, new_requests_only=False, minimum=None)
+            self.worker.step_hook_bound()
         self.scheduler = Scheduler(
             vllm_config=self.config,
             kv_cache_config=kv_cache_config,
@@ -229,6 +241,11 @@ class PlayedEngine:
     def execute(self, scheduled: Any) -> ModelRunnerOutput:
         """The runner's part of a step."""
         worker = self.worker
+        wanted = scheduled
+        if self.step_hook is not None:
+            scheduled = self.step_hook.apply(wanted)
+        if self.zero_new_blocks:
+            self._zero(wanted)
         worker.handle_preemptions(scheduled.kv_connector_metadata)
         worker.bind_connector_metadata(scheduled.kv_connector_metadata)
         context: Any = SimpleNamespace()
@@ -258,8 +275,22 @@ class PlayedEngine:
             kv_connector_output=output,
         )
 
+    def _zero(self, scheduled: Any) -> None:
+        """Clear the new blocks that the scheduler wants to be computed."""
+        for new in scheduled.scheduled_new_reqs:
+            self._clear(new.block_ids[0][-(-new.num_computed_tokens // BLOCK) :])
+        cached = scheduled.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks is not None and name not in cached.resumed_req_ids:
+                self._clear(blocks[0])
+
+    def _clear(self, block_ids: Sequence[int]) -> None:
+        for memory in self.kv.values():
+            memory[list(block_ids)] = 0
+
     def forward(self, num_scheduled_tokens: dict[str, int]) -> dict[str, list[int]]:
         """Layer by layer, each waiting for its load: write the slots of the scheduled tokens; then read them all."""
+        self.computed_tokens += sum(num_scheduled_tokens.values())
         for layer, name in enumerate(self.kv):
             self.worker.wait_for_layer_load(name)
             for request_id, num_tokens in num_scheduled_tokens.items():

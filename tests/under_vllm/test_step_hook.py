@@ -16,8 +16,8 @@ from engines import BLOCK, prompt
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 
 HERE = Path(__file__).parent
-KV_BLOCKS = 12
-"""The engine's blocks: two requests of four fit, but do not grow (the pool keeps one block for itself)."""
+KV_BLOCKS = 10
+"""The engine's blocks: two requests of four fit and cannot both grow (the pool keeps one block for itself)."""
 
 
 class StepEngine:
@@ -62,9 +62,12 @@ class StepEngine:
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepEngine]:
     """One engine for all; ask it prompts of your own."""
     engine = StepEngine(tiny_model, tmp_path_factory.mktemp("step"))
-    with engine.process.wait_ready():
+    try:
+        engine.process.wait_ready()
         assert len(engine.said("bound")) == 2, "both ranks' connectors are told at start that they will be asked"
         yield engine
+    finally:
+        engine.process.kill()  # nothing of it is to be kept
 
 
 def without_decoding(computed: list[int]) -> list[int]:

@@ -17,6 +17,9 @@ from kvpact.errors import ConfigError
 
 COMMAND_LINE: Final = "the command line"
 
+STEP_WORKER: Final = "kvpact.vllm.worker.KvpactWorker"
+"""What vLLM's workers must be where they are to look for blocks themselves."""
+
 
 def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, object]:
     """The settings given on the command line, as `load_config` takes them."""
@@ -51,9 +54,11 @@ def serve_model(
     if config_file is not None:
         environment[CONFIG_FILE_VARIABLE] = str(config_file.absolute())
     settings = chosen_settings(memory, tiers)
-    load_config(
-        settings, environment, extra_source=COMMAND_LINE
-    )  # so that a mistake is one line here, not a traceback of the engine
+    # Checked here, so that a mistake is one line and not a traceback of the engine.
+    checked = load_config(settings, environment, extra_source=COMMAND_LINE)
+    given = {argument.split("=")[0].replace("_", "-") for argument in vllm_arguments}
+    if checked.match_at == "step" and "--worker-cls" not in given:
+        vllm_arguments = ["--worker-cls", STEP_WORKER, *vllm_arguments]
     connector = load_config(settings, {}).to_connector_json()
     executable = _find_vllm()
     sys.stdout.flush()

@@ -18,17 +18,18 @@ from kvpact.blocks import RequestIdentity
 from kvpact.cache import PactCache
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalKVMatch, WorkerReport
-from kvpact.errors import PactViolation, TierError
+from kvpact.errors import ConfigError, PactViolation, TierError
 from kvpact.metrics import Metrics, explain_misses
 from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
 from kvpact.tiers.queue import TierQueue
 from kvpact.vllm.context import BlockPoolContext
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.identity import AdapterDigests, engine_namespace, request_identity
-from kvpact.vllm.messages import BrokenLoad, StepMessage, WorkerHello
+from kvpact.vllm.messages import BrokenLoad, RanksMessage, StepMessage, StoreAddress, WorkerHello
 from kvpact.vllm.releases import BlockTables, StepBlockTables
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
+from kvpact.vllm.step_hook import Candidates
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,9 @@ class SchedulerSide:
         self._loading: dict[str, tuple[int, ...]] = {}
         """Request id -> its blocks, from the first on that a load is to fill, until the workers have reported."""
         self._unsettled = WorkerReport({})
+        self._candidates = Candidates(new_requests_only=bool(getattr(vllm_config, "use_v2_model_runner", False)))
+        self._store: StoreAddress | None = None
+        """Where the workers look when a step begins; None if they do not."""
         self._stats: StatsCollector | None = None
         self._stats_file = StatsFile(config.stats_file) if config.stats_file else None
 
@@ -127,14 +131,15 @@ class SchedulerSide:
             segment.start_prefault()  # maps here what the worker takes from the machine
         layouts = {hello.page_layout for hello in hellos}
         namespace = engine_namespace(self._vllm_config, " | ".join(sorted(layouts)), self._config.model_id)
-        tiers = []
-        for url in self._config.tiers:
+        tiers, numbers = [], []
+        for number, url in enumerate(self._config.tiers):
             try:
                 tier = open_tier(url, TierPlace(namespace, arena.slot_bytes, self._seal))
             except TierError as error:
                 logger.error("kvpact: serving without the tier %s: %s", url, error)
                 continue
             tiers.append(TierQueue(tier, self._config.io_threads, self._config.write_queue))
+            numbers.append(number)
         self.cache = PactCache(
             self._config,
             namespace=namespace.digest,
@@ -144,6 +149,18 @@ class SchedulerSide:
             clock=time.monotonic,
             metrics=self._metrics,
         )
+        if self._config.match_at == "step":
+            if not all(hello.step_hook for hello in hellos):
+                raise ConfigError(
+                    'match_at="step" needs a worker that asks when a step begins: add '
+                    "--worker-cls kvpact.vllm.worker.KvpactWorker"
+                )
+            self._store = StoreAddress(
+                namespace.describe(),
+                self._block_size,
+                tuple(segment.rank_slot_bytes for segment in arena.segments),
+                tuple((at, numbers[at]) for at in self.cache.staging.shared_tiers),
+            )
         self._stats = StatsCollector(self.cache.observe)
         if self._context is not None:
             self.cache.bind_scheduler_context(self._context)
@@ -266,11 +283,22 @@ class SchedulerSide:
             if view is not None and request_id not in self._distrusted:
                 computed = view.request.num_computed_tokens + num_tokens
                 self.cache.note_computed(view, computed, partial(self._block_ids, request_id))
+        if self._store is not None:
+            self._look_up(scheduler_output)
+        lookups = self.cache.take_step_lookups()
         work = self.cache.end_step()
-        message = StepMessage(work, tuple(self._broken))
+        message = StepMessage(work, tuple(self._broken), lookups, self._store if lookups else None)
         self._broken.clear()
         self._ordered.clear()
         return message
+
+    def _look_up(self, scheduler_output: Any) -> None:
+        """Have the workers look for what this step computes, where a request may be given it then."""
+        assert self.cache is not None
+        for request_id, most_tokens in self._candidates.of_step(scheduler_output).items():
+            view = self._requests.get(request_id)
+            if view is not None and request_id not in self._distrusted:
+                self.cache.look_up_at_step(view, view.request.num_computed_tokens, most_tokens)
 
     def end_broken_step(self) -> StepMessage:
         """What to tell the workers when `end_step` raised: none of the step's loads will happen."""
@@ -292,18 +320,18 @@ class SchedulerSide:
         (block_ids,) = self._block_tables.get_block_ids(request_id)
         return list(block_ids)
 
-    def take_report(self, report: WorkerReport | None, invalid_block_ids: set[int]) -> None:
+    def take_report(self, message: RanksMessage, invalid_block_ids: set[int]) -> None:
         """`update_connector_output`: settle what the workers say is done.
 
         Blocks that a synchronous load left invalid are in the engine's prefix cache already, and what was computed from
         them is as well. All are taken out: the request that would recompute them may be gone before it does (H28).
         """
-        if report is not None:
-            self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over the last time
+        self._unsettled = self._unsettled.aggregate(message.report)  # with what an exception left over the last time
         if invalid_block_ids and self._context is not None:
             self._context.evict_published(sorted(self._spoilt_by(invalid_block_ids)))
         if self.cache is None:
             return
+        self.cache.note_step_reads(message.reads)
         settlements = self.cache.apply_report(self._unsettled)
         self._unsettled = WorkerReport({})
         for settlement in settlements:

@@ -128,7 +128,8 @@ class StepReader:
         """Take in what has ended; whether anything is still to come."""
         for source in self._sources:
             for done in source.queue.poll():
-                assert isinstance(done, GetDone) and isinstance(done.ticket, int)
+                assert isinstance(done, GetDone)
+                assert isinstance(done.ticket, int)
                 walk = self._walks.pop(done.ticket, None)
                 if done.ticket in source.late:
                     source.late.discard(done.ticket)  # it was a failure already

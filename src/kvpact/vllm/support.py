@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.vllm.worker_side import WorkerPlace
 
@@ -50,6 +51,15 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     spec = type(groups[0].kv_cache_spec).__name__
     if spec not in SUPPORTED_SPECS:
         raise ConfigError(f"KV cache of kind {spec} is not supported; kvpact serves {', '.join(SUPPORTED_SPECS)}")
+
+
+def check_match_at(config: KvpactConfig) -> None:
+    """Raise ConfigError for settings under which workers could not look for blocks when a step begins."""
+    if config.match_at == "step" and config.save != "eager":
+        raise ConfigError(
+            f'match_at="step" loads what it finds through the slots of saves: save="{config.save}" has none then; '
+            'set "save": "eager"'
+        )
 
 
 def log_like_vllm() -> None:
