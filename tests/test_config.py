@@ -156,6 +156,8 @@ def test_every_key_can_be_set_in_the_environment():
         "KVPACT_STATS_FILE": "/tmp/stats.json",
         "KVPACT_ADMIT": "second-use",
         "KVPACT_RECOMPUTE_IF_FASTER": "false",
+        "KVPACT_MATCH_AT": "step",
+        "KVPACT_STEP_DEADLINE": "20ms",
         "KVPACT_RECORD_KEY_FILE": "/run/secrets/records",
     }
     config = load_config(None, environ)

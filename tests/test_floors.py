@@ -13,7 +13,7 @@ SOURCE = Path(kvpact.__file__).parent
 FLOORS = {
     0: ["errors", "blocks", "contract", "config", "tier_urls", "metrics", "weights", "background"],
     1: ["ledger", "lifecycle", "index", "policies", "arena", "costs", "tiers"],
-    2: ["staging", "cache", "copies", "paged", "transfer"],
+    2: ["staging", "step_match", "cache", "copies", "paged", "transfer"],
     3: ["vllm", "engine"],
     4: ["testkit", "replay", "demo", "cli"],
 }
