@@ -458,3 +458,30 @@ def test_check_finds_a_plan_whose_state_was_changed_by_somebody_else() -> None:
     scene.plan().state = State.LOADING
     with pytest.raises(PactViolation, match="in disorder"):
         scene.ledger.check()
+
+
+def test_a_match_found_at_the_step_is_told_afterwards_and_disturbs_no_plan() -> None:
+    scene = Scene()
+    planned = scene.plan(start=0, count=4)
+    positions = BlockRange(4 * BLOCK_SIZE + 3, 2 * BLOCK_SIZE - 4)
+
+    def found(**changes: object) -> None:
+        told = {"block_size": BLOCK_SIZE, "intent": "", "now": 1.0, "request_finished": False, **changes}
+        scene.ledger.note_step_match("r", BlockRange(4, 2), positions, **told)  # type: ignore[arg-type]
+
+    found()
+    found()
+    assert scene.ledger.find("r") is planned
+    totals = scene.ledger.totals
+    assert (totals.used_tokens, totals.used_again_tokens) == (positions.count, positions.count)
+    assert totals.promised_tokens == 8 * BLOCK_SIZE
+    assert totals.committed_tokens == totals.loaded_tokens == 4 * BLOCK_SIZE
+    assert totals.ended == {EndReason.LOADED: 2}
+    assert scene.number_held == 4
+    with pytest.raises(PactViolation, match="tokens used"):
+        scene.ledger.note_step_match(
+            "r", BlockRange(0, 1), BlockRange(0, 17), block_size=16, intent="", now=1, request_finished=False
+        )
+    scene.ledger.finish_request("r")
+    found(request_finished=True)
+    assert not scene.ledger._used_positions, "nothing is kept of a request that is gone"

@@ -30,7 +30,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.seen: list[Plan[int, None]] = []
         self.used_by: dict[str, set[int]] = {}
-        self.used = self.used_again = 0
+        self.used = self.used_again = self.found = 0
         self.ledger = Ledger[int, None](self.release, plan_lifetime_seconds=LIFETIME_SECONDS)
 
     def release(self, block: int) -> None:
@@ -116,12 +116,27 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.use(plan, used)
             self.count_used(plan, used)
 
+    @rule(request=REQUESTS, start=st.integers(0, 6), count=st.integers(1, 4), skip=LESS_TOKENS, gone=st.booleans())
+    def found_at_step(self, request: str, start: int, count: int, skip: int, gone: bool) -> None:
+        blocks = BlockRange(start, count)
+        used = BlockRange(start * BLOCK_SIZE + skip, count * BLOCK_SIZE - skip)
+        gone = gone and self.ledger.find(request) is None and self.ledger.find_settled(request) is None
+        self.ledger.note_step_match(
+            request, blocks, used, block_size=BLOCK_SIZE, intent=None, now=self.now, request_finished=gone
+        )
+        self.found += 1
+        self.count_positions(request, used)
+        if gone:
+            self.used_by.pop(request, None)
+
     def count_used(self, plan: Plan[int, None], tokens: int) -> None:
-        start = plan.blocks.start * BLOCK_SIZE
-        before = self.used_by.setdefault(plan.request_id, set())
-        again = before & set(range(start, start + tokens))
-        before.update(range(start, start + tokens))
-        self.used += tokens - len(again)
+        self.count_positions(plan.request_id, BlockRange(plan.blocks.start * BLOCK_SIZE, tokens))
+
+    def count_positions(self, request: str, positions: BlockRange) -> None:
+        before, now = self.used_by.setdefault(request, set()), set(positions)
+        again = before & now
+        before.update(now)
+        self.used += len(now) - len(again)
         self.used_again += len(again)
 
     @precondition(lambda self: self.plans(State.PENDING, State.PLANNED))
@@ -171,7 +186,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.held.total() == self.ledger.leases_held == 0
         assert not self.ledger._unsaid
         assert not self.ledger._used_positions
-        assert self.ledger.totals.plans_opened == len(self.seen) == self.ledger.totals.ended.total()
+        assert self.ledger.totals.plans_opened == len(self.seen) + self.found == self.ledger.totals.ended.total()
         assert all(plan.state in ENDINGS for plan in self.seen)
 
 
