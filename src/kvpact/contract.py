@@ -73,8 +73,12 @@ class BlockHolder(Protocol):
     def touch(self, block_ids: Sequence[int]) -> None:
         """Hold blocks: they are neither evicted nor given away until as many `free_blocks`."""
 
-    def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back blocks held by `touch`. Raises PactViolation for a block not touched through this context."""
+    def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
+        """Give back blocks held by `touch`. Raises PactViolation for a block not touched through this context.
+
+        Those that nobody holds any more are evicted last, as if they had just been used, or, with `evict_first`, before
+        all others; of `block_ids` the first one first. (An engine may evict unpublished blocks first in any case.)
+        """
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from kvpact.testkit.verdict import Check, ConformanceReport, Verdict, as_text
 from kvpact.testkit.vllm_driver import SCENARIOS, VllmDriver
 from kvpact.testkit.vllm_engine import VllmEngine
 from kvpact.testkit.vllm_registry import Scenario
+from kvpact.testkit.vllm_scenarios_context import CONTEXTS
 from kvpact.testkit.vllm_seams import EngineSettings
 
 PACT = "kvpact.vllm:PactConnector"
@@ -59,7 +60,9 @@ def _test_of(scenario: Scenario) -> Callable[[str], None]:
     return test
 
 
-for _scenario in SCENARIOS:
+for _scenario in (
+    one for one in SCENARIOS if one not in CONTEXTS
+):  # those about the context: `test_scheduler_context.py`
     globals()[f"test_{_scenario.name}"] = _test_of(_scenario)
 
 # What each broken connector is caught with: the scenario, the property that is named, and its configuration.

@@ -336,7 +336,7 @@ class PlayedEngine:
         cache = self.connector._scheduler_side.cache
         assert cache is not None
         cache.check()
-        context = self.connector._scheduler_side._context
+        context = self.connector._scheduler_side.context
         assert context is not None
         held = {
             "loads": len(cache._copies.loads),

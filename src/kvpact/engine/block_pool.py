@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from kvpact.contract import KVCacheBlockView
 from kvpact.errors import PactViolation
+from kvpact.holds import cursor_lost, no_such_block, not_free
 
 NULL_BLOCK = 0
 """Stands in a block table where a block is not needed (out of a sliding window). Never written, read or given away."""
@@ -61,9 +62,10 @@ class BlockPool:
                 self._unlink(block)
             self.ref_count[block] += 1
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
         """One reference less; blocks without any go to the queue's tail in the order given: the first is evicted
-        first."""
+        first. With `evict_first` they go to its head, in the same order."""
+        place = self._sentinel if evict_first else None
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -71,7 +73,8 @@ class BlockPool:
                 raise PactViolation(f"block {block} is freed but nobody holds it")
             self.ref_count[block] -= 1
             if self.ref_count[block] == 0:
-                self._append(block)
+                self._insert(block, self._previous[self._sentinel] if place is None else place)
+                place = place if place is None else block
 
     # Reuse
 
@@ -107,7 +110,7 @@ class BlockPool:
     def view(self, block: int) -> KVCacheBlockView:
         """The block as a connector may see it. Raises PactViolation for a block that is not there."""
         if not 0 <= block < self.num_blocks:
-            raise PactViolation(f"block {block} does not exist; the pool has blocks 0 to {self.num_blocks - 1}")
+            raise no_such_block(block, self.num_blocks)
         return KVCacheBlockView(
             block, self.ref_count[block], block == NULL_BLOCK, self.block_hash[block], self.group_of[block]
         )
@@ -125,9 +128,7 @@ class BlockPool:
         if after_block is None:
             cursor = self._sentinel
         elif self.view(after_block).is_null or not self.is_free(after_block):
-            raise PactViolation(
-                f"block {after_block} is not in the free queue; start from its head or from a free block"
-            )
+            raise not_free(after_block)
         else:
             cursor = after_block
         return self._walk(cursor)
@@ -136,19 +137,20 @@ class BlockPool:
         entry = 0 if cursor == self._sentinel else self._entries[cursor]
         while True:
             if cursor != self._sentinel and (not self.is_free(cursor) or self._entries[cursor] != entry):
-                raise PactViolation(f"the cursor, block {cursor}, left the free queue while it was walked; start again")
+                raise cursor_lost(cursor)
             cursor = self._next[cursor]
             if cursor == self._sentinel:
                 return
             entry = self._entries[cursor]
             yield self.view(cursor)
 
-    def _append(self, block: int) -> None:
-        tail = self._previous[self._sentinel]
-        self._next[tail] = block
-        self._previous[block] = tail
-        self._next[block] = self._sentinel
-        self._previous[self._sentinel] = block
+    def _insert(self, block: int, before: int) -> None:
+        """Put the block into the queue, behind `before`."""
+        behind = self._next[before]
+        self._next[before] = block
+        self._previous[block] = before
+        self._next[block] = behind
+        self._previous[behind] = block
         self._entries[block] += 1
         self.num_free += 1
 

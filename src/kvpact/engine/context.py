@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from kvpact.contract import KVCacheBlockView
 from kvpact.engine.scheduler import Scheduler
-from kvpact.errors import PactViolation
+from kvpact.holds import Holds, no_such_request
 
 
 class EngineContext:
@@ -20,8 +20,12 @@ class EngineContext:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.kv.pool
-        self.held: Counter[int] = Counter()
+        self._holds = Holds()
+
+    @property
+    def held(self) -> Counter[int]:
         """Block id -> how many times it is held through this context."""
+        return self._holds.counts
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """See `SchedulerContext`."""
@@ -30,26 +34,14 @@ class EngineContext:
     def touch(self, block_ids: Sequence[int]) -> None:
         """See `SchedulerContext`; all of `block_ids` or, on an error, none. The null block holds nothing:
         PactViolation."""
-        for block_id in block_ids:
-            if self._pool.view(block_id).is_null:
-                raise PactViolation("the null block was touched; it stands for blocks that a request does not need")
+        self._holds.take([self._pool.view(block_id) for block_id in block_ids])
         for block_id in block_ids:
             self._pool.touch(block_id)
-            self.held[block_id] += 1
 
-    def free_blocks(self, block_ids: Sequence[int]) -> None:
+    def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
         """See `SchedulerContext`; all of `block_ids` or, on an error, none."""
-        for block_id, times in Counter(block_ids).items():
-            if self.held[block_id] < times:
-                raise PactViolation(
-                    f"block {block_id} is freed {times} times, touched {self.held[block_id]} times through this "
-                    "context; free only what was touched"
-                )
-        for block_id in block_ids:
-            self.held[block_id] -= 1
-            if not self.held[block_id]:
-                del self.held[block_id]
-        self._pool.free(block_ids)
+        self._holds.give_back(block_ids)
+        self._pool.free(block_ids, evict_first=evict_first)
 
     def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
         """See `SchedulerContext`, and `BlockPool.iter_free` for what may change while iterating."""
@@ -61,7 +53,7 @@ class EngineContext:
         if request is None:
             load = self._scheduler.loads.get(request_id)
             if load is None:
-                raise PactViolation(f"no request {request_id} is alive; ask before it is finished")
+                raise no_such_request(request_id)
             request = load.request
         return tuple(tuple(blocks) for blocks in request.block_ids) or ((),) * len(self._scheduler.config.groups)
 

@@ -21,6 +21,10 @@ class ConnectorAdapter:
         """What the scheduler half holds, by name; with no request alive each number must be 0."""
         return {}
 
+    def quiet(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The connector's configuration, changed so that it holds none of the engine's blocks of its own accord."""
+        return config
+
     def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
         """From now on loads fail from the request's block `good_blocks` on; False if that cannot be done."""
         return False
@@ -83,8 +87,12 @@ class PactAdapter(ConnectorAdapter):
             "loads under way": len(cache._copies.loads),
             "saves under way": len(cache._copies.saves),
             "reads and writes of tiers": cache.staging.pending,
-            "protected engine blocks": side._context.touched_blocks if side._context is not None else 0,
+            "protected engine blocks": side.context.touched_blocks if side.context is not None else 0,
         }
+
+    def quiet(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Saves nothing."""
+        return {**config, "save": "off"}
 
     def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
         """Asynchronous loads fail block by block; a synchronous one as a whole, however many blocks are good."""

@@ -22,12 +22,13 @@ from kvpact.testkit.vllm_adapters import KNOWN_ADAPTERS, ConnectorAdapter
 from kvpact.testkit.vllm_engine import EngineDied
 from kvpact.testkit.vllm_lab import FOLDER, FOLDER_PREFIX, BrokenError, ConnectorUnderTest, Lab, NotObservableError
 from kvpact.testkit.vllm_registry import Scenario
+from kvpact.testkit.vllm_scenarios_context import CONTEXTS
 from kvpact.testkit.vllm_scenarios_loads import LOADS
 from kvpact.testkit.vllm_scenarios_promises import PROMISES
 from kvpact.testkit.vllm_seams import CollectiveNotPossible, release
 from kvpact.testkit.vllm_walk import WALKS
 
-SCENARIOS = (*PROMISES, *LOADS, *WALKS)
+SCENARIOS = (*PROMISES, *LOADS, *WALKS, *CONTEXTS)
 """All scenarios, in the order in which they run."""
 
 

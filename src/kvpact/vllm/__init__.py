@@ -1,6 +1,7 @@
 """kvpact under stock vLLM: name `PactConnector` with `"kv_connector_module_path": "kvpact.vllm"`.
 
-The import is lazy: vLLM's front end imports this module too, and reading `kvpact` must not load the engine. Floor 3.
+`scheduler_context` is for other connectors. The imports are lazy: vLLM's front end imports this module too, and reading
+`kvpact` must not load the engine. Floor 3.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvpact.vllm.connector import PactConnector
+    from kvpact.vllm.context import scheduler_context
 
-__all__ = ["PactConnector"]
+__all__ = ["PactConnector", "scheduler_context"]
 
 
 def __getattr__(name: str) -> object:
@@ -18,4 +20,8 @@ def __getattr__(name: str) -> object:
         from kvpact.vllm.connector import PactConnector
 
         return PactConnector
+    if name == "scheduler_context":
+        from kvpact.vllm.context import scheduler_context
+
+        return scheduler_context
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,7 @@ from kvpact.config import load_config
 from kvpact.contract import WorkerReport
 from kvpact.errors import ConfigError, StepLoadLost
 from kvpact.metrics import Metrics
+from kvpact.vllm.context import VllmContext
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata, RanksMessage, StepMessage
 from kvpact.vllm.scheduler_side import SchedulerSide
@@ -117,6 +118,11 @@ class PactConnector(KVConnectorBase_V1):
             raise ConfigError("a scheduler's hook was called on the worker's half of the connector")
         return self._scheduler
 
+    @property
+    def scheduler_context(self) -> VllmContext | None:
+        """The context over vLLM's scheduler, once vLLM has offered it."""
+        return self._scheduler.context if self._scheduler is not None else None
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Not guarded: with a configuration that does not fit the machine the engine must not start."""
         self._worker_side.register_kv_caches(kv_caches)
@@ -207,12 +213,12 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """vLLM offers its block tables and its block pool."""
-        self._scheduler_side.bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler_side.bind_scheduler_context(kv_cache_manager)
 
     @guarded(lambda: None)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Releases before 0.30 offer the block pool alone."""
-        self._scheduler_side.bind_gpu_block_pool(gpu_block_pool)
+        self._scheduler_side.bind_scheduler_context(gpu_block_pool)
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -228,6 +234,7 @@ class PactConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Commit, for the number that the scheduler finally chose."""
         (block_ids,) = blocks.get_block_ids()
+        self._scheduler_side.note_allocated(request, blocks)
         self._scheduler_side.commit(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

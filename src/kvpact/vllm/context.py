@@ -1,50 +1,88 @@
-"""vLLM's block pool and queues as a `BlockHolder`: one seam between kvpact and the engine's own structures.
+"""vLLM's block pool, block tables and queues as a `SchedulerContext`: one seam between a connector and vLLM's insides.
 
-Owns nothing but the count of what was touched through it, so that misuse is named instead of corrupting the pool.
-Floor 3.
+Owns what is held through it and which requests it was told of; hands out views and ids, never vLLM's own structures.
+For any connector, not only kvpact's: see `scheduler_context`. Floor 3.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from kvpact.contract import KVCacheBlockView
-from kvpact.errors import PactViolation
+from kvpact.holds import Holds, cursor_lost, no_such_block, no_such_request, not_free
+from kvpact.vllm.releases import BlockTables, StepBlockTables, evict_first_of_all, group_of, is_free, next_free
+
+NOT_ADMITTED = frozenset({"WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "PREEMPTED"})
+"""vLLM's states of a request that it may still take. One that waits for its load has been taken."""
 
 
-class BlockPoolContext:
-    """A facade over vLLM's `BlockPool` (0.26 to 0.33: `blocks`, `touch`, `free_blocks`, `evict_blocks`)."""
+def scheduler_context(offered: Any, policy: str = "fcfs") -> VllmContext:
+    """The context over what vLLM offers a connector's scheduler half.
 
-    def __init__(self, block_pool: Any) -> None:
+    `offered` is the argument of `bind_kv_cache_manager` or, before vLLM 0.30, of `bind_gpu_block_pool`; `policy` is
+    `vllm_config.scheduler_config.policy`. The connector passes on three of its hooks, first thing in each of them:
+    `on_new_request`, `update_state_after_alloc` and `build_connector_meta`.
+    """
+    if hasattr(offered, "block_pool"):
+        return VllmContext(offered.block_pool, offered, policy)
+    return VllmContext(offered, StepBlockTables(), policy)
+
+
+class VllmContext:
+    """A `SchedulerContext` on vLLM 0.26 to 0.33. What is approximate is said in docs/scheduler-context.md."""
+
+    def __init__(self, block_pool: Any, tables: BlockTables, policy: str) -> None:
+        self.tables = tables
         self._pool = block_pool
-        self._touched: Counter[int] = Counter()
+        self._by_priority = policy == "priority"
+        self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._holds = Holds()
+        self._touches: Counter[int] = Counter()
+        """Block id -> how often it was touched here in this step, and so may have left the free queue."""
+        self._step = 0
+
+    # What the connector passes on
+
+    def on_new_request(self, request: Any) -> None:
+        """vLLM accepted a request."""
+        self._requests.pop(request.request_id, None)  # a new one of an old name is the last to have arrived
+        self._requests[request.request_id] = request
+
+    def update_state_after_alloc(self, request: Any, blocks: Any) -> None:
+        """vLLM gave a request its blocks; releases before 0.30 say so nowhere else while it waits for its load."""
+        if isinstance(self.tables, StepBlockTables):
+            self.tables.take_blocks(request.request_id, blocks.get_block_ids())
+
+    def build_connector_meta(self, scheduler_output: Any) -> None:
+        """vLLM's step is decided: walks begun in it end here, because nobody tells when vLLM moves a block."""
+        self._step += 1
+        self._touches.clear()
+        if isinstance(self.tables, StepBlockTables):
+            self.tables.take_step(scheduler_output)
+
+    # Blocks
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
-        """See `BlockHolder`."""
-        block = self._block(block_id)
-        block_hash = block.block_hash
-        return KVCacheBlockView(
-            block_id=block_id,
-            ref_count=block.ref_cnt,
-            is_null=block.is_null,
-            block_hash=bytes(block_hash) if block_hash is not None else None,
-            group_id=0,
-        )
+        """See `SchedulerContext`. The group of an unpublished block is -1 where there are several."""
+        return self._view(self._block(block_id))
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """See `BlockHolder`."""
-        self._pool.touch([self._block(block_id) for block_id in block_ids])
-        self._touched.update(block_ids)
+        """See `SchedulerContext`; all of `block_ids` or, on an error, none. The null block: PactViolation."""
+        blocks = [self._block(block_id) for block_id in block_ids]
+        self._holds.take([self._view(block) for block in blocks])
+        self._touches.update(block_ids)
+        self._pool.touch(blocks)
 
-    def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """See `BlockHolder`."""
-        for block_id, times in Counter(block_ids).items():
-            if self._touched[block_id] < times:
-                raise PactViolation(f"block {block_id} is freed but was not touched through this context")
-        self._touched -= Counter(block_ids)
-        self._pool.free_blocks([self._block(block_id) for block_id in block_ids])
+    def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
+        """See `SchedulerContext`; all of `block_ids` or, on an error, none."""
+        self._holds.give_back(block_ids)
+        blocks = [self._block(block_id) for block_id in block_ids]
+        self._pool.free_blocks(blocks)
+        if evict_first:
+            evict_first_of_all(self._pool, {block.block_id: block for block in blocks if is_free(block)}.values())
 
     def evict_published(self, block_ids: Sequence[int]) -> None:
         """Take blocks out of the engine's prefix cache: their content is not what their hash says."""
@@ -53,9 +91,66 @@ class BlockPoolContext:
     @property
     def touched_blocks(self) -> int:
         """Blocks held through this context now."""
-        return self._touched.total()
+        return self._holds.counts.total()
+
+    # Queues
+
+    def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
+        """See `SchedulerContext`. Blocks may come and go while iterating, except the one handed out last.
+
+        If that one left the queue, even if it is back, the next step raises PactViolation; so it does in a later step
+        of the scheduler: begin again, behind any block that is free then.
+        """
+        start = None
+        if after_block is not None:
+            start = self._block(after_block)
+            if not is_free(start):
+                raise not_free(after_block)
+        return self._walk(start)
+
+    def _walk(self, cursor: Any) -> Iterator[KVCacheBlockView]:
+        step, touches = self._step, self._touches[cursor.block_id] if cursor is not None else 0
+        while True:
+            if cursor is not None and (
+                step != self._step or not is_free(cursor) or self._touches[cursor.block_id] != touches
+            ):
+                raise cursor_lost(cursor.block_id)
+            cursor = next_free(self._pool, cursor)
+            if cursor is None:
+                return
+            touches = self._touches[cursor.block_id]
+            yield self._view(cursor)
+
+    def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
+        """See `SchedulerContext`; empty sequences for a request that holds none. PactViolation for an unknown one."""
+        tables = tuple(tuple(group) for group in self.tables.get_block_ids(request_id))
+        request = self._requests.get(request_id)
+        over = request is None or request.is_finished()
+        if over and (not any(tables) or isinstance(self.tables, StepBlockTables)):  # which hear of its end too late
+            raise no_such_request(request_id)
+        return tables or ((),) * self.tables.num_kv_cache_groups
+
+    def waiting_requests(self) -> Sequence[str]:
+        """See `SchedulerContext`. In order of arrival, preempted ones first, where vLLM does not go by priority."""
+        waiting = [request for request in self._requests.values() if request.status.name in NOT_ADMITTED]
+        if self._by_priority:
+            waiting.sort()
+        else:
+            waiting.sort(key=lambda request: request.status.name != "PREEMPTED")
+        return tuple(request.request_id for request in waiting)
+
+    # vLLM's own structures
 
     def _block(self, block_id: int) -> Any:
         if not 0 <= block_id < len(self._pool.blocks):
-            raise PactViolation(f"the pool has blocks 0 to {len(self._pool.blocks) - 1}, not {block_id}")
+            raise no_such_block(block_id, len(self._pool.blocks))
         return self._pool.blocks[block_id]
+
+    def _view(self, block: Any) -> KVCacheBlockView:
+        block_hash = block.block_hash
+        if block_hash is not None:
+            return KVCacheBlockView(
+                block.block_id, block.ref_cnt, block.is_null, bytes(block_hash), group_of(block_hash)
+            )
+        group = 0 if self.tables.num_kv_cache_groups == 1 else -1
+        return KVCacheBlockView(block.block_id, block.ref_cnt, block.is_null, None, group)

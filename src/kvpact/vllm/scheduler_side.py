@@ -22,11 +22,10 @@ from kvpact.errors import ConfigError, PactViolation, TierError
 from kvpact.metrics import Metrics, explain_misses
 from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
 from kvpact.tiers.queue import TierQueue
-from kvpact.vllm.context import BlockPoolContext
+from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.identity import AdapterDigests, engine_namespace, request_identity
 from kvpact.vllm.messages import BrokenLoad, RanksMessage, StepMessage, StoreAddress, WorkerHello
-from kvpact.vllm.releases import BlockTables, StepBlockTables
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
 from kvpact.vllm.step_hook import Candidates
@@ -100,8 +99,7 @@ class SchedulerSide:
         """New requests that were probed in the running step."""
         self._block_size = int(vllm_config.cache_config.block_size)
         self._adapters = AdapterDigests()
-        self._context: BlockPoolContext | None = None
-        self._block_tables: BlockTables | None = None
+        self.context: VllmContext | None = None
         self._requests: dict[str, VllmRequest] = {}
         self._answers: dict[str, Answer] = {}
         self._ordered: list[BrokenLoad] = []
@@ -162,8 +160,8 @@ class SchedulerSide:
                 tuple((at, numbers[at]) for at in self.cache.staging.shared_tiers),
             )
         self._stats = StatsCollector(self.cache.observe)
-        if self._context is not None:
-            self.cache.bind_scheduler_context(self._context)
+        if self.context is not None:
+            self.cache.bind_scheduler_context(self.context)
         logger.info(
             "kvpact: %d slots of %d bytes in memory, %d tier(s) below, namespace %s",
             arena.num_slots,
@@ -172,26 +170,19 @@ class SchedulerSide:
             namespace.name,
         )
 
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """vLLM offers its block tables and its pool."""
-        self._block_tables = kv_cache_manager
-        self._bind_block_pool(kv_cache_manager.block_pool)
-
-    def bind_gpu_block_pool(self, block_pool: Any) -> None:
-        """The same from releases that offer the pool alone: the block tables come with each step."""
-        self._block_tables = StepBlockTables()
-        self._bind_block_pool(block_pool)
-
-    def _bind_block_pool(self, block_pool: Any) -> None:
-        self._context = BlockPoolContext(block_pool)
+    def bind_scheduler_context(self, offered: Any) -> None:
+        """vLLM offers its KV cache manager, or, before 0.30, its block pool alone."""
+        self.context = scheduler_context(offered, str(self._vllm_config.scheduler_config.policy))
         if self.cache is not None:
-            self.cache.bind_scheduler_context(self._context)
+            self.cache.bind_scheduler_context(self.context)
 
     # Requests
 
     def on_new_request(self, request: Any) -> None:
         """vLLM accepted a request. A step that has cost enough leaves the rest to the first probe."""
         view = self._view(request)
+        if self.context is not None:
+            self.context.on_new_request(request)
         if self.cache is not None and self._guard.step_seconds < STEP_BUDGET_SECONDS:
             self.cache.on_new_request(view)
 
@@ -241,6 +232,11 @@ class SchedulerSide:
         view.was_probed = True
         return False
 
+    def note_allocated(self, request: Any, blocks: Any) -> None:
+        """`update_state_after_alloc`, in any case."""
+        if self.context is not None:
+            self.context.update_state_after_alloc(request, blocks)
+
     def commit(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
         """`update_state_after_alloc`: the engine takes `num_tokens` of what the last probe was told, perhaps 0.
 
@@ -274,8 +270,8 @@ class SchedulerSide:
     def end_step(self, scheduler_output: Any) -> StepMessage:
         """`build_connector_meta`: what the workers must do with this step."""
         self._first_probes = 0
-        if isinstance(self._block_tables, StepBlockTables):
-            self._block_tables.take_step(scheduler_output)
+        if self.context is not None:
+            self.context.build_connector_meta(scheduler_output)
         if self.cache is None:
             return StepMessage()
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
@@ -315,10 +311,10 @@ class SchedulerSide:
             self.cache.abandon_step()
 
     def _block_ids(self, request_id: str) -> Sequence[int]:
-        if self._block_tables is None:
+        if self.context is None:
             raise PactViolation("vLLM computes requests before it offered its block pool to the connector")
-        (block_ids,) = self._block_tables.get_block_ids(request_id)
-        return list(block_ids)
+        (block_ids,) = self.context.blocks_of(request_id)
+        return block_ids
 
     def take_report(self, message: RanksMessage, invalid_block_ids: set[int]) -> None:
         """`update_connector_output`: settle what the workers say is done.
@@ -327,8 +323,8 @@ class SchedulerSide:
         them is as well. All are taken out: the request that would recompute them may be gone before it does (H28).
         """
         self._unsettled = self._unsettled.aggregate(message.report)  # with what an exception left over the last time
-        if invalid_block_ids and self._context is not None:
-            self._context.evict_published(sorted(self._spoilt_by(invalid_block_ids)))
+        if invalid_block_ids and self.context is not None:
+            self.context.evict_published(sorted(self._spoilt_by(invalid_block_ids)))
         if self.cache is None:
             return
         self.cache.note_step_reads(message.reads)

@@ -1,0 +1,367 @@
+"""What a `SchedulerContext` promises, as checks that run on any engine: the embedded one and vLLM's real scheduler.
+
+Owns the checks and what they ask of an engine (`ContextStage`). Starts none: `embedded_stage` here and the scenarios of
+`vllm_scenarios_context.py` do. Floor 4.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from random import Random
+from typing import Protocol, TypeAlias
+
+from kvpact.contract import SchedulerContext
+from kvpact.engine import Engine, EngineConfig, Request
+from kvpact.errors import PactViolation
+from kvpact.testkit.findings import Broken
+
+BLOCKS = 12
+"""Blocks of a stage's pool, the null block among them."""
+
+BLOCK = 16
+"""Tokens of each."""
+
+
+class ContextStage(Protocol):
+    """An engine with `BLOCKS` blocks of `BLOCK` tokens and the context over it; nothing else holds blocks."""
+
+    @property
+    def context(self) -> SchedulerContext:
+        """What is checked."""
+
+    def add(self, name: str, tokens: Sequence[int], outputs: int = 8, priority: int = 0) -> None:
+        """A request arrives."""
+
+    def cancel(self, name: str) -> None:
+        """A request is cancelled."""
+
+    def step(self, times: int = 1) -> None:
+        """The engine steps."""
+
+    def finish(self, name: str) -> None:
+        """The engine steps until the request has ended."""
+
+
+ContextCheck: TypeAlias = Callable[[ContextStage], None]
+CHECKS: dict[str, ContextCheck] = {}
+"""All checks by name. Those with "priority" in it need an engine that goes by priority."""
+
+
+def check(run: ContextCheck) -> ContextCheck:
+    """Add a check."""
+    CHECKS[run.__name__] = run
+    return run
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise Broken, saying `what`, if it does not hold."""
+    if not holds:
+        raise Broken(what, protects=("P1",))
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """The block must raise PactViolation with `what` in its message."""
+    try:
+        yield
+    except PactViolation as error:
+        require(what in str(error), f"the error says {str(error)!r}; it must speak of {what!r}")
+    else:
+        require(False, f"no PactViolation was raised; one that speaks of {what!r} is due")
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt; different seeds share no block."""
+    return [1 + seed * 997 + place for place in range(count)]
+
+
+def free_ids(stage: ContextStage, after: int | None = None) -> list[int]:
+    """The free queue from its head, or from behind `after`."""
+    return [view.block_id for view in stage.context.iter_free_blocks(after)]
+
+
+def published(stage: ContextStage, name: str, blocks: int, seed: int = 0) -> tuple[int, ...]:
+    """Have a prompt of so many full blocks computed and its request ended: these blocks are free, and published."""
+    stage.add(name, tokens(blocks * BLOCK + 5, seed))
+    stage.step(2)
+    held = stage.context.blocks_of(name)[0][:blocks]
+    stage.cancel(name)
+    stage.step()
+    return tuple(held)
+
+
+@check
+def blocks_and_queues_are_shown(stage: ContextStage) -> None:
+    """A running request's blocks, one that waits for room, the null block."""
+    context = stage.context
+    require(isinstance(context, SchedulerContext), "it is a SchedulerContext")
+    stage.add("r", tokens(2 * BLOCK + 8))
+    stage.add("queued", tokens(9 * BLOCK - 4, seed=5))
+    stage.step()
+    (blocks,) = context.blocks_of("r")
+    views = [context.get_block(block) for block in blocks]
+    require(len(blocks) == 3, f"40 tokens are in 3 blocks, not {len(blocks)}")
+    require([view.block_id for view in views] == list(blocks), "a view has the id that was asked for")
+    require([view.ref_count for view in views] == [1, 1, 1], "each is held once, by the request")
+    require([view.block_hash is not None for view in views] == [True, True, False], "the full ones are published")
+    require({view.group_id for view in views} == {0}, "there is one group")
+    require(context.get_block(0).is_null and not views[0].is_null, "block 0 is the null block")
+    require(list(context.waiting_requests()) == ["queued"], f"queued waits: {context.waiting_requests()}")
+    require(context.blocks_of("queued") == ((),), "who waits holds nothing")
+    require(set(free_ids(stage)) == set(range(1, BLOCKS)) - set(blocks), "the others are in the free queue")
+
+
+@check
+def a_touched_block_outlives_its_request(stage: ContextStage) -> None:
+    """Its owner is cancelled, others want all the room there is: the block stays as it is, until it is freed."""
+    context = stage.context
+    stage.add("r", tokens(2 * BLOCK + 8))
+    stage.step(2)
+    held = context.blocks_of("r")[0][:2]
+    before = [context.get_block(block) for block in held]
+    context.touch(held)
+    require([context.get_block(block).ref_count for block in held] == [2, 2], "each is held twice")
+    stage.cancel("r")
+    for number in range(4):
+        stage.add(f"n{number}", tokens(8 * BLOCK, seed=number + 1), outputs=1)
+        stage.finish(f"n{number}")
+    after = [context.get_block(block) for block in held]
+    require([view.ref_count for view in after] == [1, 1], "the context alone holds them now")
+    require([v.block_hash for v in after] == [v.block_hash for v in before], "they were not given away")
+    require(not set(held) & set(free_ids(stage)), "what is held is not free")
+    context.free_blocks(held[::-1])
+    require(free_ids(stage)[-2:] == [*held[::-1]], "freed, they are evicted last, the first one first")
+
+
+@check
+def freeing_what_was_not_touched_frees_nothing(stage: ContextStage) -> None:
+    """All or none, and the message says which."""
+    context = stage.context
+    stage.add("r", tokens(2 * BLOCK + 8))
+    stage.step()
+    first, second = context.blocks_of("r")[0][:2]
+    context.touch([first])
+    with refused(f"block {second} is freed 1 times, touched 0 times"):
+        context.free_blocks([first, second])
+    with refused("freed 2 times, touched 1 times"):
+        context.free_blocks([first, first])
+    require(context.get_block(first).ref_count == 2, "nothing was freed")
+    context.free_blocks([first])
+    require(context.get_block(first).ref_count == 1, "the request still holds it")
+
+
+@check
+def foreign_and_null_blocks_are_refused(stage: ContextStage) -> None:
+    """Whatever is asked of them, and nothing else of the same call is held."""
+    context = stage.context
+    for block in (-1, BLOCKS):
+        with refused("does not exist"):
+            context.get_block(block)
+        with refused("does not exist"):
+            context.touch([1, block])
+        with refused("does not exist"):
+            context.iter_free_blocks(block)
+    with refused("null block"):
+        context.touch([1, 0])
+    require(context.get_block(1).ref_count == 0, "nothing is held after an error")
+
+
+@check
+def unknown_requests_are_refused(stage: ContextStage) -> None:
+    """One that never came and one that is gone."""
+    with refused("no request nobody is alive"):
+        stage.context.blocks_of("nobody")
+    stage.add("r", tokens(20))
+    stage.step()
+    stage.cancel("r")
+    stage.step()
+    with refused("no request r is alive"):
+        stage.context.blocks_of("r")
+    require(stage.context.waiting_requests() == (), "nobody waits")
+
+
+@check
+def blocks_may_come_and_go_around_the_cursor(stage: ContextStage) -> None:
+    """One ahead of it leaves, one comes back at the tail."""
+    held = published(stage, "r", 2)
+    stage.context.touch(held)
+    walk = stage.context.iter_free_blocks()
+    first, second, third = (next(walk).block_id for _ in range(3))
+    ahead = free_ids(stage)[4]
+    stage.context.touch([ahead])
+    stage.context.free_blocks(held)
+    seen = [view.block_id for view in walk]
+    require(ahead not in seen and not {first, second, third} & set(seen), "each is seen once, and only if it is free")
+    require(seen[-2:] == [*held], "what came back at the tail is seen there")
+    stage.context.free_blocks([ahead])
+
+
+@check
+def a_cursor_that_left_the_queue_is_refused(stage: ContextStage) -> None:
+    """Whether it is still away or back again."""
+    for comes_back in (False, True):
+        walk = stage.context.iter_free_blocks()
+        cursor = next(walk).block_id
+        stage.context.touch([cursor])
+        if comes_back:
+            stage.context.free_blocks([cursor])
+        with refused(f"the cursor, block {cursor}, left the free queue"):
+            next(walk)
+        if not comes_back:
+            with refused("not in the free queue"):
+                stage.context.iter_free_blocks(after_block=cursor)
+            stage.context.free_blocks([cursor])
+    with refused("not in the free queue"):
+        stage.context.iter_free_blocks(after_block=0)
+
+
+@check
+def a_cursor_that_the_engine_took_is_refused(stage: ContextStage) -> None:
+    """A request hits the block that a walk stands on, ends, and the block is back at the tail."""
+    held = published(stage, "r", 2)
+    walk = stage.context.iter_free_blocks()
+    for view in walk:
+        if view.block_id == held[1]:
+            break
+    stage.add("again", tokens(2 * BLOCK + 5))
+    stage.step()
+    require(stage.context.blocks_of("again")[0][:2] == held, "the second request uses the first one's blocks")
+    stage.cancel("again")
+    stage.step()
+    with refused("left the free queue"):
+        next(walk)
+
+
+@check
+def a_walk_goes_on_behind_a_free_block(stage: ContextStage) -> None:
+    """What the cursor is for: a few blocks at a time, each once."""
+    published(stage, "r", 3)
+    seen: list[int] = []
+    cursor = None
+    while piece := [view.block_id for view in islice(stage.context.iter_free_blocks(after_block=cursor), 4)]:
+        seen += piece
+        cursor = piece[-1]
+    require(seen == free_ids(stage), "in pieces or at once, the walk is the same")
+    require(sorted(seen) == list(range(1, BLOCKS)), "each block is seen once")
+
+
+@check
+def what_is_freed_to_be_evicted_first_is(stage: ContextStage) -> None:
+    """At the head, in the order given; what a request still holds stays with it."""
+    held = published(stage, "r", 3)
+    stage.add("user", tokens(BLOCK + 5))
+    stage.step()
+    require(stage.context.blocks_of("user")[0][0] == held[0], "the first block has a user")
+    stage.context.touch(held)
+    stage.context.free_blocks(held[::-1], evict_first=True)
+    require(free_ids(stage)[:2] == [held[2], held[1]], "those that are free are at the head, the first one first")
+    require(stage.context.get_block(held[0]).ref_count == 1, "the user keeps its block")
+    before = stage.context.get_block(held[2]).block_hash
+    require(before is not None, "they stay published")
+    stage.add("new", tokens(BLOCK, seed=7), outputs=1)
+    stage.finish("new")
+    require(stage.context.get_block(held[2]).block_hash != before, "the first one was given away first")
+    stage.cancel("user")
+
+
+@check
+def who_waits_is_listed_in_order_of_arrival(stage: ContextStage) -> None:
+    """Behind a request that takes all the room."""
+    _wait_in_line(stage, ["first", "second", "third"])
+
+
+@check
+def who_waits_is_listed_by_priority(stage: ContextStage) -> None:
+    """Lower goes first, then who came first."""
+    _wait_in_line(stage, ["third", "second", "first"])
+
+
+def _wait_in_line(stage: ContextStage, expected: list[str]) -> None:
+    stage.add("wall", tokens(9 * BLOCK), outputs=20, priority=-1)
+    stage.step()
+    for number, name in enumerate(("first", "second", "third")):
+        stage.add(name, tokens(8 * BLOCK, seed=number + 1), outputs=2, priority=3 - number)
+    waiting = [*stage.context.waiting_requests()]
+    require(waiting == expected, f"{expected} wait in this order; listed are {waiting}")
+    stage.step()
+    require([*stage.context.waiting_requests()] == expected, "the same a step later")
+    stage.cancel("wall")
+    stage.finish(expected[0])
+    require(expected[0] not in stage.context.waiting_requests(), "who has ended waits no more")
+
+
+@check
+def random_holds_keep_the_pool_sound(stage: ContextStage) -> None:
+    """Touch and free at random while requests come and go: references add up, and the free queue has what is free."""
+    random, held = Random(7), Counter[int]()
+    context = stage.context
+    alive: list[str] = []
+    for number in range(120):
+        action = random.randrange(5)
+        if action == 0 and held:
+            block = random.choice([*held])
+            context.free_blocks([block], evict_first=random.random() < 0.5)
+            held -= Counter([block])
+        elif action == 1 and held.total() < 4:
+            block = random.randrange(1, BLOCKS)
+            context.touch([block])
+            held[block] += 1
+        elif action == 2 and len(alive) < 3:
+            alive.append(f"r{number}")
+            stage.add(alive[-1], tokens(random.randrange(5, 40), seed=random.randrange(3)), outputs=30)
+        elif action == 3 and alive:
+            stage.cancel(alive.pop(random.randrange(len(alive))))
+        stage.step()
+        used = Counter(block for name in alive for block in _blocks_of(context, name))
+        walked = free_ids(stage)
+        require(len(walked) == len({*walked}), f"the walk sees a block twice: {walked}")
+        for block in range(1, BLOCKS):
+            references = context.get_block(block).ref_count
+            require(references == used[block] + held[block], f"block {block} has {references} references")
+            require((references == 0) == (block in walked), f"block {block}: {references} references, free {walked}")
+    for name in alive:
+        stage.cancel(name)
+    context.free_blocks([*held.elements()])
+
+
+def _blocks_of(context: SchedulerContext, name: str) -> Sequence[int]:
+    try:
+        return context.blocks_of(name)[0]
+    except PactViolation:  # it has ended by itself
+        return ()
+
+
+class EmbeddedStage:
+    """The embedded engine."""
+
+    def __init__(self, *, by_priority: bool = False) -> None:
+        self.engine = Engine(
+            EngineConfig(num_blocks=BLOCKS, block_size=BLOCK, policy="priority" if by_priority else "fcfs")
+        )
+
+    @property
+    def context(self) -> SchedulerContext:
+        """See `ContextStage`."""
+        return self.engine.context
+
+    def add(self, name: str, tokens: Sequence[int], outputs: int = 8, priority: int = 0) -> None:
+        """See `ContextStage`."""
+        self.engine.add_request(Request(name, tokens, outputs, priority=priority))
+
+    def cancel(self, name: str) -> None:
+        """See `ContextStage`."""
+        self.engine.cancel(name)
+
+    def step(self, times: int = 1) -> None:
+        """See `ContextStage`; every invariant of the engine is verified."""
+        for _ in range(times):
+            self.engine.step()
+            self.engine.check()
+
+    def finish(self, name: str) -> None:
+        """See `ContextStage`."""
+        while name not in self.engine.finished:
+            self.step()
