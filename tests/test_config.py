@@ -211,7 +211,7 @@ def test_a_slip_in_the_environment_is_an_error_but_foreign_names_are_not():
         ("plan_lifetime", "0s", "greater than 0"),
         ("load_deadline", "soon", 'such as "2s"'),
         ("prepare_deadline", -1, 'such as "2s"'),
-        ("save", "lazy", "'eager' or 'off'"),
+        ("save", "later", "'eager', 'lazy' or 'off'"),
         ("io_threads", 0, "greater than or equal to 1"),
         ("io_threads", True, "whole number"),
         ("min_match_blocks", 1.5, "integer"),

@@ -82,8 +82,8 @@ class KvpactConfig(BaseModel):
     """Larger loads are asynchronous; 0 makes every load asynchronous."""
     min_match_blocks: Count = Field(default=1, ge=1)
     """A shorter match is not promised."""
-    save: Literal["eager", "off"] = "eager"
-    """Whether computed blocks are stored as they appear, or nothing is stored."""
+    save: Literal["eager", "lazy", "off"] = "eager"
+    """Whether computed blocks are stored as they appear, when the engine is about to evict them, or not at all."""
     admit: Literal["always", "second-use"] = "always"
     """Whether tiers get every saved block, or those that were saved or loaded a second time."""
     match_at: Literal["schedule", "step"] = "schedule"

@@ -33,13 +33,17 @@ class Load:
 
 @dataclass(slots=True)
 class Save:
-    """Computed blocks on their way into the arena. `pin` keeps their chain; `trusted` falls if a load failed."""
+    """Computed blocks on their way into the arena. `pin` keeps their chain; `trusted` falls if a load failed.
+
+    Of blocks saved because the engine is about to evict them, `leaving` are those to be evicted first afterwards.
+    """
 
     job: SaveJob
     keys: tuple[BlockKey, ...]
     pin: Pin
     tally: JobTally
     ask_at: float
+    leaving: frozenset[int] | None = None
     trusted: bool = True
 
 
@@ -90,12 +94,12 @@ class Copies:
 
     def order_save(
         self, request_id: str, start: int, slots: Slots, block_ids: tuple[int, ...], keys: Sequence[BlockKey], pin: Pin,
-        now: float,
+        now: float, leaving: frozenset[int] | None = None,
     ) -> None:  # fmt: skip
         """After this step, blocks from `start` on go from the engine into `slots`; `pin` keeps the chain of `keys`."""
         job = SaveJob(next(self._ids), request_id, start, slots, block_ids)
         tally = JobTally(job.blocks, self._ranks)
-        self.saves[job.job_id] = Save(job, tuple(keys), pin, tally, now + self._patience)
+        self.saves[job.job_id] = Save(job, tuple(keys), pin, tally, now + self._patience, leaving)
         self._outbox.saves.append(job)
 
     def save_ordered_now(self, request_id: str) -> Save | None:
@@ -143,10 +147,10 @@ class Copies:
         self._spoken_of.clear()
         return [self.saves.pop(job_id) for job_id in ended]
 
-    def distrust(self, request_id: str) -> None:
-        """What this request is saving was computed from a load that failed: none of it is stored."""
+    def distrust(self, request_id: str, key: BlockKey, block: int) -> None:
+        """This request's load of `block` failed: nothing is stored of what it saves, or anybody behind that block."""
         for save in self.saves.values():
-            if save.job.request_id == request_id:
+            if save.job.request_id == request_id or save.keys[block : block + 1] == (key,):
                 save.trusted = False
 
     def __len__(self) -> int:

@@ -159,6 +159,17 @@ class BlockIndex:
         """The slots of known blocks, in order. Raises PactViolation if one is unknown."""
         return [self.slot(key) for key in keys]
 
+    def chain(self, key: BlockKey) -> list[BlockKey]:
+        """The known block `key` and all before it, the first one first; of `ROOT` none. O(n).
+
+        Raises PactViolation if the key is unknown.
+        """
+        keys, row = [], self._root if key == ROOT else self.slot(key)
+        while row != self._root:
+            keys.append(self._keys[row])
+            row = self._parent[row]
+        return keys[::-1]
+
     def key_at(self, slot: int) -> BlockKey | None:
         """The block that `slot` is known by; None if the slot is free or its block was dropped while in use."""
         return self._keys[slot] or None

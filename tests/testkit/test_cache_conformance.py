@@ -12,6 +12,7 @@ from kvpact.engine import ByteSegment, MultiCache, MultiWorker, ReferenceCache, 
 from kvpact.testkit.conformance import CacheConformance, CacheFactory, CachePlace, CacheUnderTest, run_conformance
 from kvpact.testkit.findings import concerned
 from kvpact.testkit.subjects import (
+    lazy_pact_cache,
     pact_cache,
     pact_cache_with_all,
     pact_cache_with_disk,
@@ -57,6 +58,13 @@ class TestPactCacheAboveADiskAndASharedTierThatLoadsAsynchronously(CacheConforma
 
     def make_cache(self, place: CachePlace) -> CacheUnderTest:
         return pact_cache_with_all(place, **ASYNCHRONOUS)
+
+
+class TestPactCacheThatSavesLazilyAndLoadsAsynchronously(CacheConformance):
+    modes = ("native", "vllm-0.33")
+
+    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+        return lazy_pact_cache(place, **ASYNCHRONOUS)
 
 
 class TestReferenceCache(CacheConformance):

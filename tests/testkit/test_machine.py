@@ -27,12 +27,17 @@ class MemoryMachine(PactMachine):
         return pact_cache(place, sync_load_limit=0)
 
 
+class LazyMachine(PactMachine):
+    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+        return pact_cache(place, save="lazy")
+
+
 class DiskMachine(PactMachine):
     def make_cache(self, place: CachePlace) -> CacheUnderTest:
         return pact_cache_with_disk(place)
 
 
-@pytest.mark.parametrize("machine", [MemoryMachine, DiskMachine])
+@pytest.mark.parametrize("machine", [MemoryMachine, DiskMachine, LazyMachine])
 def test_hypothesis_breaks_nothing(machine: type[PactMachine]) -> None:
     while machine.figures.steps < STEPS // 2:
         run_state_machine_as_test(

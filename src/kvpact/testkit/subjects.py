@@ -19,6 +19,7 @@ from kvpact.config import load_config
 from kvpact.contract import ExternalCache, ExternalCacheWorker
 from kvpact.engine import ReferenceCache
 from kvpact.errors import TierError
+from kvpact.lazy import LEAST_WINDOW
 from kvpact.testkit.dictionary_store import DictionaryStore, StoredBytes
 from kvpact.testkit.faults import Faults, FaultyTier
 from kvpact.testkit.stepped_queue import SteppedQueue
@@ -103,10 +104,21 @@ def made_for(factory: CacheFactory, place: CachePlace) -> CacheUnderTest:
     return CacheUnderTest(made) if isinstance(made, ExternalCache) else made
 
 
-def pact_cache(place: CachePlace, *, disk_slots: int = 0, shared: bool = False, **settings: object) -> CacheUnderTest:
+EVERYTHING = 1 << 20
+"""A lazy cache's window in which every free block is."""
+
+
+def pact_cache(
+    place: CachePlace,
+    *,
+    disk_slots: int = 0,
+    shared: bool = False,
+    lazy_window: int = LEAST_WINDOW,
+    **settings: object,
+) -> CacheUnderTest:
     """kvpact's own cache; with `disk_slots`, a disk tier below it, with `shared`, a shared one. Both outlive a restart.
 
-    `settings` as a user's.
+    `settings` as a user's; `lazy_window` as in `PactCache`.
     """
     slot_bytes = -(-place.slot_bytes // PAGE_BYTES) * PAGE_BYTES
     namespace = Namespace({"weights": place.weights, "block_size": str(place.block_size)})
@@ -129,6 +141,7 @@ def pact_cache(place: CachePlace, *, disk_slots: int = 0, shared: bool = False, 
         arena=Arena(segments),
         tiers=tiers,
         clock=place.clock,
+        lazy_window=lazy_window,
     )
 
     def held() -> Mapping[str, int]:
@@ -154,6 +167,11 @@ def pact_cache(place: CachePlace, *, disk_slots: int = 0, shared: bool = False, 
 def pact_cache_with_disk(place: CachePlace, **settings: Any) -> CacheUnderTest:
     """`pact_cache` above a disk tier."""
     return pact_cache(place, disk_slots=DISK_SLOTS, **settings)
+
+
+def lazy_pact_cache(place: CachePlace, **settings: Any) -> CacheUnderTest:
+    """`pact_cache` that saves what the engine is about to evict; it takes every free block for that."""
+    return pact_cache(place, **{"save": "lazy", "lazy_window": EVERYTHING, **settings})
 
 
 def pact_cache_with_shared(place: CachePlace, **settings: Any) -> CacheUnderTest:

@@ -92,6 +92,8 @@ class Known:
 
     keys: BlockKeys | None
     computed: int = 0
+    noted: tuple[int, ...] = ()
+    """The engine's blocks that were full when the request was last computed."""
     failed_from: int | None = None
     asked_since: float | None = None
 
@@ -144,6 +146,8 @@ class ContractWatch(ExternalCache):
         self._jobs: dict[int, Job] = {}
         self._new_sync: list[str] = []
         self._context: SchedulerContext | None = None
+        self._contents: dict[int, BlockKey] = {}
+        """The engine's block -> what was last computed into it, also for requests that have ended."""
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -294,7 +298,11 @@ class ContractWatch(ExternalCache):
         known = self._know(request)
         known.computed = num_computed_tokens
         if known.keys is not None:
-            known.keys.extend(request.token_ids)
+            keys = known.keys.extend(request.token_ids)
+            noted = tuple(block_ids()[: min(num_computed_tokens // self._block_size, len(keys))])
+            if noted != known.noted:
+                known.noted = noted
+                self._contents.update(zip(noted, keys, strict=False))
         with self._timed("note_computed"):
             self.cache.note_computed(request, num_computed_tokens, block_ids)
 
@@ -345,12 +353,20 @@ class ContractWatch(ExternalCache):
     def _take_save(self, job: SaveJob) -> None:
         known = self._requests.get(job.request_id)
         keys = known.keys.keys if known is not None and known.keys is not None else []
-        computed = known.computed if known is not None else 0
+        computed = min((known.computed if known is not None else 0) // self._block_size, len(keys))
+        content = [self._contents.get(block_id) for block_id in job.block_ids] if not job.group_id else []
+        if job.blocks.end > computed and len(content) == len(job.blocks) and (known is None or content == [
+            *keys[job.blocks.start : job.blocks.end]
+        ]):  # fmt: skip
+            # Blocks that a request left behind when it ended or was preempted: saved late, as what they hold.
+            contents = tuple((key, 0) for key in content if key is not None)
+            self._jobs[job.job_id] = Job(job, contents if len(contents) == len(content) else ())
+            return
         self._require(
-            job.blocks.end <= min(computed // self._block_size, len(keys)) or not len(job.blocks) or known is None,
+            job.blocks.end <= computed or not len(job.blocks) or known is None,
             "P8 H29 H30",
             f"a save of blocks {job.blocks.start} to {job.blocks.end - 1} of {job.request_id} is ordered, "
-            f"of which {computed} tokens are computed",
+            f"of which {known.computed if known is not None else 0} tokens are computed",
         )
         contents = tuple((keys[block], job.group_id) for block in job.blocks) if known is not None else ()
         self._jobs[job.job_id] = Job(job, contents)
