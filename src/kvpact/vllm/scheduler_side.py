@@ -89,6 +89,16 @@ class SchedulerSide:
     """The scheduler's half. Until the workers have said hello it has no cache and answers no hit."""
 
     def __init__(self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard) -> None:
+        if config.save == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
+            raise ConfigError(
+                'save="lazy" follows the engine\'s own prefix cache, which is off: add --enable-prefix-caching, or set '
+                '"save": "eager"'
+            )
+        if config.save == "lazy" and config.match_at == "step":
+            raise ConfigError(
+                'save="lazy" and match_at="step" exclude each other: what a step looks up is what it would save; set '
+                '"save": "eager" or "match_at": "schedule"'
+            )
         self.cache: PactCache | None = None
         self._config = config
         self._seal = load_seal(config.record_key_file)

@@ -1,0 +1,168 @@
+"""What is built on the scheduler context, on vLLM's real scheduler: blocks stay while they are copied; lazy saving."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
+
+from kvpact.errors import ConfigError
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
+    """Starts an engine with these settings."""
+    engines: list[PlayedEngine] = []
+
+    def start(**settings: Any) -> PlayedEngine:
+        engines.append(PlayedEngine(tmp_path / str(len(engines)), **settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+class SlowSaves:
+    """Saves wait until they are let go."""
+
+    def __init__(self, engine: PlayedEngine) -> None:
+        self.go_on = threading.Event()
+        copier = engine.worker._worker_side._transfer._engine
+        gather = copier.gather
+
+        def slow_gather(*arguments: Any) -> None:
+            self.go_on.wait(20.0)
+            gather(*arguments)
+
+        copier.gather = slow_gather
+
+
+def end_cancelled(engine: PlayedEngine, victim: PlayedRequest) -> None:
+    engine.cancel(victim)
+
+
+def end_finished(engine: PlayedEngine, victim: PlayedRequest) -> None:
+    while not victim.finish_reason:
+        engine.step()
+
+
+def end_preempted(engine: PlayedEngine, victim: PlayedRequest) -> None:
+    """An older request grows into the room of this one, which is then cancelled before it runs again."""
+    while victim.request.status.name != "PREEMPTED":
+        engine.step()
+    engine.cancel(victim)
+
+
+@pytest.mark.parametrize("end", [end_cancelled, end_finished, end_preempted])
+def test_h07_h27_blocks_stay_while_they_are_saved_however_their_request_ends(
+    start: Callable[..., PlayedEngine], end: Callable[[PlayedEngine, PlayedRequest], None]
+) -> None:
+    engine = start(num_blocks=24)
+    saves = SlowSaves(engine)
+    older = engine.add(make_prompt(1, 6), 400 if end is end_preempted else 3)
+    engine.step()
+    prompt = make_prompt(2, 8)
+    victim = engine.add(prompt, 300 if end is end_preempted else 3)
+    engine.step()
+    context = engine.connector.scheduler_context
+    assert context is not None
+    (blocks,) = context.blocks_of(victim.request.request_id)
+    copied = blocks[:8]
+    before = [engine.kv[name][list(copied)].clone() for name in engine.kv]
+    end(engine, victim)
+    engine.cancel(older)
+    for number in range(6):  # others want all the room there is
+        played = engine.add(make_prompt(10 + number, 5))
+        for _ in range(8):
+            engine.step()
+        engine.cancel(played)
+    assert all(context.get_block(block).ref_count == 1 for block in copied), "the copy holds them"
+    after = [engine.kv[name][list(copied)] for name in engine.kv]
+    assert all(bool((one == two).all()) for one, two in zip(before, after, strict=True)), "nobody wrote into them"
+    saves.go_on.set()
+    engine.run()
+    engine.forget()
+    played = engine.generate(prompt)
+    assert played.said == answer(prompt, 3)
+    assert played.cached_tokens == 8 * BLOCK, "what was saved meanwhile is whole"
+    engine.assert_at_rest()
+
+
+# Lazy saving
+
+
+def saved_blocks(engine: PlayedEngine) -> int:
+    return int(engine.counts["saved_blocks"])
+
+
+def test_lazy_saves_nothing_while_the_engine_has_room(start: Callable[..., PlayedEngine]) -> None:
+    engine = start(save="lazy")
+    prompts = [make_prompt(number, 8) for number in range(5)]
+    for tokens in (*prompts, *prompts):
+        assert engine.generate(tokens).said == answer(tokens, 3)
+    assert saved_blocks(engine) == 0
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("settings", [{}, {"sync_load_limit": 0}], ids=["sync", "async"])
+def test_lazy_saves_what_is_evicted_before_it_is(start: Callable[..., PlayedEngine], settings: dict[str, Any]) -> None:
+    engine = start(save="lazy", num_blocks=64, **settings)
+    prompts = [make_prompt(number, 8) for number in range(16)]  # 128 blocks and more through 63
+    for tokens in prompts:
+        assert engine.generate(tokens).said == answer(tokens, 3)
+    assert 0 < saved_blocks(engine) < 16 * 8, "what is still in the engine was not saved"
+    reused = 0
+    for tokens in prompts[4:]:
+        played = engine.generate(tokens)
+        assert played.said == answer(tokens, 3)
+        reused += played.cached_tokens // BLOCK
+    assert reused >= 12 * 7, "what the engine has not any more comes from the cache"
+    assert engine.counts["used_tokens"] > 0
+    engine.assert_at_rest()
+
+
+def test_lazy_saves_no_block_that_holds_something_else(start: Callable[..., PlayedEngine]) -> None:
+    """Crowds, cancellations, resets of the engine's own cache: what is loaded later is always right."""
+    engine = start(save="lazy", num_blocks=40, num_batched_tokens=64, memory="1MiB")
+    alive: list[tuple[PlayedRequest, list[int]]] = []
+    for number in range(80):
+        stem = make_prompt(number % 5, 3, tail=0)
+        tokens = make_prompt(number, 3 + number % 5, 5, stem=stem)
+        alive.append((engine.add(tokens), tokens))
+        for _ in range(3):
+            if not engine.step():
+                time.sleep(0.001)
+        if number % 9 == 0:
+            engine.cancel(alive.pop()[0])
+        if number % 20 == 7:
+            engine.scheduler.reset_prefix_cache()
+    engine.run(seconds=60.0)
+    for played, tokens in alive:
+        assert played.said == answer(tokens, 3)
+    assert engine.counts["used_tokens"] > 0
+    engine.assert_at_rest()
+
+
+def test_lazy_needs_the_engines_prefix_caching(start: Callable[..., PlayedEngine], tmp_path: Path) -> None:
+    """Without it no block has a hash, so nobody could say what is in it; the message says what to do."""
+    from played_engine import vllm_config
+
+    from kvpact.config import load_config
+    from kvpact.metrics import Metrics
+    from kvpact.vllm.guard import Guard
+    from kvpact.vllm.scheduler_side import SchedulerSide
+
+    config = vllm_config(tmp_path / "model", {}, 64, {})
+    config.cache_config.enable_prefix_caching = False
+    metrics = Metrics()
+    with pytest.raises(ConfigError, match="enable-prefix-caching"):
+        SchedulerSide(load_config({"save": "lazy"}, {}), config, metrics, Guard(metrics))
