@@ -12,9 +12,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
+from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
 
+from kvpact.config import load_config
 from kvpact.errors import ConfigError
+from kvpact.metrics import Metrics
+from kvpact.vllm.guard import Guard
+from kvpact.vllm.scheduler_side import SchedulerSide
 
 
 @pytest.fixture
@@ -152,17 +156,19 @@ def test_lazy_saves_no_block_that_holds_something_else(start: Callable[..., Play
     engine.assert_at_rest()
 
 
-def test_lazy_needs_the_engines_prefix_caching(start: Callable[..., PlayedEngine], tmp_path: Path) -> None:
-    """Without it no block has a hash, so nobody could say what is in it; the message says what to do."""
-    from played_engine import vllm_config
-
-    from kvpact.config import load_config
-    from kvpact.metrics import Metrics
-    from kvpact.vllm.guard import Guard
-    from kvpact.vllm.scheduler_side import SchedulerSide
-
+@pytest.mark.parametrize(
+    ("settings", "prefix_caching", "message"),
+    [
+        ({"save": "lazy"}, False, "enable-prefix-caching"),
+        ({"save": "lazy", "match_at": "step"}, True, "exclude each other"),
+    ],
+)
+def test_lazy_is_refused_where_it_cannot_work(
+    tmp_path: Path, settings: dict[str, object], prefix_caching: bool, message: str
+) -> None:
+    """Without the engine's prefix cache no block has a hash, so nobody could say what is in it."""
     config = vllm_config(tmp_path / "model", {}, 64, {})
-    config.cache_config.enable_prefix_caching = False
+    config.cache_config.enable_prefix_caching = prefix_caching
     metrics = Metrics()
-    with pytest.raises(ConfigError, match="enable-prefix-caching"):
-        SchedulerSide(load_config({"save": "lazy"}, {}), config, metrics, Guard(metrics))
+    with pytest.raises(ConfigError, match=message):
+        SchedulerSide(load_config(settings, {}), config, metrics, Guard(metrics))
