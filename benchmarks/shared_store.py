@@ -84,6 +84,9 @@ KINDS: Mapping[str, Callable[[Path, ExitStack], str]] = {
 }
 """Starts a store of the kind in an empty directory; its URL."""
 
+PATIENCE = {"s3": "10s"}
+"""The prepare deadline where the store is a test server that takes seconds for what S3 does in a tenth of one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -172,7 +175,12 @@ def share_store(kind: str, model: Path, work: Path, *, prompts: int, blocks: int
         (work / "store").mkdir()
         url = KINDS[kind](work / "store", stack)
         transfers = [
-            kvpact_transfer_config(memory="64MiB", tiers=[url], stats_file=str(work / f"stats-{name}.json"))
+            kvpact_transfer_config(
+                memory="64MiB",
+                tiers=[url],
+                stats_file=str(work / f"stats-{name}.json"),
+                prepare_deadline=PATIENCE.get(kind, "2s"),
+            )
             for name in "ab"
         ]
         first, second = stack.enter_context(engines(model, work, *transfers))
