@@ -20,20 +20,19 @@ from kvpact.contract import (
     EngineRequest,
     ExternalCache,
     ExternalKVMatch,
-    JobOutcome,
     LoadSettlement,
-    SchedulerContext,
     StepWork,
     WorkerReport,
     blocks_touched,
 )
-from kvpact.copies import Copies, Load, PactPlan, Save, Slots
+from kvpact.copies import Copies, Load, PactPlan, Slots
 from kvpact.costs import Prefill
 from kvpact.errors import PactViolation
-from kvpact.index import ROOT, BlockIndex, Pin
-from kvpact.lazy import LEAST_WINDOW, LazyOffload
+from kvpact.index import BlockIndex, Pin
+from kvpact.lazy import LEAST_WINDOW
 from kvpact.ledger import Ledger, State
 from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
+from kvpact.saves import Saves
 from kvpact.staging import Inquest, Staging
 from kvpact.step_match import StepLookup, StepMatches, StepRead
 from kvpact.tiers.queue import TierQueue
@@ -115,11 +114,10 @@ class PactCache(ExternalCache):
         self._block_size = block_size
         self._arena = arena
         self._clock = clock
-        self._context: BlockHolder | None = None
-        self._lazy: LazyOffload | None = None
         self._lazy_window = lazy_window
         self._requests: dict[str, RequestRecord] = {}
         self._copies = Copies(len(arena.segments), config.load_deadline / 3)  # time to ask twice before the deadline
+        self.saves = Saves(self.index, self._copies, self.metrics)
         self._steps = StepMatches(
             self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
@@ -131,14 +129,7 @@ class PactCache(ExternalCache):
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Blocks are held through `context` while they are copied out; its free queue says when to save lazily."""
-        self._context = context
-        if self._config.save == "lazy":
-            if isinstance(context, SchedulerContext):
-                self._lazy = LazyOffload(context, self.index, self._lazy_window)
-            else:
-                logger.warning(
-                    "kvpact: this engine does not show its free queue; blocks are saved as they are computed"
-                )
+        self.saves.bind(context, lazy_window=self._lazy_window if self._config.save == "lazy" else None)
 
     def on_new_request(self, request: EngineRequest) -> None:
         """See `ExternalCache`: the shared tiers are asked before the engine has room for the request."""
@@ -150,9 +141,9 @@ class PactCache(ExternalCache):
         """See `ExternalCache`. Touches memory only; what a lower tier holds is fetched behind "ask again later"."""
         record = self._record(request)
         record.computed = num_computed_tokens
-        if self._lazy is not None and record.offered:  # it was preempted: it gets other blocks
+        if self.saves.lazy is not None and record.offered:  # it was preempted: it gets other blocks
             record.offered = 0
-            self._lazy.rewind(request.request_id)
+            self.saves.lazy.rewind(request.request_id)
         start = num_computed_tokens // self._block_size
         if record.keys is None:
             return self._miss(request.request_id, record, start, MissReason.UNKNOWN_IDENTITY)
@@ -380,66 +371,29 @@ class PactCache(ExternalCache):
     ) -> None:
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, as far as there is room."""
         self._note_resumed(request.request_id)
-        record = self._record(request)
-        self._computing += max(0, num_computed_tokens - record.computed)
-        record.computed = num_computed_tokens
+        record, lazy = self._record(request), self.saves.lazy
+        before, record.computed = record.computed, num_computed_tokens
+        self._computing += max(0, num_computed_tokens - before)
         if num_computed_tokens > record.farthest:
             record.farthest, record.idle_loads = num_computed_tokens, 0
         full = min(num_computed_tokens, len(request.token_ids)) // self._block_size
+        if record.keys is None:
+            if lazy is not None and full > before // self._block_size:
+                lazy.disown(block_ids())
+            return
         if full <= record.offered or self._config.save == "off":
             return
         first, record.offered = record.offered, full
-        if record.keys is None:
-            if self._lazy is not None:
-                self._lazy.disown(block_ids())
-            return
         keys = record.keys.extend(request.token_ids)
         known = self.index.known_prefix(keys[:full])
-        if known and (known == full or self._lazy is not None):
+        if known and (known == full or lazy is not None):
             self.index.touch(keys[known - 1])
             if self._config.admit == "second-use":
                 self.staging.write_behind(keys, self.index.held_prefix(keys[:full]))
-        if self._lazy is not None:
-            self._lazy.note(request.request_id, keys, first, full, block_ids())
-        elif known < full and (end := self._room_for(keys, known, full)) > known:
-            self._save(request.request_id, keys[:end], known, tuple(block_ids()[known:end]))
-
-    def _room_for(self, keys: Sequence[BlockKey], start: int, end: int) -> int:
-        """Up to where blocks [start, end) of a chain find room; those behind are dropped."""
-        stop = min(end, start + self.index.reservable(keys[start - 1] if start else ROOT))
-        self.metrics.add("dropped_blocks", end - stop)
-        return stop
-
-    def _save(
-        self,
-        request_id: str,
-        keys: Sequence[BlockKey],
-        start: int,
-        held: tuple[int, ...],
-        leaving: frozenset[int] | None = None,
-    ) -> None:
-        """Order copies of the engine's blocks `held` as blocks `start` and further of `keys`, for which there is room.
-
-        `leaving` marks a lazy save, see `Save`.
-        """
-        reservation = self.index.reserve(keys, start, len(keys))
-        if reservation is None:
-            return
-        self.metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
-        if self._context is not None:
-            self._context.touch(held)
-        pin = self.index.pin(keys[-1])
-        self._copies.order_save(request_id, start, reservation.slots, held, keys, pin, self._clock(), leaving)
-        if self._lazy is not None:
-            self._lazy.saving(len(held))
-
-    def _save_what_is_leaving(self, lazy: LazyOffload) -> None:
-        """Order copies of what the engine is about to evict."""
-        for chain in lazy.due(self._loading + blocks_touched(max(0, self._computing), self._block_size)):
-            end = self._room_for(chain.keys, chain.start, len(chain.keys))
-            held = chain.block_ids[: end - chain.start]
-            if held:
-                self._save(chain.request_id, chain.keys[:end], chain.start, held, chain.leaving.intersection(held))
+        if lazy is not None:
+            lazy.note(request.request_id, keys, first, full, block_ids())
+        elif known < full:
+            self.saves.order(request.request_id, keys[:full], known, block_ids, self._clock())
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, most_tokens: int) -> None:
         """Have the workers look in the shared tiers, when the running step begins, for what it computes and saves.
@@ -474,8 +428,8 @@ class PactCache(ExternalCache):
         now = self._clock()
         self.staging.poll()
         self._prefill.note_step(max(0, self._computing), now)
-        if self._lazy is not None:
-            self._save_what_is_leaving(self._lazy)
+        taken = self._loading + blocks_touched(max(0, self._computing), self._block_size)
+        self.saves.order_what_is_leaving(taken, now)
         self._computing = self._loading = 0
         self.ledger.expire(now)
         return self._copies.end_step(now)
@@ -495,7 +449,8 @@ class PactCache(ExternalCache):
         # Loads first: what a request saved from a failed load on is not to be trusted.
         settlements = [self._settle_load(load) for load in self._copies.take_loads(report)]
         for save in self._copies.take_saves():
-            self._settle_save(save)
+            held = self.saves.settle(save)
+            self.staging.write_behind(save.keys, self.index.held_prefix(save.keys[:held]))
         self._steps.end_saves(self._copies.saves.__contains__)
         return settlements
 
@@ -521,34 +476,8 @@ class PactCache(ExternalCache):
         self.index.drop(load.keys[first])
         self.staging.delete(load.keys[first:])
         self._copies.distrust(load.job.request_id, load.keys[first], first)
-        if self._lazy is not None:
-            self._lazy.forget(load.keys[first:])
-
-    def _settle_save(self, save: Save) -> None:
-        job = save.job
-        outcome = save.tally.saved() if save.trusted else JobOutcome()
-        if self._context is not None:
-            self._give_back(self._context, save)
-        done = outcome.done.prefix_from(job.start_block)
-        self.index.complete(job.slots[:done])
-        self.index.abandon(job.slots[done:])
-        self.index.unpin(save.pin)
-        self.metrics.add("saved_blocks", done)
-        self.metrics.add("dropped_blocks", len(job.slots) - done)
-        self.staging.write_behind(save.keys, self.index.held_prefix(save.keys[: job.start_block + done]))
-        if self._lazy is not None:
-            self._lazy.saved(len(job.block_ids))
-            self._lazy.forget(save.keys[job.start_block + done :])
-
-    @staticmethod
-    def _give_back(context: BlockHolder, save: Save) -> None:
-        """The engine may have the blocks back, a chain's end first; what it was about to evict before all others."""
-        block_ids = save.job.block_ids[::-1]
-        if save.leaving:
-            context.free_blocks([block_id for block_id in block_ids if block_id not in save.leaving])
-            context.free_blocks([block_id for block_id in block_ids if block_id in save.leaving], evict_first=True)
-        else:
-            context.free_blocks(block_ids)
+        if self.saves.lazy is not None:
+            self.saves.lazy.forget(load.keys[first:])
 
     # Requests
 
@@ -563,8 +492,8 @@ class PactCache(ExternalCache):
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep what they need until all ranks have reported."""
         self.ledger.finish_request(request_id)
-        if self._lazy is not None:
-            self._lazy.request_finished(request_id)
+        if self.saves.lazy is not None:
+            self.saves.lazy.request_finished(request_id)
         record = self._requests.pop(request_id, None)
         if record is not None and record.inquest is not None:
             self.staging.give_up(record.inquest, late=False)
@@ -582,7 +511,7 @@ class PactCache(ExternalCache):
         Workers always report, so copies are waited for however long they take (a process may have been stopped); a tier
         that hangs is not.
         """
-        if self._copies or (self._lazy is not None and self._lazy.stirred):
+        if self._copies or (self.saves.lazy is not None and self.saves.lazy.stirred):
             return True
         pending, now = self.staging.pending, self._clock()
         if pending != self._progress[0]:
@@ -599,8 +528,8 @@ class PactCache(ExternalCache):
             if record.inquest is not None:
                 self.staging.give_up(record.inquest, late=False)
                 record.inquest.held.clear()
-        if self._lazy is not None:
-            self._lazy.clear()
+        if self.saves.lazy is not None:
+            self.saves.lazy.clear()
         self.index.clear()
         self.staging.clear()
 
@@ -620,8 +549,8 @@ class PactCache(ExternalCache):
         """Verify the invariants of everything below; raises PactViolation."""
         self.ledger.check()
         self.index.check()
-        if self._lazy is not None:
-            self._lazy.check()
+        if self.saves.lazy is not None:
+            self.saves.lazy.check()
         self.metrics.check()
 
     def shutdown(self) -> None:

@@ -43,7 +43,7 @@ def saved(engine: Engine) -> float:
 
 
 def memo_of(engine: Engine) -> LazyOffload:
-    memo = cache_of(engine)._lazy
+    memo = cache_of(engine).saves.lazy
     assert memo is not None
     return memo
 
@@ -159,7 +159,6 @@ def test_without_a_free_queue_blocks_are_saved_as_they_are_computed(caplog: pyte
             engine.context.free_blocks(block_ids)  # type: ignore[arg-type]
 
     engine = lazy_engine()
-    cache_of(engine)._lazy = None
     cache_of(engine).bind_scheduler_context(Holder())  # type: ignore[arg-type]
     assert "does not show its free queue" in caplog.text
     run(engine, 0)
