@@ -120,7 +120,12 @@ def compare(model: Path, folder: Path, blocks: int, prompts: Sequence[Sequence[i
     try:
         for save in ("eager", "lazy"):
             config = kvpact_transfer_config(memory=MEMORY, save=save, stats_file=str(folder / f"{save}-{blocks}.json"))
-            arguments = {"num_gpu_blocks_override": blocks, "dtype": "float32", "max_num_batched_tokens": 2048}
+            arguments = {
+                "num_gpu_blocks_override": blocks,
+                "dtype": "float32",
+                "max_num_batched_tokens": 2048,
+                "max_model_len": 2 * MOST_BLOCKS * BLOCK,
+            }
             settings = EngineSettings(model, config, arguments)
             engines[save] = EngineProcess(settings, folder / f"{save}-{blocks}.log")
         for engine in engines.values():
