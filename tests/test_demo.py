@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from engines import prompt
-from kvpact.demo.engine import EngineError, Output, session_members
+from kvpact.demo.engine import EngineError, EngineSettings, Output, session_members
 from kvpact.demo.phases import (
     COLD,
     COLD_KVPACT,
@@ -101,6 +101,19 @@ def test_a_request_that_failed_alike_in_both_phases_is_no_identical_answer():
     assert not judge(results(warm_from_memory=failed, local_prefix_hit=failed)).identical
 
 
+def test_several_ranks_share_the_room_and_have_a_core_each(tiny_model, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5})
+    plan = Plan.for_this_machine(ranks=2)
+    arguments = plan.engine_arguments()
+    assert arguments["tensor_parallel_size"] == 2
+    assert arguments["kv_cache_memory_bytes"] * 2 == plan.kv_cache_bytes
+    assert plan.document_tokens < Plan().document_tokens
+    assert EngineSettings(tiny_model, arguments=arguments).process_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "3|5"
+    alone = EngineSettings(tiny_model, arguments=Plan().engine_arguments())
+    assert alone.process_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "0"
+    assert "tensor_parallel_size" not in alone.llm_arguments()
+
+
 def replace_reason(output: Output, reason: str) -> Output:
     return Output(output.tokens, output.logprobs, reason, output.cached_tokens, output.first_token_seconds)
 
@@ -177,6 +190,16 @@ def test_an_engine_that_cannot_start_says_why(start_engine):
 @pytest.mark.timeout(600)
 def test_a_small_run_on_real_engines_passes(tiny_model, tmp_path):
     plan = Plan(rounds=1, prompts=2, document_tokens=1024, group=1)
+    report = judge(run_phases(tiny_model, corpus(), tmp_path, plan, say=print))
+    assert report.failures == []
+    assert report.used >= 4 * 1024
+
+
+@pytest.mark.soak
+@pytest.mark.engine
+@pytest.mark.timeout(1800)
+def test_a_small_run_with_two_ranks_passes(tiny_model, tmp_path):
+    plan = Plan(rounds=1, prompts=2, document_tokens=1024, group=1, kv_cache_bytes=1 << 30, ranks=2)
     report = judge(run_phases(tiny_model, corpus(), tmp_path, plan, say=print))
     assert report.failures == []
     assert report.used >= 4 * 1024

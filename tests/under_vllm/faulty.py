@@ -1,22 +1,31 @@
 """`FaultyConnector`: kvpact in a real engine, with faults that a test turns on and off from outside the engine.
 
 Name it by `kv_connector_module_path`. The environment variable FAULTY_CONTROL names a directory: the file `faults` in
-it lists the methods that raise now, `raised` gets a line for each time, and `network` one for each use of the network
-by kvpact.
+it lists the methods that raise now, `raised` gets a line for each time, `plans` one for each plan that ended, and
+`network` one for each use of the network by kvpact.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import socket_watch
 from kvpact.contract import LoadJob
+from kvpact.ledger import PlanRecord
 from kvpact.vllm import PactConnector
 
 CONTROL = Path(os.environ["FAULTY_CONTROL"])
+SLOW, SLOW_SECONDS = "tier.slow", 0.05
+"""While this is on, each operation of a tier takes so much longer."""
+
+CHECK_EVERY = 25
+"""Steps between two looks at all invariants of the cache; one that is broken counts as an error of the hook."""
+
 socket_watch.watch(CONTROL / "network")
 
 
@@ -56,8 +65,52 @@ def faulty(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
+def slowed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A tier's method, which takes longer while that fault is on."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if SLOW in active():
+            time.sleep(SLOW_SECONDS)
+        return method(*args, **kwargs)
+
+    return call
+
+
+def checked(end_step: Callable[[], Any], cache: Any) -> Callable[[], Any]:
+    """The end of a step, after which all invariants are looked at now and then."""
+    steps = 0
+
+    def call() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps % CHECK_EVERY == 0:
+            cache.check()
+        return end_step()
+
+    return call
+
+
+class PlanLog:
+    """Stands where the ledger keeps its history, and writes a line for each plan that ended."""
+
+    def __init__(self) -> None:
+        self._lines = (CONTROL / "plans").open("a", buffering=1)
+
+    def append(self, record: PlanRecord) -> None:
+        """A plan has ended."""
+        failed = [[blocks.start, blocks.count] for blocks in record.failed.ranges]
+        counts = (record.promised_tokens, record.committed_tokens, record.loaded_tokens)
+        used = (record.used_tokens, record.used_again_tokens)
+        self._lines.write(json.dumps([record.request_id, str(record.state), *counts, *used, failed]) + "\n")
+
+
 class FaultyConnector(PactConnector):
-    """kvpact, with faults. "transfer.fault.N" fails asynchronous loads from a request's block N on."""
+    """kvpact, with faults.
+
+    "transfer.fault.N" fails asynchronous loads from a request's block N on, "transfer.fault.N-M" those of blocks N to
+    M alone; "rank1.transfer.fault.N" and so on does it on rank 1 only, "rank1.save" fails its
+    saves. "tier.slow" slows the tiers down.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,15 +127,25 @@ class FaultyConnector(PactConnector):
         transfer._fault = self._fail_block
         wrap(transfer, "transfer", "start_loads", "wait_for_layer", "wait_for_loads", "start_saves", "poll")
         wrap(transfer._engine, "engine", "scatter", "gather")
+        transfer._engine.gather = faulty(transfer._engine.gather, f"rank{self._worker_side._place.rank}.save")
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         """The cache is up."""
         super().set_xfer_handshake_metadata_pp_aware(metadata)
         methods = "prepare_external_match commit_external_match note_computed end_step apply_report request_finished"
-        wrap(self._scheduler_side.cache, "cache", *methods.split())
+        cache: Any = self._scheduler_side.cache
+        wrap(cache, "cache", *methods.split())
+        cache.ledger.history = PlanLog()
+        cache.end_step = checked(cache.end_step, cache)
+        for source in cache.staging._sources:
+            tier = source.queue.tier
+            for name in ("get", "put", "delete") if tier.exclusive else ("lookup", "get", "put", "delete"):
+                setattr(tier, name, slowed(getattr(tier, name)))  # an exclusive tier's lookup touches memory only
 
-    @staticmethod
-    def _fail_block(job: LoadJob, block: int) -> None:
+    def _fail_block(self, job: LoadJob, block: int) -> None:
         for name in active():
-            if name.startswith("transfer.fault.") and block >= int(name.rsplit(".", 1)[1]):
+            place, _, blocks = name.partition("transfer.fault.")
+            first, _, last = blocks.partition("-")
+            ours = place in ("", f"rank{self._worker_side._place.rank}.")
+            if blocks and ours and int(first) <= block <= int(last or block):
                 strike(name)

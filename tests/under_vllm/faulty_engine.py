@@ -2,36 +2,72 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from engines import BLOCK_BY_BLOCK, kvpact_transfer_config
+from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 
 HERE = Path(__file__).parent
+TIGHT_KV_BLOCKS = 24
+ARGUMENTS: Mapping[str, Any] = {
+    **BLOCK_BY_BLOCK,
+    "max_num_seqs": 1,
+    "num_gpu_blocks_override": TIGHT_KV_BLOCKS,
+    "max_model_len": 8 * BLOCK,
+}
+"""One request runs at a time, and its prompt takes at most a third of the KV memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPlan:
+    """One plan of the engine's ledger, in tokens; `failed` is added up from the ranges that it names."""
+
+    request_id: str
+    state: str
+    promised: int
+    committed: int
+    loaded: int
+    used: int
+    failed: int
+
+    @property
+    def adds_up(self) -> bool:
+        """P7: promised >= committed >= loaded >= used, and each committed token is loaded or named as failed."""
+        falls = self.promised >= self.committed >= self.loaded >= self.used >= 0
+        return falls and self.loaded + self.failed == self.committed
 
 
 class FaultyEngine:
-    """A real engine whose kvpact fails on demand."""
+    """A real engine whose kvpact fails on demand. `settings` are kvpact's, over the ones that all have."""
 
-    def __init__(self, model: Path, directory: Path) -> None:
+    def __init__(
+        self, model: Path, directory: Path, *, arguments: Mapping[str, Any] = ARGUMENTS, **settings: object
+    ) -> None:
         self.control = directory / "control"
-        self.control.mkdir()
+        self.control.mkdir(exist_ok=True)
         self.slabs = directory / "slabs"
+        (directory / "stats.json").unlink(missing_ok=True)  # of an earlier life
         transfer = kvpact_transfer_config(
-            memory="64MiB",
-            tiers=[f"disk://{self.slabs}?capacity=128MiB"],
-            sync_load_limit="1MiB",
-            load_deadline="1s",
-            plan_lifetime="1s",
-            stats_file=str(directory / "stats.json"),
+            **{
+                "memory": "64MiB",
+                "tiers": [f"disk://{self.slabs}?capacity=128MiB"],
+                "sync_load_limit": "1MiB",
+                "load_deadline": "1s",
+                "plan_lifetime": "1s",
+                "stats_file": str(directory / "stats.json"),
+                **settings,
+            }
         ) | {"kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty"}
         environment = {
             "FAULTY_CONTROL": str(self.control),
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         }
-        settings = EngineSettings(model, transfer, BLOCK_BY_BLOCK, environment)
-        self.process = EngineProcess(settings, directory / "engine.log")
+        self.process = EngineProcess(EngineSettings(model, transfer, arguments, environment), directory / "engine.log")
 
     def fail(self, *faults: str) -> None:
         """These faults are on from now on, all others off."""
@@ -45,8 +81,20 @@ class FaultyEngine:
         path = self.control / "raised"
         return path.read_text().split() if path.exists() else []
 
-    def ask(self, tokens: list[int], *, keep_local: bool = False) -> Output:
+    @property
+    def plans(self) -> list[EndedPlan]:
+        """Every plan that ended so far, in order."""
+        path = self.control / "plans"
+        lines = path.read_text().splitlines() if path.exists() else []
+        plans = []
+        for line in lines:
+            request_id, state, promised, committed, loaded, used, used_again, failed = json.loads(line)
+            failed_tokens = sum(count for _, count in failed) * self.process.block_size
+            plans.append(EndedPlan(request_id, state, promised, committed, loaded, used + used_again, failed_tokens))
+        return plans
+
+    def ask(self, tokens: list[int], *, keep_local: bool = False, max_tokens: int = 4) -> Output:
         """One answer, the engine's own prefix cache dropped before."""
         if not keep_local:
             self.process.reset_prefix_cache()
-        return self.process.generate([tokens])[0]
+        return self.process.generate([tokens], max_tokens=max_tokens)[0]

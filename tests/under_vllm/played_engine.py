@@ -177,6 +177,10 @@ class PlayedEngine:
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         self.numbers = count()
         self.requests: dict[str, PlayedRequest] = {}
+        self.computed_tokens = 0
+        self.external_queries = 0
+        self.external_hits = 0
+        """What vLLM adds to its counters `vllm:external_prefix_cache_queries` and `_hits`, in tokens."""
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_blocks_at_rest = self.pool.get_num_free_blocks()
 
@@ -229,6 +233,10 @@ class PlayedEngine:
         if before_update is not None:
             before_update()
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.connector_prefix_cache_stats is not None:
+                external = outputs.scheduler_stats.connector_prefix_cache_stats
+                self.external_queries += external.queries
+                self.external_hits += external.hits
             for one in outputs.outputs:
                 played = self.requests[one.request_id]
                 played.said.extend(one.new_token_ids)
@@ -236,6 +244,7 @@ class PlayedEngine:
                     played.finish_reason = str(one.finish_reason)
                 if one.prefill_stats is not None:
                     played.cached_tokens = one.prefill_stats.num_cached_tokens
+        self.computed_tokens += scheduled.total_num_scheduled_tokens
         return int(scheduled.total_num_scheduled_tokens)
 
     def execute(self, scheduled: Any) -> ModelRunnerOutput:

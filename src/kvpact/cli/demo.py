@@ -6,6 +6,7 @@ Owns the command's options, its work directory and its exit code; `kvpact.demo` 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from math import inf
@@ -29,6 +30,10 @@ def demo(
         int | None,
         typer.Option(min=1, help="Rounds of 8 new prompts; 2 unless the machine is slow, where 8 may be fewer, too."),
     ] = None,
+    tp: Annotated[
+        int,
+        typer.Option("--tp", min=1, help="Tensor-parallel ranks of each engine, a core for each; shorter documents."),
+    ] = 1,
 ) -> None:
     """Compute eight long documents once on a real vLLM engine, then load them from memory and, restarted, from disk.
 
@@ -41,6 +46,12 @@ def demo(
     from kvpact.demo.report import judge, show
     from kvpact.demo.text import corpus
 
+    shape, cores = ModelShape(), len(os.sched_getaffinity(0))
+    if tp > cores or shape.kv_heads % tp:
+        raise typer.BadParameter(
+            f"{tp} ranks need {tp} cores (there are {cores}) and must divide the model's {shape.kv_heads} heads",
+            param_hint="--tp",
+        )
     progress = Console(stderr=True)
     text = corpus()
     last = work.resolve() / "last-run"
@@ -48,8 +59,9 @@ def demo(
     last.mkdir(parents=True)
     try:
         with progress.status("making the model") as status:
-            model = ensure_model(work.resolve(), ModelShape(), text)
-            plan = Plan.for_this_machine(**({} if rounds is None else {"rounds": rounds, "last_round_by": inf}))
+            model = ensure_model(work.resolve(), shape, text)
+            chosen = {} if rounds is None else {"rounds": rounds, "last_round_by": inf}
+            plan = Plan.for_this_machine(ranks=tp, **chosen)
             report = judge(run_phases(model, text, last, plan, say=status.update))
     except KvpactError as error:
         progress.print(f"kvpact demo: {error}", markup=False, highlight=False)

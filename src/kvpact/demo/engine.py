@@ -48,6 +48,25 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str | None = None
 
 
+class Crowd(msgspec.Struct, frozen=True, tag=True):
+    """Answer these prompts, `at_once` in the engine at a time; a share `leaving` (0 to 1) of the users is impatient.
+
+    Such a user leaves after so many engine steps as `seed` says, 10 times `at_once` at most, if he has no answer yet;
+    his output has the finish reason "abort" and no token.
+    """
+
+    prompts: list[list[int]]
+    max_tokens: int
+    logprobs: int
+    at_once: int
+    leaving: float
+    seed: int
+
+
+class ReadMetrics(msgspec.Struct, frozen=True, tag=True):
+    """vLLM's own counters, as its metrics endpoint shows them."""
+
+
 class Reset(msgspec.Struct, frozen=True, tag=True):
     """Drop the engine's own prefix cache, and with `connector` the external one as well."""
 
@@ -58,7 +77,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Shut the engine down in order and leave."""
 
 
-Command: TypeAlias = Generate | Reset | Stop
+Command: TypeAlias = Generate | Crowd | ReadMetrics | Reset | Stop
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -70,6 +89,8 @@ class Output(msgspec.Struct, frozen=True):
     cached_tokens: int
     """Prompt tokens that the engine did not compute, from its own cache or from outside."""
     first_token_seconds: float
+    seconds: float = 0.0
+    """From the request's arrival to its end; of a `Crowd`, else 0."""
 
     def same_answer(self, other: Output) -> bool:
         """Bit-identical tokens and log-probabilities, and an answer at all (a failed request can look like a hit)."""
@@ -81,6 +102,7 @@ class Reply(msgspec.Struct, frozen=True):
     """One line from the host. `error` is set when the command failed; the engine may be dead then."""
 
     outputs: list[Output] = []
+    metrics: dict[str, float] = {}
     done: bool = True
     block_size: int = 0
     error: str | None = None
@@ -130,6 +152,20 @@ class EngineSettings:
             arguments["kv_transfer_config"] = dict(self.kv_transfer_config)
         return arguments
 
+    def process_environment(self) -> dict[str, str]:
+        """What the engine's processes get beside this one's environment: each rank computes on a core of its own."""
+        ranks = int(self.arguments.get("tensor_parallel_size", 1)) * int(
+            self.arguments.get("pipeline_parallel_size", 1)
+        )
+        binding = {"VLLM_CPU_OMP_THREADS_BIND": one_core_each(ranks)} if ranks > 1 else {}
+        return {**PINNED_ENVIRONMENT, **binding, **self.environment}
+
+
+def one_core_each(ranks: int) -> str:
+    """The binding of vLLM's CPU ranks to cores, such as "0|1"; where cores are too few, ranks share them."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+
 
 class EngineProcess:
     """One engine. Starts at once; call `wait_ready` before use. As a context manager it leaves no process behind."""
@@ -150,7 +186,7 @@ class EngineProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     pass_fds=(replies,),
-                    env={**os.environ, **PINNED_ENVIRONMENT, **settings.environment},
+                    env={**os.environ, **settings.process_environment()},
                     start_new_session=True,
                 )
         except BaseException:
@@ -208,6 +244,29 @@ class EngineProcess:
         """Start on `prompts` and return at once, for a caller that does something meanwhile, such as a kill."""
         self.wait_ready()
         self._write(Generate([list(prompt) for prompt in prompts], max_tokens, logprobs, together, cache_salt))
+
+    def crowd(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        at_once: int | None = None,
+        leaving: float = 0.0,
+        seed: int = 0,
+        max_tokens: int = 4,
+        logprobs: int = 5,
+        timeout: float = GENERATE_TIMEOUT,
+    ) -> list[Output]:
+        """Answer `prompts`, `at_once` (by default all) at a time, while users leave at random; see `Crowd`."""
+        self.wait_ready()
+        asked = [list(prompt) for prompt in prompts]
+        self._write(Crowd(asked, max_tokens, logprobs, at_once or len(asked), leaving, seed))
+        return self.receive_outputs(timeout)
+
+    def metrics(self, timeout: float = 20.0) -> dict[str, float]:
+        """vLLM's own counters by name, such as "vllm:external_prefix_cache_hits"."""
+        self.wait_ready()
+        self._write(ReadMetrics())
+        return self._receive(timeout).metrics
 
     def receive_outputs(self, timeout: float = GENERATE_TIMEOUT) -> list[Output]:
         """The outputs of the last `send_prompts`. Raises EngineError if the engine died or took too long."""

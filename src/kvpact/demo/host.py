@@ -7,15 +7,29 @@ output. Never imported by anything: `python -m kvpact.demo.host`. Floor 4.
 from __future__ import annotations
 
 import os
+import random
 import sys
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvpact.demo.engine import STOP_TIMEOUT, Command, Generate, Output, Reply, Reset, Settings, Stop
+from kvpact.demo.engine import (
+    STOP_TIMEOUT,
+    Command,
+    Crowd,
+    Generate,
+    Output,
+    ReadMetrics,
+    Reply,
+    Reset,
+    Settings,
+    Stop,
+)
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
+    from vllm import LLM, RequestOutput, SamplingParams
 
 
 def main() -> None:
@@ -46,20 +60,56 @@ def main() -> None:
         llm.llm_engine.engine_core.shutdown(timeout=STOP_TIMEOUT / 2)
 
 
-def _obey(llm: LLM, command: Generate | Reset) -> Reply:
+def _obey(llm: LLM, command: Generate | Crowd | ReadMetrics | Reset) -> Reply:
     if isinstance(command, Reset):
         return Reply(done=bool(llm.reset_prefix_cache(reset_connector=command.connector)))
+    if isinstance(command, ReadMetrics):
+        counters = [metric for metric in llm.get_metrics() if type(metric).__name__ == "Counter"]
+        return Reply(
+            metrics={counter.name: float(counter.value) for counter in counters if not _is_part(counter.labels)}
+        )
     from vllm import SamplingParams
 
     sampling = SamplingParams(
         temperature=0.0, max_tokens=command.max_tokens, logprobs=command.logprobs, seed=0, ignore_eos=True
     )
+    if isinstance(command, Crowd):
+        return Reply(outputs=_serve_crowd(llm, command, sampling))
     salt = {} if command.cache_salt is None else {"cache_salt": command.cache_salt}
     prompts = [{"prompt_token_ids": prompt, **salt} for prompt in command.prompts]
     batches = [prompts] if command.together else [[prompt] for prompt in prompts]
     return Reply(
         outputs=[_output(result) for batch in batches for result in llm.generate(batch, sampling, use_tqdm=False)]
     )
+
+
+def _is_part(labels: dict[str, str]) -> bool:
+    """Whether a counter is one part of several of its name."""
+    return bool(labels.keys() - {"model_name", "engine"})
+
+
+def _serve_crowd(llm: LLM, crowd: Crowd, sampling: SamplingParams) -> list[Output]:
+    """Step the engine as its front end does, taking in users and letting them go between steps."""
+    engine, choose = llm.llm_engine, random.Random(crowd.seed)
+    arriving = deque(range(len(crowd.prompts)))
+    patience = {number: choose.randrange(10 * crowd.at_once) for number in arriving if choose.random() < crowd.leaving}
+    waiting: dict[int, float] = {}
+    outputs: dict[int, Output] = {}
+    while arriving or waiting:
+        while arriving and len(waiting) < crowd.at_once:
+            number = arriving.popleft()
+            engine.add_request(str(number), {"prompt_token_ids": crowd.prompts[number]}, sampling)
+            waiting[number] = time.monotonic()
+        for number in [number for number in waiting if number in patience]:
+            patience[number] -= 1
+            if patience[number] < 0:
+                engine.abort_request([str(number)])
+                outputs[number] = Output((), (), "abort", 0, 0.0, time.monotonic() - waiting.pop(number))
+        for result in engine.step() if waiting else ():
+            if result.finished and (began := waiting.pop(int(result.request_id), None)) is not None:
+                answer = _output(result)
+                outputs[int(result.request_id)] = msgspec.structs.replace(answer, seconds=time.monotonic() - began)
+    return [outputs[number] for number in range(len(crowd.prompts))]
 
 
 def _output(result: RequestOutput) -> Output:

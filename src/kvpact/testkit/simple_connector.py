@@ -217,3 +217,18 @@ class NaiveConnector(SimpleConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
             self.pinned_blocks -= self.promised[request.request_id]
+
+
+class HesitantConnector(SimpleConnector):
+    """Answers "ask again later" to the first lookups of each request, and never has anything."""
+
+    LOOKUPS = 5
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.lookups: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Nothing, after a while."""
+        lookups = self.lookups[request.request_id] = self.lookups.get(request.request_id, 0) + 1
+        return (0 if lookups > self.LOOKUPS else None), False

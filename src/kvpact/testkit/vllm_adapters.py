@@ -6,9 +6,11 @@ its behaviour alone. Floor 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvpact.contract import LoadJob, SaveJob
 
 if TYPE_CHECKING:
     from kvpact.testkit.vllm_engine import VllmEngine
@@ -27,6 +29,10 @@ class ConnectorAdapter:
 
     def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
         """From now on loads fail from the request's block `good_blocks` on; False if that cannot be done."""
+        return False
+
+    def fail_blocks(self, engine: VllmEngine, rank: int, *, loads: Collection[int], saves: Collection[int]) -> bool:
+        """From now on this rank fails to load and to save just these blocks of any request; False if it cannot be."""
         return False
 
     def break_hooks(self, engine: VllmEngine) -> Mapping[str, Callable[[], None]]:
@@ -118,6 +124,13 @@ class PactAdapter(ConnectorAdapter):
                     transfer._engine.scatter = original
 
             transfer._load_synchronous = load_badly
+        return True
+
+    def fail_blocks(self, engine: VllmEngine, rank: int, *, loads: Collection[int], saves: Collection[int]) -> bool:
+        """The transfer thread passes them over: saves, and loads that are asynchronous."""
+        transfer = engine.ranks[rank].connector._worker_side._transfer
+        failing = {LoadJob: frozenset(loads), SaveJob: frozenset(saves)}
+        transfer._faulty = lambda job, block: job.start_block + block in failing[type(job)]
         return True
 
     def break_hooks(self, engine: VllmEngine) -> Mapping[str, Callable[[], None]]:

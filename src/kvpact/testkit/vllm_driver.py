@@ -23,12 +23,14 @@ from kvpact.testkit.vllm_engine import EngineDied
 from kvpact.testkit.vllm_lab import FOLDER, FOLDER_PREFIX, BrokenError, ConnectorUnderTest, Lab, NotObservableError
 from kvpact.testkit.vllm_registry import Scenario
 from kvpact.testkit.vllm_scenarios_context import CONTEXTS
+from kvpact.testkit.vllm_scenarios_exits import EXITS
 from kvpact.testkit.vllm_scenarios_loads import LOADS
 from kvpact.testkit.vllm_scenarios_promises import PROMISES
+from kvpact.testkit.vllm_scenarios_ranks import RANKS
 from kvpact.testkit.vllm_seams import CollectiveNotPossible, release
 from kvpact.testkit.vllm_walk import WALKS
 
-SCENARIOS = (*PROMISES, *LOADS, *WALKS, *CONTEXTS)
+SCENARIOS = (*PROMISES, *EXITS, *LOADS, *RANKS, *WALKS, *CONTEXTS)
 """All scenarios, in the order in which they run."""
 
 

@@ -81,7 +81,7 @@ class VllmEngine:
     def __init__(self, settings: EngineSettings, transfer: Mapping[str, Any], journal: Callable[[str], None]) -> None:
         self.settings = settings
         self.observed = Observed()
-        self.report_delay = [0] * settings.ranks
+        self.report_delay = [0] * settings.workers
         """Steps by which each rank's words to the scheduler come late."""
         self.rewrite: Callable[[str, int], int] | None = None
         """Makes the scheduler take other numbers of tokens than it was answered: (request, answer) -> tokens."""
@@ -93,7 +93,7 @@ class VllmEngine:
         self._identities: dict[str, str] = {}
         self._wanted: dict[str, RequestSettings] = {}
         self._aborts: list[str] = []
-        self._late: list[deque[tuple[int, Any]]] = [deque() for _ in range(settings.ranks)]
+        self._late: list[deque[tuple[int, Any]]] = [deque() for _ in range(settings.workers)]
         self._in_flight: deque[tuple[Any, Any]] = deque()
         self._drafts: Any = None
         self._said: dict[str, tuple[int, str]] = {}
@@ -101,11 +101,11 @@ class VllmEngine:
         vllm_config = seams.make_vllm_config(settings, transfer)
         kv_cache_config = seams.make_kv_cache_config(settings)
         # Workers come up before the scheduler does.
-        self.ranks = [Rank(settings, vllm_config, kv_cache_config, rank) for rank in range(settings.ranks)]
+        self.ranks = [Rank(settings, vllm_config, worker) for worker in range(settings.workers)]
         self.scheduler = seams.make_scheduler(settings, vllm_config, kv_cache_config)
         self.connector = self.scheduler.connector
-        seams.shake_hands(self.connector, [rank.connector for rank in self.ranks])
-        self._aggregator = seams.make_aggregator(self.connector, settings.ranks)
+        seams.shake_hands(settings, self.connector, [rank.connector for rank in self.ranks])
+        self._aggregator = seams.make_aggregator(self.connector, settings.workers)
         self._tap()
 
     # What a scenario does

@@ -12,7 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvpact.testkit.vllm_oracle import VOCABULARY, OracleMemory, PageShape, TokenChain, WrongSlot
-from kvpact.testkit.vllm_seams import HEAD_SIZE, HEADS, EngineSettings, acting_as, layer_names, make_worker_connector
+from kvpact.testkit.vllm_seams import (
+    HEAD_SIZE,
+    HEADS,
+    EngineSettings,
+    acting_as,
+    layers_of_worker,
+    make_worker_connector,
+)
 
 
 @dataclass(slots=True)
@@ -26,12 +33,12 @@ class RankRequest:
 
 
 class Rank:
-    """One tensor-parallel rank of the engine."""
+    """One worker of the engine: a tensor-parallel rank of a pipeline stage, with that stage's layers alone."""
 
-    def __init__(self, settings: EngineSettings, vllm_config: Any, kv_cache_config: Any, rank: int) -> None:
+    def __init__(self, settings: EngineSettings, vllm_config: Any, rank: int) -> None:
         self.settings = settings
         self.rank = rank
-        self.layers = layer_names(settings)
+        self.layers = layers_of_worker(settings, rank)
         shape = PageShape(settings.num_blocks, HEADS // settings.ranks, settings.block_size, 4 * HEAD_SIZE)
         self.memory = OracleMemory(self.layers, shape, rank)
         self.requests: dict[str, RankRequest] = {}
@@ -42,14 +49,14 @@ class Rank:
         self.mute = False
         """The rank computes, but does nothing of what its connector is told, and says nothing."""
         self._vllm_config = vllm_config
-        self.connector = make_worker_connector(vllm_config, kv_cache_config, rank, settings.ranks)
+        self.connector = make_worker_connector(settings, vllm_config, rank)
         self._attention = self._decorated_attention()
         with self.acting():
             self.connector.register_kv_caches(dict(self.memory.tensors))
 
     def acting(self) -> Any:
         """Within: this process is this rank."""
-        return acting_as(self.rank, self.settings.ranks, self.connector)
+        return acting_as(self.settings, self.rank, self.connector)
 
     def execute(self, scheduler_output: Any, identities: dict[str, str]) -> Any:
         """One step: a `ModelRunnerOutput`. `identities` is what besides tokens decides each request's KV content."""

@@ -94,7 +94,7 @@ def _loading(lab: Lab, engine: VllmEngine, delay: int) -> None:
     """A request waits for its asynchronous load, whose end is reported late."""
     tokens = prompt(1, 10)
     lab.store(engine, tokens)
-    engine.report_delay = [delay] * engine.settings.ranks
+    engine.report_delay = [delay] * engine.settings.workers
     engine.journal(f"workers' reports come {delay} steps late")
     engine.add("loading", tokens)
     engine.run(lambda: bool(engine.status("loading") not in ("", "WAITING")), steps=30)

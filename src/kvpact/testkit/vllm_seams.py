@@ -53,7 +53,9 @@ class EngineSettings:
     """Tokens in a block."""
     layers: int = 2
     ranks: int = 1
-    """Tensor-parallel ranks, all in this process."""
+    """Tensor-parallel ranks of each stage, all in this process."""
+    stages: int = 1
+    """Pipeline stages, each with its own layers: the first ones have one more where they cannot be equal."""
     max_num_seqs: int = 16
     """Requests that run at once."""
     token_budget: int = 2048
@@ -71,6 +73,11 @@ class EngineSettings:
     """LoRA adapters that run at once; 0 turns LoRA off."""
     failure_policy: str = "recompute"
     """What becomes of a request whose load failed: "recompute" or "fail"."""
+
+    @property
+    def workers(self) -> int:
+        """All ranks of all stages; they are numbered stage by stage."""
+        return self.ranks * self.stages
 
 
 def release() -> str:
@@ -115,6 +122,14 @@ def layer_names(settings: EngineSettings) -> list[str]:
     return [f"model.layers.{layer}.self_attn.attn" for layer in range(settings.layers)]
 
 
+def layers_of_worker(settings: EngineSettings, worker: int) -> list[str]:
+    """The layers of the worker's stage."""
+    stage, names = worker // settings.ranks, layer_names(settings)
+    sizes = [len(names) // settings.stages + (one < len(names) % settings.stages) for one in range(settings.stages)]
+    first = sum(sizes[:stage])
+    return names[first : first + sizes[stage]]
+
+
 def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any]) -> Any:
     """A `VllmConfig` for an engine with the connector that `transfer` (fields of `KVTransferConfig`) names."""
     from vllm import config
@@ -125,7 +140,9 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any]) -> A
         device_config=config.DeviceConfig(device="cpu"),
         cache_config=config.CacheConfig(block_size=settings.block_size, enable_prefix_caching=True),
         parallel_config=config.ParallelConfig(
-            tensor_parallel_size=settings.ranks, distributed_executor_backend="mp" if settings.ranks > 1 else "uni"
+            tensor_parallel_size=settings.ranks,
+            pipeline_parallel_size=settings.stages,
+            distributed_executor_backend="mp" if settings.workers > 1 else "uni",
         ),
         scheduler_config=config.SchedulerConfig(
             max_num_seqs=settings.max_num_seqs,
@@ -163,8 +180,8 @@ def _draft_config(settings: EngineSettings) -> Any:
     )
 
 
-def make_kv_cache_config(settings: EngineSettings) -> Any:
-    """One group of full-attention layers."""
+def make_kv_cache_config(settings: EngineSettings, worker: int | None = None) -> Any:
+    """One group of full-attention layers: all of them, or those of one worker."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
@@ -174,7 +191,8 @@ def make_kv_cache_config(settings: EngineSettings) -> Any:
         head_size=HEAD_SIZE,
         dtype=torch.float16,
     )
-    group = KVCacheGroupSpec(layer_names(settings), spec)
+    names = layer_names(settings) if worker is None else layers_of_worker(settings, worker)
+    group = KVCacheGroupSpec(names, spec)
     return KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
 
 
@@ -272,17 +290,18 @@ class RankGroup:
 
 
 @contextmanager
-def acting_as(rank: int, world_size: int, connector: Any = None) -> Iterator[None]:
-    """Within: vLLM's globals say that this process is that rank, with that worker half of the connector."""
+def acting_as(settings: EngineSettings, worker: int, connector: Any = None) -> Iterator[None]:
+    """Within: vLLM's globals say that this process is that worker, with that worker half of the connector."""
     from vllm.distributed import parallel_state
     from vllm.distributed.kv_transfer import kv_transfer_state
 
+    stage, rank = divmod(worker, settings.ranks)
     ours = {
-        (parallel_state, "_TP"): RankGroup(rank, world_size),
-        (parallel_state, "_PP"): RankGroup(0, 1),
+        (parallel_state, "_TP"): RankGroup(rank, settings.ranks),
+        (parallel_state, "_PP"): RankGroup(stage, settings.stages),
         (parallel_state, "_DCP"): RankGroup(0, 1),
         (parallel_state, "_PCP"): RankGroup(0, 1),
-        (parallel_state, "_WORLD"): RankGroup(rank, world_size),
+        (parallel_state, "_WORLD"): RankGroup(worker, settings.workers),
         (kv_transfer_state, "_KV_CONNECTOR_AGENT"): connector,
     }
     before = {(module, name): getattr(module, name, None) for module, name in ours}
@@ -295,28 +314,28 @@ def acting_as(rank: int, world_size: int, connector: Any = None) -> Iterator[Non
             setattr(module, name, value)
 
 
-def make_worker_connector(vllm_config: Any, kv_cache_config: Any, rank: int, world_size: int) -> Any:
-    """The connector's worker half, as the rank's own process would build it."""
+def make_worker_connector(settings: EngineSettings, vllm_config: Any, worker: int) -> Any:
+    """The connector's worker half, as the worker's own process would build it."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     own = copy.copy(vllm_config)
     own.parallel_config = copy.copy(vllm_config.parallel_config)
-    own.parallel_config.rank = rank
-    with acting_as(rank, world_size), set_current_vllm_config(own):
+    own.parallel_config.rank = worker
+    with acting_as(settings, worker), set_current_vllm_config(own):
         return KVConnectorFactory.create_connector(
-            config=own, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config
+            config=own, role=KVConnectorRole.WORKER, kv_cache_config=make_kv_cache_config(settings, worker)
         )
 
 
-def shake_hands(scheduler_connector: Any, worker_connectors: Sequence[Any]) -> None:
+def shake_hands(settings: EngineSettings, scheduler_connector: Any, worker_connectors: Sequence[Any]) -> None:
     """What `EngineCore` does once the workers are up."""
     hellos = {}
-    for rank, connector in enumerate(worker_connectors):
-        with acting_as(rank, len(worker_connectors), connector):
+    for worker, connector in enumerate(worker_connectors):
+        with acting_as(settings, worker, connector):
             if (hello := connector.get_handshake_metadata()) is not None:
-                hellos[0, rank] = hello
+                hellos[divmod(worker, settings.ranks)] = hello
     if hellos:
         scheduler_connector.set_xfer_handshake_metadata_pp_aware(hellos)
 
