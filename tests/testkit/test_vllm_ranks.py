@@ -15,6 +15,7 @@ import torch
 
 from kvpact.cache import PactCache
 from kvpact.contract import JobOutcome, WorkerReport
+from kvpact.errors import ConfigError
 from kvpact.testkit.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.vllm_adapters import PactAdapter
 from kvpact.testkit.vllm_engine import VllmEngine
@@ -192,6 +193,14 @@ def test_h43_no_rank_waits_for_another_one(layout: dict[str, int], monkeypatch: 
 
 def refuse(*_: object, **__: object) -> None:
     raise AssertionError("a collective operation in a step")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_h40_a_rank_that_does_not_say_where_its_memory_is_stops_the_start(layout: dict[str, int]) -> None:
+    with engine_with(layout) as engine:
+        hello = engine.ranks[0].connector.get_handshake_metadata()
+        with pytest.raises(ConfigError, match=r"the engine has 2 ranks; \[0\] have set up their memory"):
+            engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): hello})
 
 
 def test_h23_engines_of_another_parallel_layout_share_nothing(tmp_path: Path) -> None:

@@ -132,8 +132,16 @@ class SchedulerSide:
         """The workers are up: map their memory, open the tiers, begin to serve.
 
         A tier that cannot be opened is left out with one message; the engine serves on without it.
+        Raises ConfigError if a rank is missing: what the others saved would count as saved by all (H40).
         """
         hellos = sorted(hellos, key=lambda hello: hello.rank)
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        present = [hello.rank for hello in hellos]
+        if present != list(range(ranks)):
+            raise ConfigError(
+                f"the engine has {ranks} ranks; {present} have set up their memory for kvpact, see the others' log"
+            )
         arena = Arena([ArenaSegment.attach(hello.segment) for hello in hellos])
         for segment in arena.segments:
             segment.start_prefault()  # maps here what the worker takes from the machine
