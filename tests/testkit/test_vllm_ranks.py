@@ -205,7 +205,7 @@ def test_h40_a_rank_that_does_not_say_where_its_memory_is_stops_the_start(layout
 
 def test_h23_engines_of_another_parallel_layout_share_nothing(tmp_path: Path) -> None:
     """A slot holds one rank's heads beside the next one's, and one stage's layers behind the other's."""
-    tiers = [f"disk://{tmp_path}?capacity=64MiB"]
+    tiers = [f"dir://{tmp_path}?capacity=64MiB"]
     layouts = [{"layers": 2}, {"layers": 2, "ranks": 2}, {"layers": 2, "stages": 2}]
     for layout in layouts:
         with engine_with(layout, tiers=tiers) as engine:

@@ -18,6 +18,16 @@ CONFIG = {
 }
 
 
+AS_OF_0_32 = {"window_is_computed_again"}
+AS_OF_0_33 = {"commits_come_with_the_next_output"}
+NOT_THERE = {
+    "0.26.0": {"draft_model_wants_the_rest_of_the_prompt", *AS_OF_0_32, *AS_OF_0_33},
+    "0.28.0": {*AS_OF_0_32, *AS_OF_0_33},
+    "0.30.0": {*AS_OF_0_32, *AS_OF_0_33},
+}
+"""What these releases' schedulers cannot do yet."""
+
+
 @pytest.mark.parametrize("release", [release for release in RELEASES if release != installed_release()])
 @pytest.mark.timeout(900)
 def test_every_scenario_is_kept(release: str) -> None:
@@ -25,4 +35,6 @@ def test_every_scenario_is_kept(release: str) -> None:
     report = run_on_release(release, "kvpact.vllm:PactConnector", CONFIG)
     assert report.engine == f"vLLM {release}"
     assert len(report.checks) == len(SCENARIOS)
-    assert all(check.verdict is Verdict.KEPT for check in report.checks), as_text(report)
+    unseen = {check.name for check in report.checks if check.verdict is Verdict.NOT_OBSERVABLE}
+    assert unseen == NOT_THERE.get(release, set()), as_text(report)
+    assert not report.broken, as_text(report)

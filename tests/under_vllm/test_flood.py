@@ -1,6 +1,7 @@
 """The published flood: ten prompts, five hundred others, the ten again; vLLM's own hit counters say what was reused.
 
-On vLLM's real scheduler with a played model here; the soak test at the end does it on real engines.
+On vLLM's real scheduler with a played model, a hundred others instead of five hundred, for time; `make soak` runs the
+whole flood there and on real engines.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engines import kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineProcess, EngineSettings
 from kvpact.demo.phases import settle
 
-FLOOD = 500
+FLOOD, SHORT_FLOOD = 500, 100
 REFERENCES = 10
 BLOCKS = 4
 REUSABLE = REFERENCES * BLOCKS * BLOCK
@@ -43,19 +44,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
         engine.close()
 
 
+@pytest.mark.parametrize("flood", [SHORT_FLOOD, pytest.param(FLOOD, marks=[pytest.mark.soak])])
 @pytest.mark.parametrize(
     ("memory", "shared", "reused"),
     [(ROOMY, False, REUSABLE), (SMALL, False, 0), (ROOMY, True, REUSABLE), (SMALL, True, REUSABLE)],
     ids=["memory", "small memory", "memory and shared", "small memory and shared"],
 )
 def test_h57_h70_after_a_flood_the_hit_counter_says_exactly_what_was_reused(
-    start: Callable[..., PlayedEngine], tmp_path: Path, memory: str, shared: bool, reused: int
+    start: Callable[..., PlayedEngine], tmp_path: Path, memory: str, shared: bool, reused: int, flood: int
 ) -> None:
     (tmp_path / "store").mkdir()
     tiers = [f"dir://{tmp_path}/store?capacity=64MiB"] if shared else []
     engine = start(memory=memory, tiers=tiers)
     references = [make_prompt(seed, BLOCKS) for seed in range(REFERENCES)]
-    for tokens in (*references, *(make_prompt(1000 + number, BLOCKS) for number in range(FLOOD))):
+    for tokens in (*references, *(make_prompt(1000 + number, BLOCKS) for number in range(flood))):
         assert engine.generate(tokens, max_tokens=1).cached_tokens == 0
     assert engine.external_hits == 0, "prompts that nobody asked before hit nothing"
     queries, computed = engine.external_queries, engine.computed_tokens

@@ -230,5 +230,6 @@ class HesitantConnector(SimpleConnector):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Nothing, after a while."""
+        super().get_num_new_matched_tokens(request, num_computed_tokens)
         lookups = self.lookups[request.request_id] = self.lookups.get(request.request_id, 0) + 1
         return (0 if lookups > self.LOOKUPS else None), False
