@@ -54,7 +54,7 @@ class FaultyEngine:
         (directory / "stats.json").unlink(missing_ok=True)  # of an earlier life
         transfer = kvpact_transfer_config(
             **{
-                "memory": "64MiB",
+                "memory": "16MiB",
                 "tiers": [f"disk://{self.slabs}?capacity=128MiB"],
                 "sync_load_limit": "1MiB",
                 "load_deadline": "1s",

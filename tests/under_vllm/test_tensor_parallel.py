@@ -51,7 +51,7 @@ class Ranks:
         self.engine = self.start()
 
     def start(self) -> FaultyEngine:
-        self.engine = FaultyEngine(self._model, self._directory, arguments=ARGUMENTS)
+        self.engine = FaultyEngine(self._model, self._directory, arguments=ARGUMENTS, memory="64MiB")
         self.engine.process.wait_ready()
         return self.engine
 

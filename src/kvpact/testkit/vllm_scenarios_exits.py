@@ -8,6 +8,7 @@ need it is not there; what the scheduler does then is its own. Floor 4.
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from kvpact.testkit.simple_connector import HesitantConnector
@@ -77,7 +78,7 @@ def encoder_outputs_are_on_their_way(lab: Lab) -> None:
         lab.store(engine, tokens)
         engine.add("waiting", tokens)
         request = engine.scheduler.requests["waiting"]
-        features, request.mm_features = request.mm_features, [object()]
+        features, request.mm_features = request.mm_features, [SimpleNamespace(identifier="picture")]
         _switch(engine, "ec_connector", _EncoderConnector())
         for _ in range(SILENT_STEPS):
             engine.step()
