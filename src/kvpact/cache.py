@@ -8,7 +8,8 @@ Floor 2.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -121,6 +122,7 @@ class PactCache(ExternalCache):
         self._steps = StepMatches(
             self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
+        self._step_hits: Counter[str] = Counter()
         self._asks_shared = self.staging.has_shared and config.match_at == "schedule"
         self._looks_up_at_step = self.staging.has_shared and config.match_at == "step"
         self._progress = (0, 0.0)
@@ -409,6 +411,11 @@ class PactCache(ExternalCache):
         if len(keys) - start >= self._config.min_match_blocks:
             self._steps.order(save.job, computed_tokens, most_tokens, keys)
 
+    def take_step_hits(self) -> Mapping[str, int]:
+        """By request, the tokens that workers supplied at a step's beginning, by the reports since the last call."""
+        hits, self._step_hits = self._step_hits, Counter()
+        return hits
+
     def take_step_lookups(self) -> tuple[StepLookup, ...]:
         """What the workers are to look for with the step that ends; to be sent beside its `StepWork`."""
         return self._steps.end_step()
@@ -445,7 +452,9 @@ class PactCache(ExternalCache):
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
-        self._computing -= self._steps.apply_report(report, self._clock(), self._requests.__contains__)
+        skipped = self._steps.apply_report(report, self._clock(), self._requests.__contains__)
+        self._computing -= sum(skipped.values())
+        self._step_hits.update(skipped)
         # Loads first: what a request saved from a failed load on is not to be trusted.
         settlements = [self._settle_load(load) for load in self._copies.take_loads(report)]
         for save in self._copies.take_saves():

@@ -96,9 +96,9 @@ class StepMatches:
             if (task := self._open.get(read.job_id)) is not None:
                 self._staging.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
 
-    def apply_report(self, report: WorkerReport, now: float, is_alive: Callable[[str], bool]) -> int:
-        """Take in what ranks have loaded; return how many tokens the engine did not compute, over all requests."""
-        skipped = 0
+    def apply_report(self, report: WorkerReport, now: float, is_alive: Callable[[str], bool]) -> dict[str, int]:
+        """Take in what ranks have loaded; return, by request, how many tokens the engine did not compute."""
+        skipped: dict[str, int] = {}
         for rank, outcomes in report.ranks.items():
             for job_id, outcome in outcomes.items():
                 task = self._open.get(load_id(job_id))
@@ -107,7 +107,8 @@ class StepMatches:
                 task.ranks.add(rank)
                 task.loaded_blocks = len(outcome.done)  # equal on all ranks, who agreed on it before the step
                 if len(task.ranks) == self._ranks:
-                    skipped += self._settle(task, now, is_alive(task.job.request_id))
+                    name = task.job.request_id
+                    skipped[name] = skipped.get(name, 0) + self._settle(task, now, is_alive(name))
                     del self._open[task.job.job_id]
         return skipped
 

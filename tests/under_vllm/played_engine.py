@@ -34,6 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import kvpact.vllm.connector
 from kvpact.config import load_config
 from kvpact.vllm.connector import PactConnector
+from kvpact.vllm.scheduler import KvpactScheduler
 from kvpact.vllm.step_hook import StepHook
 from kvpact.vllm.worker_side import WorkerPlace
 
@@ -160,11 +161,14 @@ class PlayedEngine:
         self.zero_new_blocks = zero_new_blocks
         self.computed_tokens = 0
         """Computed by the played model since it began."""
+        self.external_queries = self.external_hits = 0
+        """What vLLM's `external_prefix_cache_queries` and `_hits` say."""
         self.step_hook: StepHook | None = None
         if self.worker.before_update_states is not None:  # as `kvpact.vllm.worker` does it
             self.step_hook = StepHook(self.worker, new_requests_only=False, minimum=None)
             self.worker.step_hook_bound()
-        self.scheduler = Scheduler(
+        scheduler_class = KvpactScheduler if self.worker.before_update_states is not None else Scheduler
+        self.scheduler = scheduler_class(
             vllm_config=self.config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from engines import BLOCK, prompt
+from engines import BLOCK, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 
 HERE = Path(__file__).parent
@@ -193,3 +194,49 @@ def test_vllms_example_connector_works_when_it_is_asked_on_the_worker(
         file.write_bytes(content)
     spoilt = ask(tokens)
     assert spoilt.logprobs != first.logprobs, "the files are not what the answer was made of"
+
+
+@pytest.mark.soak
+def test_h70_two_ranks_of_kvpact_find_in_a_shared_tier_what_the_step_is_to_compute(
+    tmp_path: Path, start_engine: Callable[..., EngineProcess]
+) -> None:
+    (tmp_path / "shared").mkdir()
+    transfer = kvpact_transfer_config(
+        memory="2MiB",  # four blocks: the second prompt takes the first one's place
+        tiers=[f"dir://{tmp_path}/shared?capacity=1GiB"],
+        match_at="step",
+        step_deadline="20s",
+        stats_file=str(tmp_path / "stats.json"),
+    )
+    engine = start_engine(
+        transfer,
+        arguments={
+            "worker_cls": "kvpact.vllm.worker.KvpactWorker",
+            "scheduler_cls": "kvpact.vllm.scheduler.KvpactScheduler",
+            "tensor_parallel_size": 2,
+        },
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+
+    def ask(tokens: list[int], local: bool = False) -> Output:
+        if not local:
+            engine.reset_prefix_cache()
+        return engine.generate([tokens])[0]
+
+    prompts = [prompt(941, 3), prompt(942, 3)]
+    first = [ask(tokens) for tokens in prompts]
+    assert [output.cached_tokens for output in first] == [0, 0]
+    for _ in range(2):
+        for tokens, expected in zip(prompts, first, strict=True):
+            hit, local = ask(tokens), ask(tokens, local=True)
+            assert hit.cached_tokens == local.cached_tokens == 3 * BLOCK
+            assert hit.same_answer(local)
+            assert hit.tokens == expected.tokens
+    until = time.monotonic() + 30.0
+    while engine.stats().get("step_hits") != 4:
+        assert time.monotonic() < until, engine.stats()
+        ask(prompt(943, 1))
+    stats = engine.stats()
+    assert stats["loaded_tokens"] == stats["used_tokens"] == 4 * 3 * BLOCK
+    assert stats['read_blocks{tier="directory"}'] == 4 * 3
+    assert stats["hook_errors"] == 0

@@ -277,6 +277,11 @@ class PactConnector(KVConnectorBase_V1):
         """The scheduler's half counts; the workers' half reports through it."""
         return self._scheduler.collect_stats() if self._scheduler is not None else None
 
+    @guarded(lambda: (0, 0))
+    def take_step_hits(self) -> tuple[int, int]:
+        """For `kvpact.vllm.scheduler`: tokens found at a step's beginning, at a request's first go and after one."""
+        return self._scheduler_side.take_step_hits()
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         """Rebuild statistics in the front end."""

@@ -28,6 +28,7 @@ from kvpact.vllm.identity import AdapterDigests, engine_namespace, request_ident
 from kvpact.vllm.messages import BrokenLoad, RanksMessage, StepMessage, StoreAddress, WorkerHello
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
+from kvpact.vllm.step_credit import StepCredit
 from kvpact.vllm.step_hook import Candidates
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class SchedulerSide:
         """Request id -> its blocks, from the first on that a load is to fill, until the workers have reported."""
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=bool(getattr(vllm_config, "use_v2_model_runner", False)))
+        self._credit = StepCredit()
         self._store: StoreAddress | None = None
         """Where the workers look when a step begins; None if they do not."""
         self._stats: StatsCollector | None = None
@@ -313,6 +315,7 @@ class SchedulerSide:
             view = self._requests.get(request_id)
             if view is not None and request_id not in self._distrusted:
                 self.cache.look_up_at_step(view, view.request.num_computed_tokens, most_tokens)
+                self._credit.watch(view.request)
 
     def end_broken_step(self) -> StepMessage:
         """What to tell the workers when `end_step` raised: none of the step's loads will happen."""
@@ -347,6 +350,7 @@ class SchedulerSide:
             return
         self.cache.note_step_reads(message.reads)
         settlements = self.cache.apply_report(self._unsettled)
+        self._credit.credit(self.cache.take_step_hits())
         self._unsettled = WorkerReport({})
         for settlement in settlements:
             self._loading.pop(settlement.request_id, None)
@@ -367,6 +371,7 @@ class SchedulerSide:
         """The request ended or was cancelled, in whatever state."""
         self._requests.pop(request_id, None)
         self._answers.pop(request_id, None)
+        self._credit.request_finished(request_id)
         if self.cache is not None:
             self.cache.request_finished(request_id)
 
@@ -384,6 +389,10 @@ class SchedulerSide:
     def collect_stats(self) -> PactStats | None:
         """`get_kv_connector_stats`: what was counted since the last time, for vLLM's own metrics."""
         return self._stats.collect() if self._stats is not None else None
+
+    def take_step_hits(self) -> tuple[int, int]:
+        """See `StepCredit.take_hits`."""
+        return self._credit.take_hits()
 
     def reset(self) -> None:
         """`reset_cache`: the weights changed; nothing stored is valid any more."""
