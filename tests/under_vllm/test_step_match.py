@@ -222,7 +222,7 @@ def test_a_store_that_is_slow_costs_its_deadline_and_then_nothing(
     engine.run()
     assert engine.counts["step_hits"] == 0
     tries = (time.monotonic() - began) / FIRST_PAUSE_S
-    assert 3 <= len(asked) <= 3 + tries, "the breaker should have opened"
+    assert 1 <= len(asked) <= 3 + tries, "the breaker should have opened; a read that waits for a thread is late too"
     time.sleep(0.7)
     engine.forget()
     engine.assert_at_rest()
