@@ -29,10 +29,10 @@ PHASES = (COLD, LOCAL_HIT, COLD_KVPACT, WARM_MEMORY, WARM_DISK)
 
 COUNTS = ("promised", "committed", "loaded", "used")
 
-SHORT = 4
+SHORT = 8
 """How much shorter the prompts are that show how fast the machine is."""
 
-ATTENTION = 1.3
+ATTENTION = 1.6
 """How much longer a token of a prompt `SHORT` times as long takes, about."""
 
 SLOW_SECONDS = 4.0
