@@ -1,10 +1,10 @@
 """Eager and lazy saving on a scaled-down conversation trace: bytes written, hit rate, time to first token.
 
-    python benchmarks/lazy_offload.py [--trace FILE] [--conversations 15] [--blocks 64,192] [--rounds 3]
+    python benchmarks/lazy_offload.py [--trace FILE] [--first 2000] [--last 3000] [--blocks 48,320] [--rounds 3]
 
 Two real vLLM engines on the CPU, one with `"save": "eager"` and one with `"save": "lazy"`, answer the same requests in
-turn, so that what else the machine does hits both alike. The requests are whole conversations of 2 to 8 turns, drawn at
-random from the trace and kept in its order; each of its blocks of 512 tokens is one of the engine's blocks of 128.
+turn, so that what else the machine does hits both alike. The requests are all conversations of 2 to 8 turns that lie
+within so many requests of the trace, in its order; each of its blocks of 512 tokens is one of the engine's of 128.
 Between rounds both caches and both engines forget everything. `--blocks` are sizes of the engine's own KV memory: one
 that is too small for the trace, and one that holds it.
 """
@@ -42,20 +42,21 @@ IDLE_SECONDS = 1.1
 """An engine without work polls for a second, on the core that the other one computes on."""
 
 
-def conversations(trace: Path, count: int, seed: int) -> list[list[int]]:
-    """The prompts of `count` conversations of the trace, in its order, as token ids."""
+def conversations(trace: Path, first: int, last: int) -> list[list[int]]:
+    """The prompts of the conversations that lie within requests [first, last) of the trace, as token ids."""
     requests = [json.loads(line) for line in trace.read_text().splitlines()]
     groups: dict[Any, list[int]] = defaultdict(list)
     for place, request in enumerate(requests):
         ids = request["hash_ids"]
         groups[ids[1] if len(ids) > 1 else ("alone", place)].append(place)
-    fitting = [
-        places
+    chosen = [
+        place
         for places in groups.values()
-        if 2 <= len(places) <= MOST_TURNS and all(len(requests[place]["hash_ids"]) <= MOST_BLOCKS for place in places)
+        if 2 <= len(places) <= MOST_TURNS and first <= places[0] and places[-1] < last
+        for place in places
+        if all(len(requests[place]["hash_ids"]) <= MOST_BLOCKS for place in places)
     ]
-    chosen = sorted(place for places in random.Random(seed).sample(fitting, count) for place in places)
-    return [scaled(requests[place]) for place in chosen]
+    return [scaled(requests[place]) for place in sorted(chosen)]
 
 
 def scaled(request: dict[str, Any]) -> list[int]:
@@ -157,12 +158,12 @@ def main() -> None:
     """Print one line of JSON for each size of the engine's KV memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--conversations", type=int, default=15)
-    parser.add_argument("--blocks", default="64,192")
+    parser.add_argument("--first", type=int, default=2000)
+    parser.add_argument("--last", type=int, default=3000)
+    parser.add_argument("--blocks", default="48,320")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    prompts = conversations(options.trace, options.conversations, options.seed)
+    prompts = conversations(options.trace, options.first, options.last)
     distinct = {tuple(prompt[: end * BLOCK]) for prompt in prompts for end in range(1, len(prompt) // BLOCK + 1)}
     print(
         f"{len(prompts)} requests, {sum(map(len, prompts)):,} tokens, {len(distinct)} distinct full blocks", flush=True
