@@ -13,6 +13,7 @@ from pact import pact_engine
 from kvpact.blocks import BlockKey
 from kvpact.cache import PactCache
 from kvpact.contract import KVCacheBlockView
+from kvpact.copies import Copies
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, Request
 from kvpact.index import ROOT, BlockIndex
 from kvpact.lazy import SAVES_PER_STEP, VIEWS_PER_STEP, Chain, LazyOffload
@@ -86,7 +87,7 @@ def test_a_saved_block_is_evicted_first_and_the_others_keep_their_turn() -> None
     run(engine, *range(7))
     steps = engine.counts.steps
     before = saved(engine)
-    assert before
+    assert 0 < before <= 3 * PROMPT, "16 blocks are looked after, and a chain is saved whole; 56 are in the engine"
     while engine.has_work:
         engine.step()
     for _ in range(200):
@@ -125,6 +126,41 @@ def test_h57_the_memo_is_bounded_by_the_engines_blocks(mode: str) -> None:
     engine.run()
     assert len(memo_of(engine)) <= 23
     assert not memo_of(engine)._unpublished, "nothing is kept of requests that have ended"
+
+
+@pytest.mark.parametrize("mode", EngineQuirks.presets())
+def test_h30_a_block_that_is_not_full_is_not_saved(mode: str) -> None:
+    """Prompts end inside a block, and outputs fill it or do not: only whole blocks are ever named."""
+    engine = lazy_engine(num_blocks=32, quirks=EngineQuirks.presets()[mode])
+    named: list[Chain] = []
+    due = memo_of(engine).due
+    memo_of(engine).due = lambda taken: (named.append(chain) or chain for chain in due(taken))  # type: ignore[method-assign,func-returns-value]
+    prompts = {f"r{n}": [1_000 * (n + 1) + place for place in range(14 + n % 4)] for n in range(24)}
+    outputs = {name: 1 + len(tokens) % 3 for name, tokens in prompts.items()}
+    for name, tokens in prompts.items():
+        engine.run([Request(name, tokens, outputs[name])])
+    assert named
+    for chain in named:
+        full = (len(prompts[chain.request_id]) + outputs[chain.request_id] - 1) // BLOCK
+        assert len(chain.keys) <= full
+    engine.check_nothing_held()
+
+
+def test_what_was_computed_from_a_failed_load_is_not_saved() -> None:
+    """Neither for the request that loaded, nor for one that saves the same chain lazily."""
+    copies, index = Copies(1, 1.0), BlockIndex(8)
+    keys = [b"one", b"two", b"three"]
+    slots = index.reserve(keys, 0, 3)
+    assert slots is not None
+    for request, start in (("loader", 0), ("lazy", 2), ("other", 0)):
+        mine = keys if request != "other" else [b"one", b"else", b"three"]
+        copies.order_save(request, start, slots.slots[start:], (5, 6, 7)[start:], mine, index.pin(b"one"), 0.0)
+    copies.distrust("loader", b"two", 1)
+    assert {save.job.request_id: save.trusted for save in copies.saves.values()} == {
+        "loader": False,
+        "lazy": False,
+        "other": True,
+    }
 
 
 def test_a_reset_forgets_what_the_engine_holds() -> None:
