@@ -1,0 +1,103 @@
+"""One rank's way into the shared tiers: its part of each block, in the order of tiers, within the deadline."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from kvpact.blocks import BlockKeys, BlockRange, Namespace, RequestIdentity
+from kvpact.config import load_config
+from kvpact.step_match import StepRead
+from kvpact.tiers.kinds import TierPlace, open_tier
+from kvpact.vllm.messages import StoreAddress
+from kvpact.vllm.step_reader import StepReader, Wanted
+
+NAMESPACE = Namespace({"engine": "test"})
+PART = 4096
+RANKS = (PART, 2 * PART)
+"""Bytes of each rank's part of a block."""
+KEYS = list(BlockKeys(NAMESPACE.digest, 16, RequestIdentity()).extend(list(range(1, 161))))
+"""Ten blocks of one request."""
+
+
+def part_of(block: int, rank: int) -> bytes:
+    return bytes([block + 1, rank + 1]) * (RANKS[rank] // 2)
+
+
+class Store:
+    """Shared directories, each with the first so many of the blocks, and readers of them."""
+
+    def __init__(self, folder: Path, *held: int, deadline: str = "20s") -> None:
+        urls = []
+        for number in range(len(held)):
+            (folder / str(number)).mkdir()
+            urls.append(f"dir://{folder}/{number}?capacity=1GiB")
+        self.config = load_config({"tiers": urls, "match_at": "step", "step_deadline": deadline}, {})
+        for url, blocks in zip(self.config.tiers, held, strict=True):
+            tier = open_tier(url, TierPlace(NAMESPACE, sum(RANKS)))
+            buffers = [[memoryview(part_of(block, rank)) for rank in (0, 1)] for block in range(blocks)]
+            assert tier.put(KEYS[:blocks], 0, buffers) == blocks
+            tier.close()
+        # The scheduler's half counts its tiers from 5 here, so that the two numbers cannot be mixed up.
+        tiers = tuple((5 + number, number) for number in range(len(held)))
+        self.address = StoreAddress(NAMESPACE.describe(), 16, RANKS, tiers)
+
+    def reader(self, rank: int, **settings: Any) -> tuple[StepReader, dict[int, bytes]]:
+        slots: dict[int, bytes] = {}
+        return StepReader(self.config, rank, lambda slot, part: slots.update({slot: bytes(part)}), **settings), slots
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_keeps_its_own_part_of_blocks_from_the_first_tier_that_has_them(tmp_path: Path, rank: int) -> None:
+    store = Store(tmp_path, 2, 5)
+    reader, slots = store.reader(rank)
+    wanted = [Wanted(7, KEYS[:8], 0, list(range(20, 28))), Wanted(8, KEYS[:4], 3, [40])]
+    assert reader.read(store.address, wanted) == {7: 5, 8: 1}
+    assert slots == {20 + block: part_of(block, rank) for block in range(5)} | {40: part_of(3, rank)}
+    assert sorted(reader.take_reads(), key=repr) == [
+        StepRead(7, 5, BlockRange(0, 2)),
+        StepRead(7, 6, BlockRange(2, 3)),
+        StepRead(8, 6, BlockRange(3, 1)),
+    ]
+    assert reader.take_reads() == ()
+    reader.close(5.0)
+
+
+def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, 4, deadline="300ms")
+    reader, slots = store.reader(0)
+    assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])]) == {1: 4}
+    slots.clear()
+    source = reader._sources[0]
+    get = type(source.queue.tier).get
+
+    def slow(*arguments: Any, **options: Any) -> int:
+        time.sleep(0.8)
+        return get(*arguments, **options)
+
+    monkeypatch.setattr(type(source.queue.tier), "get", slow)
+    began = time.monotonic()
+    assert reader.read(store.address, [Wanted(2, KEYS[:4], 0, [4, 5, 6, 7])]) == {2: 0}
+    assert time.monotonic() - began >= 0.3
+    time.sleep(1.2)
+    assert reader.read(store.address, [Wanted(3, KEYS[:1], 1, [])]) == {3: 0}, "nothing is wanted"
+    assert slots == {}
+    reader.close(5.0)
+
+
+def test_a_tier_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
+    store = Store(tmp_path, 0, 3)
+    (tmp_path / "0").rename(tmp_path / "away")
+    (tmp_path / "0").write_text("no directory")
+    reader, slots = store.reader(0)
+    assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])]) == {1: 3}
+    assert len(slots) == 3
+    assert [read.tier for read in reader.take_reads()] == [6]
+    reader.close(5.0)
