@@ -408,6 +408,7 @@ class PactCache(ExternalCache):
         if not self._looks_up_at_step or not request.may_load or save is None or save.job.start_block != start:
             return
         keys = self._usable_keys(request, self._record(request))[: save.job.blocks.end]
+        keys = keys[: self.staging.readable_elsewhere(keys)]
         if len(keys) - start >= self._config.min_match_blocks:
             self._steps.order(save.job, computed_tokens, most_tokens, keys)
 

@@ -423,6 +423,12 @@ class Staging:
         """The positions of the shared tiers among those that this was made with."""
         return [at for at, source in enumerate(self._sources) if source.shared]
 
+    def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
+        """How many of `keys` in a row workers may read by themselves: a tier would still give what it is to forget."""
+        if any(source.clearing for source in self._shared):
+            return 0
+        return min((source.without_deleted(keys, len(keys)) for source in self._shared), default=0)
+
     def note_read_elsewhere(self, tier: int, keys: Sequence[BlockKey]) -> None:
         """A worker has read blocks from the tier at this position: count them, and do not write them there again."""
         source = self._sources[tier]

@@ -162,7 +162,7 @@ class PlayedEngine:
         self.computed_tokens = 0
         """Computed by the played model since it began."""
         self.external_queries = self.external_hits = 0
-        """What vLLM's `external_prefix_cache_queries` and `_hits` say."""
+        """What vLLM adds to its counters `vllm:external_prefix_cache_queries` and `_hits`, in tokens."""
         self.step_hook: StepHook | None = None
         if self.worker.before_update_states is not None:  # as `kvpact.vllm.worker` does it
             self.step_hook = StepHook(self.worker, new_requests_only=False, minimum=None)
@@ -181,10 +181,6 @@ class PlayedEngine:
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         self.numbers = count()
         self.requests: dict[str, PlayedRequest] = {}
-        self.computed_tokens = 0
-        self.external_queries = 0
-        self.external_hits = 0
-        """What vLLM adds to its counters `vllm:external_prefix_cache_queries` and `_hits`, in tokens."""
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_blocks_at_rest = self.pool.get_num_free_blocks()
 
@@ -248,7 +244,6 @@ class PlayedEngine:
                     played.finish_reason = str(one.finish_reason)
                 if one.prefill_stats is not None:
                     played.cached_tokens = one.prefill_stats.num_cached_tokens
-        self.computed_tokens += scheduled.total_num_scheduled_tokens
         return int(scheduled.total_num_scheduled_tokens)
 
     def execute(self, scheduled: Any) -> ModelRunnerOutput:

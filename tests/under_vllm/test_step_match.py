@@ -7,6 +7,7 @@ answers wrong if one byte of what it attends to is wrong.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,6 +199,27 @@ def test_what_may_not_be_loaded_is_not_looked_for(start: Callable[..., PlayedEng
     engine.forget()
     assert engine.counts["step_hits"] == 0
     assert computed_of(engine, PROMPTS[0]) == 5
+
+
+def test_h32_nothing_is_looked_for_in_a_store_that_is_to_forget_it(
+    start: Callable[..., PlayedEngine], filled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(filled, **STEP)
+    assert computed_of(engine, PROMPTS[0]) == 5
+    clear, go_on = SharedTier.clear, threading.Event()
+
+    def late(tier: SharedTier) -> None:
+        go_on.wait(10.0)
+        clear(tier)
+
+    monkeypatch.setattr(SharedTier, "clear", late)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)  # the weights changed
+    for prompt in PROMPTS[:2]:
+        assert computed_of(engine, prompt) == len(prompt), "the store still has it"
+    go_on.set()
+    assert engine.counts["step_hits"] == 1
+    engine.run()
+    engine.assert_at_rest()
 
 
 def test_a_store_that_is_slow_costs_its_deadline_and_then_nothing(

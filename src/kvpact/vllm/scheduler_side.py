@@ -171,7 +171,7 @@ class SchedulerSide:
             if not all(hello.step_hook for hello in hellos):
                 raise ConfigError(
                     'match_at="step" needs a worker that asks when a step begins: add '
-                    "--worker-cls kvpact.vllm.worker.KvpactWorker"
+                    "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
                 )
             self._store = StoreAddress(
                 namespace.describe(),

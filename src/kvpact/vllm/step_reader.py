@@ -149,11 +149,14 @@ class StepReader:
     def _give_up(self, walk: _Walk) -> None:
         """The deadline has passed; what has arrived by now counts."""
         source = self._sources[walk.tier]
-        self._take(walk, source, source.queue.progress(walk.ticket))
+        arrived = source.queue.progress(walk.ticket)
+        self._take(walk, source, arrived)
         del self._walks[walk.ticket]
         source.late.add(walk.ticket)
         source.queue.cancel(walk.ticket)
-        if source.breaker.failed(self._clock()):
+        if arrived:
+            source.breaker.succeeded()  # it works; the prompt was too long for one step
+        elif source.breaker.failed(self._clock()):
             logger.warning("kvpact: rank %d leaves the %s tier alone for a while", self._rank, source.queue.tier.name)
 
     def _take(self, walk: _Walk, source: _Source, arrived: int) -> None:
