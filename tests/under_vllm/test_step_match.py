@@ -215,7 +215,11 @@ def test_h32_nothing_is_looked_for_in_a_store_that_is_to_forget_it(
     monkeypatch.setattr(SharedTier, "clear", late)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)  # the weights changed
     for prompt in PROMPTS[:2]:
-        assert computed_of(engine, prompt) == len(prompt), "the store still has it"
+        before = engine.computed_tokens
+        played = engine.add(prompt, 1)
+        engine.step()
+        assert played.said == answer(prompt, 1)
+        assert engine.computed_tokens - before == len(prompt), "the store still has it"
     go_on.set()
     assert engine.counts["step_hits"] == 1
     engine.run()
