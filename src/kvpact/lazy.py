@@ -276,8 +276,8 @@ class LazyOffload:
         while parent != ROOT and parent not in self._index:
             block_id = self._places.get(parent)
             if block_id is None:
-                if (end := self._places.get(key)) is not None:
-                    self._drop(end)  # nothing behind a block that is gone can be served
+                for behind in missing:  # nothing behind a block that is gone can be served
+                    self._drop(behind)
                 return None
             if len(missing) == CLIMB_PER_STEP:
                 self._climbing = parent

@@ -374,6 +374,19 @@ def test_a_chain_longer_than_a_steps_work_is_saved_over_several_steps() -> None:
     assert scene.index.held_count > 2900, "its end is next, so all that it needs is saved, its head first"
 
 
+def test_a_long_chain_without_its_head_is_given_up_at_once() -> None:
+    """P11: it is gone through once, not once for each of its blocks."""
+    scene = Scene(1000, 300)
+    scene.compute(900)
+    del scene.queue.free[:99]
+    head = scene.queue.free[-1]
+    scene.lazy.disown([head])
+    scene.queue.content[head] = None
+    scene.step()
+    assert len(scene.lazy) == 0
+    assert len(scene.index) == 0
+
+
 def test_what_stands_behind_a_lost_block_is_not_saved() -> None:
     scene = Scene(64, 64)
     scene.compute(10)
