@@ -25,17 +25,18 @@ from kvpact.demo.phases import settle
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 SLOW_DISK = "tier.slow"
-STEMS = 8
 
 
-def crowd(seed: int, requests: int, block: int = BLOCK, distinct: int | None = None) -> list[list[int]]:
-    """Prompts of three to five blocks and a bit, which share beginnings; only so many `distinct` ones, first."""
+def crowd(
+    seed: int, requests: int, block: int = BLOCK, *, stems: int = 8, distinct: int | None = None
+) -> list[list[int]]:
+    """Prompts of three to five blocks and a bit, which begin alike; the `distinct` ones come first, then some again."""
     choose = random.Random(seed)
-    stems = [prompt(10_000 + 100 * seed + number, 5 * block // BLOCK + 1) for number in range(STEMS)]
+    beginnings = [prompt(10_000 + 100 * seed + number, 5 * block // BLOCK + 1) for number in range(stems)]
     kinds = []
     for number in range(distinct or requests):
         tail = prompt(20_000 + 10_000 * seed + number, 0, choose.randrange(1, block))
-        kinds.append([*choose.choice(stems)[: choose.randrange(3, 6) * block], *tail])
+        kinds.append([*choose.choice(beginnings)[: choose.randrange(3, 6) * block], *tail])
     return [*kinds, *choose.choices(kinds, k=requests - len(kinds))]
 
 
@@ -55,8 +56,8 @@ def check_plans(plans: list[EndedPlan], stats: Mapping[str, Any]) -> None:
 
 def test_p11_forty_requests_at_once_on_a_slow_disk(faulty_engine: FaultyEngine, references: References) -> None:
     """One runs at a time, a block a step, so that every answer is bit for bit that of a local prefix hit."""
-    asked = crowd(1, 40, distinct=16)
-    faulty_engine.process.generate(asked[:16])
+    asked = crowd(1, 40, stems=12, distinct=20)
+    faulty_engine.process.generate(asked[:20])
     before, plans = rest(faulty_engine), len(faulty_engine.plans)
     faulty_engine.fail(SLOW_DISK)
     answers = faulty_engine.process.crowd(asked, leaving=0.2, seed=1, timeout=120.0)
