@@ -132,7 +132,7 @@ def test_p11_two_hundred_requests_at_once_on_a_slow_disk(tiny_model: Path, tmp_p
     """The disk takes 50 ms more for each operation, and memory is too small for what is asked."""
     requests, prepare_deadline, load_deadline = 200, 2.0, 1.0
     tight = {**ONE_AT_A_TIME, "num_gpu_blocks_override": TIGHT_KV_BLOCKS, "max_model_len": 8 * BLOCK}
-    asked = crowd(3, requests, distinct=40)
+    asked = crowd(3, requests, stems=16, distinct=40)
     with EngineProcess(EngineSettings(tiny_model, arguments=tight), tmp_path / "plain.log").wait_ready() as plain:
         hits: dict[tuple[int, ...], Output] = {}
         for tokens in asked[:40]:
@@ -145,7 +145,7 @@ def test_p11_two_hundred_requests_at_once_on_a_slow_disk(tiny_model: Path, tmp_p
         tiny_model,
         tmp_path,
         arguments=tight,
-        memory="48MiB",
+        memory="24MiB",
         prepare_deadline=f"{prepare_deadline}s",
         load_deadline=f"{load_deadline}s",
     )
