@@ -19,6 +19,7 @@ from kvpact.testkit.subjects import pact_cache, pact_cache_with_disk
 
 STEPS = 20_000
 SHARED = ["shared", "disk and shared, second use"]
+LAZY = ["lazy", "lazy, asynchronous, disk"]
 LONG_RUN_STEPS = 2_000_000
 
 
@@ -137,4 +138,4 @@ def test_a_soak_that_fails_names_the_seed_and_the_calls() -> None:
 
 
 def test_the_soak_goes_through_every_configuration() -> None:
-    assert [*SUBJECTS] == ["memory", "memory, asynchronous", "disk", "disk, asynchronous", *SHARED]
+    assert [*SUBJECTS] == ["memory", "memory, asynchronous", "disk", "disk, asynchronous", *SHARED, *LAZY]

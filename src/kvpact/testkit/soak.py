@@ -34,9 +34,9 @@ SUBJECTS: Mapping[str, CacheFactory] = {
     "disk": pact_cache_with_disk,
     "disk, asynchronous": partial(pact_cache_with_disk, sync_load_limit=0),
     "shared": pact_cache_with_shared,
+    "disk and shared, second use": partial(pact_cache_with_all, sync_load_limit=0, admit="second-use"),
     "lazy": partial(pact_cache, save="lazy"),
     "lazy, asynchronous, disk": partial(lazy_pact_cache, disk_slots=DISK_SLOTS, sync_load_limit=0),
-    "disk and shared, second use": partial(pact_cache_with_all, sync_load_limit=0, admit="second-use"),
 }
 """kvpact's own cache in its configurations; a soak goes through them in turn."""
 
