@@ -26,8 +26,8 @@ HOOKS = (
 class WatchedPactConnector(PactConnector):
     """As its base; its scheduler's hooks are timed a second time, with the kernel's figures."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self._hooks: dict[str, float] = {}
         self._cpu, self._waits, self._preempted = 0.0, 0, 0
         self._file = os.environ.get("KVPACT_SLOW_STEPS")
