@@ -48,11 +48,11 @@ class WatchedPactConnector(PactConnector):
                 self._preempted += after.ru_nivcsw - usage.ru_nivcsw
                 self._hooks[name] = self._hooks.get(name, 0.0) + seconds
                 if name == "build_connector_meta":
-                    self._end_step()
+                    self._judge_step()
 
         return timed
 
-    def _end_step(self) -> None:
+    def _judge_step(self) -> None:
         seconds = sum(self._hooks.values())
         if seconds > SLOW_S:
             line = {
