@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -163,6 +164,7 @@ METRICS: tuple[Metric, ...] = (
 _BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
+@lru_cache(maxsize=1024)
 def series(name: str, label: str = "") -> str:
     """The key of one series in a snapshot: `misses{reason="no_room"}`, or the bare name where there is no label."""
     metric = _BY_NAME[name]

@@ -127,6 +127,8 @@ class SchedulerSide:
         """Where the workers look when a step begins; None if they do not."""
         self._stats: StatsCollector | None = None
         self._stats_file = StatsFile(config.stats_file) if config.stats_file else None
+        self._stepped = True
+        """Whether anything may have been counted since `stats_file` was last offered the counts."""
 
     # Start
 
@@ -289,6 +291,7 @@ class SchedulerSide:
 
     def end_step(self, scheduler_output: Any) -> StepMessage:
         """`build_connector_meta`: what the workers must do with this step."""
+        self._stepped = True
         self._first_probes = 0
         if self.context is not None:
             self.context.build_connector_meta(scheduler_output)
@@ -343,6 +346,7 @@ class SchedulerSide:
         Blocks that a synchronous load left invalid are in the engine's prefix cache already, and what was computed from
         them is as well. All are taken out: the request that would recompute them may be gone before it does (H28).
         """
+        self._stepped = True
         self._unsettled = self._unsettled.aggregate(message.report)  # with what an exception left over the last time
         if invalid_block_ids and self.context is not None:
             self.context.evict_published(sorted(self._spoilt_by(invalid_block_ids)))
@@ -369,6 +373,7 @@ class SchedulerSide:
 
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled, in whatever state."""
+        self._stepped = True
         self._requests.pop(request_id, None)
         self._answers.pop(request_id, None)
         self._credit.request_finished(request_id)
@@ -382,8 +387,9 @@ class SchedulerSide:
         if self.cache is None:
             return False
         pending = self.cache.has_pending_work
-        if self._stats_file is not None and not pending:
+        if self._stats_file is not None and self._stepped and not pending:
             self._stats_file.offer(self.cache.observe())
+            self._stepped = False
         return pending
 
     def collect_stats(self) -> PactStats | None:
@@ -396,6 +402,7 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """`reset_cache`: the weights changed; nothing stored is valid any more."""
+        self._stepped = True
         if self.cache is not None:
             self.cache.reset()
 
