@@ -359,3 +359,13 @@ class PlayedEngine:
         """End both halves."""
         self.scheduler.shutdown()
         self.worker.shutdown()
+
+
+def flush(engine: PlayedEngine) -> None:
+    """Wait until nothing is left to write."""
+    until = time.monotonic() + 20.0
+    while any(value for name, value in engine.counts.items() if name.startswith("queued_write_bytes")):
+        engine.step()
+        time.sleep(0.002)
+        assert time.monotonic() < until
+    engine.run()

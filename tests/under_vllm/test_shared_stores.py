@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
 from kvpact.vllm.scheduler_side import STEP_BUDGET_SECONDS
 from mooncake_server import mooncake_pool
@@ -97,16 +97,6 @@ def ask_all(engine: PlayedEngine) -> int:
         reused += played.cached_tokens
         engine.forget()
     return reused // BLOCK
-
-
-def flush(engine: PlayedEngine) -> None:
-    """Wait until nothing is left to write."""
-    until = time.monotonic() + 20.0
-    while any(value for name, value in engine.counts.items() if name.startswith("queued_write_bytes")):
-        engine.step()
-        time.sleep(0.002)
-        assert time.monotonic() < until
-    engine.run()
 
 
 @pytest.mark.parametrize("store", KINDS, indirect=True)

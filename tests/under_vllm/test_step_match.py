@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
 from kvpact.errors import ConfigError, StepLoadLost
 from kvpact.tiers.breaker import FIRST_PAUSE_S
@@ -48,16 +48,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
     yield start
     for engine in engines:
         engine.close()
-
-
-def flush(engine: PlayedEngine) -> None:
-    """Wait until nothing is left to write."""
-    until = time.monotonic() + 20.0
-    while any(value for name, value in engine.counts.items() if name.startswith("queued_write_bytes")):
-        engine.step()
-        time.sleep(0.002)
-        assert time.monotonic() < until
-    engine.run()
 
 
 @pytest.fixture
