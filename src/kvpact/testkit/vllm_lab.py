@@ -50,6 +50,12 @@ class ConnectorUnderTest:
         }
 
 
+def under_multi_connector(*children: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `KVTransferConfig` that put these connectors, in this order, under vLLM's MultiConnector."""
+    connectors = [{**child, "kv_role": "kv_both"} for child in children]
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
+
+
 class NotObservableError(Exception):
     """The situation did not come about; the message says why."""
 

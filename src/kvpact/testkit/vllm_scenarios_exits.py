@@ -13,7 +13,7 @@ from typing import Any
 
 from kvpact.testkit.simple_connector import HesitantConnector
 from kvpact.testkit.vllm_engine import VllmEngine
-from kvpact.testkit.vllm_lab import BLOCK, BrokenError, Lab, NotObservableError, prompt
+from kvpact.testkit.vllm_lab import BLOCK, BrokenError, Lab, NotObservableError, prompt, under_multi_connector
 from kvpact.testkit.vllm_registry import Scenarios
 
 scenario = EXITS = Scenarios()
@@ -173,8 +173,7 @@ def preemption_closes_the_queue(lab: Lab) -> None:
 def another_connector_asks_for_time(lab: Lab) -> None:
     """Under MultiConnector one that says 'ask again later' takes every promise of the step with it."""
     first = {"kv_connector": "HesitantConnector", "kv_connector_module_path": HesitantConnector.__module__}
-    children = [{**child, "kv_role": "kv_both"} for child in (lab.subject.transfer(lab.folder), first)]
-    transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
+    transfer = under_multi_connector(lab.subject.transfer(lab.folder), first)
     lab.journal.append("MultiConnector with this connector before one that hesitates")
     with lab.engine(transfer) as engine:
         tokens = prompt(1, 10)

@@ -6,7 +6,7 @@ import time
 
 from kvpact.testkit.simple_connector import SimpleConnector
 from kvpact.testkit.vllm_engine import VllmEngine
-from kvpact.testkit.vllm_lab import BLOCK, BrokenError, Lab, NotObservableError, prompt
+from kvpact.testkit.vllm_lab import BLOCK, BrokenError, Lab, NotObservableError, prompt, under_multi_connector
 from kvpact.testkit.vllm_registry import Scenarios
 
 scenario = PROMISES = Scenarios()
@@ -132,8 +132,7 @@ def h04_prompt_logprobs_need_the_whole_prompt(lab: Lab) -> None:
 def h04_another_connector_wins(lab: Lab) -> None:
     """Under MultiConnector the first that has a match loads; the other one's match is dropped without a word."""
     first = {"kv_connector": "SimpleConnector", "kv_connector_module_path": SimpleConnector.__module__}
-    children = [{**child, "kv_role": "kv_both"} for child in (first, lab.subject.transfer(lab.folder))]
-    transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
+    transfer = under_multi_connector(first, lab.subject.transfer(lab.folder))
     lab.journal.append("MultiConnector with a simple connector before this one")
     with lab.engine(transfer) as engine:
         tokens = prompt(1, 10)
