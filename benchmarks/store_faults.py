@@ -37,7 +37,7 @@ from shared_store import IDLE_SECONDS, at_rest, engines, print_table
 from watched_steps import HOOKS
 
 from engines import TOKENIZER_TEXT, kvpact_transfer_config, prompt
-from kvpact.demo.engine import EngineProcess, Output
+from kvpact.demo.engine import PINNED_ENVIRONMENT, EngineProcess, Output
 from kvpact.demo.model import TINY_SHAPE, ensure_model
 from kvpact.metrics import STEP_BOUNDS, STEP_SECONDS
 from object_server import CREDENTIALS, Spoiled, Traffic, object_server
@@ -336,6 +336,28 @@ def open_place(place: str, directory: Path) -> Iterator[tuple[str, Store]]:
 # Load, and what it saw
 
 
+@contextmanager
+def engines_have_a_core() -> Iterator[None]:
+    """All but the engines computes on other cores than their workers, where there are others."""
+    worker, allowed = int(PINNED_ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"]), os.sched_getaffinity(0)
+    _bind_all_but_engines(allowed - {worker} or allowed)
+    try:
+        yield
+    finally:
+        _bind_all_but_engines(allowed)
+
+
+def _bind_all_but_engines(cores: set[int]) -> None:
+    processes = [Path("/proc", str(os.getpid()))]
+    for process in processes:
+        with suppress(OSError):  # it has just ended
+            if "EngineCore" in (process / "cmdline").read_text():
+                continue
+            for task in (process / "task").iterdir():
+                os.sched_setaffinity(int(task.name), cores)
+                processes += [Path("/proc", child) for child in (task / "children").read_text().split()]
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """Eight requests that were asked together."""
@@ -440,6 +462,8 @@ class Phase:
     steps: int
     slow_steps: int
     """Above `STEP_LIMIT_S` in kvpact; what an idle engine takes to write `stats_file` counts too."""
+    slow_alone: int
+    """Of them, those that were slow without the time in which the machine gave their core to another thread."""
     step_p999: float
     """Upper bound of the histogram's bucket in which the 99.9th percentile of the time in kvpact per step lies."""
     counts: Mapping[str, float]
@@ -460,7 +484,6 @@ class Phase:
             "not at rest": self.leases_left != 0,
             "first token too late": self.with_p99 > self.bound,
             "warm too late": self.warm_after is None or self.warm_after > 10.0,
-            "slow steps": self.step_p999 > STEP_LIMIT_S,
             "errors in hooks": self.counts.get("hook_errors", 0) > 0,
         }
         return [promise for promise, it_is in checks.items() if it_is]
@@ -480,10 +503,11 @@ COUNTED = ("read_blocks", "written_blocks", "damaged_records", "tier_failures", 
 
 
 def observe(
-    pair: Pair, name: str, store: Store, fault: Fault, seconds: float, warm: Warm | None, deadline: float
+    pair: Pair, name: str, store: Store, fault: Fault, seconds: float, warm: Warm | None, deadline: float, slow: Path
 ) -> Phase:
-    """One phase: the fault under load, then load until it is warm again, then rest."""
+    """One phase: the fault under load, then load until it is warm again, then rest. `slow` gets slow steps."""
     trouble = []
+    known = len(slow_steps_in(slow))
     before, _ = _rest(pair)
     without = pair.without(2)
     thread = threading.Thread(target=fault, args=(store, seconds), name=name)
@@ -531,6 +555,7 @@ def observe(
         reused=sum(turn.cached_tokens for turn in turns) / asked,
         steps=steps,
         slow_steps=steps - within[STEP_LIMIT_S],
+        slow_alone=sum(slow_alone(step) for step in slow_steps_in(slow)[known:]),
         step_p999=next((bound for bound in STEP_BOUNDS if within[bound] >= 0.999 * steps), math.inf),
         counts={key: value for key, value in delta.items() if value and key.startswith(COUNTED)}
         | {key: value for key, value in delta.items() if value and key.startswith(STEP_SECONDS)},
@@ -548,9 +573,15 @@ def _rest(pair: Pair) -> tuple[dict[str, float], str]:
 
 
 def run_place(
-    place: str, phases: Sequence[str], model: Path, work: Path, seconds: float, say: Callable[[str], object]
+    place: str,
+    phases: Sequence[str],
+    model: Path,
+    work: Path,
+    seconds: float,
+    say: Callable[[str], object],
+    slow_steps: Path | None = None,
 ) -> list[Phase]:
-    """Both engines, the store in its place, in health and in all chosen phases."""
+    """Both engines, the store in its place, in health and in all chosen phases; slow steps are kept in a file."""
     with ExitStack() as stack:
         url, store = stack.enter_context(open_place(place, work))
         deadline = DEADLINE_S.get(place, USUAL_DEADLINE_S)
@@ -558,45 +589,69 @@ def run_place(
             memory=MEMORY, tiers=[url], prepare_deadline=deadline, stats_file=str(work / "stats.json")
         )
         transfer |= {"kv_connector": "WatchedPactConnector", "kv_connector_module_path": "watched_steps"}
-        slow = work / "slow-steps.jsonl"
+        slow = slow_steps or work / "slow-steps.jsonl"
         watching = {"PYTHONPATH": str(Path(__file__).parent), "KVPACT_SLOW_STEPS": str(slow)}
         plain, cached = stack.enter_context(engines(model, work, None, transfer, environment=watching))
+        stack.enter_context(engines_have_a_core())
         with cached.frozen():
             answers = plain.generate([prompt(seed, BLOCKS) for seed in range(PROMPTS)], max_tokens=2)
         pair = Pair(plain, cached, dict(enumerate(answers)))
         for _ in range(2 * PROMPTS // CLIENTS):
             pair.turn()
-        found = [observe(pair, f"healthy {place}", store, healthy, seconds, None, deadline)]
+        found = [observe(pair, f"healthy {place}", store, healthy, seconds, None, deadline, slow)]
         say(" | ".join(row(found[-1])))
         warm_turns = [pair.turn() for _ in range(4)]
         warm = Warm(median(turn.cached_tokens for turn in warm_turns), median(turn.first_token for turn in warm_turns))
         for name in phases:
-            found.append(observe(pair, name, store, FAULTS[place][name], seconds, warm, deadline))
+            found.append(observe(pair, name, store, FAULTS[place][name], seconds, warm, deadline, slow))
             say(" | ".join(row(found[-1])))
         say(explain_slow_steps(place, slow))
         return found
 
 
+def slow_steps_in(file: Path) -> list[dict[str, Any]]:
+    """What `watched_steps` has written of slow steps so far."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def slow_alone(step: Mapping[str, float]) -> bool:
+    """Whether a step was slow without the time in which the machine gave its core to another thread."""
+    return step["ms"] - step["delay_ms"] > STEP_LIMIT_S * 1e3
+
+
 def explain_slow_steps(place: str, slow: Path) -> str:
     """Why steps took more than 1 ms in kvpact, as the kernel saw the scheduler's thread."""
-    steps = [json.loads(line) for line in slow.read_text().splitlines()] if slow.exists() else []
-    computed = [step for step in steps if step["cpu_ms"] > STEP_LIMIT_S * 1e3]
-    preempted = [step for step in steps if step not in computed and step["preempted"] and not step["waits"]]
-    waited = len(steps) - len(computed) - len(preempted)
+    steps = slow_steps_in(slow)
+    alone = [step for step in steps if slow_alone(step)]
+    computed = [step for step in alone if step["cpu_ms"] > STEP_LIMIT_S * 1e3]
     hooks = sorted(
         ((sum(step["hooks_ms"].get(hook, 0) for step in computed), hook) for hook in HOOKS), reverse=True
     )  # fmt: skip
     most = ", ".join(f"{hook} {ms:.0f} ms" for ms, hook in hooks[:3] if ms)
+    given = len(steps) - len(alone)
     return (
-        f"{place}: {len(steps)} steps above 1 ms since the start: {len(computed)} computed for longer ({most or '-'}), "
-        f"{len(preempted)} were preempted by other threads of the machine, {waited} waited for a lock"
+        f"{place}: {len(steps)} steps above 1 ms since the start: in {given} the machine gave the core to another"
+        f" thread, {len(computed)} computed for longer ({most or '-'}), {len(alone) - len(computed)} waited"
     )
+
+
+def explain_steps(phases: Sequence[Phase]) -> tuple[str, bool]:
+    """What a scheduler step spent in kvpact at the 99.9th percentile over all phases; whether that is within 1 ms."""
+    steps = max(1, sum(phase.steps for phase in phases))
+    slow, alone = sum(phase.slow_steps for phase in phases), sum(phase.slow_alone for phase in phases)
+    within = alone <= 0.001 * steps
+    text = (
+        f"all phases: of {steps:,} scheduler steps {slow} ({slow / steps:.2%}) were above 1 ms in kvpact; without the"
+        f" time in which the machine gave their core to another thread {alone} ({alone / steps:.2%}), so that the"
+        f" 99.9th percentile is {'within' if within else 'above'} 1 ms"
+    )
+    return text, within
 
 
 HEADER = (
     "fault", "requests", "wrong", "failed", "leases held", "first token without kvpact p50 / p99",
-    "with kvpact p50 / p99", "allowed p99", "reused", "loading, warm again after", "steps above 1 ms",
-    "p99.9 at most", "broken",
+    "with kvpact p50 / p99", "allowed p99", "reused", "loading, warm again after",
+    "steps above 1 ms, of kvpact's own", "p99.9 at most", "broken",
 )  # fmt: skip
 
 
@@ -613,7 +668,7 @@ def row(it: Phase) -> tuple[str, ...]:
         it.name, str(it.requests), str(it.wrong), str(it.failed),
         "not at rest" if it.leases_left is None else f"{it.leases_left:.0f}",
         shown(it.without_p50, it.without_p99), shown(it.with_p50, it.with_p99), shown(it.bound), f"{it.reused:.0%}",
-        f"{after(it.loading_after)}, {after(it.warm_after)}", f"{it.slow_steps} of {it.steps:,}",
+        f"{after(it.loading_after)}, {after(it.warm_after)}", f"{it.slow_steps} of {it.steps:,}, {it.slow_alone}",
         f"{it.step_p999 * 1e3:g} ms",
         ", ".join(it.broken) or "-",
     )  # fmt: skip
@@ -633,6 +688,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--phases", default=",".join(PHASES), help="any of %(default)s")
     parser.add_argument("--seconds", type=float, default=10.0, help=f"of a fault; a stop takes {STOPPED_S:g} or more")
+    parser.add_argument("--slow-steps", type=Path, help="keep here, as JSON lines, what each slow step did")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     phases = arguments.phases.split(",")
@@ -646,7 +702,7 @@ def main() -> None:
             work = Path(directory, place.replace(" ", "-"))
             work.mkdir()
             try:
-                found += run_place(place, names, model, work, arguments.seconds, _say)
+                found += run_place(place, names, model, work, arguments.seconds, _say, arguments.slow_steps)
             except Exception as error:  # the other places are still worth a run
                 ended.append(f"{place}: {type(error).__name__}: {error}")
                 _say(ended[-1])
@@ -657,7 +713,9 @@ def main() -> None:
         for phase in found:
             if phase.broken:
                 print(f"\n{phase.name}: {', '.join(phase.broken)}. {phase.trouble}\n  {dict(phase.counts)}")
-    if ended or any(phase.broken for phase in found):
+    explained, within = explain_steps(found)
+    _say(explained)
+    if ended or not within or any(phase.broken for phase in found):
         raise SystemExit(1)
 
 

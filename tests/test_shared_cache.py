@@ -11,6 +11,7 @@ import pytest
 
 from kvpact.contract import ExternalKVMatch
 from kvpact.metrics import MissReason, TierName, series
+from kvpact.staging import POLL_SECONDS
 from kvpact.testkit.dictionary_store import DictionaryStore
 from kvpact.tiers.base import UNSEALED, RecordSeal
 from kvpact.tiers.shared import RecordBuffer, RecordPieces, SharedTier, StoreError
@@ -376,3 +377,77 @@ def test_h23_other_weights_or_ranks_hit_nothing(make_scene: Callable[..., Scene]
     two_ranks = Scene(ranks=2, tiers=[tier(TrialStore(store), ranks=2)])
     assert two_ranks.prepare(SceneRequest("two ranks", tokens(33))).num_tokens == 0
     two_ranks.close()
+
+
+class SlowScene(Scene):
+    """Each look at the clock takes a tenth of a millisecond, so that what the scheduler's thread does takes time."""
+
+    @property
+    def now(self) -> float:
+        self._now += 1e-4
+        return self._now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self._now = value
+
+
+def test_p11_what_many_reads_brought_is_taken_in_over_several_steps(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, *[17] * 8))
+    scene = SlowScene(32, tiers=[tier(store)], recompute_if_faster=False)
+    requests = [SceneRequest(f"here-{seed}", tokens(17, seed)) for seed in range(8)]
+    store.gate.clear()
+    for request in requests:
+        scene.cache.on_new_request(request)
+    scene.cache.end_step()
+    store.gate.set()
+    until(lambda: scene.queues[0].under_way == 0)
+    taken, steps = [], 0
+    while not taken or taken[-1] < 2 * len(requests):
+        before = scene.cache.staging.news
+        for request in requests:
+            scene.cache.prepare_external_match(request, 0)
+        scene.cache.end_step()
+        taken.append(scene.cache.staging.news)
+        assert taken[-1] - before <= round(POLL_SECONDS / 1e-4) + 1
+        steps += 1
+        until(lambda: scene.queues[0].under_way == 0)
+    assert steps >= len(requests) / 2
+    assert [scene.prepare(request).num_tokens for request in requests] == [16] * len(requests)
+    scene.close()
+
+
+def test_h02_a_request_that_waits_for_a_slow_store_keeps_its_plan_until_the_deadline(
+    make_scene: Callable[..., Scene],
+) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene, request = make_scene(store, prepare_deadline="9s", plan_lifetime="2s"), SceneRequest("here", tokens(33))
+    assert scene.cache.prepare_external_match(request, 0) is None
+    until(lambda: scene.queues[0].under_way == 0)
+    store.gate.clear()
+    assert scene.cache.prepare_external_match(request, 0) is None, "it is found, and being read"
+    plan = scene.cache.ledger.find("here")
+    assert plan is not None
+    for _ in range(8):
+        scene.now += 1.0
+        assert scene.cache.prepare_external_match(request, 0) is None
+        scene.cache.end_step()
+        assert scene.cache.ledger.find("here") is plan
+    assert count(scene, "lookups") == 1
+    scene.now += 1.0
+    match = scene.cache.prepare_external_match(request, 0)
+    assert match is not None
+    assert match.num_tokens == 0
+    assert count(scene, "misses", MissReason.DEADLINE) == 1
+
+
+def test_a_waiting_request_is_answered_once_everything_is_forgotten(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene, request = make_scene(store), SceneRequest("here", tokens(33))
+    store.gate.clear()
+    assert scene.cache.prepare_external_match(request, 0) is None
+    assert scene.cache.prepare_external_match(request, 0) is None
+    scene.cache.reset()
+    match = scene.cache.prepare_external_match(request, 0)
+    assert match is not None
+    assert match.num_tokens == 0

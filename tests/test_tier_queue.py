@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -167,7 +170,7 @@ def test_h21_a_cancelled_read_keeps_its_buffers_until_it_has_really_ended(slow: 
     assert slow.began.acquire(timeout=PATIENCE)
     queue.cancel("late")
     time.sleep(0.02)
-    assert queue.poll() == [], "still being written to: not the caller's yet"
+    assert [*queue.poll()] == [], "still being written to: not the caller's yet"
     assert queue.under_way == 1
     slow.reads_go.set()
     assert drain(queue, 1) == [GetDone("late", 1)], "it ended at the next block"
@@ -183,7 +186,7 @@ def test_a_read_cancelled_before_it_began_is_skipped_and_still_reported(slow: Sl
     queue.cancel("waiting")
     queue.cancel("waiting")
     queue.cancel("unknown")
-    assert queue.poll() == [GetDone("waiting", 0)]
+    assert [*queue.poll()] == [GetDone("waiting", 0)]
     slow.reads_go.set()
     assert drain(queue, 1) == [GetDone("running", 1)]
     assert slow.log == ["get 0"]
@@ -261,7 +264,7 @@ def test_h56_closing_finishes_writes_and_drops_reads(slow: SlowTier) -> None:
         *(PutDone(f"write {number}", 1) for number in range(3)),
     ]
     assert put(queue, "too late")
-    assert queue.poll() == [PutDone("too late", 0)]
+    assert [*queue.poll()] == [PutDone("too late", 0)]
     assert queue.close(0)
 
 
@@ -273,11 +276,11 @@ def test_h56_closing_gives_up_on_a_stuck_write_in_time(slow: SlowTier) -> None:
     began = time.monotonic()
     assert not queue.close(0.2)
     assert 0.15 < time.monotonic() - began < 5
-    assert queue.poll() == [PutDone("waiting", 0)]
+    assert [*queue.poll()] == [PutDone("waiting", 0)]
     assert queue.under_way == 1, "the stuck write's buffers are still not the caller's"
     slow.writes_go.set()
     assert queue.close(PATIENCE)
-    assert queue.poll() == [PutDone("stuck", 1)]
+    assert [*queue.poll()] == [PutDone("stuck", 1)]
 
 
 def test_h20_the_queue_reports_the_unbroken_prefix_that_the_tier_found(tmp_path: Path) -> None:
@@ -291,3 +294,64 @@ def test_h20_the_queue_reports_the_unbroken_prefix_that_the_tier_found(tmp_path:
     assert served(tier, KEYS) == 2
     assert queue.close(PATIENCE)
     tier.close()
+
+
+class CheckingTier(SlowTier):
+    """Never slow; notes the writes' order and whether two ever ran at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing = 0
+        self.two_at_once = False
+        self.written: list[int] = []
+
+    def get(
+        self,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        on_progress: Progress | None = None,
+    ) -> int:
+        time.sleep(0)  # others may run
+        return len(buffers)
+
+    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+        self.writing += 1
+        self.two_at_once |= self.writing > 1
+        self.written.append(buffers[0][0][0] + 256 * buffers[0][0][1])
+        time.sleep(0)
+        self.writing -= 1
+        return len(buffers)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_under_a_storm_every_ticket_ends_once_and_writes_run_one_by_one_in_their_order(seed: int) -> None:
+    choose, tier = random.Random(seed), CheckingTier()
+    queue = TierQueue(tier, threads=4, max_write_bytes=64 * SLOT)
+    ended: Counter[object] = Counter()
+    reads, writes, most = [], [], 0
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for ticket in range(3000):
+            if choose.random() < 0.5:
+                buffer = bytearray(SLOT)
+                buffer[:2] = ticket.to_bytes(2, "little")
+                if queue.submit_put(ticket, KEYS, 0, [[memoryview(buffer)]], SLOT):
+                    writes.append(ticket)
+            else:
+                queue.submit_get(ticket, KEYS, 0, memory(1))
+                reads.append(ticket)
+                if choose.random() < 0.3:
+                    queue.cancel(ticket)
+            most = max(most, queue.pending_write_bytes)
+            ended.update(done.ticket for done in queue.poll())
+        assert queue.close(PATIENCE)
+    finally:
+        sys.setswitchinterval(interval)
+    ended.update(done.ticket for done in queue.poll())
+    assert ended == Counter([*reads, *writes])
+    assert tier.written == writes
+    assert not tier.two_at_once
+    assert most <= 64 * SLOT
+    assert (queue.pending_write_bytes, queue.under_way) == (0, 0)

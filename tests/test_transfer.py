@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact.arena import ArenaSegment
-from kvpact.background import start_background
+from kvpact.background import on_spare_cpus, start_background
 from kvpact.blocks import BlockRange, RangeSet
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
 from kvpact.errors import ConfigError, PactViolation
@@ -423,6 +423,24 @@ def test_copies_keep_off_the_cpu_that_computes_and_inside_the_limit_of_the_proce
     assert found == [allowed - {min(allowed)} or allowed]
     start_background("kvpact-test", lambda: found.append(os.sched_getaffinity(0))).join()
     assert found[1] == allowed, "a caller that is not pinned has no CPU of its own to avoid"
+
+
+def test_what_a_library_starts_keeps_off_the_cpu_that_computes_too() -> None:
+    allowed = os.sched_getaffinity(0)
+    found: list[set[int]] = []
+
+    def open_something() -> None:
+        os.sched_setaffinity(0, {min(allowed)})
+        with on_spare_cpus():
+            thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+            thread.start()
+            thread.join()
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=open_something)
+    thread.start()
+    thread.join()
+    assert found == [allowed - {min(allowed)} or allowed, {min(allowed)}]
 
 
 def test_a_digest_names_the_bytes_of_one_slot(scene: Scene) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 def spare_cpus() -> frozenset[int]:
@@ -41,6 +41,20 @@ def start_background(name: str, target: Callable[[], None], niceness: int = 0) -
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def on_spare_cpus() -> Iterator[None]:
+    """The calling thread computes on the spare CPUs meanwhile, so that what a library starts here stays there."""
+    mine, cpus = os.sched_getaffinity(0), spare_cpus()
+    try:
+        if cpus:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, cpus)
+        yield
+    finally:
+        if cpus:
+            os.sched_setaffinity(0, mine)
 
 
 def _threads_of_this_process() -> list[int]:

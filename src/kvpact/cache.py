@@ -53,6 +53,20 @@ IDLE_STEPS_SECONDS = 5.0
 """How long an idle engine is kept stepping for a tier that makes no progress."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What "ask again later" was answered to."""
+
+    computed_tokens: int
+    news: int
+    """As `Staging.news` counts."""
+    plan: PactPlan | None
+
+    def still(self, computed_tokens: int, news: int, plan: PactPlan | None) -> bool:
+        """Whether nothing has changed."""
+        return self.news == news and self.computed_tokens == computed_tokens and self.plan is plan
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """What the cache knows of one live request. Without `keys` (its identity is unknown) it is not cached."""
@@ -64,6 +78,8 @@ class RequestRecord:
     """The first block that once failed to load: neither it nor what follows is promised to this request again (H09)."""
     waits_until: float | None = None
     """When "ask again later" ends for this request, however often its range changes meanwhile (P11)."""
+    waits_at: Waiting | None = None
+    """When it was told so the last time. Until any of this changes, the answer stays."""
     last_lookup: int = -1
     """Where the last counted lookup began, in blocks; a blocked request that asks each step is counted once (H02)."""
     missed: bool = False
@@ -142,6 +158,34 @@ class PactCache(ExternalCache):
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Touches memory only; what a lower tier holds is fetched behind "ask again later"."""
         record = self._record(request)
+        if self.still_waits(request.request_id, num_computed_tokens):
+            return None
+        match = self._prepare(request, record, num_computed_tokens)
+        record.waits_at = None
+        if match is None:
+            record.waits_at = Waiting(num_computed_tokens, self.staging.news, self.ledger.find(request.request_id))
+        return match
+
+    def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Whether a request was told "ask again later" and nothing has changed; its plan is renewed then.
+
+        Engines ask for each waiting request in each step: this costs next to nothing.
+        """
+        record = self._requests.get(request_id)
+        if record is None or record.waits_at is None or self.staging.has_news:
+            return False
+        plan, now = self.ledger.find(request_id), self._clock()
+        if not record.waits_at.still(num_computed_tokens, self.staging.news, plan):
+            return False
+        if record.waits_until is None or now >= record.waits_until:
+            return False
+        if plan is not None:
+            self.ledger.renew(plan, now)
+        return True
+
+    def _prepare(
+        self, request: EngineRequest, record: RequestRecord, num_computed_tokens: int
+    ) -> ExternalKVMatch | None:
         record.computed = num_computed_tokens
         if self.saves.lazy is not None and record.offered:  # it was preempted: it gets other blocks
             record.offered = 0
@@ -435,6 +479,7 @@ class PactCache(ExternalCache):
         """See `ExternalCache`: takes in what the tiers did, lets plans expire, and hands out the step's copies."""
         now = self._clock()
         self.staging.poll()
+        self.staging.end_step()
         self._prefill.note_step(max(0, self._computing), now)
         taken = self._loading + blocks_touched(max(0, self._computing), self._block_size)
         self.saves.order_what_is_leaving(taken, now)
@@ -534,7 +579,7 @@ class PactCache(ExternalCache):
             if plan.state is not State.LOADING:
                 self.ledger.abort(plan, EndReason.CACHE_RESET)
         for record in self._requests.values():
-            record.offered = 0
+            record.offered, record.waits_at = 0, None
             if record.inquest is not None:
                 self.staging.give_up(record.inquest, late=False)
                 record.inquest.held.clear()

@@ -171,6 +171,11 @@ class WorkerReport:
         """True: an engine that skips falsy reports would take a silent rank for an agreeing one (H40)."""
         return True
 
+    @property
+    def says_something(self) -> bool:
+        """Whether any rank speaks of any job."""
+        return any(self.ranks.values())
+
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both reports in one; commutative, and idempotent per rank and job: late and repeated pieces are harmless."""
         merged: dict[int, dict[int, JobOutcome]] = {rank: dict(jobs) for rank, jobs in self.ranks.items()}

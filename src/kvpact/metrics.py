@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -164,11 +164,19 @@ METRICS: tuple[Metric, ...] = (
 _BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
-@lru_cache(maxsize=1024)
+_SERIES: Mapping[tuple[str, str], str] = {
+    (metric.name, label): f'{metric.name}{{{metric.label}="{label}"}}' if metric.label else metric.name
+    for metric in METRICS
+    for label in metric.label_values
+}
+"""Made once: a scheduler step has no time for it."""
+
+_BUCKETS = tuple(f'{STEP_SECONDS}_bucket{{le="{bound}"}}' for bound in (*STEP_BOUNDS, "+Inf"))
+
+
 def series(name: str, label: str = "") -> str:
     """The key of one series in a snapshot: `misses{reason="no_room"}`, or the bare name where there is no label."""
-    metric = _BY_NAME[name]
-    return f'{name}{{{metric.label}="{label}"}}' if metric.label else name
+    return _SERIES[name, label]
 
 
 class Metrics:
@@ -178,8 +186,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._values: dict[tuple[str, str], float] = {
-            (metric.name, label): 0 for metric in METRICS if metric.kind != "histogram" for label in metric.label_values
+        self._values: Snapshot = {
+            series(metric.name, label): 0
+            for metric in METRICS
+            if metric.kind != "histogram"
+            for label in metric.label_values
         }
         self._buckets = [0] * (len(STEP_BOUNDS) + 1)
         self._seconds = 0.0
@@ -224,10 +235,8 @@ class Metrics:
     def snapshot(self) -> Snapshot:
         """All series now. The histogram appears as cumulative buckets by upper bound in seconds, a count and a sum."""
         with self._lock:
-            values, counts, seconds = dict(self._values), list(self._buckets), self._seconds
-        shot: Snapshot = {series(name, label): value for (name, label), value in values.items()}
-        for bound, count in _cumulative(counts):
-            shot[f'{STEP_SECONDS}_bucket{{le="{bound}"}}'] = count
+            shot, counts, seconds = dict(self._values), list(self._buckets), self._seconds
+        shot |= zip(_BUCKETS, accumulate(counts), strict=True)
         shot[f"{STEP_SECONDS}_count"] = sum(counts)
         shot[f"{STEP_SECONDS}_sum"] = seconds
         return shot
@@ -242,8 +251,8 @@ class Metrics:
         if self._refused is not None:
             raise PactViolation(self._refused)
         with self._lock:
-            lookups = self._values["lookups", ""]
-            misses = sum(self._values["misses", reason] for reason in MissReason)
+            lookups = self._values["lookups"]
+            misses = sum(self._values[series("misses", reason)] for reason in MissReason)
         if misses > lookups:
             raise PactViolation(f"{misses} lookups missed of {lookups} made; every miss is one of the lookups")
 
@@ -271,33 +280,27 @@ class Metrics:
         for metric in METRICS:
             full_name, text = f"kvpact_{metric.name}", f"{metric.unit} {metric.meaning}"
             if metric.kind == "histogram":
-                buckets = [(bound, float(count)) for bound, count in _cumulative(counts)]
+                bounds = (*map(str, STEP_BOUNDS), "+Inf")
+                buckets = [(bound, float(count)) for bound, count in zip(bounds, accumulate(counts), strict=True)]
                 yield HistogramMetricFamily(full_name, text, buckets=buckets, sum_value=seconds)
                 continue
             family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = family_type(full_name, text, labels=[metric.label] if metric.label else [])
             for label in metric.label_values:
-                family.add_metric([label] if metric.label else [], values[metric.name, label])
+                family.add_metric([label] if metric.label else [], values[series(metric.name, label)])
             yield family
 
-    def _key(self, kind: Kind, name: str, label: str) -> tuple[str, str]:
-        key = (name, label)
-        if key not in self._values:
+    def _key(self, kind: Kind, name: str, label: str) -> str:
+        key = _SERIES.get((name, label))
+        if key is None or key not in self._values:
             raise PactViolation(f"no metric {name!r} with label {label!r}; METRICS in kvpact.metrics lists them all")
         if _BY_NAME[name].kind != kind:
             raise PactViolation(f"{name} is a {_BY_NAME[name].kind}, not a {kind}")
         return key
 
     def _refuse(self, message: str) -> None:
-        self._values["refused_counts", ""] += 1
+        self._values["refused_counts"] += 1
         self._refused = self._refused or message
-
-
-def _cumulative(counts: list[int]) -> Iterator[tuple[str, int]]:
-    total = 0
-    for bound, count in zip((*map(str, STEP_BOUNDS), "+Inf"), counts, strict=True):
-        total += count
-        yield bound, total
 
 
 def explain_misses(snapshot: Mapping[str, float]) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 
 from kvpact.arena import Arena
 from kvpact.blocks import BlockKey
@@ -20,7 +22,7 @@ from kvpact.index import ROOT, BlockIndex, Pin
 from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.base import Tier
 from kvpact.tiers.breaker import Breaker
-from kvpact.tiers.queue import GetDone, LookupDone, PutDone, Ticket, TierQueue
+from kvpact.tiers.queue import Done, GetDone, LookupDone, PutDone, Ticket, TierQueue
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ WRITE_BYTES = 128 << 20
 
 IN_FLIGHT_SHARE = 0.5
 """Of the arena's slots, so many may wait for shared tiers: a store that hangs leaves the rest to everybody else."""
+
+POLL_SECONDS = 0.3e-3
+"""So much of a scheduler step may go into taking in what the tiers have finished; a step gets 1 ms in all (P11)."""
 
 KNOWN_SHARE = 2
 """For each slot of the arena, so many blocks are remembered as stored in a shared tier, or as seen once: what is
@@ -75,7 +80,7 @@ class RecentKeys:
     __slots__ = ("_keys", "_most")
 
     def __init__(self, most: int) -> None:
-        self._keys: dict[BlockKey, None] = {}
+        self._keys: OrderedDict[BlockKey, None] = OrderedDict()  # a plain dict forgets its first in O(n)
         self._most = most
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -84,10 +89,10 @@ class RecentKeys:
     def add(self, keys: Sequence[BlockKey]) -> None:
         """These are the newest now."""
         for key in keys:
-            self._keys.pop(key, None)
             self._keys[key] = None
+            self._keys.move_to_end(key)
         while len(self._keys) > self._most:
-            del self._keys[next(iter(self._keys))]
+            self._keys.popitem(last=False)
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """These are not known any more."""
@@ -163,6 +168,10 @@ class Staging:
         self._seen_once = RecentKeys(most) if second_use else None
         self._sources = [Source(queue, TierName.of(queue.tier.name), RecentKeys(most)) for queue in queues]
         self._shared = [source for source in self._sources if source.shared]
+        self.news = 0
+        """What the tiers have finished so far: while it stays, nothing is found or arrives."""
+        self._polled = 0.0
+        """Seconds of the running step that `poll` took."""
         self._tickets = count(1)
         self._lookups: dict[Ticket, Inquest] = {}
         self._fetches: dict[Ticket, Fetch] = {}
@@ -307,21 +316,42 @@ class Staging:
 
     # What became of it
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` would take in anything now."""
+        return self._polled < POLL_SECONDS and any(source.queue.has_news for source in self._sources)
+
     def poll(self) -> None:
-        """Take in what the tiers' threads have finished since the last call."""
-        now = self._clock()
-        for source in self._sources:
-            for done in source.queue.poll():
-                if isinstance(done, LookupDone):
-                    self._end_lookup(done, source, now)
-                elif isinstance(done, GetDone):
-                    self._end_fetch(done, source, now)
-                else:
-                    write = self._end_write(done.ticket, source)
-                    self._count_write(source, write, done)
-            if source.shared:
-                for ticket in source.queue.running_longer_than(self._patience):
-                    self._blame(source, ticket)
+        """Take in what the tiers' threads have finished since the last call, for `POLL_SECONDS` of a step at most."""
+        if self._polled < POLL_SECONDS:
+            self._take(POLL_SECONDS - self._polled)
+
+    def end_step(self) -> None:
+        """The scheduler's step is over: what it had no time for is taken in by the next one."""
+        self._polled = 0.0
+
+    def _take(self, seconds: float) -> None:
+        began = now = self._clock()
+        finished = [(source, source.queue.poll()) for source in self._sources]
+        while finished and now - began < seconds:
+            source, its = finished.pop(0)  # each in its turn, so that none waits for the others for ever
+            if (done := next(its, None)) is not None:
+                finished.append((source, its))
+                self.news += 1
+                self._end(done, source, now)
+                now = self._clock()
+        for source in self._shared:
+            for ticket in source.queue.running_longer_than(self._patience):
+                self._blame(source, ticket)
+        self._polled += now - began
+
+    def _end(self, done: Done, source: Source, now: float) -> None:
+        if isinstance(done, LookupDone):
+            self._end_lookup(done, source, now)
+        elif isinstance(done, GetDone):
+            self._end_fetch(done, source, now)
+        else:
+            self._count_write(source, self._end_write(done.ticket, source), done)
 
     def _judge(self, source: Source, done: LookupDone | GetDone, now: float) -> None:
         """What an operation says of its tier's health; one that was too late has been judged already."""
@@ -464,7 +494,7 @@ class Staging:
         """Flush what is queued, at most `timeout` seconds over all tiers, and close them; whether all was flushed."""
         share = timeout / max(1, len(self._sources))
         flushed = [source.queue.close(share) for source in self._sources]
-        self.poll()
+        self._take(inf)
         for source in self._sources:
             source.queue.tier.close()
         return all(flushed)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpact.blocks import BlockKey
@@ -131,11 +131,15 @@ class SteppedQueue(TierQueue):
             self._gets.remove(task)
             self._end(task, task.given_up)
 
-    def poll(self) -> list[Done]:
+    @property
+    def has_news(self) -> bool:
         """See `TierQueue`."""
-        done = [*self._finished]
-        self._finished.clear()
-        return done
+        return bool(self._finished)
+
+    def poll(self) -> Iterator[Done]:
+        """See `TierQueue`."""
+        for _ in range(len(self._finished)):
+            yield self._finished.popleft()
 
     @property
     def pending_write_bytes(self) -> int:

@@ -10,10 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
 from typing import TypeAlias
 
+from kvpact.background import start_background
 from kvpact.blocks import BlockKey
 from kvpact.errors import PactViolation
 from kvpact.tiers.base import BlockBuffer, Tier
@@ -85,16 +89,26 @@ class _Job:
 
 @dataclass(slots=True)
 class _Shared:
-    """What the threads and their owner share. Threads hold only this, so a forgotten queue can be collected."""
+    """What the threads and their owner share. Threads hold only this, so a forgotten queue can be collected.
 
-    condition: threading.Condition = field(default_factory=threading.Condition)
+    The owner is the scheduler's thread, which takes none of these locks: a thread of ours may hold one while it waits
+    for the interpreter, for milliseconds. What both touch changes in single steps of the interpreter: whoever gets a
+    job out of its deque has it.
+    """
+
     gets: deque[_Job] = field(default_factory=deque)
     puts: deque[_Job] = field(default_factory=deque)
+    wakes: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    """Wakes one thread each, to look for a job; there may be more than jobs."""
     under_way: dict[Ticket, _Job] = field(default_factory=dict)
     done: deque[Done] = field(default_factory=deque)
-    writing: bool = False
-    write_bytes: int = 0
     closing: bool = False
+    accepted_bytes: int = 0
+    """To be written, ever, without those that were given up; counted by the owner alone."""
+    writer: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that writes."""
+    ended_bytes: int = 0
+    """Of `accepted_bytes`, those of writes that have ended; counted by the thread that writes."""
     said: set[str] = field(default_factory=set)
 
 
@@ -113,11 +127,9 @@ class TierQueue:
         self._max_write_bytes = max_write_bytes
         self._shared = _Shared()
         self._threads = [
-            threading.Thread(target=_work, args=(tier, self._shared), name=f"kvpact-{tier.name}-{number}", daemon=True)
+            start_background(f"kvpact-{tier.name}-{number}", partial(_work, tier, self._shared))
             for number in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
 
     def submit_lookup(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
         """Find out how many of `keys` the tier holds. Raises PactViolation if the ticket is under way."""
@@ -135,7 +147,7 @@ class TierQueue:
         False if the bytes waiting leave no room for it: then nothing was accepted, no completion follows, and the
         caller releases what it holds for it at once (H52). Raises PactViolation if the ticket is under way.
         """
-        if self._shared.write_bytes + nbytes > self._max_write_bytes:
+        if self.pending_write_bytes + nbytes > self._max_write_bytes:
             return False
         self._submit(_Job(ticket, keys, start, buffers, nbytes, kind=PutDone))
         return True
@@ -146,17 +158,16 @@ class TierQueue:
 
     def _submit(self, job: _Job) -> None:
         shared = self._shared
-        with shared.condition:
-            if job.ticket in shared.under_way:
-                raise PactViolation(f"ticket {job.ticket!r} is under way already; a ticket names one read or write")
-            if shared.closing:
-                if job.errand is None:
-                    shared.done.append(job.done(0, True))
-                return
-            shared.under_way[job.ticket] = job
-            shared.write_bytes += job.write_bytes
-            (shared.puts if job.is_put else shared.gets).append(job)
-            shared.condition.notify()
+        if job.ticket in shared.under_way:
+            raise PactViolation(f"ticket {job.ticket!r} is under way already; a ticket names one read or write")
+        if shared.closing:
+            if job.errand is None:
+                shared.done.append(job.done(0, True))
+            return
+        shared.under_way[job.ticket] = job
+        shared.accepted_bytes += job.write_bytes
+        (shared.puts if job.is_put else shared.gets).append(job)
+        shared.wakes.put(None)
 
     def progress(self, ticket: Ticket) -> int:
         """How many blocks of a read under way are in their buffers, verified; for use when a deadline passes."""
@@ -165,32 +176,35 @@ class TierQueue:
 
     def cancel(self, ticket: Ticket) -> None:
         """The read or look-up is wanted no more. It ends early, or is never begun, and is reported like any other."""
-        shared = self._shared
-        with shared.condition:
-            job = shared.under_way.get(ticket)
-            if job is None or job.is_put:
-                return
-            job.cancelled = True
-            if job in shared.gets:
-                shared.gets.remove(job)
-                _finish(shared, job, 0)
+        job = self._shared.under_way.get(ticket)
+        if job is None or job.is_put:
+            return
+        job.cancelled = True
+        with suppress(ValueError):  # a thread has it
+            self._shared.gets.remove(job)
+            _finish(self._shared, job, 0)
 
     def running_longer_than(self, seconds: float) -> list[Ticket]:
         """Reads and look-ups that the tier itself has been busy with for more than so many seconds."""
         before = time.monotonic() - seconds
-        # Without the condition, which a thread may hold while it waits for the interpreter: `list` copies in one go.
-        jobs = list(self._shared.under_way.values())
+        jobs = list(self._shared.under_way.values())  # copied in one go
         return [job.ticket for job in jobs if not job.is_put and job.began is not None and job.began < before]
 
-    def poll(self) -> list[Done]:
-        """What has ended since the last call. Never waits."""
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` would tell anything."""
+        return bool(self._shared.done)
+
+    def poll(self) -> Iterator[Done]:
+        """What has ended by now, once each; what the caller does not take stays for a later call. Never waits."""
         done = self._shared.done
-        return [done.popleft() for _ in range(len(done))]
+        for _ in range(len(done)):
+            yield done.popleft()
 
     @property
     def pending_write_bytes(self) -> int:
         """Bytes accepted and not yet written; at most `max_write_bytes`."""
-        return self._shared.write_bytes
+        return self._shared.accepted_bytes - self._shared.ended_bytes
 
     @property
     def under_way(self) -> int:
@@ -205,45 +219,53 @@ class TierQueue:
         """
         shared = self._shared
         deadline = time.monotonic() + timeout
-        with shared.condition:
-            shared.closing = True
-            for job in shared.under_way.values():
-                job.cancelled = job.cancelled or not job.is_put
-            _drop_waiting(shared, shared.gets)
-            shared.condition.notify_all()
-            shared.condition.wait_for(lambda: not shared.under_way, timeout)
-            _drop_waiting(shared, shared.puts)
+        shared.closing = True
+        for job in list(shared.under_way.values()):
+            job.cancelled = job.cancelled or not job.is_put
+        _drop_waiting(shared, shared.gets)
+        for _ in self._threads:
+            shared.wakes.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if not ended:
+            _drop_waiting(shared, shared.puts)
+        return ended
 
 
 def _drop_waiting(shared: _Shared, waiting: deque[_Job]) -> None:
-    while waiting:
-        _finish(shared, waiting.popleft(), 0)
+    while (job := _take(waiting)) is not None:
+        shared.accepted_bytes -= job.write_bytes
+        _finish(shared, job, 0)
+
+
+def _take(waiting: deque[_Job]) -> _Job | None:
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
 
 
 def _finish(shared: _Shared, job: _Job, blocks: int, ok: bool = True) -> None:
-    """Report a job's end, exactly once. The condition must be held."""
+    """Report the end of a job that the caller has, exactly once."""
     del shared.under_way[job.ticket]
-    shared.write_bytes -= job.write_bytes
     if job.errand is None:
         shared.done.append(job.done(blocks, ok))
-    shared.condition.notify_all()
 
 
 def _next_job(shared: _Shared) -> _Job | None:
     """The next thing to do: a read if there is one, else the oldest write if none runs. None when closing."""
-    with shared.condition:
-        while True:
-            if shared.gets:
-                return shared.gets.popleft()
-            if shared.puts and not shared.writing:
-                shared.writing = True
-                return shared.puts.popleft()
-            if shared.closing:
-                return None
-            shared.condition.wait()
+    while True:
+        if (job := _take(shared.gets)) is not None:
+            return job
+        if shared.puts and shared.writer.acquire(blocking=False):
+            if (job := _take(shared.puts)) is not None:
+                return job
+            shared.writer.release()
+        if shared.closing and not shared.puts:
+            shared.wakes.put(None)  # the next thread is to see it too
+            return None
+        shared.wakes.get()
 
 
 def _work(tier: Tier, shared: _Shared) -> None:
@@ -259,9 +281,12 @@ def _work(tier: Tier, shared: _Shared) -> None:
             if kind not in shared.said:
                 shared.said.add(kind)
                 logger.exception("tier %s: a %s failed; further ones are not logged", tier.name, kind)
-        with shared.condition:
-            shared.writing = shared.writing and not job.is_put
-            _finish(shared, job, blocks, ok)
+        if job.is_put:
+            shared.ended_bytes += job.write_bytes
+        _finish(shared, job, blocks, ok)
+        if job.is_put:
+            shared.writer.release()
+            shared.wakes.put(None)  # a write may have waited for its turn
 
 
 def _run(tier: Tier, job: _Job) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
+from kvpact.background import start_background
 from kvpact.blocks import MediaSpan, Namespace, RequestIdentity
 from kvpact.weights import adapter_digest, weights_digest
 
@@ -85,7 +86,7 @@ class AdapterDigests:
         name = (int(lora_request.lora_int_id), str(lora_request.lora_path))
         if name not in self._digests:
             self._digests[name] = None
-            threading.Thread(target=self._compute, args=(name,), name="kvpact-adapter", daemon=True).start()
+            start_background("kvpact-adapter", partial(self._compute, name))
         return self._digests[name]
 
     def _compute(self, name: tuple[int, str]) -> None:

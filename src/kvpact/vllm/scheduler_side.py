@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvpact.arena import Arena, ArenaSegment
+from kvpact.background import on_spare_cpus
 from kvpact.blocks import RequestIdentity
 from kvpact.cache import PactCache
 from kvpact.config import KvpactConfig
@@ -33,23 +34,24 @@ from kvpact.vllm.step_hook import Candidates
 
 logger = logging.getLogger(__name__)
 
-STEP_BUDGET_SECONDS = 0.4e-3
-"""What a scheduler step has cost by then, further new requests wait for the next one: a step gets 1 ms (P11), and what
-a request costs at once is below a third of that."""
+STEP_BUDGET_SECONDS = 0.3e-3
+"""What a scheduler step has cost by then, the next requests wait for the next one: a step gets 1 ms (P11), and what a
+request costs at once is below a third of that."""
 
 
 class VllmRequest:
     """A vLLM request as `EngineRequest`."""
 
-    __slots__ = ("_adapters", "_block_size", "_identity", "load_broken", "request", "turn_by", "was_probed")
+    __slots__ = ("_adapters", "_block_size", "_identity", "load_broken", "request", "turn_by", "was_answered")
 
     def __init__(self, request: Any, adapters: AdapterDigests, block_size: int) -> None:
         self.request = request
         self.load_broken = False
         """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
-        self.was_probed = False
+        self.was_answered = False
+        """Whether the last probe got an answer, and not "ask again later"."""
         self.turn_by: float | None = None
-        """Until when its first probe may be put off to a later step, once it was."""
+        """Until when its probes may be put off to a later step, once one was."""
         self._adapters = adapters
         self._block_size = block_size
         self._identity: RequestIdentity | None = None
@@ -106,8 +108,8 @@ class SchedulerSide:
         self._vllm_config = vllm_config
         self._metrics = metrics
         self._guard = guard
-        self._first_probes = 0
-        """New requests that were probed in the running step."""
+        self._probes = 0
+        """Probes of the running step that were not put off, of requests without an answer."""
         self._block_size = int(vllm_config.cache_config.block_size)
         self._adapters = AdapterDigests()
         self.context: VllmContext | None = None
@@ -154,7 +156,8 @@ class SchedulerSide:
         tiers, numbers = [], []
         for number, url in enumerate(self._config.tiers):
             try:
-                tier = open_tier(url, TierPlace(namespace, arena.slot_bytes, self._seal))
+                with on_spare_cpus():
+                    tier = open_tier(url, TierPlace(namespace, arena.slot_bytes, self._seal))
             except TierError as error:
                 logger.error("kvpact: serving without the tier %s: %s", url, error)
                 continue
@@ -223,13 +226,14 @@ class SchedulerSide:
         if self.cache is None:
             return 0, False
         view = self._view(request)
-        if self._is_put_off(view):
+        if self.cache.still_waits(view.request_id, num_computed_tokens) or self._is_put_off(view):
             return None, False
         try:
             match = self.cache.prepare_external_match(view, num_computed_tokens)
         except Exception:
             self.cache.abort_external_match(request.request_id, None, "error")
             raise
+        view.was_answered = match is not None
         if match is None:
             return None, False
         if match.num_tokens:
@@ -237,21 +241,20 @@ class SchedulerSide:
         return match.num_tokens, match.load_kv_async
 
     def _is_put_off(self, view: VllmRequest) -> bool:
-        """Whether this request's first probe waits for a later step because many came at once.
+        """Whether this probe waits for a later step because others had their work done in this one.
 
-        One is probed in any case, so all get their turn; none waits beyond the deadline; and where no shared tier is
-        configured, none waits at all.
+        One is answered in any case, so all get their turn; none waits so beyond the deadline; and where no shared tier
+        is configured, none waits at all.
         """
-        if view.was_probed:
+        if view.was_answered:
             return False
         asks = self.cache is not None and self.cache.staging.has_shared
-        if asks and self._first_probes and self._guard.step_seconds > STEP_BUDGET_SECONDS:
+        if asks and self._probes and self._guard.step_seconds > STEP_BUDGET_SECONDS:
             now = time.monotonic()
             view.turn_by = view.turn_by or now + self._config.prepare_deadline
             if now < view.turn_by:
                 return True
-        self._first_probes += 1
-        view.was_probed = True
+        self._probes += 1
         return False
 
     def note_allocated(self, request: Any, blocks: Any) -> None:
@@ -292,7 +295,7 @@ class SchedulerSide:
     def end_step(self, scheduler_output: Any) -> StepMessage:
         """`build_connector_meta`: what the workers must do with this step."""
         self._stepped = True
-        self._first_probes = 0
+        self._probes = 0
         if self.context is not None:
             self.context.build_connector_meta(scheduler_output)
         if self.cache is None:
@@ -347,6 +350,8 @@ class SchedulerSide:
         them is as well. All are taken out: the request that would recompute them may be gone before it does (H28).
         """
         self._stepped = True
+        if not (message.report.says_something or self._unsettled.says_something or message.reads or invalid_block_ids):
+            return
         self._unsettled = self._unsettled.aggregate(message.report)  # with what an exception left over the last time
         if invalid_block_ids and self.context is not None:
             self.context.evict_published(sorted(self._spoilt_by(invalid_block_ids)))
