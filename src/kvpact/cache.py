@@ -139,7 +139,8 @@ class PactCache(ExternalCache):
             self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
         self._step_hits: Counter[str] = Counter()
-        self._asks_shared = self.staging.has_shared and config.match_at == "schedule"
+        self.asks_shared = self.staging.has_shared and config.match_at == "schedule"
+        """Whether `prepare_external_match` asks tiers that only they themselves can answer for."""
         self._looks_up_at_step = self.staging.has_shared and config.match_at == "step"
         self._progress = (0, 0.0)
 
@@ -152,7 +153,7 @@ class PactCache(ExternalCache):
     def on_new_request(self, request: EngineRequest) -> None:
         """See `ExternalCache`: the shared tiers are asked before the engine has room for the request."""
         record = self._record(request)
-        if record.keys is not None and request.may_load and self._asks_shared:
+        if record.keys is not None and request.may_load and self.asks_shared:
             self._ask(record, self._usable_keys(request, record))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -254,7 +255,7 @@ class PactCache(ExternalCache):
 
     def _is_asking(self, record: RequestRecord, keys: Sequence[BlockKey]) -> bool:
         """Whether an answer of the shared tiers is still to come; the first time, they are asked."""
-        if self._asks_shared:
+        if self.asks_shared:
             self._ask(record, keys)
         if record.inquest is None or record.inquest.answered:
             return False

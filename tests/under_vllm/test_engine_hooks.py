@@ -385,3 +385,46 @@ def test_h13_h27_no_answer_is_ever_wrong_in_a_long_life(
         tiers=[f"disk://{tmp_path}/slab?capacity=512KiB"],
     )
     live_through_faults(engine, seed, requests=500)
+
+
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, ASYNCHRONOUS], ids=["sync", "async"])
+@pytest.mark.parametrize("same", [2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK - 1])
+def test_h30_what_follows_the_last_whole_block_of_a_load_is_computed(
+    start: Callable[..., PlayedEngine], settings: dict[str, Any], same: int
+) -> None:
+    """Prompts part inside a block that is stored whole, for one of them: its end is nobody else's."""
+    engine = start(**settings)
+    assert_right(engine, STORED, 0)
+    engine.forget()
+    for tail in (1, BLOCK - same % BLOCK, BLOCK):
+        engine.forget()
+        prompt = make_prompt(50 + tail, 0, same + tail, stem=STORED[:same])
+        assert_right(engine, prompt, cached_blocks=same // BLOCK)
+    engine.forget()
+    assert_right(engine, STORED, 6)
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, ASYNCHRONOUS], ids=["sync", "async"])
+def test_h44_what_a_step_reports_that_ends_its_request_is_stored(
+    start: Callable[..., PlayedEngine], settings: dict[str, Any]
+) -> None:
+    engine = start(**settings)
+    worker, save = part(engine, "worker"), engine.worker.wait_for_save
+
+    def save_at_once() -> None:
+        save()
+        until = time.monotonic() + 10.0
+        while worker._jobs:
+            assert time.monotonic() < until
+            worker.poll()
+
+    engine.worker.wait_for_save = save_at_once  # type: ignore[method-assign]
+    played = engine.add(STORED, max_tokens=1)
+    engine.step()
+    assert (played.finish_reason, played.said) == ("length", answer(STORED, 1)), "it ended in the step that reported"
+    assert engine.counts["saved_blocks"] == 6
+    engine.run()
+    engine.forget()
+    assert_right(engine, STORED, 6)
+    engine.assert_at_rest()

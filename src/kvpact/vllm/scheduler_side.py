@@ -244,12 +244,11 @@ class SchedulerSide:
         """Whether this probe waits for a later step because others had their work done in this one.
 
         One is answered in any case, so all get their turn; none waits so beyond the deadline; and where no shared tier
-        is configured, none waits at all.
+        is asked, none waits at all.
         """
-        if view.was_answered:
+        if view.was_answered or self.cache is None:
             return False
-        asks = self.cache is not None and self.cache.staging.has_shared
-        if asks and self._probes and self._guard.step_seconds > STEP_BUDGET_SECONDS:
+        if self.cache.asks_shared and self._probes and self._guard.step_seconds > STEP_BUDGET_SECONDS:
             now = time.monotonic()
             view.turn_by = view.turn_by or now + self._config.prepare_deadline
             if now < view.turn_by:
