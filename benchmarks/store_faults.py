@@ -461,7 +461,7 @@ class Phase:
     """Share of the prompt tokens that were not computed during the fault."""
     steps: int
     slow_steps: int
-    """Above `STEP_LIMIT_S` in kvpact; what an idle engine takes to write `stats_file` counts too."""
+    """Above `STEP_LIMIT_S` in kvpact."""
     slow_alone: int
     """Of them, those that were slow without the time in which the machine gave their core to another thread."""
     step_p999: float

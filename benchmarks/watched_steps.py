@@ -19,8 +19,9 @@ from kvpact.vllm import PactConnector
 SLOW_S = 1e-3
 HOOKS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "update_connector_output",
-    "request_finished", "has_pending_push_work", "get_kv_connector_stats", "build_connector_meta",
+    "request_finished", "get_kv_connector_stats", "build_connector_meta",
 )  # fmt: skip
+"""Those of a scheduler step, in the order in which they come after the end of the last one."""
 
 
 class WatchedPactConnector(PactConnector):

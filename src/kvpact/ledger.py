@@ -160,11 +160,13 @@ class Totals:
 
     def counts(self) -> Iterator[tuple[str, int, str]]:
         """Arguments for `Metrics.raise_to`: name, total, label."""
-        for item in fields(self):
-            if item.name.endswith("_tokens") or item.name == "plans_opened":
-                yield item.name, getattr(self, item.name), ""
+        for name in _COUNTED:
+            yield name, getattr(self, name), ""
         for reason in EndReason:
             yield "plans_ended", self.ended[reason], reason
+
+
+_COUNTED = tuple(item.name for item in fields(Totals) if item.name.endswith("_tokens") or item.name == "plans_opened")
 
 
 class Ledger(Generic[Lease, Intent]):

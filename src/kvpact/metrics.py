@@ -171,6 +171,10 @@ _SERIES: Mapping[tuple[str, str], str] = {
 }
 """Made once: a scheduler step has no time for it."""
 
+_KEYS: Mapping[Kind, Mapping[tuple[str, str], str]] = {
+    kind: {key: text for key, text in _SERIES.items() if _BY_NAME[key[0]].kind == kind} for kind in ("counter", "gauge")
+}
+
 _BUCKETS = tuple(f'{STEP_SECONDS}_bucket{{le="{bound}"}}' for bound in (*STEP_BOUNDS, "+Inf"))
 
 
@@ -291,12 +295,12 @@ class Metrics:
             yield family
 
     def _key(self, kind: Kind, name: str, label: str) -> str:
-        key = _SERIES.get((name, label))
-        if key is None or key not in self._values:
-            raise PactViolation(f"no metric {name!r} with label {label!r}; METRICS in kvpact.metrics lists them all")
-        if _BY_NAME[name].kind != kind:
+        key = _KEYS[kind].get((name, label))
+        if key is not None:
+            return key
+        if (name, label) in _SERIES:
             raise PactViolation(f"{name} is a {_BY_NAME[name].kind}, not a {kind}")
-        return key
+        raise PactViolation(f"no metric {name!r} with label {label!r}; METRICS in kvpact.metrics lists them all")
 
     def _refuse(self, message: str) -> None:
         self._values["refused_counts"] += 1

@@ -267,9 +267,9 @@ class PactConnector(KVConnectorBase_V1):
         self._scheduler_side.request_finished(request.request_id)
         return False, None
 
-    @guarded(lambda: False)
+    @guarded(lambda: False, in_step=False)
     def has_pending_push_work(self) -> bool:
-        """Keep stepping until the workers' reports are in."""
+        """Keep stepping until the workers' reports are in. vLLM asks when it has no request left."""
         return self._scheduler_side.has_pending_work()
 
     @guarded(lambda: None)

@@ -59,11 +59,12 @@ Owner = TypeVar("Owner", bound=Guarded)
 
 
 def guarded(
-    otherwise: Callable[[], Any],
+    otherwise: Callable[[], Any], *, in_step: bool = True
 ) -> Callable[[Callable[Concatenate[Owner, Arguments], Answer]], Callable[Concatenate[Owner, Arguments], Answer]]:
     """Make a method a hook that never raises: on an exception it answers `otherwise()`.
 
-    But for StepLoadLost: whoever hears it must not answer the user.
+    But for StepLoadLost: whoever hears it must not answer the user. A hook that only an idle engine calls is not
+    `in_step`: its time is no scheduler step's.
     """
 
     def decorate(
@@ -81,7 +82,8 @@ def guarded(
                 answer: Answer = otherwise()
                 return answer
             finally:
-                self.guard.spent(perf_counter() - began)
+                if in_step:
+                    self.guard.spent(perf_counter() - began)
 
         return hook
 
