@@ -26,7 +26,7 @@ lint:
 	$(BIN)/mypy
 
 test: setup lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 bench: setup
 	@set -e; for benchmark in $(sort $(wildcard benchmarks/*.py)); do \

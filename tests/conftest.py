@@ -1,6 +1,8 @@
-"""Fixtures that all tests share, and which of them one worker runs where there are several."""
+"""Fixtures that all tests share, and which tests one worker runs where there are several."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,20 +13,45 @@ settings.load_profile("kvpact")
 
 pytest_plugins = ["engines"]
 
+ENGINES = (
+    "tests/test_demo.py",
+    "tests/testkit/test_conformance_command.py",
+    "tests/under_vllm/test_engine_faults.py",
+    "tests/under_vllm/test_engine_lives.py",
+    "tests/under_vllm/test_engine_start.py",
+    "tests/under_vllm/test_engine_step_hook.py",
+    "tests/under_vllm/test_flood.py",
+    "tests/under_vllm/test_pressure.py",
+    "tests/under_vllm/test_store_faults.py",
+    "tests/under_vllm/test_tensor_parallel.py",
+)
+"""Files whose tests start real engines.
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Real engines run in one worker, one after another: they share fixtures, and they are all bound to one core.
+One worker runs them, one after another: they share engines, all of which are bound to one core. Meanwhile other workers
+run the other files, each in one of them.
+"""
 
-    Meanwhile other workers run the other tests, each file in one of them. Engines take longest and begin first.
-    """
-    if not hasattr(config, "workerinput"):
-        return
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines take longest and begin first."""
     for item in items:
-        group = "engines" if _needs_engine(item) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: not _needs_engine(item))
+        needs_engine = item.get_closest_marker("engine") or "tiny_model" in getattr(item, "fixturenames", ())
+        if needs_engine and not item.nodeid.startswith(ENGINES):
+            raise pytest.UsageError(f"{item.nodeid} starts an engine; its file must be among ENGINES in {__file__}")
+    items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
 
 
-def _needs_engine(item: pytest.Item) -> bool:
-    return item.get_closest_marker("engine") is not None or "tiny_model" in getattr(item, "fixturenames", ())
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadscope`: a worker gets a file, or all engines."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FilesAndEngines(LoadScopeScheduling):
+        """See `ENGINES`."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return "engines" if nodeid.startswith(ENGINES) else nodeid.split("::", 1)[0]
+
+    return FilesAndEngines(config, log)
