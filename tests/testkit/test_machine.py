@@ -15,7 +15,7 @@ from kvpact.testkit.findings import Broken
 from kvpact.testkit.machine import PactMachine
 from kvpact.testkit.play import Call, SceneSettings, perform, random_play, shortest
 from kvpact.testkit.soak import SUBJECTS, SoakFailure, report, soak
-from kvpact.testkit.subjects import pact_cache, pact_cache_with_disk
+from kvpact.testkit.subjects import lazy_pact_cache, pact_cache, pact_cache_with_disk
 
 STEPS = 20_000
 SHARED = ["shared", "disk and shared, second use"]
@@ -30,7 +30,7 @@ class MemoryMachine(PactMachine):
 
 class LazyMachine(PactMachine):
     def make_cache(self, place: CachePlace) -> CacheUnderTest:
-        return pact_cache(place, save="lazy")
+        return lazy_pact_cache(place)  # with a small window, what is far from being evicted is never stored
 
 
 class DiskMachine(PactMachine):
@@ -40,15 +40,21 @@ class DiskMachine(PactMachine):
 
 @pytest.mark.parametrize(("machine", "steps"), [(MemoryMachine, 10_000), (DiskMachine, 10_000), (LazyMachine, 5_000)])
 def test_hypothesis_breaks_nothing(machine: type[PactMachine], steps: int) -> None:
-    while machine.figures.steps < steps:
+    """So many steps, and more, until everything that matters has happened several times."""
+    figures = machine.figures
+
+    def rare() -> list[str]:
+        wanted = ("loads", "preemptions", "lost reports", "silent ranks", "cancelled while waiting")
+        return [what for what in wanted if figures.counts[what] <= 5]
+
+    while figures.steps < steps or (rare() and figures.steps < 8 * steps):
         run_state_machine_as_test(
             machine,
             settings=settings(
                 max_examples=50, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
             ),
         )
-    for what in ("loads", "preemptions", "lost reports", "silent ranks", "cancelled while waiting"):
-        assert machine.figures.counts[what] > 5, f"hardly any {what} in {machine.figures.steps} steps"
+    assert not rare(), f"hardly any of {rare()} in {figures.steps} steps"
 
 
 def test_random_plays_of_twenty_thousand_steps_break_nothing() -> None:

@@ -31,10 +31,16 @@ NOT_THERE = {
 @pytest.mark.parametrize("release", [release for release in RELEASES if release != installed_release()])
 @pytest.mark.timeout(900)
 def test_every_scenario_is_kept(release: str) -> None:
-    """The first run fetches the release, the first import compiles it; then it takes half a minute."""
-    report = run_on_release(release, "kvpact.vllm:PactConnector", CONFIG)
-    assert report.engine == f"vLLM {release}"
-    assert len(report.checks) == len(SCENARIOS)
-    unseen = {check.name for check in report.checks if check.verdict is Verdict.NOT_OBSERVABLE}
+    """The first run fetches the release, the first import compiles it; then it takes half a minute.
+
+    What a scenario is about may not come to pass where a disk answers late, on a busy machine; so it gets a second try.
+    """
+    for _ in range(2):
+        report = run_on_release(release, "kvpact.vllm:PactConnector", CONFIG)
+        assert report.engine == f"vLLM {release}"
+        assert len(report.checks) == len(SCENARIOS)
+        assert not report.broken, as_text(report)
+        unseen = {check.name for check in report.checks if check.verdict is Verdict.NOT_OBSERVABLE}
+        if unseen == NOT_THERE.get(release, set()):
+            break
     assert unseen == NOT_THERE.get(release, set()), as_text(report)
-    assert not report.broken, as_text(report)
