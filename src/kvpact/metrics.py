@@ -175,7 +175,8 @@ _KEYS: Mapping[Kind, Mapping[tuple[str, str], str]] = {
     kind: {key: text for key, text in _SERIES.items() if _BY_NAME[key[0]].kind == kind} for kind in ("counter", "gauge")
 }
 
-_BUCKETS = tuple(f'{STEP_SECONDS}_bucket{{le="{bound}"}}' for bound in (*STEP_BOUNDS, "+Inf"))
+_BOUNDS = (*map(str, STEP_BOUNDS), "+Inf")
+_BUCKETS = tuple(f'{STEP_SECONDS}_bucket{{le="{bound}"}}' for bound in _BOUNDS)
 
 
 def series(name: str, label: str = "") -> str:
@@ -284,8 +285,7 @@ class Metrics:
         for metric in METRICS:
             full_name, text = f"kvpact_{metric.name}", f"{metric.unit} {metric.meaning}"
             if metric.kind == "histogram":
-                bounds = (*map(str, STEP_BOUNDS), "+Inf")
-                buckets = [(bound, float(count)) for bound, count in zip(bounds, accumulate(counts), strict=True)]
+                buckets = [(bound, float(count)) for bound, count in zip(_BOUNDS, accumulate(counts), strict=True)]
                 yield HistogramMetricFamily(full_name, text, buckets=buckets, sum_value=seconds)
                 continue
             family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
