@@ -1,17 +1,28 @@
 """The demonstration: its judgement on made-up readings, its texts, and a small run of it on real engines."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from engines import prompt
-from kvpact.demo.engine import EngineError, EngineSettings, Output, session_members
+from kvpact.demo.engine import (
+    EngineError,
+    EngineProcess,
+    EngineSettings,
+    Output,
+    loading_on_all_cores,
+    session_members,
+)
 from kvpact.demo.phases import (
     COLD,
     COLD_KVPACT,
@@ -57,7 +68,7 @@ def results(*, leases_held: int = 0, used: int = 4 * REUSABLE, **changed: Output
     ]
     most = 4 * REUSABLE
     counts = {"promised": most, "committed": most, "loaded": most, "used": used}
-    return Results(readings, block_size=128, counts=counts, leases_held=leases_held)
+    return Results(readings, block_size=128, counts=counts, leases_held=leases_held, model="tiny")
 
 
 def test_a_run_without_fault_passes_and_names_its_figures():
@@ -124,8 +135,11 @@ def test_the_report_is_one_json_object_and_one_table():
     assert {"name", "prompt_tokens", "cached_tokens", "ttft_ms", "speedup"} <= set(figures["phases"][0])
     assert {"cold_overhead", "identical", "leases_held", "promised", "committed", "loaded", "used"} <= set(figures)
     screen = StringIO()
-    show(report, Console(file=screen, width=160))
-    for shown in (*PHASES, "promised 1,024", "FAILED  2 leases"):
+    slow = [
+        replace(phase, prompt_tokens=65944, ttft_ms=20861.1, ttft_ms_quartiles=(19e3, 22e3)) for phase in report.phases
+    ]
+    show(replace(report, phases=slow), Console(file=screen, width=80))
+    for shown in (*PHASES, "65,944", "20,861 ms", "19,000-22,000", "reference", "promised 1,024", "FAILED  2 leases"):
         assert shown in screen.getvalue()
 
 
@@ -162,6 +176,42 @@ def test_an_engine_answers_repeats_itself_and_leaves_nothing_behind(start_engine
 
 
 @pytest.mark.engine
+def test_an_engine_held_back_starts_when_told_or_leaves_without(tiny_model, tmp_path):
+    with EngineProcess(EngineSettings(tiny_model), tmp_path / "started.log", held=True) as engine:
+        assert engine.generate([prompt(1, blocks=1)])[0].finish_reason == "length"
+    unused = EngineProcess(EngineSettings(tiny_model), tmp_path / "unused.log", held=True)
+    pid = unused.pid
+    unused.stop()
+    assert session_members(pid) == {}
+    assert "EngineCore" not in unused.log.read_text()
+
+
+def test_a_worker_loads_on_all_cores_and_computes_on_its_own():
+    everywhere = os.sched_getaffinity(0)
+    home = {min(everywhere)}
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        os.sched_setaffinity(worker.pid, home)
+        engine = SimpleNamespace(processes=lambda: {worker.pid: name})
+        name = "python -c from multiprocessing.spawn import spawn_main"
+        with loading_on_all_cores(engine):
+            wait_until(lambda: os.sched_getaffinity(worker.pid) == everywhere)
+            name = "VLLM::Worker"
+            wait_until(lambda: os.sched_getaffinity(worker.pid) == home)
+        name = "another life, that ends while it still loads"
+        with loading_on_all_cores(engine):
+            wait_until(lambda: os.sched_getaffinity(worker.pid) == everywhere)
+        assert os.sched_getaffinity(worker.pid) == home
+        worker.kill()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.engine
 def test_a_killed_parent_leaves_no_engine_behind_not_even_a_frozen_one(tiny_model, tmp_path):
     program = f"""
 import os, signal
@@ -193,6 +243,7 @@ def test_a_small_run_on_real_engines_passes(tiny_model, tmp_path):
     report = judge(run_phases(tiny_model, corpus(), tmp_path, plan, say=print))
     assert report.failures == []
     assert report.used >= 4 * 1024
+    assert report.model.startswith("4 layers x hidden 256")
 
 
 @pytest.mark.soak

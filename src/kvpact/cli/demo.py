@@ -41,15 +41,16 @@ def demo(
     with 1 if an answer differs, a lease is left, or less than 95 % of the reusable tokens came from the cache.
     """
     # Imported here so that the other commands need neither an engine nor its libraries.
-    from kvpact.demo.model import ModelShape, ensure_model
+    from kvpact.demo.model import ensure_model
     from kvpact.demo.phases import Plan, run_phases
     from kvpact.demo.report import judge, show
     from kvpact.demo.text import corpus
 
-    shape, cores = ModelShape(), len(os.sched_getaffinity(0))
-    if tp > cores or shape.kv_heads % tp:
+    chosen = {} if rounds is None else {"rounds": rounds, "last_round_by": inf}
+    plan, cores = Plan.for_this_machine(ranks=tp, **chosen), len(os.sched_getaffinity(0))
+    if tp > cores or plan.shape.kv_heads % tp:
         raise typer.BadParameter(
-            f"{tp} ranks need {tp} cores (there are {cores}) and must divide the model's {shape.kv_heads} heads",
+            f"{tp} ranks need {tp} cores (there are {cores}) and must divide the model's {plan.shape.kv_heads} heads",
             param_hint="--tp",
         )
     progress = Console(stderr=True)
@@ -59,9 +60,7 @@ def demo(
     last.mkdir(parents=True)
     try:
         with progress.status("making the model") as status:
-            model = ensure_model(work.resolve(), shape, text)
-            chosen = {} if rounds is None else {"rounds": rounds, "last_round_by": inf}
-            plan = Plan.for_this_machine(ranks=tp, **chosen)
+            model = ensure_model(work.resolve(), plan.shape, text)
             report = judge(run_phases(model, text, last, plan, say=status.update))
     except KvpactError as error:
         progress.print(f"kvpact demo: {error}", markup=False, highlight=False)

@@ -11,6 +11,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -168,12 +169,16 @@ def one_core_each(ranks: int) -> str:
 
 
 class EngineProcess:
-    """One engine. Starts at once; call `wait_ready` before use. As a context manager it leaves no process behind."""
+    """One engine. Call `wait_ready` before use. As a context manager it leaves no process behind.
 
-    def __init__(self, settings: EngineSettings, log: Path) -> None:
+    Starts at once, or with `held` only loads vLLM's modules, which take a third of the start, and waits for `start`.
+    """
+
+    def __init__(self, settings: EngineSettings, log: Path, *, held: bool = False) -> None:
         self.settings = settings
         self.log = log
         self.block_size = 0
+        self._held = held
         self._lines = bytearray()
         self._encoder, self._decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Reply)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -194,10 +199,11 @@ class EngineProcess:
             raise
         finally:
             os.close(replies)
-        self._write(Settings(settings.llm_arguments()))
+        if not held:
+            self._write(Settings(settings.llm_arguments()))
 
     def __enter__(self) -> Self:
-        return self
+        return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -212,9 +218,17 @@ class EngineProcess:
         """The process that holds `vllm.LLM`; its session holds the engine core and the workers too."""
         return self._process.pid
 
+    def start(self) -> Self:
+        """Start an engine that was `held`; any other one has started."""
+        if self._held:
+            self._held = False
+            self._write(Settings(self.settings.llm_arguments()))
+        return self
+
     def wait_ready(self, timeout: float = START_TIMEOUT) -> Self:
         """Wait until the engine answers. Raises EngineError if it does not within `timeout` seconds."""
         if not self.block_size:
+            self.start()
             self.block_size = self._receive(timeout).block_size
         return self
 
@@ -303,7 +317,10 @@ class EngineProcess:
         """Shut down in order, so that the cache can finish its writes; kills what is left after `timeout` seconds."""
         if self._process.poll() is None:
             with suppress(EngineError, subprocess.TimeoutExpired):
-                self._write(Stop())
+                if self._held:
+                    self._close()
+                else:
+                    self._write(Stop())
                 self._process.wait(timeout)
         self.kill()
 
@@ -392,6 +409,47 @@ class EngineProcess:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
             os.close(self._replies)
+
+
+@contextmanager
+def loading_on_all_cores(*engines: EngineProcess) -> Iterator[None]:
+    """Meanwhile, workers that still load vLLM's modules do so on any core; each goes back to its own to compute.
+
+    vLLM pins a CPU worker as soon as its process begins, so those of engines that start side by side on one core would
+    take turns at it for half a minute while another core rests. A worker gives itself a name when it has loaded all.
+    """
+    homes: dict[int, set[int]] = {}
+    over = threading.Event()
+
+    def move(pid: int, cores: set[int]) -> None:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), cores)
+
+    def look() -> None:
+        for engine in engines:
+            for pid, name in engine.processes().items():
+                with suppress(OSError):  # it has just ended
+                    if "Worker" in name and pid in homes:
+                        move(pid, homes.pop(pid))
+                    elif "Worker" not in name and pid not in homes and len(os.sched_getaffinity(pid)) < len(everywhere):
+                        homes[pid] = os.sched_getaffinity(pid)
+                        move(pid, everywhere)
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            look()
+        for pid, home in homes.items():
+            with suppress(OSError):
+                move(pid, home)
+
+    everywhere = os.sched_getaffinity(0)
+    watcher = threading.Thread(target=watch, name="kvpact-demo-start", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 def session_members(session: int) -> dict[int, str]:

@@ -6,6 +6,7 @@ Needs torch and transformers, which the engine brings. Floor 4.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -34,6 +35,9 @@ class ModelShape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
+SLOW_SHAPE = ModelShape(layers=12, heads=4, kv_heads=4, head_dim=128, intermediate=512)
+"""For a processor without AVX-512: for the same keys and values 0.6 of the computation, so a cache gains less by it."""
+
 TINY_SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=4, head_dim=64, intermediate=512, vocabulary=512)
 
 
@@ -52,6 +56,15 @@ def ensure_model(root: Path, shape: ModelShape, text: str) -> Path:
         except OSError:  # another process was faster
             shutil.rmtree(making)
     return directory
+
+
+def describe_model(directory: Path) -> str:
+    """The shape of the model in `directory`, as a reader of the figures needs it."""
+    config = json.loads((directory / "config.json").read_text())
+    return (
+        f"{config['num_hidden_layers']} layers x hidden {config['hidden_size']}, "
+        f"{config['num_key_value_heads']} KV heads x {config['head_dim']}, feed-forward {config['intermediate_size']}"
+    )
 
 
 def _make(directory: Path, shape: ModelShape, text: str) -> None:

@@ -10,14 +10,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from platform import machine
 from typing import Any
 from urllib.parse import quote
 
 from kvpact.config import load_config
-from kvpact.demo.engine import EngineProcess, EngineSettings, Output
+from kvpact.demo.engine import EngineProcess, EngineSettings, Output, loading_on_all_cores
+from kvpact.demo.model import SLOW_SHAPE, ModelShape, describe_model
 from kvpact.demo.text import prompts
 
 COLD = "cold"
@@ -57,20 +58,24 @@ class Plan:
     """Prompts that one engine answers in a row before the other's turn, at most; there are two turns or more."""
     kv_cache_bytes: int = 2 << 30
     """Room in the engine; it must hold one round, or there is no local prefix hit to compare with."""
+    memory: str = "4GiB"
+    """kvpact's memory; it must hold all rounds."""
     dtype: str = "bfloat16"
+    shape: ModelShape = field(default_factory=ModelShape)
     ranks: int = 1
     """Tensor-parallel ranks, each on a core of its own."""
 
     @classmethod
     def for_this_machine(cls, **chosen: Any) -> Plan:
-        """In float32 where bfloat16 is emulated, at a seventh of the speed: on processors without AVX-512.
+        """On processors without AVX-512 in float32, because bfloat16 is emulated there, at a seventh of the speed.
 
-        Keys and values take twice the room then. Several ranks on a CPU wait for each other in every layer, so they are
-        asked less, about shorter documents.
+        Keys and values take twice the room then, and the model is less to compute. Several ranks on a CPU wait for each
+        other in every layer, so they are asked less, about shorter documents.
         """
         fitting: dict[str, Any] = {}
         if machine() == "x86_64" and "avx512f" not in Path("/proc/cpuinfo").read_text():
-            fitting |= {"dtype": "float32", "kv_cache_bytes": 3 << 30, "rounds": 1}
+            fitting |= {"dtype": "float32", "shape": SLOW_SHAPE, "kv_cache_bytes": 3 << 29, "memory": "2GiB"}
+            fitting |= {"rounds": 1, "prompts": 4, "cold_seconds": 40.0}
         if chosen.get("ranks", 1) > 1:
             fitting |= {"rounds": 1, "prompts": 4, "document_tokens": 2048, "cold_seconds": 40.0}
         return cls(**{**fitting, **chosen})
@@ -97,22 +102,26 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What the phases gave: all readings, the engine's block size in tokens, the ledgers' counts and leases left."""
+    """What the phases gave: all readings, the engine's block size in tokens, the ledgers' counts and leases left.
+
+    `model` says what was computed: its shape and number format.
+    """
 
     readings: list[Reading]
     block_size: int
     counts: Mapping[str, int]
     leases_held: int
+    model: str
 
 
-KVTransferConfig = Callable[[Path, Path], dict[str, Any]]
-"""Makes the `--kv-transfer-config` from the disk tier's directory and the file for kvpact's counts."""
+KVTransferConfig = Callable[[Path, Path, str], dict[str, Any]]
+"""Makes the `--kv-transfer-config` from the disk tier's directory, the file for kvpact's counts and kvpact's memory."""
 
 
-def kvpact_config(disk: Path, stats_file: Path) -> dict[str, Any]:
-    """kvpact with memory and disk large enough for everything that the demonstration stores."""
+def kvpact_config(disk: Path, stats_file: Path, memory: str) -> dict[str, Any]:
+    """kvpact with a disk large enough for everything that the demonstration stores."""
     settings = {
-        "memory": "4GiB",
+        "memory": memory,
         "tiers": [f"disk://{quote(str(disk))}?capacity=6GiB"],
         "stats_file": str(stats_file),
     }
@@ -136,9 +145,9 @@ def run_phases(
     disk.mkdir()
     arguments = plan.engine_arguments()
 
-    def with_kvpact(life: int) -> EngineProcess:
-        connector = kv_transfer_config(disk, work / f"stats-{life}.json")
-        return EngineProcess(EngineSettings(model, connector, arguments), work / f"engine-with-kvpact-{life}.log")
+    def with_kvpact(life: int, *, held: bool = False) -> EngineProcess:
+        settings = EngineSettings(model, kv_transfer_config(disk, work / f"stats-{life}.json", plan.memory), arguments)
+        return EngineProcess(settings, work / f"engine-with-kvpact-{life}.log", held=held)
 
     script = _Script(model, text, plan, say)
     with ExitStack() as engines:
@@ -147,22 +156,26 @@ def run_phases(
         engines.callback(plain.kill)
         kvpact = with_kvpact(1)
         engines.callback(kvpact.kill)
-        block_size = plain.wait_ready().block_size
+        with loading_on_all_cores(plain, kvpact):
+            block_size = plain.wait_ready().block_size
+            kvpact.wait_ready()
+        again = with_kvpact(2, held=True)
+        engines.callback(again.kill)
         script.first_life(plain, kvpact)
         plain.kill()
         counts = [settle(kvpact)]
         say("stopping the engine with kvpact")
         kvpact.stop()
-    drop_page_cache(disk)
-    say("starting it again on the same directory")
-    with with_kvpact(2) as kvpact:
-        script.second_life(kvpact)
-        counts.append(settle(kvpact))
+        drop_page_cache(disk)
+        say("starting it again on the same directory")
+        script.second_life(again.start())
+        counts.append(settle(again))
     return Results(
         readings=script.readings,
         block_size=block_size,
         counts={name: sum(int(stats.get(f"{name}_tokens", 0)) for stats in counts) for name in COUNTS},
         leases_held=sum(int(stats.get("leases_held", 0)) for stats in counts),
+        model=f"{describe_model(model)}, {plan.dtype}",
     )
 
 
@@ -173,9 +186,10 @@ class _Script:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        body = tokenizer.encode(text).ids
 
         def make(reading: str, count: int, share: int = 1) -> list[list[int]]:
-            return prompts(tokenizer, text, reading=reading, document_tokens=plan.document_tokens // share, count=count)
+            return prompts(tokenizer, body, reading=reading, document_tokens=plan.document_tokens // share, count=count)
 
         self._plan, self._say = plan, say
         self._started = time.monotonic()

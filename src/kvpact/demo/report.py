@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -41,6 +42,7 @@ class PhaseFigures:
 class Report:
     """The demonstration's outcome; it passed when `failures` is empty."""
 
+    model: str
     phases: list[PhaseFigures]
     cold_overhead: float
     """Time to first token of a cold prompt with kvpact over without, minus 1: the median over prompts."""
@@ -78,6 +80,7 @@ def judge(results: Results) -> Report:
         for prompt, output in first[COLD_KVPACT].items()
     ]
     return Report(
+        model=results.model,
         phases=phases,
         cold_overhead=median(ratios),
         cold_overhead_quartiles=_quartiles(ratios),
@@ -149,20 +152,20 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 def show(report: Report, console: Console) -> None:
     """Print the report as a table with the ledger's counts under it."""
-    table = Table(title="One prompt, computed once", title_justify="left")
-    table.add_column("phase")
-    for heading in ("requests", "prompt tokens", "from cache", "first token, median", "quartiles", "against cold"):
-        table.add_column(heading, justify="right")
-    table.add_column("identical tokens")
+    # Fits into 80 columns, as wide as a terminal is taken to be where the output is a file.
+    table = Table(title="One prompt, computed once", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("phase", no_wrap=True)
+    for heading in ("prompt\ntokens", "from\ncache", "first token,\nmedian", "quartiles,\nms", "against\ncold"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("tokens\nidentical", no_wrap=True)
     for phase in report.phases:
         low, high = phase.ttft_ms_quartiles
         table.add_row(
             phase.name,
-            str(phase.requests),
             f"{phase.prompt_tokens:,}",
             f"{phase.cached_tokens:,}",
-            f"{phase.ttft_ms:,.1f} ms",
-            f"{low:,.0f} to {high:,.0f}",
+            f"{phase.ttft_ms:,.0f} ms",
+            f"{low:,.0f}-{high:,.0f}",
             f"{phase.speedup:.1f} x",
             "reference" if phase.name in (COLD, LOCAL_HIT) else "yes" if phase.identical else "NO",
         )
@@ -171,6 +174,7 @@ def show(report: Report, console: Console) -> None:
     console.print(
         Group(
             table,
+            Text(f"{report.phases[0].requests} prompts. Model, with random weights: {report.model}."),
             Text(f"Ledger, in tokens: {counts}. Leases held: {report.leases_held}."),
             Text(f"A cold prompt costs {report.cold_overhead:+.1%} with kvpact (quartiles {low:+.1%} to {high:+.1%})."),
             *(Text(f"FAILED  {failure}", style="bold red") for failure in report.failures),

@@ -48,13 +48,14 @@ def documents(tokens: Sequence[int], count: int, length: int) -> Iterator[Sequen
         yield tokens[number * min(stride, length) :][:length]
 
 
-def prompts(tokenizer: Tokenizer, text: str, *, reading: str, document_tokens: int, count: int) -> list[list[int]]:
-    """`count` distinct prompts: `document_tokens` of a document that names the `reading`, then a question.
+def prompts(
+    tokenizer: Tokenizer, body: Sequence[int], *, reading: str, document_tokens: int, count: int
+) -> list[list[int]]:
+    """`count` distinct prompts: `document_tokens` of a document from `body` that names the `reading`, then a question.
 
     The reading stands at the very start, so prompts of different readings share no block.
     """
     opening = tokenizer.encode(f"Document, {reading}.\n").ids
-    body = tokenizer.encode(text).ids
     asked = [tokenizer.encode(f"\n{QUESTIONS[number % len(QUESTIONS)]}").ids for number in range(count)]
     pieces = documents(body, count, document_tokens - len(opening))
     return [[*opening, *piece, *question] for piece, question in zip(pieces, asked, strict=True)]
