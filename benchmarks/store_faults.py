@@ -338,16 +338,20 @@ def open_place(place: str, directory: Path) -> Iterator[tuple[str, Store]]:
 
 @contextmanager
 def engines_have_a_core() -> Iterator[None]:
-    """All but the engines computes on other cores than their workers, where there are others."""
+    """All but the engines computes on other cores than their workers, where there are others, and behind them.
+
+    Clients and stores are other machines in life; here they would have the scheduler's core in the middle of its steps.
+    """
     worker, allowed = int(PINNED_ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"]), os.sched_getaffinity(0)
-    _bind_all_but_engines(allowed - {worker} or allowed)
+    _bind_all_but_engines(allowed - {worker} or allowed, niceness=19)
     try:
         yield
     finally:
-        _bind_all_but_engines(allowed)
+        with suppress(PermissionError):  # taking back one's own niceness is root's
+            _bind_all_but_engines(allowed, niceness=0)
 
 
-def _bind_all_but_engines(cores: set[int]) -> None:
+def _bind_all_but_engines(cores: set[int], niceness: int) -> None:
     processes = [Path("/proc", str(os.getpid()))]
     for process in processes:
         with suppress(OSError):  # it has just ended
@@ -355,6 +359,7 @@ def _bind_all_but_engines(cores: set[int]) -> None:
                 continue
             for task in (process / "task").iterdir():
                 os.sched_setaffinity(int(task.name), cores)
+                os.setpriority(os.PRIO_PROCESS, int(task.name), niceness)
                 processes += [Path("/proc", child) for child in (task / "children").read_text().split()]
 
 

@@ -107,3 +107,44 @@ def test_p9_what_is_being_deleted_from_a_slow_tier_is_not_promised_meanwhile(tmp
     for name in ("failing", "other"):
         scene.cache.request_finished(name)
     scene.close()
+
+
+def test_what_a_late_step_puts_off_the_next_one_does(tmp_path: Path) -> None:
+    scene = SteppedScene(tmp_path)
+    scene.cache.is_late = lambda: True
+    scene.run_cold(request(3, "first"))
+    assert not scene.cache.staging.pending
+    assert scene.cache.has_pending_work
+    scene.cache.end_step()  # however late it is: the one before has put it off already
+    assert scene.cache.staging.pending
+    scene.queue.advance()
+    scene.cache.end_step()
+    assert scene.cache.staging.pending
+    scene.cache.end_step()
+    assert not scene.cache.has_pending_work
+    scene.close()
+    assert scene.cache.metrics.snapshot()[series("written_blocks", "disk")] == 3
+
+
+def test_a_write_put_off_is_not_made_of_blocks_that_memory_has_dropped(tmp_path: Path) -> None:
+    scene = SteppedScene(tmp_path)
+    scene.cache.is_late = lambda: True
+    scene.run_cold(request(3, "first"))
+    scene.cache.index.clear()
+    scene.cache.end_step()
+    assert not scene.cache.has_pending_work
+    scene.run_cold(request(3, "second"))
+    scene.cache.reset()
+    assert not scene.cache.has_pending_work
+    scene.close()
+    assert scene.cache.metrics.snapshot()[series("written_blocks", "disk")] == 0
+
+
+def test_a_write_put_off_is_made_at_shutdown(tmp_path: Path) -> None:
+    scene = Scene(tiers=[open_disk(tmp_path)])
+    scene.cache.is_late = lambda: True
+    scene.run_cold(request(3, "first"))
+    scene.close()
+    again = open_disk(tmp_path)
+    assert again.capacity().blocks == 3
+    again.close()

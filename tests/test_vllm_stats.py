@@ -16,6 +16,7 @@ def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
     metrics.add("lookups", 3)
     metrics.set("leases_held", 2)
     metrics.observe_step(0.002)
+    assert collector.collect() is None  # one step looks, the next one takes the difference
     first = collector.collect()
     assert first is not None
     assert first.data["lookups"] == 3
@@ -23,6 +24,8 @@ def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
     metrics.add("lookups", 2)
     assert collector.collect() is None
     now[0] += INTERVAL_SECONDS
+    assert collector.collect() is None
+    metrics.add("lookups", 4)
     second = collector.collect()
     assert second is not None
     assert second.data == {"lookups": 2}
@@ -45,6 +48,7 @@ def test_every_count_has_a_series_on_the_endpoint() -> None:
     metrics.add("used_tokens", 128)
     metrics.set("leases_held", 1)
     collector = StatsCollector(metrics.snapshot, lambda: 0.0)
+    assert collector.collect() is None
     stats = collector.collect()
     assert stats is not None
     prom.observe(stats.data)

@@ -8,7 +8,7 @@ Floor 2.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -143,6 +143,11 @@ class PactCache(ExternalCache):
         """Whether `prepare_external_match` asks tiers that only they themselves can answer for."""
         self._looks_up_at_step = self.staging.has_shared and config.match_at == "step"
         self._progress = (0, 0.0)
+        self.is_late: Callable[[], bool] = lambda: False
+        """Whether the running step has cost enough, so that what can wait is left to the next one."""
+        self._was_late = False
+        self._unwritten: deque[Sequence[BlockKey]] = deque()
+        """Chains that were saved and not offered to the tiers yet."""
 
     # Prepare
 
@@ -479,7 +484,10 @@ class PactCache(ExternalCache):
     def end_step(self) -> StepWork:
         """See `ExternalCache`: takes in what the tiers did, lets plans expire, and hands out the step's copies."""
         now = self._clock()
-        self.staging.poll()
+        self._was_late = not self._was_late and self.is_late()  # what waits does so for one step
+        if not self._was_late:
+            self.staging.poll()
+            self._write_behind()
         self.staging.end_step()
         self._prefill.note_step(max(0, self._computing), now)
         taken = self._loading + blocks_touched(max(0, self._computing), self._block_size)
@@ -487,6 +495,12 @@ class PactCache(ExternalCache):
         self._computing = self._loading = 0
         self.ledger.expire(now)
         return self._copies.end_step(now)
+
+    def _write_behind(self) -> None:
+        """Offer saved chains to the tiers, the oldest first; a block that memory has dropped since is not."""
+        while self._unwritten:
+            keys = self._unwritten.popleft()
+            self.staging.write_behind(keys, self.index.held_prefix(keys))
 
     def abandon_step(self) -> None:
         """What was to be ordered with the running step never reaches the workers: it ends as if all had failed it."""
@@ -505,8 +519,9 @@ class PactCache(ExternalCache):
         # Loads first: what a request saved from a failed load on is not to be trusted.
         settlements = [self._settle_load(load) for load in self._copies.take_loads(report)]
         for save in self._copies.take_saves():
-            held = self.saves.settle(save)
-            self.staging.write_behind(save.keys, self.index.held_prefix(save.keys[:held]))
+            self._unwritten.append(save.keys[: self.saves.settle(save)])
+        if not self.is_late():
+            self._write_behind()
         self._steps.end_saves(self._copies.saves.__contains__)
         return settlements
 
@@ -567,7 +582,7 @@ class PactCache(ExternalCache):
         Workers always report, so copies are waited for however long they take (a process may have been stopped); a tier
         that hangs is not.
         """
-        if self._copies or (self.saves.lazy is not None and self.saves.lazy.stirred):
+        if self._copies or self._unwritten or (self.saves.lazy is not None and self.saves.lazy.stirred):
             return True
         pending, now = self.staging.pending, self._clock()
         if pending != self._progress[0]:
@@ -586,6 +601,7 @@ class PactCache(ExternalCache):
                 record.inquest.held.clear()
         if self.saves.lazy is not None:
             self.saves.lazy.clear()
+        self._unwritten.clear()
         self.index.clear()
         self.staging.clear()
 
@@ -614,6 +630,7 @@ class PactCache(ExternalCache):
         for plan in self.ledger.open_plans():
             if plan.state is not State.LOADING:
                 self.ledger.abort(plan, EndReason.SHUTDOWN)
+        self._write_behind()
         if not self.staging.close(self._config.shutdown_timeout):
             logger.warning(
                 "kvpact: some writes did not finish within %.0f s at shutdown", self._config.shutdown_timeout

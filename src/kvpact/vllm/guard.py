@@ -28,6 +28,13 @@ class Guard:
         self._seen: set[tuple[str, type[BaseException]]] = set()
         self.step_seconds = 0.0
         """What the running scheduler step has cost so far, since the end of the last one."""
+        self.hook_began = perf_counter()
+        """When the hook that runs was called."""
+
+    @property
+    def step_seconds_now(self) -> float:
+        """What the running scheduler step has cost, the running hook included."""
+        return self.step_seconds + perf_counter() - self.hook_began
 
     def failed(self, hook: str, error: BaseException) -> None:
         """Count an error of a hook; log the first of its kind with the traceback."""
@@ -72,7 +79,7 @@ def guarded(
     ) -> Callable[Concatenate[Owner, Arguments], Answer]:
         @wraps(method)
         def hook(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-            began = perf_counter()
+            began = self.guard.hook_began = perf_counter()
             try:
                 return method(self, *args, **kwargs)
             except StepLoadLost:

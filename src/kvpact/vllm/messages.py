@@ -117,7 +117,7 @@ class PactWorkerMetadata(KVConnectorWorkerMetadata):
 
     def message(self) -> RanksMessage:
         """Decode it."""
-        return msgspec.msgpack.decode(self.payload, type=RanksMessage)
+        return _RANKS_MESSAGES.decode(self.payload)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PactWorkerMetadata:
         """Combine two ranks' reports; vLLM calls this over all ranks of a step."""
@@ -129,3 +129,6 @@ class PactWorkerMetadata(KVConnectorWorkerMetadata):
     def __bool__(self) -> bool:
         """True: vLLM skips falsy reports."""
         return True
+
+
+_RANKS_MESSAGES = msgspec.msgpack.Decoder(RanksMessage)

@@ -184,6 +184,7 @@ class SchedulerSide:
                 tuple(segment.rank_slot_bytes for segment in arena.segments),
                 tuple((at, numbers[at]) for at in self.cache.staging.shared_tiers),
             )
+        self.cache.is_late = self._is_late
         self._stats = StatsCollector(self.cache.observe)
         if self.context is not None:
             self.cache.bind_scheduler_context(self.context)
@@ -255,6 +256,9 @@ class SchedulerSide:
                 return True
         self._probes += 1
         return False
+
+    def _is_late(self) -> bool:
+        return self._guard.step_seconds_now > STEP_BUDGET_SECONDS
 
     def note_allocated(self, request: Any, blocks: Any) -> None:
         """`update_state_after_alloc`, in any case."""

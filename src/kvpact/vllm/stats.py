@@ -50,21 +50,27 @@ class PactStats(KVConnectorStats):
 
 
 class StatsCollector:
-    """Takes the difference between two looks at the counts, at most once an interval."""
+    """Takes the difference between two looks at the counts, at most once an interval.
+
+    A scheduler step looks and the next one takes the difference: both together would be a good part of a millisecond.
+    """
 
     def __init__(self, observe: Callable[[], Snapshot], clock: Callable[[], float] = time.monotonic) -> None:
         self._observe = observe
         self._clock = clock
         self._next = 0.0
+        self._shot: Snapshot | None = None
         self._last: Mapping[str, float] = {}
 
     def collect(self) -> PactStats | None:
-        """What changed since the last call, or None if it is not time yet."""
-        now = self._clock()
-        if now < self._next:
+        """What changed from the last look to the one that the call before this took; None at every other call."""
+        if self._shot is None:
+            now = self._clock()
+            if now >= self._next:
+                self._next = now + INTERVAL_SECONDS
+                self._shot = self._observe()
             return None
-        self._next = now + INTERVAL_SECONDS
-        shot = self._observe()
+        shot, self._shot = self._shot, None
         steps, fast = shot[f"{STEP_SECONDS}_count"], shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
         totals = {name: value for name, value in shot.items() if not name.startswith(STEP_SECONDS)}
         totals |= {"steps": steps, "slow_steps": steps - fast, "step_seconds": shot[f"{STEP_SECONDS}_sum"]}
