@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +91,12 @@ def test_h41_the_hull_of_what_ranks_failed_is_counted_and_gone_everywhere(
         assert counts["used_tokens"] == 2 * BLOCK
         (reported,) = [frozenset().union(*engine.observed.invalid_blocks)]
         assert len(reported) == 3, "the engine is told of the blocks that failed, and takes the first one as the end"
-        assert counts['held_blocks{tier="memory"}'] == counts['held_blocks{tier="disk"}'] == 2
+        assert counts['held_blocks{tier="memory"}'] == 2
+        deadline = time.monotonic() + 10  # a thread of the tier deletes them there; they are not promised meanwhile
+        while counts['held_blocks{tier="disk"}'] != 2:
+            assert time.monotonic() < deadline, counts
+            time.sleep(0.01)
+            counts = cache_of(engine).observe()
         fail(engine, 0)
         fail(engine, 1)
         assert ask(engine, "again") == 2 * BLOCK

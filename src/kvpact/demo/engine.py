@@ -100,7 +100,10 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """One line from the host. `error` is set when the command failed; the engine may be dead then."""
+    """A line from the host: when vLLM is loaded, with the `block_size` when the engine is ready, then each answer.
+
+    `error` is set when the command failed; the engine may be dead then.
+    """
 
     outputs: list[Output] = []
     metrics: dict[str, float] = {}
@@ -178,7 +181,7 @@ class EngineProcess:
         self.settings = settings
         self.log = log
         self.block_size = 0
-        self._held = held
+        self._held, self._loaded = held, False
         self._lines = bytearray()
         self._encoder, self._decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Reply)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -225,10 +228,17 @@ class EngineProcess:
             self._write(Settings(self.settings.llm_arguments()))
         return self
 
+    def wait_loaded(self, timeout: float = START_TIMEOUT) -> None:
+        """Wait until vLLM's modules are loaded: an engine that is `held` computes nothing from then on."""
+        if not self._loaded:
+            self._receive(timeout)
+            self._loaded = True
+
     def wait_ready(self, timeout: float = START_TIMEOUT) -> Self:
         """Wait until the engine answers. Raises EngineError if it does not within `timeout` seconds."""
         if not self.block_size:
             self.start()
+            self.wait_loaded(timeout)
             self.block_size = self._receive(timeout).block_size
         return self
 

@@ -42,17 +42,17 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
-    first = sys.stdin.buffer.readline()
-    if not first:
-        return
-    settings = msgspec.json.decode(first, type=Settings)
     with os.fdopen(descriptor, "wb") as replies:
 
         def reply(message: Reply) -> None:
             replies.write(msgspec.json.encode(message) + b"\n")
             replies.flush()
 
-        llm = LLM(**settings.arguments)
+        reply(Reply())
+        first = sys.stdin.buffer.readline()
+        if not first:
+            return
+        llm = LLM(**msgspec.json.decode(first, type=Settings).arguments)
         reply(Reply(block_size=llm.llm_engine.vllm_config.cache_config.block_size))
         commands = msgspec.json.Decoder(Command)
         for line in sys.stdin.buffer:

@@ -161,7 +161,7 @@ def run_phases(
             kvpact.wait_ready()
         again = with_kvpact(2, held=True)
         engines.callback(again.kill)
-        script.first_life(plain, kvpact)
+        script.first_life(plain, kvpact, again.wait_loaded)
         plain.kill()
         counts = [settle(kvpact)]
         say("stopping the engine with kvpact")
@@ -200,8 +200,11 @@ class _Script:
         self._short = make("to see how fast it is", 2, SHORT)
         self.readings: list[Reading] = []
 
-    def first_life(self, plain: EngineProcess, kvpact: EngineProcess) -> None:
-        """Cold prompts on both engines in turns, local prefix hits on one, warm from memory on the other."""
+    def first_life(self, plain: EngineProcess, kvpact: EngineProcess, wait_for_quiet: Callable[[], None]) -> None:
+        """Cold prompts on both engines in turns, local prefix hits on one, warm from memory on the other.
+
+        When both are warmed up, and before anything counts, `wait_for_quiet` waits until nothing else computes.
+        """
         seconds = plain.generate(self._short)[-1].first_token_seconds * SHORT * ATTENTION
         count = self._plan.prompts_at(seconds)
         self._plan = replace(self._plan, prompts=count, group=max(1, min(self._plan.group, count // 2)))
@@ -214,6 +217,7 @@ class _Script:
             engine.reset_prefix_cache()
             engine.generate([self._warm_up])
             settle(engine)
+        wait_for_quiet()
         everything = range(self._plan.prompts)
         turns = [(COLD, plain, kvpact), (COLD_KVPACT, kvpact, plain)]
         for number in range(self._plan.rounds):
