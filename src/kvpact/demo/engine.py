@@ -346,6 +346,19 @@ class EngineProcess:
             time.sleep(0.02)
         self._close()
 
+    def discard(self) -> None:
+        """End an engine whose answers are all in: as `kill`, after Python's resource trackers have tidied /dev/shm.
+
+        Takes a second where `stop` takes seven. What vLLM leaves there after a SIGKILL to all would stay for ever.
+        """
+        for pid, name in self.processes().items():
+            if "resource_tracker" not in name:
+                _send_signal(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.kill()
+
     def kill_frontend(self) -> None:
         """SIGKILL to the process that holds `vllm.LLM` only; `processes` tells what outlives it. `kill` afterwards."""
         _send_signal(self.pid, signal.SIGKILL)

@@ -162,7 +162,7 @@ def run_phases(
         again = with_kvpact(2, held=True)
         engines.callback(again.kill)
         script.first_life(plain, kvpact, again.wait_loaded)
-        plain.kill()
+        plain.discard()
         counts = [settle(kvpact)]
         say("stopping the engine with kvpact")
         kvpact.stop()
@@ -170,6 +170,7 @@ def run_phases(
         say("starting it again on the same directory")
         script.second_life(again.start())
         counts.append(settle(again))
+        again.discard()
     return Results(
         readings=script.readings,
         block_size=block_size,
