@@ -181,7 +181,7 @@ class EngineProcess:
         self.settings = settings
         self.log = log
         self.block_size = 0
-        self._held, self._loaded = held, False
+        self._held, self._loaded = True, False
         self._lines = bytearray()
         self._encoder, self._decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Reply)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ class EngineProcess:
         finally:
             os.close(replies)
         if not held:
-            self._write(Settings(settings.llm_arguments()))
+            self.start()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -222,7 +222,7 @@ class EngineProcess:
         return self._process.pid
 
     def start(self) -> Self:
-        """Start an engine that was `held`; any other one has started."""
+        """Start an engine that is `held`; any other one has started."""
         if self._held:
             self._held = False
             self._write(Settings(self.settings.llm_arguments()))
