@@ -55,13 +55,22 @@ class _Outbox:
     saves: list[SaveJob] = field(default_factory=list)
     inquiries: list[Inquiry] = field(default_factory=list)
 
+    def has(self, job: LoadJob | SaveJob) -> bool:
+        """Whether the workers are told of this job with this step, and so have not heard of it."""
+        return any(job is ordered for ordered in (*self.loads, *self.saves))
+
     def take(self) -> StepWork:
         """All of it; the next step begins empty."""
+        if not (self.loads or self.saves or self.inquiries):
+            return _NOTHING
         work = StepWork(tuple(self.loads), tuple(self.saves), tuple(self.inquiries))
         self.loads.clear()
         self.saves.clear()
         self.inquiries.clear()
         return work
+
+
+_NOTHING = StepWork()
 
 
 class Copies:
@@ -110,13 +119,11 @@ class Copies:
     def end_step(self, now: float) -> StepWork:
         """What the workers are told, with questions about copies that nobody has spoken of for long."""
         tasks: list[Load | Save] = [*self.loads.values(), *self.saves.values()]
-        ordered: list[LoadJob | SaveJob] = [*self._outbox.loads, *self._outbox.saves]
-        new = {job.job_id for job in ordered}
         for task in tasks:
-            if task.job.job_id in new:  # a worker that has not heard of a job calls it failed, and copies it afterwards
-                task.ask_at = now + self._patience
-            elif now >= task.ask_at:  # a report was lost, or its worker is slow: it is asked, never taken as anything
-                task.ask_at = now + self._patience
+            if now < task.ask_at:
+                continue
+            task.ask_at = now + self._patience  # a report was lost, or its worker is slow: it is asked, no more
+            if not self._outbox.has(task.job):  # who has not heard of a job calls it failed, and copies it afterwards
                 self._outbox.inquiries.append(Inquiry(task.job.job_id, task.job.blocks))
         return self._outbox.take()
 

@@ -6,11 +6,22 @@ Never touches a block itself. Floor 1.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from kvpact.contract import KVCacheBlockView
 from kvpact.errors import PactViolation
+
+
+class Block(Protocol):
+    """As much of an engine's block as the rules need; vLLM's own blocks are such, and so are views."""
+
+    @property
+    def block_id(self) -> int:
+        """Its number in the pool."""
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it stands for blocks that a request does not need."""
 
 
 class Holds:
@@ -19,27 +30,41 @@ class Holds:
     __slots__ = ("counts",)
 
     def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
+        self.counts: dict[int, int] = {}
         """Block id -> how many times it is held; no zeros."""
 
-    def take(self, views: Sequence[KVCacheBlockView]) -> None:
+    @property
+    def total(self) -> int:
+        """How many holds there are."""
+        return sum(self.counts.values())
+
+    def take(self, blocks: Sequence[Block]) -> None:
         """Each block is held once more; all of them or, on an error, none. The null block: PactViolation."""
-        if any(view.is_null for view in views):
+        if any(block.is_null for block in blocks):
             raise PactViolation("the null block was touched; it stands for blocks that a request does not need")
-        self.counts.update(view.block_id for view in views)
+        count_more(self.counts, (block.block_id for block in blocks))
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         """Each block is held once less; all of them or, on an error, none. Not touched: PactViolation."""
-        for block_id, times in Counter(block_ids).items():
-            if self.counts[block_id] < times:
+        freed: dict[int, int] = {}
+        count_more(freed, block_ids)
+        for block_id, times in freed.items():
+            if self.counts.get(block_id, 0) < times:
                 raise PactViolation(
-                    f"block {block_id} is freed {times} times, touched {self.counts[block_id]} times through this "
-                    "context; free only what was touched"
+                    f"block {block_id} is freed {times} times, touched {self.counts.get(block_id, 0)} times through "
+                    "this context; free only what was touched"
                 )
-        for block_id in block_ids:
-            self.counts[block_id] -= 1
-            if not self.counts[block_id]:
+        for block_id, times in freed.items():
+            if self.counts[block_id] == times:
                 del self.counts[block_id]
+            else:
+                self.counts[block_id] -= times
+
+
+def count_more(counts: dict[int, int], block_ids: Iterable[int]) -> None:
+    """Each block once more. Not a Counter: its first `update` costs the scheduler 0.7 ms, and every other one 5 us."""
+    for block_id in block_ids:
+        counts[block_id] = counts.get(block_id, 0) + 1
 
 
 def no_such_block(block_id: int, num_blocks: int) -> PactViolation:

@@ -332,7 +332,7 @@ class Staging:
 
     def _take(self, seconds: float) -> None:
         began = now = self._clock()
-        finished = [(source, source.queue.poll()) for source in self._sources]
+        finished = [(source, source.queue.poll()) for source in self._sources if source.queue.has_news]
         while finished and now - began < seconds:
             source, its = finished.pop(0)  # each in its turn, so that none waits for the others for ever
             if (done := next(its, None)) is not None:

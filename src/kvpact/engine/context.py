@@ -6,8 +6,7 @@ leak has an owner. Never hands out the engine's own structures. Floor 3.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvpact.contract import KVCacheBlockView
 from kvpact.engine.scheduler import Scheduler
@@ -23,7 +22,7 @@ class EngineContext:
         self._holds = Holds()
 
     @property
-    def held(self) -> Counter[int]:
+    def held(self) -> Mapping[int, int]:
         """Block id -> how many times it is held through this context."""
         return self._holds.counts
 

@@ -186,6 +186,8 @@ class TierQueue:
 
     def running_longer_than(self, seconds: float) -> list[Ticket]:
         """Reads and look-ups that the tier itself has been busy with for more than so many seconds."""
+        if not self._shared.under_way:
+            return []
         before = time.monotonic() - seconds
         jobs = list(self._shared.under_way.values())  # copied in one go
         return [job.ticket for job in jobs if not job.is_put and job.began is not None and job.began < before]

@@ -239,15 +239,15 @@ class PactConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's end."""
-        message = self._end_step(scheduler_output)
-        if message is None:
-            message = self._scheduler_side.end_broken_step()
+        metadata = self._end_step(scheduler_output)
+        if metadata is None:
+            metadata = self._scheduler_side.end_broken_step()
             self._abandon_step()
         self.guard.end_step()
-        return PactMetadata.of(message)
+        return metadata
 
     @guarded(lambda: None)
-    def _end_step(self, scheduler_output: SchedulerOutput) -> StepMessage | None:
+    def _end_step(self, scheduler_output: SchedulerOutput) -> PactMetadata | None:
         return self._scheduler_side.end_step(scheduler_output)
 
     @guarded(lambda: None)

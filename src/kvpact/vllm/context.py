@@ -6,13 +6,12 @@ For any connector, not only kvpact's: see `scheduler_context`. Floor 3.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 from kvpact.contract import KVCacheBlockView
-from kvpact.holds import Holds, cursor_lost, no_such_block, no_such_request, not_free
+from kvpact.holds import Holds, count_more, cursor_lost, no_such_block, no_such_request, not_free
 from kvpact.vllm.releases import BlockTables, StepBlockTables, evict_first_of_all, group_of, is_free, next_free
 
 NOT_ADMITTED = frozenset({"WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "PREEMPTED"})
@@ -40,7 +39,7 @@ class VllmContext:
         self._by_priority = policy == "priority"
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._holds = Holds()
-        self._touches: Counter[int] = Counter()
+        self._touches: dict[int, int] = {}
         """Block id -> how often it was touched here in this step, and so may have left the free queue."""
         self._step = 0
 
@@ -72,8 +71,8 @@ class VllmContext:
     def touch(self, block_ids: Sequence[int]) -> None:
         """See `SchedulerContext`; all of `block_ids` or, on an error, none. The null block: PactViolation."""
         blocks = [self._block(block_id) for block_id in block_ids]
-        self._holds.take([self._view(block) for block in blocks])
-        self._touches.update(block_ids)
+        self._holds.take(blocks)
+        count_more(self._touches, block_ids)
         self._pool.touch(blocks)
 
     def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
@@ -91,7 +90,7 @@ class VllmContext:
     @property
     def touched_blocks(self) -> int:
         """Blocks held through this context now."""
-        return self._holds.counts.total()
+        return self._holds.total
 
     # Queues
 
@@ -109,16 +108,16 @@ class VllmContext:
         return self._walk(start)
 
     def _walk(self, cursor: Any) -> Iterator[KVCacheBlockView]:
-        step, touches = self._step, self._touches[cursor.block_id] if cursor is not None else 0
+        step, touches = self._step, self._touches.get(cursor.block_id) if cursor is not None else None
         while True:
             if cursor is not None and (
-                step != self._step or not is_free(cursor) or self._touches[cursor.block_id] != touches
+                step != self._step or not is_free(cursor) or self._touches.get(cursor.block_id) != touches
             ):
                 raise cursor_lost(cursor.block_id)
             cursor = next_free(self._pool, cursor)
             if cursor is None:
                 return
-            touches = self._touches[cursor.block_id]
+            touches = self._touches.get(cursor.block_id)
             yield self._view(cursor)
 
     def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:

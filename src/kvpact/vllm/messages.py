@@ -73,7 +73,7 @@ class PactMetadata(KVConnectorMetadata):
     @classmethod
     def of(cls, message: StepMessage) -> PactMetadata:
         """Encode a step."""
-        return cls(msgspec.msgpack.encode(message))
+        return cls(_NOTHING_TO_DO if message == _NO_WORK else msgspec.msgpack.encode(message))
 
     def message(self) -> StepMessage:
         """Decode the step."""
@@ -117,7 +117,7 @@ class PactWorkerMetadata(KVConnectorWorkerMetadata):
 
     def message(self) -> RanksMessage:
         """Decode it."""
-        return _RANKS_MESSAGES.decode(self.payload)
+        return _SILENCE if self.payload == _SILENT else _RANKS_MESSAGES.decode(self.payload)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PactWorkerMetadata:
         """Combine two ranks' reports; vLLM calls this over all ranks of a step."""
@@ -132,3 +132,8 @@ class PactWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 _RANKS_MESSAGES = msgspec.msgpack.Decoder(RanksMessage)
+# Most steps order nothing and most reports of a single rank are empty: those cost the scheduler a comparison.
+_NO_WORK = StepMessage()
+_NOTHING_TO_DO = msgspec.msgpack.encode(_NO_WORK)
+_SILENCE = RanksMessage(WorkerReport({0: {}}))
+_SILENT = msgspec.msgpack.encode(_SILENCE)

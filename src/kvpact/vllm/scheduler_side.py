@@ -26,7 +26,7 @@ from kvpact.tiers.queue import TierQueue
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.identity import AdapterDigests, engine_namespace, request_identity
-from kvpact.vllm.messages import BrokenLoad, RanksMessage, StepMessage, StoreAddress, WorkerHello
+from kvpact.vllm.messages import BrokenLoad, PactMetadata, RanksMessage, StepMessage, StoreAddress, WorkerHello
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
 from kvpact.vllm.step_credit import StepCredit
@@ -295,14 +295,14 @@ class SchedulerSide:
         if (view := self._requests.get(order.request_id)) is not None:
             view.load_broken = True
 
-    def end_step(self, scheduler_output: Any) -> StepMessage:
+    def end_step(self, scheduler_output: Any) -> PactMetadata:
         """`build_connector_meta`: what the workers must do with this step."""
         self._stepped = True
         self._probes = 0
         if self.context is not None:
             self.context.build_connector_meta(scheduler_output)
         if self.cache is None:
-            return StepMessage()
+            return PactMetadata.of(StepMessage())
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             view = self._requests.get(request_id)
             if view is not None and request_id not in self._distrusted:
@@ -312,10 +312,10 @@ class SchedulerSide:
             self._look_up(scheduler_output)
         lookups = self.cache.take_step_lookups()
         work = self.cache.end_step()
-        message = StepMessage(work, tuple(self._broken), lookups, self._store if lookups else None)
+        metadata = PactMetadata.of(StepMessage(work, tuple(self._broken), lookups, self._store if lookups else None))
         self._broken.clear()
         self._ordered.clear()
-        return message
+        return metadata
 
     def _look_up(self, scheduler_output: Any) -> None:
         """Have the workers look for what this step computes, where a request may be given it then."""
@@ -326,14 +326,14 @@ class SchedulerSide:
                 self.cache.look_up_at_step(view, view.request.num_computed_tokens, most_tokens)
                 self._credit.watch(view.request)
 
-    def end_broken_step(self) -> StepMessage:
+    def end_broken_step(self) -> PactMetadata:
         """What to tell the workers when `end_step` raised: none of the step's loads will happen."""
         for order in self._ordered:
             self._break(order)
-        message = StepMessage(broken=tuple(self._broken))
+        metadata = PactMetadata.of(StepMessage(broken=tuple(self._broken)))
         self._broken.clear()
         self._ordered.clear()
-        return message
+        return metadata
 
     def abandon_step(self) -> None:
         """Take back what the cache was about to order when `end_step` raised: sent later, it would hit other blocks."""
