@@ -469,6 +469,8 @@ class Phase:
     """Above `STEP_LIMIT_S` in kvpact."""
     slow_alone: int
     """Of them, those that were slow without the time in which the machine gave their core to another thread."""
+    slow_controls: int
+    """So often the control was slow, which ran as often as there were steps; see `watched_steps`."""
     step_p999: float
     """Upper bound of the histogram's bucket in which the 99.9th percentile of the time in kvpact per step lies."""
     counts: Mapping[str, float]
@@ -513,7 +515,7 @@ def observe(
 ) -> Phase:
     """One phase: the fault under load, then load until it is warm again, then rest. `slow` gets slow steps."""
     trouble = []
-    known = len(slow_steps_in(slow))
+    known, known_controls = len(slow_steps_in(slow)), len(slow_steps_in(slow, "control"))
     before, _ = _rest(pair)
     without = pair.without(2)
     thread = threading.Thread(target=fault, args=(store, seconds), name=name)
@@ -562,6 +564,7 @@ def observe(
         steps=steps,
         slow_steps=steps - within[STEP_LIMIT_S],
         slow_alone=sum(slow_alone(step) for step in slow_steps_in(slow)[known:]),
+        slow_controls=len(slow_steps_in(slow, "control")) - known_controls,
         step_p999=next((bound for bound in STEP_BOUNDS if within[bound] >= 0.999 * steps), math.inf),
         counts={key: value for key, value in delta.items() if value and key.startswith(COUNTED)}
         | {key: value for key, value in delta.items() if value and key.startswith(STEP_SECONDS)},
@@ -616,9 +619,10 @@ def run_place(
         return found
 
 
-def slow_steps_in(file: Path) -> list[dict[str, Any]]:
-    """What `watched_steps` has written of slow steps so far."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+def slow_steps_in(file: Path, what: str = "step") -> list[dict[str, Any]]:
+    """What `watched_steps` has written of slow steps, or of slow runs of its control, so far."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in lines if line["what"] == what]
 
 
 def slow_alone(step: Mapping[str, float]) -> bool:
@@ -642,14 +646,19 @@ def explain_slow_steps(place: str, steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def explain_steps(phases: Sequence[Phase]) -> tuple[str, bool]:
-    """What a scheduler step spent in kvpact at the 99.9th percentile over all phases; whether that is within 1 ms."""
+    """How many scheduler steps spent more than 1 ms in kvpact over all phases; whether that is more than 1 in 1,000.
+
+    Not counted are as many as the control had: on a machine that does that to any code, no code can do better.
+    """
     steps = max(1, sum(phase.steps for phase in phases))
     slow, alone = sum(phase.slow_steps for phase in phases), sum(phase.slow_alone for phase in phases)
-    within = alone <= 0.001 * steps
+    controls = sum(phase.slow_controls for phase in phases)
+    within = slow - controls <= 0.001 * steps
     text = (
-        f"all phases: of {steps:,} scheduler steps {slow} ({slow / steps:.2%}) were above 1 ms in kvpact; without the"
-        f" time in which the machine gave their core to another thread {alone} ({alone / steps:.2%}), so that the"
-        f" 99.9th percentile is {'within' if within else 'above'} 1 ms"
+        f"all phases: of {steps:,} scheduler steps {slow} ({slow / steps:.2%}) were above 1 ms in kvpact, {alone}"
+        f" ({alone / steps:.2%}) without the time in which the machine gave their core to another thread; useless work"
+        f" as long as a median step, behind each of them in the same thread, was so {controls} times"
+        f" ({controls / steps:.2%})"
     )
     return text, within
 
@@ -657,7 +666,7 @@ def explain_steps(phases: Sequence[Phase]) -> tuple[str, bool]:
 HEADER = (
     "fault", "requests", "wrong", "failed", "leases held", "first token without kvpact p50 / p99",
     "with kvpact p50 / p99", "allowed p99", "reused", "loading, warm again after",
-    "steps above 1 ms, of kvpact's own", "p99.9 at most", "broken",
+    "steps above 1 ms, of kvpact's own, of the control's", "p99.9 at most", "broken",
 )  # fmt: skip
 
 
@@ -674,7 +683,8 @@ def row(it: Phase) -> tuple[str, ...]:
         it.name, str(it.requests), str(it.wrong), str(it.failed),
         "not at rest" if it.leases_left is None else f"{it.leases_left:.0f}",
         shown(it.without_p50, it.without_p99), shown(it.with_p50, it.with_p99), shown(it.bound), f"{it.reused:.0%}",
-        f"{after(it.loading_after)}, {after(it.warm_after)}", f"{it.slow_steps} of {it.steps:,}, {it.slow_alone}",
+        f"{after(it.loading_after)}, {after(it.warm_after)}",
+        f"{it.slow_steps} of {it.steps:,}, {it.slow_alone}, {it.slow_controls}",
         f"{it.step_p999 * 1e3:g} ms",
         ", ".join(it.broken) or "-",
     )  # fmt: skip

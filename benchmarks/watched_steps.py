@@ -2,7 +2,9 @@
 
 A step is slow because kvpact computed, because another thread of the engine had the interpreter's lock, or because
 the machine gave the core to somebody else. The kernel knows: the thread's CPU time, and for how long it could have run
-while others had its core (the delay in /proc/thread-self/schedstat). Used by `store_faults.py`.
+while others had its core (the delay in /proc/thread-self/schedstat). What it does not know is when the machine below a
+virtual one had the core. So there is a control: behind each step the same thread computes something useless for as long
+as a step takes in the median. How often that is slow is what this machine does to any code. Used by `store_faults.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import median
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -24,6 +28,24 @@ HOOKS = (
 """Those of a scheduler step, in the order in which they come after the end of the last one."""
 
 
+class Control:
+    """A piece of Python that needs nothing of kvpact and takes as long as it is told."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[int, float]] = {}
+        self._round_s = 1e-7
+
+    def run(self, seconds: float) -> float:
+        """Compute for so many seconds of CPU time; how long it took by the clock."""
+        rounds = 1 + int(seconds / self._round_s)
+        cpu, began = thread_time(), perf_counter()
+        for number in range(rounds):
+            self._kept[number & 1023] = (number, began)
+        took = perf_counter() - began
+        self._round_s += 0.1 * ((thread_time() - cpu) / rounds - self._round_s)
+        return took
+
+
 class WatchedPactConnector(PactConnector):
     """As its base; its scheduler's hooks are timed a second time, with the kernel's figures."""
 
@@ -33,6 +55,9 @@ class WatchedPactConnector(PactConnector):
         self._cpu, self._delay = 0.0, 0.0
         self._collecting, self._collected = 0.0, 0.0
         """When Python began to collect garbage, and how long that took in this step, inside hooks or not."""
+        self._control = Control()
+        self._lengths: deque[float] = deque(maxlen=201)
+        """CPU time of the last steps."""
         self._schedule: int | None = None
         """The open file of the scheduler's thread, once that has called a hook."""
         self._file = os.environ.get("KVPACT_SLOW_STEPS")
@@ -72,13 +97,19 @@ class WatchedPactConnector(PactConnector):
     def _judge_step(self) -> None:
         seconds = sum(self._hooks.values())
         if seconds > SLOW_S:
-            line = {
-                "ms": seconds * 1e3, "delay_ms": self._delay * 1e3, "cpu_ms": self._cpu * 1e3,
+            self._say({
+                "what": "step", "ms": seconds * 1e3, "delay_ms": self._delay * 1e3, "cpu_ms": self._cpu * 1e3,
                 "collected_ms": self._collected * 1e3,
                 "hooks_ms": {name: round(value * 1e3, 3) for name, value in self._hooks.items()},
-            }  # fmt: skip
-            assert self._file is not None
-            with open(self._file, "a") as file:
-                file.write(json.dumps(line) + "\n")
+            })  # fmt: skip
+        self._lengths.append(self._cpu)
         self._hooks.clear()
         self._cpu = self._delay = self._collected = 0.0
+        took = self._control.run(median(self._lengths))
+        if took > SLOW_S:
+            self._say({"what": "control", "ms": took * 1e3, "length_ms": median(self._lengths) * 1e3})
+
+    def _say(self, line: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        with open(self._file, "a") as file:
+            file.write(json.dumps(line) + "\n")
