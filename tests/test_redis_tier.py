@@ -536,6 +536,25 @@ def test_a_split_record_that_lost_a_part_is_not_there_and_the_next_write_mends_i
         assert client.keys("kvpact-part:*") == []
 
 
+def test_a_split_record_that_is_removed_while_it_is_looked_at_is_a_miss_and_not_damaged(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(opened(f"redis://{server.address}?part=16KiB")) as tier, server.client() as client:
+        assert stored(tier) == 12
+        client.delete(*client.keys(f"kvpact-part:*{DOCUMENT.keys[0].hex()}*")[:1])  # so that its length is asked for
+        look, looks = RedisStore._beginnings, 0
+
+        def look_too_late(store: RedisStore, keys: Sequence[bytes], deadline: float) -> list[bytes | None]:
+            nonlocal looks
+            looks += 1
+            if looks == 2:  # the first look found that it is there
+                client.delete(*keys)
+            return look(store, keys, deadline)
+
+        monkeypatch.setattr(RedisStore, "_beginnings", look_too_late)
+        assert (served(tier), looks, tier.counts().damaged) == (0, 2, 0)
+
+
 def test_the_parts_of_a_writer_that_died_are_never_seen_and_expire(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

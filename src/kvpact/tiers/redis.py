@@ -332,9 +332,12 @@ class RedisStore(RecordStore):
 
         self._each(keys, lambda wire, index: wire.send(b"STRLEN", keys[index]), take, deadline)
         perhaps = [index for index, size in enumerate(sizes) if size == _SPLIT_BYTES]
-        beginnings = self._beginnings([keys[index] for index in perhaps], deadline)
-        found = zip(perhaps, beginnings, strict=True)
-        heads = {index: head for index, raw in found if (head := _SplitHead.decode(raw or b"")) is not None}
+        heads: dict[int, _SplitHead] = {}
+        for index, raw in zip(perhaps, self._beginnings([keys[index] for index in perhaps], deadline), strict=True):
+            if len(raw or b"") != _SPLIT_BYTES:
+                sizes[index] = None  # another has removed or replaced it since; it is not a record cut short
+            elif (head := _SplitHead.decode(raw or b"")) is not None:
+                heads[index] = head
         for index, nbytes in self._split_sizes(keys, heads, deadline).items():
             sizes[index] = nbytes
         return sizes
