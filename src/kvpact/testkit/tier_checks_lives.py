@@ -27,6 +27,7 @@ CRASH_POINTS = 60
 
 STEPS = 40
 WRITERS_SECONDS = 60.0
+"""So long `STEPS` steps may take, in threads or processes that do it at once."""
 
 DOCUMENTS = [DOCUMENT, BRANCH, document("alone", 7), DOCUMENT.branch("twig", 6, 9)]
 
@@ -89,7 +90,7 @@ class LifeChecks(Suite[TierScene]):
         tier = scene.open()
         threads = [Background(_work(tier, seed)) for seed in range(4)]
         for thread in threads:
-            thread.result()
+            thread.result(WRITERS_SECONDS)
         for wanted in DOCUMENTS:
             tier.held(wanted)
         tier.check_accounts(*DOCUMENTS)
@@ -137,7 +138,7 @@ class LifeChecks(Suite[TierScene]):
         second.get(DOCUMENT)
         threads = [Background(_work(tier, seed)) for seed, tier in enumerate((first, second, first, second))]
         for thread in threads:
-            thread.result()
+            thread.result(WRITERS_SECONDS)
 
     @protects("T8", "H22")
     def test_processes_may_use_it_at_once(self, scene: TierScene) -> None:

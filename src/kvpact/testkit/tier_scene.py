@@ -116,9 +116,9 @@ class Background(Generic[Result]):
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def result(self) -> Result:
-        """What it returned or raised. Raises Broken if it does not end within `PATIENCE_S`."""
-        require(self.ended(PATIENCE_S), f"an operation has not ended after {PATIENCE_S:g} s")
+    def result(self, patience: float = PATIENCE_S) -> Result:
+        """What it returned or raised. Raises Broken if it does not end within `patience` seconds."""
+        require(self.ended(patience), f"an operation has not ended after {patience:g} s")
         if self._errors:
             raise self._errors[0]
         return self._results[0]
