@@ -17,6 +17,7 @@ from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_promp
 
 from kvpact.contract import LoadJob
 from kvpact.tiers.inspect import verify_slab
+from kvpact.vllm.messages import PactMetadata, StepMessage
 
 SYNCHRONOUS, ASYNCHRONOUS = {"sync_load_limit": "1GiB"}, {"sync_load_limit": 0}
 STORED, FRESH, LATER = make_prompt(1, 6), make_prompt(2, 5), make_prompt(3, 7)
@@ -292,6 +293,33 @@ def test_h09_a_load_that_fails_every_time_is_tried_once_a_request(
     engine.run()
     engine.forget()
     assert_right(engine, LONGER)
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, ASYNCHRONOUS], ids=["sync", "async"])
+def test_h13_orders_that_cannot_be_encoded_are_a_broken_step_and_hold_nothing(
+    start: Callable[..., PlayedEngine], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(**settings, load_deadline="300ms")
+    assert_right(engine, STORED, 0)
+    engine.forget()
+    encode, refused = PactMetadata.of, 0
+
+    def refuse_loads(message: StepMessage) -> PactMetadata:
+        nonlocal refused
+        if message.work.loads:
+            refused += 1
+            raise Broken("injected")
+        return encode(message)
+
+    monkeypatch.setattr(PactMetadata, "of", refuse_loads)
+    assert_right(engine, LONGER)
+    monkeypatch.undo()
+    assert refused == engine.counts["hook_errors"] == 1
+    engine.run()
+    for _ in range(2):
+        engine.forget()
+        assert_right(engine, LONGER)
     engine.assert_at_rest()
 
 
