@@ -72,10 +72,16 @@ class RangeSet:
 
     def union(self, other: RangeSet) -> RangeSet:
         """Blocks in either set."""
+        if not other.ranges:
+            return self
+        if not self.ranges:
+            return other
         return RangeSet.of(*self.ranges, *other.ranges)
 
     def intersection(self, other: RangeSet) -> RangeSet:
         """Blocks in both sets; how saves combine over ranks (P10)."""
+        if self == other:  # as nearly always: all ranks have copied the whole job
+            return self
         found: list[BlockRange] = []
         mine, theirs = list(self.ranges), list(other.ranges)
         i = j = 0
@@ -91,6 +97,8 @@ class RangeSet:
 
     def difference(self, other: RangeSet) -> RangeSet:
         """Blocks in this set and not in `other`."""
+        if not other.ranges:
+            return self
         kept: list[BlockRange] = []
         for item in self.ranges:
             start = item.start

@@ -198,11 +198,7 @@ class JobTally:
 
     def add(self, rank: int, outcome: JobOutcome) -> None:
         """Take in one rank's piece, in any order, any number of times. Blocks outside the job are ignored."""
-        known = self._outcomes.get(rank)
-        if known is None and outcome.done == self._blocks and not outcome.failed.ranges:
-            self._outcomes[rank] = outcome  # as nearly all do: the whole job, in one piece
-            return
-        known = known or JobOutcome()
+        known = self._outcomes.get(rank, JobOutcome())
         piece = JobOutcome(outcome.done.intersection(self._blocks), outcome.failed.intersection(self._blocks))
         self._outcomes[rank] = known.merge(piece)
 
@@ -222,9 +218,8 @@ class JobTally:
         """As a save: done is the intersection over ranks, the rest failed."""
         done = self._blocks
         for outcome in self._outcomes.values():
-            if outcome.done != done:
-                done = done.intersection(outcome.done)
-        return JobOutcome(done, self._blocks.difference(done)) if done != self._blocks else JobOutcome(done)
+            done = done.intersection(outcome.done)
+        return JobOutcome(done, self._blocks.difference(done))
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,8 +332,7 @@ class Ledger(Generic[Lease, Intent]):
         """
         committed = RangeSet.of(plan.committed_blocks)
         self._require(plan, Event.FELL_SHORT if failed.ranges else Event.ARRIVED)
-        whole = loaded == committed and not failed.ranges
-        if not whole and (loaded.union(failed) != committed or loaded.intersection(failed).ranges):
+        if loaded.union(failed) != committed or loaded.intersection(failed).ranges:
             raise PactViolation(
                 f"request {plan.request_id}: loaded {_spell(loaded)} and failed {_spell(failed)} do not make up "
                 f"the committed {_spell(committed)}; every committed block is in exactly one of the two"
@@ -370,8 +369,8 @@ class Ledger(Generic[Lease, Intent]):
 
     def _count_used(self, plan: Plan[Lease, Intent], positions: BlockRange) -> None:
         """The engine skipped these token positions; those that it skipped before count as used again."""
-        before, used = self._used_positions.get(plan.request_id, RangeSet()), RangeSet.of(positions)
-        after = before.union(used) if before.ranges else used
+        before = self._used_positions.get(plan.request_id, RangeSet())
+        after = before.union(RangeSet.of(positions))
         plan.used_tokens = len(after) - len(before)
         plan.used_again_tokens = positions.count - plan.used_tokens
         if plan.request_finished:
