@@ -105,9 +105,10 @@ class WatchedPactConnector(PactConnector):
         self._lengths.append(self._cpu)
         self._hooks.clear()
         self._cpu = self._delay = self._collected = 0.0
-        took = self._control.run(median(self._lengths))
+        length = median(self._lengths)
+        took = self._control.run(length)
         if took > SLOW_S:
-            self._say({"what": "control", "ms": took * 1e3, "length_ms": median(self._lengths) * 1e3})
+            self._say({"what": "control", "ms": took * 1e3, "length_ms": length * 1e3})
 
     def _say(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
