@@ -23,9 +23,10 @@ from kvpact.vllm import PactConnector
 SLOW_S = 1e-3
 HOOKS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "update_connector_output",
-    "request_finished", "get_kv_connector_stats", "build_connector_meta",
+    "request_finished", "get_kv_connector_stats", "_end_step",
 )  # fmt: skip
-"""Those of a scheduler step, in the order in which they come after the end of the last one."""
+"""Those of a scheduler step, in the order in which they come after the end of the last one; `_end_step` is the part of
+`build_connector_meta` that is a step's, before the tiers' threads are woken."""
 
 
 class Control:
@@ -76,7 +77,7 @@ class WatchedPactConnector(PactConnector):
                 self._cpu += thread_time() - cpu
                 self._delay += self._delay_so_far() - delay
                 self._hooks[name] = self._hooks.get(name, 0.0) + seconds
-                if name == "build_connector_meta":
+                if name == "_end_step":
                     self._judge_step()
 
         return timed

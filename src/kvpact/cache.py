@@ -78,6 +78,8 @@ class RequestRecord:
     """The first block that once failed to load: neither it nor what follows is promised to this request again (H09)."""
     waits_until: float | None = None
     """When "ask again later" ends for this request, however often its range changes meanwhile (P11)."""
+    put_off: bool = False
+    """Whether the last probe was put off because its step had cost enough, which no two in a row are."""
     waits_at: Waiting | None = None
     """When it was told so the last time. Until any of this changes, the answer stays."""
     last_lookup: int = -1
@@ -145,7 +147,8 @@ class PactCache(ExternalCache):
         self._progress = (0, 0.0)
         self.is_late: Callable[[], bool] = lambda: False
         """Whether the running step has cost enough, so that what can wait is left to the next one."""
-        self._was_late = False
+        self._writes_first = False
+        """Of what can wait, a late step does one thing: it takes in what tiers have done, or offers them a chain."""
         self._unwritten: deque[Sequence[BlockKey]] = deque()
         """Chains that were saved and not offered to the tiers yet."""
 
@@ -168,9 +171,18 @@ class PactCache(ExternalCache):
             return None
         match = self._prepare(request, record, num_computed_tokens)
         record.waits_at = None
-        if match is None:
+        if match is not None:
+            record.put_off = False
+        elif not record.put_off:
             record.waits_at = Waiting(num_computed_tokens, self.staging.news, self.ledger.find(request.request_id))
         return match
+
+    def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
+        """Instead of `prepare_external_match`, where the engine has no time for it: the request is a miss."""
+        record = self._record(request)
+        self._begin_probe(request.request_id, record, num_computed_tokens)
+        record.waits_at, record.put_off = None, False
+        self._miss(request.request_id, record, num_computed_tokens // self._block_size, MissReason.DEADLINE)
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """Whether a request was told "ask again later" and nothing has changed; its plan is renewed then.
@@ -192,10 +204,7 @@ class PactCache(ExternalCache):
     def _prepare(
         self, request: EngineRequest, record: RequestRecord, num_computed_tokens: int
     ) -> ExternalKVMatch | None:
-        record.computed = num_computed_tokens
-        if self.saves.lazy is not None and record.offered:  # it was preempted: it gets other blocks
-            record.offered = 0
-            self.saves.lazy.rewind(request.request_id)
+        self._begin_probe(request.request_id, record, num_computed_tokens)
         start = num_computed_tokens // self._block_size
         if record.keys is None:
             return self._miss(request.request_id, record, start, MissReason.UNKNOWN_IDENTITY)
@@ -215,6 +224,12 @@ class PactCache(ExternalCache):
             return self._wait(plan, record, keys, now)
         return self._plan(request.request_id, record, keys, start, now)
 
+    def _begin_probe(self, request_id: str, record: RequestRecord, num_computed_tokens: int) -> None:
+        record.computed = num_computed_tokens
+        if self.saves.lazy is not None and record.offered:  # it was preempted: it gets other blocks
+            record.offered = 0
+            self.saves.lazy.rewind(request_id)
+
     def _usable_keys(self, request: EngineRequest, record: RequestRecord) -> Sequence[BlockKey]:
         """The keys of the blocks that may be promised: not the last token's (P6), and none that failed before (H09)."""
         if record.keys is None:
@@ -233,7 +248,7 @@ class PactCache(ExternalCache):
         held = self.index.held_prefix(keys)
         reason = MissReason.ASKED_AT_STEP if self._looks_up_at_step else MissReason.NOT_STORED
         if self._config.prepare_deadline > 0 and (record.waits_until is None or now < record.waits_until):
-            if self._is_asking(record, keys):
+            if self._is_asking(record, keys) or self._puts_off(record):
                 self._end_plan(request_id, EndReason.SUPERSEDED)
                 record.waits_until = record.waits_until or now + self._config.prepare_deadline
                 return None
@@ -266,6 +281,12 @@ class PactCache(ExternalCache):
             return False
         self.staging.poll()
         return not record.inquest.answered
+
+    def _puts_off(self, record: RequestRecord) -> bool:
+        """Whether what shared tiers have answered for a new request is used in the next step, as this one is late."""
+        is_new = record.inquest is not None and record.last_lookup < 0
+        record.put_off = is_new and not record.put_off and self.is_late()
+        return record.put_off
 
     def _ask(self, record: RequestRecord, keys: Sequence[BlockKey]) -> None:
         """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
@@ -484,9 +505,10 @@ class PactCache(ExternalCache):
     def end_step(self) -> StepWork:
         """See `ExternalCache`: takes in what the tiers did, lets plans expire, and hands out the step's copies."""
         now = self._clock()
-        self._was_late = not self._was_late and self.is_late()  # what waits does so for one step
-        if not self._was_late:
+        self._writes_first = not self._writes_first
+        if not (self._writes_first and self.is_late()):
             self.staging.poll()
+        if self._writes_first or not self.is_late():
             self._write_behind()
         self.staging.end_step()
         self._prefill.note_step(max(0, self._computing), now)
@@ -497,10 +519,15 @@ class PactCache(ExternalCache):
         return self._copies.end_step(now)
 
     def _write_behind(self) -> None:
-        """Offer saved chains to the tiers, the oldest first; a block that memory has dropped since is not."""
+        """Offer saved chains to the tiers, the oldest first; a block that memory has dropped since is not.
+
+        One is offered in any case, the others while the step is not late.
+        """
         while self._unwritten:
             keys = self._unwritten.popleft()
             self.staging.write_behind(keys, self.index.held_prefix(keys))
+            if self.is_late():
+                break
 
     def abandon_step(self) -> None:
         """What was to be ordered with the running step never reaches the workers: it ends as if all had failed it."""
@@ -630,7 +657,8 @@ class PactCache(ExternalCache):
         for plan in self.ledger.open_plans():
             if plan.state is not State.LOADING:
                 self.ledger.abort(plan, EndReason.SHUTDOWN)
-        self._write_behind()
+        while self._unwritten:
+            self._write_behind()
         if not self.staging.close(self._config.shutdown_timeout):
             logger.warning(
                 "kvpact: some writes did not finish within %.0f s at shutdown", self._config.shutdown_timeout
