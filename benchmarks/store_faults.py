@@ -1,6 +1,6 @@
 """What a failing store does to a real vLLM engine under load: fault by fault, beside an engine without kvpact.
 
-    python benchmarks/store_faults.py [--phases killed,s3-503,...] [--seconds 10] [--json]
+    python benchmarks/store_faults.py [--phases killed,s3-503,...] [--seconds 10] [--answer-tokens 8] [--json]
 
 Eight clients ask at once, in shuffled rounds over more prompts than memory holds, so that the store is really used.
 Both engines forget their own prefix caches after every turn, so that the one without kvpact computes everything. A step
@@ -46,6 +46,8 @@ from servers import START_SECONDS, RedisServer, free_ports, program, redis_serve
 CLIENTS = 8
 PROMPTS = 32
 BLOCKS = 4
+ANSWER_TOKENS = 8
+"""Most steps of an engine compute a token of an answer. Fewer make a harder load, all of prompts, and a rarer one."""
 MEMORY = "64MiB"
 """Of 128 MiB that the prompts have; half of it may be lent to reads, which is what eight clients ask for at once."""
 
@@ -392,6 +394,7 @@ class Pair:
     cached: EngineProcess
     right: Mapping[int, Output]
     """Seed of a prompt -> its answer."""
+    answer_tokens: int = ANSWER_TOKENS
     asked: Iterator[int] = field(init=False)
     last: float = 0.0
     """When the engine with kvpact was last asked, as `time.time` has it."""
@@ -422,7 +425,8 @@ class Pair:
     def _turn(self, engine: EngineProcess) -> Turn:
         seeds = list(islice(self.asked, CLIENTS))
         began = time.monotonic()
-        outputs = engine.generate([prompt(seed, BLOCKS) for seed in seeds], max_tokens=2, together=True)
+        prompts = [prompt(seed, BLOCKS) for seed in seeds]
+        outputs = engine.generate(prompts, max_tokens=self.answer_tokens, together=True)
         engine.reset_prefix_cache()
         failed = sum(output.finish_reason not in ("length", "stop") for output in outputs)
         wrong = sum(not output.same_answer(self.right[seed]) for seed, output in zip(seeds, outputs, strict=True))
@@ -587,6 +591,7 @@ def run_place(
     seconds: float,
     say: Callable[[str], object],
     slow_steps: Path | None = None,
+    answer_tokens: int = ANSWER_TOKENS,
 ) -> list[Phase]:
     """Both engines, the store in its place, in health and in all chosen phases; slow steps are kept in a file."""
     with ExitStack() as stack:
@@ -602,8 +607,8 @@ def run_place(
         plain, cached = stack.enter_context(engines(model, work, None, transfer, environment=watching))
         stack.enter_context(engines_have_a_core())
         with cached.frozen():
-            answers = plain.generate([prompt(seed, BLOCKS) for seed in range(PROMPTS)], max_tokens=2)
-        pair = Pair(plain, cached, dict(enumerate(answers)))
+            answers = plain.generate([prompt(seed, BLOCKS) for seed in range(PROMPTS)], max_tokens=answer_tokens)
+        pair = Pair(plain, cached, dict(enumerate(answers)), answer_tokens)
         for _ in range(2 * PROMPTS // CLIENTS):
             pair.turn()
         found = [observe(pair, f"healthy {place}", store, healthy, seconds, None, deadline, slow)]
@@ -699,6 +704,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--phases", default=",".join(PHASES), help="any of %(default)s")
     parser.add_argument("--seconds", type=float, default=10.0, help=f"of a fault; a stop takes {STOPPED_S:g} or more")
+    parser.add_argument("--answer-tokens", type=int, default=ANSWER_TOKENS, help="default: %(default)s")
     parser.add_argument("--slow-steps", type=Path, help="keep here, as JSON lines, what each slow step did")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -713,7 +719,9 @@ def main() -> None:
             work = Path(directory, place.replace(" ", "-"))
             work.mkdir()
             try:
-                found += run_place(place, names, model, work, arguments.seconds, _say, arguments.slow_steps)
+                found += run_place(
+                    place, names, model, work, arguments.seconds, _say, arguments.slow_steps, arguments.answer_tokens
+                )
             except Exception as error:  # the other places are still worth a run
                 ended.append(f"{place}: {type(error).__name__}: {error}")
                 _say(ended[-1])

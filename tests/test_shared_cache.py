@@ -428,7 +428,8 @@ def test_p11_a_late_step_leaves_what_the_store_answered_to_the_next_one(make_sce
     assert scene.cache.prepare_external_match(request, 0) is None
     until(lambda: scene.queues[0].under_way == 0)
     assert "read 8" in store.calls, "however late the next one is, it reads"
-    assert scene.prepare(request).num_tokens == 32
+    assert scene.cache.prepare_external_match(request, 0) is None, "what was read is promised a step later"
+    assert scene.cache.prepare_external_match(request, 0).num_tokens == 32
     assert scene.cache.prepare_external_match(request, 0).num_tokens == 32, "who was answered is not put off again"
 
 

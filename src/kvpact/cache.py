@@ -79,7 +79,9 @@ class RequestRecord:
     waits_until: float | None = None
     """When "ask again later" ends for this request, however often its range changes meanwhile (P11)."""
     put_off: bool = False
-    """Whether the last probe was put off because its step had cost enough, which no two in a row are."""
+    """Whether the running probe is put off to the next step because this one has cost enough."""
+    was_put_off: bool = False
+    """Whether the last probe was: no two in a row are."""
     waits_at: Waiting | None = None
     """When it was told so the last time. Until any of this changes, the answer stays."""
     last_lookup: int = -1
@@ -169,11 +171,10 @@ class PactCache(ExternalCache):
         record = self._record(request)
         if self.still_waits(request.request_id, num_computed_tokens):
             return None
+        record.was_put_off, record.put_off = record.put_off, False
         match = self._prepare(request, record, num_computed_tokens)
         record.waits_at = None
-        if match is not None:
-            record.put_off = False
-        elif not record.put_off:
+        if match is None and not record.put_off:
             record.waits_at = Waiting(num_computed_tokens, self.staging.news, self.ledger.find(request.request_id))
         return match
 
@@ -248,7 +249,8 @@ class PactCache(ExternalCache):
         held = self.index.held_prefix(keys)
         reason = MissReason.ASKED_AT_STEP if self._looks_up_at_step else MissReason.NOT_STORED
         if self._config.prepare_deadline > 0 and (record.waits_until is None or now < record.waits_until):
-            if self._is_asking(record, keys) or self._puts_off(record):
+            is_new = record.last_lookup < 0
+            if self._is_asking(record, keys) or (is_new and record.inquest is not None and self._puts_off(record)):
                 self._end_plan(request_id, EndReason.SUPERSEDED)
                 record.waits_until = record.waits_until or now + self._config.prepare_deadline
                 return None
@@ -283,9 +285,8 @@ class PactCache(ExternalCache):
         return not record.inquest.answered
 
     def _puts_off(self, record: RequestRecord) -> bool:
-        """Whether what shared tiers have answered for a new request is used in the next step, as this one is late."""
-        is_new = record.inquest is not None and record.last_lookup < 0
-        record.put_off = is_new and not record.put_off and self.is_late()
+        """Whether what tiers have told for this request is used in the next step, because this one has cost enough."""
+        record.put_off = not record.was_put_off and self.is_late()
         return record.put_off
 
     def _ask(self, record: RequestRecord, keys: Sequence[BlockKey]) -> None:
@@ -336,9 +337,13 @@ class PactCache(ExternalCache):
     def _wait(
         self, plan: PactPlan, record: RequestRecord, keys: Sequence[BlockKey], now: float
     ) -> ExternalKVMatch | None:
+        news = self.staging.news
         self.staging.poll()
-        held = self.index.held_prefix(keys[: plan.blocks.end])
         late = now >= plan.deadline
+        if self.staging.news > news and not late and self._puts_off(record):
+            self.ledger.renew(plan, now)
+            return None
+        held = self.index.held_prefix(keys[: plan.blocks.end])
         if held < plan.blocks.end and not late and self.staging.is_arriving(keys[held]):
             self.ledger.renew(plan, now)
             return None
