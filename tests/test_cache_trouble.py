@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpact.cache import MOST_UNWRITTEN
 from kvpact.contract import WorkerReport
 from kvpact.metrics import MissReason, series
 from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
@@ -133,6 +134,10 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     scene.cache.end_step()
     scene.cache.end_step()
     assert len(scene.cache._unwritten) == 2
+    scene.cache._unwritten.extend([()] * (4 * MOST_UNWRITTEN))
+    scene.cache.end_step()
+    scene.cache.end_step()
+    assert len(scene.cache._unwritten) == MOST_UNWRITTEN, "however late steps are, only so many wait (P12)"
     late[0] = False
     scene.cache.end_step()
     assert not scene.cache._unwritten

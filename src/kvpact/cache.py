@@ -49,6 +49,9 @@ Two requests that load at once can hold so many of the engine's blocks that neit
 is preempted, loads again, and keeps the other from running, for ever (P11).
 """
 
+MOST_UNWRITTEN = 64
+"""So many saved chains may wait until a step has time to offer them to the tiers (P12)."""
+
 IDLE_STEPS_SECONDS = 5.0
 """How long an idle engine is kept stepping for a tier that makes no progress."""
 
@@ -143,7 +146,7 @@ class PactCache(ExternalCache):
             self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
         self._step_hits: Counter[str] = Counter()
-        self.asks_shared = self.staging.has_shared and config.match_at == "schedule"
+        self.asks_shared = self.staging.has_shared and config.match_at == "schedule" and config.prepare_deadline > 0
         """Whether `prepare_external_match` asks tiers that only they themselves can answer for."""
         self._looks_up_at_step = self.staging.has_shared and config.match_at == "step"
         self._progress = (0, 0.0)
@@ -526,12 +529,12 @@ class PactCache(ExternalCache):
     def _write_behind(self) -> None:
         """Offer saved chains to the tiers, the oldest first; a block that memory has dropped since is not.
 
-        One is offered in any case, the others while the step is not late.
+        One is offered in any case, and all but `MOST_UNWRITTEN`; the others while the step is not late.
         """
         while self._unwritten:
             keys = self._unwritten.popleft()
             self.staging.write_behind(keys, self.index.held_prefix(keys))
-            if self.is_late():
+            if len(self._unwritten) <= MOST_UNWRITTEN and self.is_late():
                 break
 
     def abandon_step(self) -> None:
