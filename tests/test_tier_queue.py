@@ -139,6 +139,9 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
         assert {done.ticket for done in drain(queue, 3)} == {f"{what} {round_number}" for what in WHAT}
         while slow.began.acquire(blocking=False):
             pass
+    called = threading.Event()
+    queue.submit_errand(lambda tier: called.set())
+    assert called.wait(PATIENCE), "after an errand no step may follow that would wake anybody"
     put(queue, "not announced")
     assert queue.close(PATIENCE), "closing wakes them in any case"
     assert drain(queue, 1) == [PutDone("not announced", 1)]

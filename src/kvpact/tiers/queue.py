@@ -158,8 +158,13 @@ class TierQueue:
         return True
 
     def submit_errand(self, errand: Callable[[Tier], object]) -> None:
-        """Call `errand(tier)` after the writes that were submitted before it; nothing is reported."""
+        """Call `errand(tier)` after the writes that were submitted before it; nothing is reported.
+
+        It is begun at once, also by an owner who wakes threads himself: nobody waits for its end, and so perhaps no
+        other step follows.
+        """
         self._submit(_Job(object(), (), 0, (), kind=PutDone, errand=errand))
+        self.wake()
 
     def _submit(self, job: _Job) -> None:
         shared = self._shared

@@ -402,7 +402,6 @@ class SchedulerSide:
         self._stepped = True
         if self.cache is not None:
             self.cache.reset()
-            self.wake_tiers()
 
     def shutdown(self) -> None:
         """Flush the tiers in bounded time and say how the cache did."""
