@@ -164,9 +164,12 @@ class PactCache(ExternalCache):
         self.saves.bind(context, lazy_window=self._lazy_window if self._config.save == "lazy" else None)
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """See `ExternalCache`: the shared tiers are asked before the engine has room for the request."""
+        """See `ExternalCache`: the shared tiers are asked before the engine has room for the request.
+
+        A step that has cost enough leaves that to the first probe; what the request is, is asked now in any case.
+        """
         record = self._record(request)
-        if record.keys is not None and request.may_load and self.asks_shared:
+        if record.keys is not None and request.may_load and self.asks_shared and not self.is_late():
             self._ask(record, self._usable_keys(request, record))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:

@@ -202,11 +202,11 @@ class SchedulerSide:
     # Requests
 
     def on_new_request(self, request: Any) -> None:
-        """vLLM accepted a request. A step that has cost enough leaves the rest to the first probe."""
+        """vLLM accepted a request."""
         view = self._view(request)
         if self.context is not None:
             self.context.on_new_request(request)
-        if self.cache is not None and not self._turns.is_late:
+        if self.cache is not None:
             self.cache.on_new_request(view)
 
     def _view(self, request: Any) -> VllmRequest:
