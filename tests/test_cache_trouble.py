@@ -8,6 +8,7 @@ import pytest
 
 from kvpact.cache import MOST_UNWRITTEN
 from kvpact.contract import WorkerReport
+from kvpact.idle_steps import LONGEST_STEP_SECONDS, VAIN_SECONDS
 from kvpact.metrics import MissReason, series
 from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
 from kvpact.testkit.stepped_queue import SteppedQueue
@@ -122,6 +123,19 @@ def test_a_late_step_does_one_of_what_can_wait_and_the_next_one_the_other(tmp_pa
     for _ in range(2):
         scene.cache.end_step()
     assert not scene.cache.has_pending_work, "in two late steps it was not heard that the tier is done"
+    scene.close()
+    assert scene.cache.metrics.snapshot()[series("written_blocks", "disk")] == 3
+
+
+def test_h13_chains_that_no_step_offers_to_tiers_do_not_keep_the_engine_stepping_for_ever(tmp_path: Path) -> None:
+    scene = SteppedScene(tmp_path)
+    scene.cache.is_late = lambda: True
+    scene.run_cold(request(3, "first"))
+    assert scene.cache._unwritten
+    for _ in range(1 + round(VAIN_SECONDS / LONGEST_STEP_SECONDS)):  # in each of which `end_step` fails
+        assert scene.cache.has_pending_work
+        scene.now += LONGEST_STEP_SECONDS
+    assert not scene.cache.has_pending_work
     scene.close()
     assert scene.cache.metrics.snapshot()[series("written_blocks", "disk")] == 3
 

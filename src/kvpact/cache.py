@@ -29,6 +29,7 @@ from kvpact.contract import (
 from kvpact.copies import Copies, Load, PactPlan, Slots
 from kvpact.costs import Prefill
 from kvpact.errors import PactViolation
+from kvpact.idle_steps import IdleSteps
 from kvpact.index import BlockIndex, Pin
 from kvpact.lazy import LEAST_WINDOW
 from kvpact.ledger import Ledger, State
@@ -51,9 +52,6 @@ is preempted, loads again, and keeps the other from running, for ever (P11).
 
 MOST_UNWRITTEN = 64
 """So many saved chains may wait until a step has time to offer them to the tiers (P12)."""
-
-IDLE_STEPS_SECONDS = 5.0
-"""How long an idle engine is kept stepping for a tier that makes no progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +147,7 @@ class PactCache(ExternalCache):
         self.asks_shared = self.staging.has_shared and config.match_at == "schedule" and config.prepare_deadline > 0
         """Whether `prepare_external_match` asks tiers that only they themselves can answer for."""
         self._looks_up_at_step = self.staging.has_shared and config.match_at == "step"
-        self._progress = (0, 0.0)
+        self._idle_steps = IdleSteps(clock)
         self.is_late: Callable[[], bool] = lambda: False
         """Whether the running step has cost enough, so that what can wait is left to the next one."""
         self._writes_first = False
@@ -617,15 +615,11 @@ class PactCache(ExternalCache):
     def has_pending_work(self) -> bool:
         """Whether copies or writes are under way: the engine must step to take in the reports.
 
-        Workers always report, so copies are waited for however long they take (a process may have been stopped); a tier
-        that hangs is not.
+        Not for ever: a tier may hang, and a hook or a worker may fail in every step. What is left then is taken in with
+        the next request's steps.
         """
-        if self._copies or self._unwritten or (self.saves.lazy is not None and self.saves.lazy.stirred):
-            return True
-        pending, now = self.staging.pending, self._clock()
-        if pending != self._progress[0]:
-            self._progress = (pending, now)
-        return pending > 0 and now - self._progress[1] < IDLE_STEPS_SECONDS
+        stirred = self.saves.lazy is not None and self.saves.lazy.stirred
+        return self._idle_steps.wait_for(len(self._copies) + len(self._unwritten) + self.staging.pending + stirred)
 
     def reset(self) -> None:
         """Forget every stored block, here and in the tiers. Copies under way end without a trace."""
