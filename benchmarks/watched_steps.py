@@ -1,10 +1,11 @@
 """A `PactConnector` that says of each slow scheduler step where its time went, as JSON lines in `$KVPACT_SLOW_STEPS`.
 
 A step is slow because kvpact computed, because another thread of the engine had the interpreter's lock, or because
-the machine gave the core to somebody else. The kernel knows: the thread's CPU time, and for how long it could have run
-while others had its core (the delay in /proc/thread-self/schedstat). What it does not know is when the machine below a
-virtual one had the core. So there is a control: behind each step the same thread computes something useless for as long
-as a step takes in the median. How often that is slow is what this machine does to any code. Used by `store_faults.py`.
+the machine gave the core to somebody else. The kernel knows: the thread's CPU time, how often it began to wait by
+itself, and for how long it could have run while others had its core (the delay in /proc/thread-self/schedstat). When
+the machine below a virtual one had the core is what is left. And there is a control: behind each step the same thread
+computes something useless for as long as a step takes in the median. How often that is slow is what this machine does
+to any code. Used by `store_faults.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -23,9 +25,15 @@ from kvpact.vllm import PactConnector
 SLOW_S = 1e-3
 HOOKS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "update_connector_output",
-    "request_finished", "get_kv_connector_stats", "build_connector_meta",
+    "request_finished", "get_kv_connector_stats", "_end_step",
 )  # fmt: skip
-"""Those of a scheduler step, in the order in which they come after the end of the last one."""
+"""Those of a scheduler step, in the order in which they come after the end of the last one; `_end_step` is the part of
+`build_connector_meta` that is a step's, before the tiers' threads are woken."""
+
+
+def _waits_so_far() -> int:
+    """How often this thread gave up its core to wait for something: a lock, the interpreter, a file."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 class Control:
@@ -35,15 +43,16 @@ class Control:
         self._kept: dict[int, tuple[int, float]] = {}
         self._round_s = 1e-7
 
-    def run(self, seconds: float) -> float:
-        """Compute for so many seconds of CPU time; how long it took by the clock."""
+    def run(self, seconds: float) -> tuple[float, float]:
+        """Compute for so many seconds of CPU time; how long it took by the clock, and of CPU time."""
         rounds = 1 + int(seconds / self._round_s)
         cpu, began = thread_time(), perf_counter()
         for number in range(rounds):
             self._kept[number & 1023] = (number, began)
         took = perf_counter() - began
-        self._round_s += 0.1 * ((thread_time() - cpu) / rounds - self._round_s)
-        return took
+        cpu = thread_time() - cpu
+        self._round_s += 0.1 * (cpu / rounds - self._round_s)
+        return took, cpu
 
 
 class WatchedPactConnector(PactConnector):
@@ -52,7 +61,7 @@ class WatchedPactConnector(PactConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._hooks: dict[str, float] = {}
-        self._cpu, self._delay = 0.0, 0.0
+        self._cpu, self._delay, self._waits = 0.0, 0.0, 0
         self._collecting, self._collected = 0.0, 0.0
         """When Python began to collect garbage, and how long that took in this step, inside hooks or not."""
         self._control = Control()
@@ -68,15 +77,16 @@ class WatchedPactConnector(PactConnector):
 
     def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
-            delay, cpu, began = self._delay_so_far(), thread_time(), perf_counter()
+            delay, waits, cpu, began = self._delay_so_far(), _waits_so_far(), thread_time(), perf_counter()
             try:
                 return hook(*arguments, **named)
             finally:
                 seconds = perf_counter() - began
                 self._cpu += thread_time() - cpu
+                self._waits += _waits_so_far() - waits
                 self._delay += self._delay_so_far() - delay
                 self._hooks[name] = self._hooks.get(name, 0.0) + seconds
-                if name == "build_connector_meta":
+                if name == "_end_step":
                     self._judge_step()
 
         return timed
@@ -99,16 +109,17 @@ class WatchedPactConnector(PactConnector):
         if seconds > SLOW_S:
             self._say({
                 "what": "step", "ms": seconds * 1e3, "delay_ms": self._delay * 1e3, "cpu_ms": self._cpu * 1e3,
-                "collected_ms": self._collected * 1e3,
+                "waits": self._waits, "collected_ms": self._collected * 1e3,
                 "hooks_ms": {name: round(value * 1e3, 3) for name, value in self._hooks.items()},
             })  # fmt: skip
         self._lengths.append(self._cpu)
         self._hooks.clear()
         self._cpu = self._delay = self._collected = 0.0
+        self._waits = 0
         length = median(self._lengths)
-        took = self._control.run(length)
+        took, cpu = self._control.run(length)
         if took > SLOW_S:
-            self._say({"what": "control", "ms": took * 1e3, "length_ms": length * 1e3})
+            self._say({"what": "control", "ms": took * 1e3, "cpu_ms": cpu * 1e3, "length_ms": length * 1e3})
 
     def _say(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None

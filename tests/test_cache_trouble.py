@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpact.cache import MOST_UNWRITTEN
 from kvpact.contract import WorkerReport
+from kvpact.idle_steps import LONGEST_STEP_SECONDS, VAIN_SECONDS
 from kvpact.metrics import MissReason, series
 from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
 from kvpact.testkit.stepped_queue import SteppedQueue
@@ -109,21 +111,51 @@ def test_p9_what_is_being_deleted_from_a_slow_tier_is_not_promised_meanwhile(tmp
     scene.close()
 
 
-def test_what_a_late_step_puts_off_the_next_one_does(tmp_path: Path) -> None:
+def test_a_late_step_does_one_of_what_can_wait_and_the_next_one_the_other(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
     scene.cache.is_late = lambda: True
     scene.run_cold(request(3, "first"))
-    assert not scene.cache.staging.pending
     assert scene.cache.has_pending_work
-    scene.cache.end_step()  # however late it is: the one before has put it off already
-    assert scene.cache.staging.pending
+    for _ in range(2):
+        scene.cache.end_step()
+    assert scene.cache.staging.pending, "in two late steps nothing was offered to the tier"
     scene.queue.advance()
-    scene.cache.end_step()
-    assert scene.cache.staging.pending
-    scene.cache.end_step()
+    for _ in range(2):
+        scene.cache.end_step()
+    assert not scene.cache.has_pending_work, "in two late steps it was not heard that the tier is done"
+    scene.close()
+    assert scene.cache.metrics.snapshot()[series("written_blocks", "disk")] == 3
+
+
+def test_h13_chains_that_no_step_offers_to_tiers_do_not_keep_the_engine_stepping_for_ever(tmp_path: Path) -> None:
+    scene = SteppedScene(tmp_path)
+    scene.cache.is_late = lambda: True
+    scene.run_cold(request(3, "first"))
+    assert scene.cache._unwritten
+    for _ in range(1 + round(VAIN_SECONDS / LONGEST_STEP_SECONDS)):  # in each of which `end_step` fails
+        assert scene.cache.has_pending_work
+        scene.now += LONGEST_STEP_SECONDS
     assert not scene.cache.has_pending_work
     scene.close()
     assert scene.cache.metrics.snapshot()[series("written_blocks", "disk")] == 3
+
+
+def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
+    scene = SteppedScene(tmp_path)
+    late = [True]
+    scene.cache.is_late = lambda: late[0]
+    scene.cache._unwritten.extend([(), (), ()])
+    scene.cache.end_step()
+    scene.cache.end_step()
+    assert len(scene.cache._unwritten) == 2
+    scene.cache._unwritten.extend([()] * (4 * MOST_UNWRITTEN))
+    scene.cache.end_step()
+    scene.cache.end_step()
+    assert len(scene.cache._unwritten) == MOST_UNWRITTEN, "however late steps are, only so many wait (P12)"
+    late[0] = False
+    scene.cache.end_step()
+    assert not scene.cache._unwritten
+    scene.close()
 
 
 def test_a_write_put_off_is_not_made_of_blocks_that_memory_has_dropped(tmp_path: Path) -> None:
@@ -131,7 +163,8 @@ def test_a_write_put_off_is_not_made_of_blocks_that_memory_has_dropped(tmp_path:
     scene.cache.is_late = lambda: True
     scene.run_cold(request(3, "first"))
     scene.cache.index.clear()
-    scene.cache.end_step()
+    for _ in range(2):
+        scene.cache.end_step()
     assert not scene.cache.has_pending_work
     scene.run_cold(request(3, "second"))
     scene.cache.reset()

@@ -417,6 +417,35 @@ def test_p11_what_many_reads_brought_is_taken_in_over_several_steps(make_scene: 
     scene.close()
 
 
+def test_p11_a_late_step_leaves_what_the_store_answered_to_the_next_one(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene, request = make_scene(store), SceneRequest("here", tokens(33))
+    scene.cache.on_new_request(request)
+    until(lambda: scene.queues[0].under_way == 0)
+    scene.cache.is_late = lambda: True
+    assert scene.cache.prepare_external_match(request, 0) is None
+    assert scene.queues[0].under_way == 0, "the step was late, and began to read all the same"
+    assert scene.cache.prepare_external_match(request, 0) is None
+    until(lambda: scene.queues[0].under_way == 0)
+    assert "read 8" in store.calls, "however late the next one is, it reads"
+    assert scene.cache.prepare_external_match(request, 0) is None, "what was read is promised a step later"
+    assert scene.cache.prepare_external_match(request, 0).num_tokens == 32
+    assert scene.cache.prepare_external_match(request, 0).num_tokens == 32, "who was answered is not put off again"
+
+
+def test_p11_a_request_for_which_there_is_no_time_is_a_miss_once(make_scene: Callable[..., Scene]) -> None:
+    store = TrialStore(computed_elsewhere(make_scene, 33))
+    scene, request = make_scene(store), SceneRequest("here", tokens(33))
+    for _ in range(3):
+        scene.cache.decline_external_match(request, 0)
+    assert count(scene, "lookups") == count(scene, "misses", MissReason.DEADLINE) == 1
+    match = scene.prepare(request)
+    assert match.num_tokens == 32, "asked again with more time, it gets what is there"
+    scene.cache.decline_external_match(request, 0)
+    assert not scene.cache.ledger.open_plans(), "a plan that the engine does not hear of is over"
+    scene.cache.check()
+
+
 def test_h02_a_request_that_waits_for_a_slow_store_keeps_its_plan_until_the_deadline(
     make_scene: Callable[..., Scene],
 ) -> None:

@@ -20,6 +20,7 @@ from slab_scenes import SLOT, bytes_of, chain, content, filled, memory, open_tie
 
 KEYS = chain("document", 8)
 PATIENCE = 20.0
+WHAT = ("write", "read", "lookup")
 
 
 class SlowTier(Tier):
@@ -121,6 +122,29 @@ def test_what_is_written_is_read_back_through_the_disk_tier(tmp_path: Path) -> N
     assert queue.pending_write_bytes == 0 == queue.under_way
     assert queue.close(PATIENCE)
     tier.close()
+
+
+def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier) -> None:
+    """A thread that wakes up may have the core of who woke it, so the scheduler does it when its step is over."""
+    slow.reads_go.set()
+    slow.writes_go.set()
+    queue = TierQueue(slow, threads=2, max_write_bytes=1 << 20, woken_by_owner=True)
+    for round_number in range(3):
+        put(queue, f"write {round_number}")
+        queue.submit_get(f"read {round_number}", KEYS, 1, memory(1))
+        queue.submit_lookup(f"lookup {round_number}", KEYS)
+        assert not slow.began.acquire(timeout=0.05)
+        assert queue.under_way == 3
+        queue.wake()
+        assert {done.ticket for done in drain(queue, 3)} == {f"{what} {round_number}" for what in WHAT}
+        while slow.began.acquire(blocking=False):
+            pass
+    called = threading.Event()
+    queue.submit_errand(lambda tier: called.set())
+    assert called.wait(PATIENCE), "after an errand no step may follow that would wake anybody"
+    put(queue, "not announced")
+    assert queue.close(PATIENCE), "closing wakes them in any case"
+    assert drain(queue, 1) == [PutDone("not announced", 1)]
 
 
 def test_reads_go_before_writes_that_came_earlier(slow: SlowTier) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvpact.metrics import Metrics, MissReason
-from kvpact.vllm.stats import INTERVAL_SECONDS, PactPromMetrics, PactStats, StatsCollector
+from kvpact.vllm.stats import INTERVAL_SECONDS, PATIENCE_SECONDS, PactPromMetrics, PactStats, StatsCollector
 
 
 def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
@@ -32,6 +32,24 @@ def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
     both = PactStats(data=dict(first.data)).aggregate(second)
     assert (both.data["lookups"], both.data["leases_held"]) == (5, 2)
     assert both.reduce()["kvpact lookups"] == 5
+
+
+def test_steps_that_are_late_leave_the_counts_to_others_for_a_while() -> None:
+    metrics, now = Metrics(), [10.0]
+    collector = StatsCollector(metrics.snapshot, lambda: now[0])
+    collector.collect()
+    collector.collect()
+    metrics.add("lookups", 3)
+    now[0] += INTERVAL_SECONDS
+    assert collector.collect(can_wait=True) is None
+    assert collector.collect() is None
+    metrics.add("lookups", 1)
+    for _ in range(10):
+        assert collector.collect(can_wait=True) is None
+    now[0] += PATIENCE_SECONDS
+    stats = collector.collect(can_wait=True)  # there was no step with time, so a late one does it
+    assert stats is not None
+    assert stats.data == {"lookups": 3}
 
 
 def test_every_count_has_a_series_on_the_endpoint() -> None:

@@ -29,6 +29,7 @@ from kvpact.contract import (
 from kvpact.copies import Copies, Load, PactPlan, Slots
 from kvpact.costs import Prefill
 from kvpact.errors import PactViolation
+from kvpact.idle_steps import IdleSteps
 from kvpact.index import BlockIndex, Pin
 from kvpact.lazy import LEAST_WINDOW
 from kvpact.ledger import Ledger, State
@@ -49,8 +50,8 @@ Two requests that load at once can hold so many of the engine's blocks that neit
 is preempted, loads again, and keeps the other from running, for ever (P11).
 """
 
-IDLE_STEPS_SECONDS = 5.0
-"""How long an idle engine is kept stepping for a tier that makes no progress."""
+MOST_UNWRITTEN = 64
+"""So many saved chains may wait until a step has time to offer them to the tiers (P12)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,10 @@ class RequestRecord:
     """The first block that once failed to load: neither it nor what follows is promised to this request again (H09)."""
     waits_until: float | None = None
     """When "ask again later" ends for this request, however often its range changes meanwhile (P11)."""
+    put_off: bool = False
+    """Whether the running probe is put off to the next step because this one has cost enough."""
+    was_put_off: bool = False
+    """Whether the last probe was: no two in a row are."""
     waits_at: Waiting | None = None
     """When it was told so the last time. Until any of this changes, the answer stays."""
     last_lookup: int = -1
@@ -139,13 +144,14 @@ class PactCache(ExternalCache):
             self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
         self._step_hits: Counter[str] = Counter()
-        self.asks_shared = self.staging.has_shared and config.match_at == "schedule"
+        self.asks_shared = self.staging.has_shared and config.match_at == "schedule" and config.prepare_deadline > 0
         """Whether `prepare_external_match` asks tiers that only they themselves can answer for."""
         self._looks_up_at_step = self.staging.has_shared and config.match_at == "step"
-        self._progress = (0, 0.0)
+        self._idle_steps = IdleSteps(clock)
         self.is_late: Callable[[], bool] = lambda: False
         """Whether the running step has cost enough, so that what can wait is left to the next one."""
-        self._was_late = False
+        self._writes_first = False
+        """Of what can wait, a late step does one thing: it takes in what tiers have done, or offers them a chain."""
         self._unwritten: deque[Sequence[BlockKey]] = deque()
         """Chains that were saved and not offered to the tiers yet."""
 
@@ -156,9 +162,12 @@ class PactCache(ExternalCache):
         self.saves.bind(context, lazy_window=self._lazy_window if self._config.save == "lazy" else None)
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """See `ExternalCache`: the shared tiers are asked before the engine has room for the request."""
+        """See `ExternalCache`: the shared tiers are asked before the engine has room for the request.
+
+        A step that has cost enough leaves that to the first probe; what the request is, is asked now in any case.
+        """
         record = self._record(request)
-        if record.keys is not None and request.may_load and self.asks_shared:
+        if record.keys is not None and request.may_load and self.asks_shared and not self.is_late():
             self._ask(record, self._usable_keys(request, record))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -166,11 +175,19 @@ class PactCache(ExternalCache):
         record = self._record(request)
         if self.still_waits(request.request_id, num_computed_tokens):
             return None
+        record.was_put_off, record.put_off = record.put_off, False
         match = self._prepare(request, record, num_computed_tokens)
         record.waits_at = None
-        if match is None:
+        if match is None and not record.put_off:
             record.waits_at = Waiting(num_computed_tokens, self.staging.news, self.ledger.find(request.request_id))
         return match
+
+    def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
+        """Instead of `prepare_external_match`, where the engine has no time for it: the request is a miss."""
+        record = self._record(request)
+        self._begin_probe(request.request_id, record, num_computed_tokens)
+        record.waits_at, record.put_off = None, False
+        self._miss(request.request_id, record, num_computed_tokens // self._block_size, MissReason.DEADLINE)
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """Whether a request was told "ask again later" and nothing has changed; its plan is renewed then.
@@ -192,10 +209,7 @@ class PactCache(ExternalCache):
     def _prepare(
         self, request: EngineRequest, record: RequestRecord, num_computed_tokens: int
     ) -> ExternalKVMatch | None:
-        record.computed = num_computed_tokens
-        if self.saves.lazy is not None and record.offered:  # it was preempted: it gets other blocks
-            record.offered = 0
-            self.saves.lazy.rewind(request.request_id)
+        self._begin_probe(request.request_id, record, num_computed_tokens)
         start = num_computed_tokens // self._block_size
         if record.keys is None:
             return self._miss(request.request_id, record, start, MissReason.UNKNOWN_IDENTITY)
@@ -215,6 +229,12 @@ class PactCache(ExternalCache):
             return self._wait(plan, record, keys, now)
         return self._plan(request.request_id, record, keys, start, now)
 
+    def _begin_probe(self, request_id: str, record: RequestRecord, num_computed_tokens: int) -> None:
+        record.computed = num_computed_tokens
+        if self.saves.lazy is not None and record.offered:  # it was preempted: it gets other blocks
+            record.offered = 0
+            self.saves.lazy.rewind(request_id)
+
     def _usable_keys(self, request: EngineRequest, record: RequestRecord) -> Sequence[BlockKey]:
         """The keys of the blocks that may be promised: not the last token's (P6), and none that failed before (H09)."""
         if record.keys is None:
@@ -233,7 +253,8 @@ class PactCache(ExternalCache):
         held = self.index.held_prefix(keys)
         reason = MissReason.ASKED_AT_STEP if self._looks_up_at_step else MissReason.NOT_STORED
         if self._config.prepare_deadline > 0 and (record.waits_until is None or now < record.waits_until):
-            if self._is_asking(record, keys):
+            is_new = record.last_lookup < 0
+            if self._is_asking(record, keys) or (is_new and record.inquest is not None and self._puts_off(record)):
                 self._end_plan(request_id, EndReason.SUPERSEDED)
                 record.waits_until = record.waits_until or now + self._config.prepare_deadline
                 return None
@@ -266,6 +287,11 @@ class PactCache(ExternalCache):
             return False
         self.staging.poll()
         return not record.inquest.answered
+
+    def _puts_off(self, record: RequestRecord) -> bool:
+        """Whether what tiers have told for this request is used in the next step, because this one has cost enough."""
+        record.put_off = not record.was_put_off and self.is_late()
+        return record.put_off
 
     def _ask(self, record: RequestRecord, keys: Sequence[BlockKey]) -> None:
         """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
@@ -315,9 +341,13 @@ class PactCache(ExternalCache):
     def _wait(
         self, plan: PactPlan, record: RequestRecord, keys: Sequence[BlockKey], now: float
     ) -> ExternalKVMatch | None:
+        news = self.staging.news
         self.staging.poll()
-        held = self.index.held_prefix(keys[: plan.blocks.end])
         late = now >= plan.deadline
+        if self.staging.news > news and not late and self._puts_off(record):
+            self.ledger.renew(plan, now)
+            return None
+        held = self.index.held_prefix(keys[: plan.blocks.end])
         if held < plan.blocks.end and not late and self.staging.is_arriving(keys[held]):
             self.ledger.renew(plan, now)
             return None
@@ -484,9 +514,10 @@ class PactCache(ExternalCache):
     def end_step(self) -> StepWork:
         """See `ExternalCache`: takes in what the tiers did, lets plans expire, and hands out the step's copies."""
         now = self._clock()
-        self._was_late = not self._was_late and self.is_late()  # what waits does so for one step
-        if not self._was_late:
+        self._writes_first = not self._writes_first
+        if not (self._writes_first and self.is_late()):
             self.staging.poll()
+        if self._writes_first or not self.is_late():
             self._write_behind()
         self.staging.end_step()
         self._prefill.note_step(max(0, self._computing), now)
@@ -497,10 +528,15 @@ class PactCache(ExternalCache):
         return self._copies.end_step(now)
 
     def _write_behind(self) -> None:
-        """Offer saved chains to the tiers, the oldest first; a block that memory has dropped since is not."""
+        """Offer saved chains to the tiers, the oldest first; a block that memory has dropped since is not.
+
+        One is offered in any case, and all but `MOST_UNWRITTEN`; the others while the step is not late.
+        """
         while self._unwritten:
             keys = self._unwritten.popleft()
             self.staging.write_behind(keys, self.index.held_prefix(keys))
+            if len(self._unwritten) <= MOST_UNWRITTEN and self.is_late():
+                break
 
     def abandon_step(self) -> None:
         """What was to be ordered with the running step never reaches the workers: it ends as if all had failed it."""
@@ -579,15 +615,11 @@ class PactCache(ExternalCache):
     def has_pending_work(self) -> bool:
         """Whether copies or writes are under way: the engine must step to take in the reports.
 
-        Workers always report, so copies are waited for however long they take (a process may have been stopped); a tier
-        that hangs is not.
+        Not for ever: a tier may hang, and a hook or a worker may fail in every step. What is left then is taken in with
+        the next request's steps.
         """
-        if self._copies or self._unwritten or (self.saves.lazy is not None and self.saves.lazy.stirred):
-            return True
-        pending, now = self.staging.pending, self._clock()
-        if pending != self._progress[0]:
-            self._progress = (pending, now)
-        return pending > 0 and now - self._progress[1] < IDLE_STEPS_SECONDS
+        stirred = self.saves.lazy is not None and self.saves.lazy.stirred
+        return self._idle_steps.wait_for(len(self._copies) + len(self._unwritten) + self.staging.pending + stirred)
 
     def reset(self) -> None:
         """Forget every stored block, here and in the tiers. Copies under way end without a trace."""
@@ -630,7 +662,8 @@ class PactCache(ExternalCache):
         for plan in self.ledger.open_plans():
             if plan.state is not State.LOADING:
                 self.ledger.abort(plan, EndReason.SHUTDOWN)
-        self._write_behind()
+        while self._unwritten:
+            self._write_behind()
         if not self.staging.close(self._config.shutdown_timeout):
             logger.warning(
                 "kvpact: some writes did not finish within %.0f s at shutdown", self._config.shutdown_timeout

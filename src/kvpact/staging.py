@@ -35,7 +35,7 @@ WRITE_BYTES = 128 << 20
 IN_FLIGHT_SHARE = 0.5
 """Of the arena's slots, so many may wait for shared tiers: a store that hangs leaves the rest to everybody else."""
 
-POLL_SECONDS = 0.3e-3
+POLL_SECONDS = 0.2e-3
 """So much of a scheduler step may go into taking in what the tiers have finished; a step gets 1 ms in all (P11)."""
 
 KNOWN_SHARE = 2

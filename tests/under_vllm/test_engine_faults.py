@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -106,6 +107,26 @@ def test_h13_an_exception_in_any_hook_costs_a_hit_never_the_engine(
             assert again.cached_tokens == SMALL * BLOCK, fault
             assert_right(references, tokens, again)
     assert "the engine goes on without it (logged once)" in faulty_engine.process.log.read_text()
+
+
+def test_h13_a_hook_that_always_fails_leaves_their_core_to_others(
+    faulty_engine: FaultyEngine, references: References
+) -> None:
+    """What this engine waits for never ends. The other engine's worker is bound to the same core."""
+    tokens = prompt(650, SMALL)
+    faulty_engine.fail("cache.apply_report")
+    output = faulty_engine.ask(tokens)
+    assert_right(references, tokens, output)
+    deadline, steps = time.monotonic() + 30.0, -1
+    while steps != len(faulty_engine.raised):
+        assert time.monotonic() < deadline, "it steps for ever"
+        steps = len(faulty_engine.raised)
+        time.sleep(1.0)
+    faulty_engine.fail()
+    faulty_engine.ask(tokens)
+    again = faulty_engine.ask(tokens)
+    assert again.cached_tokens == SMALL * BLOCK
+    assert_right(references, tokens, again)
 
 
 def test_h82_an_engine_with_kvpact_uses_the_network_for_nothing_of_kvpact(faulty_engine: FaultyEngine) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
+from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, flush, make_prompt
 
+from kvpact import idle_steps
 from kvpact.contract import LoadJob
 from kvpact.tiers.inspect import verify_slab
 from kvpact.vllm.messages import PactMetadata, StepMessage
@@ -130,6 +131,33 @@ def test_h13_an_exception_in_any_hook_costs_a_hit_never_the_engine(
     for prompt in (STORED, FRESH, LATER):
         engine.forget()
         assert_right(engine, prompt, cached_blocks=len(prompt) // BLOCK)
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, ASYNCHRONOUS], ids=["sync", "async"])
+@pytest.mark.parametrize("method", [*SCHEDULER_METHODS, *WORKER_METHODS])
+def test_h13_a_hook_that_always_fails_does_not_keep_an_engine_stepping_that_has_nothing_to_do(
+    start: Callable[..., PlayedEngine], method: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(idle_steps, "VAIN_SECONDS", 0.05)
+    engine = start(tiers=[f"disk://{tmp_path}/slabs?capacity=1MiB"], **settings)
+    owner, _, name = method.partition(".")
+    for stem, under_way in ((STORED, False), (FRESH, True)):
+        played = engine.add(stem)
+        while played.request.request_id in engine.scheduler.requests:
+            engine.step()
+        if not under_way:  # else what the request saved is not in the tier yet
+            flush(engine)
+        fault = Fault(part(engine, owner), name, 1_000_000)
+        engine.run()
+        if name != "poll" or settings is SYNCHRONOUS:  # else nobody knows when a copy has ended: its request must wait
+            for prompt in (stem, LATER):
+                assert_right(engine, prompt)
+        fault.end()
+        for cached_blocks in (None, None, len(stem) // BLOCK):
+            engine.forget()
+            assert_right(engine, stem, cached_blocks)
+    flush(engine)
     engine.assert_at_rest()
 
 

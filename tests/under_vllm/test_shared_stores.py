@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
-from kvpact.vllm.scheduler_side import STEP_BUDGET_SECONDS
+from kvpact.vllm.turns import STEP_BUDGET_SECONDS
 from mooncake_server import mooncake_pool
 from object_server import CREDENTIALS, Spoiled, Traffic, object_server
 from servers import RedisServer, redis_cluster, redis_server
@@ -315,7 +316,7 @@ def test_p11_requests_that_come_at_once_are_prepared_over_several_steps(
     flush(first)
     second = start(store)
     side = second.connector._scheduler_side
-    guard, prepared = side._guard, []
+    guard, prepared = second.connector.guard, []
     prepare = side.cache.prepare_external_match
 
     def costly(view: Any, num_computed_tokens: int) -> Any:
@@ -336,9 +337,46 @@ def test_p11_requests_that_come_at_once_are_prepared_over_several_steps(
     second.assert_at_rest()
 
 
+@pytest.mark.parametrize("store", ["dir"], indirect=True)
+def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
+    start: Callable[..., PlayedEngine], store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who wakes up may have the core of the scheduler's thread; the step's time is measured by then."""
+    engine = start(store)
+    (queue,) = engine.connector._scheduler_side._queues
+    told: list[str] = []
+    scheduler, wakes = threading.get_ident(), queue._shared.wakes
+    end_step, wake = engine.connector.guard.end_step, queue.wake
+
+    class Told:
+        """The threads' bell, which notes when the scheduler rings it."""
+
+        get = wakes.get
+
+        def put(self, item: None) -> None:
+            if threading.get_ident() == scheduler:
+                told.append("rung")
+            wakes.put(item)
+
+    build = engine.connector.build_connector_meta
+    monkeypatch.setattr(
+        engine.connector, "build_connector_meta", lambda output: (build(output), told.append("ended"))[0]
+    )
+    monkeypatch.setattr(engine.connector.guard, "end_step", lambda: (told.append("measured"), end_step()))
+    monkeypatch.setattr(queue, "wake", lambda: (told.append("over"), wake()))
+    monkeypatch.setattr(queue._shared, "wakes", Told())
+    ask_all(engine)
+    assert "rung" in told, "no tier had anything to do"
+    follows = {"ended": {"measured"}, "measured": {"over"}, "over": {"rung", "ended"}, "rung": {"rung", "ended"}}
+    for before, what in pairwise(["ended", *told]):
+        assert what in follows[before], f"{what} came after {before}"
+    monkeypatch.undo()
+    engine.assert_at_rest()
+
+
 def test_where_no_tier_is_shared_no_request_waits_for_another_ones_turn(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
-    guard = engine.connector._scheduler_side._guard
+    guard = engine.connector.guard
     played = [engine.add(prompt) for prompt in PROMPTS]
     guard.spent(1.0)
     engine.step()

@@ -118,12 +118,17 @@ class TierQueue:
     Every ticket that was accepted is reported by `poll` exactly once, and until then its buffers belong to the queue,
     also after `cancel` (H21). Writes run one after another, in the order in which they came, so that a chain's head is
     held before its tail arrives; while one runs, the other threads read. At most `max_write_bytes` wait to be written.
+    With `woken_by_owner`, what was submitted begins with the next `wake` at the latest: a thread that wakes up may have
+    the core of who woke it, in the middle of what he does.
     """
 
-    def __init__(self, tier: Tier, threads: int, max_write_bytes: int) -> None:
+    def __init__(self, tier: Tier, threads: int, max_write_bytes: int, *, woken_by_owner: bool = False) -> None:
         if threads < 1:
             raise ValueError(f"a tier's queue needs at least 1 thread, not {threads}")
         self.tier = tier
+        self._woken_by_owner = woken_by_owner
+        self._unannounced = 0
+        """Jobs submitted since threads were last woken."""
         self._max_write_bytes = max_write_bytes
         self._shared = _Shared()
         self._threads = [
@@ -153,8 +158,13 @@ class TierQueue:
         return True
 
     def submit_errand(self, errand: Callable[[Tier], object]) -> None:
-        """Call `errand(tier)` after the writes that were submitted before it; nothing is reported."""
+        """Call `errand(tier)` after the writes that were submitted before it; nothing is reported.
+
+        It is begun at once, also by an owner who wakes threads himself: nobody waits for its end, and so perhaps no
+        other step follows.
+        """
         self._submit(_Job(object(), (), 0, (), kind=PutDone, errand=errand))
+        self.wake()
 
     def _submit(self, job: _Job) -> None:
         shared = self._shared
@@ -167,7 +177,15 @@ class TierQueue:
         shared.under_way[job.ticket] = job
         shared.accepted_bytes += job.write_bytes
         (shared.puts if job.is_put else shared.gets).append(job)
-        shared.wakes.put(None)
+        self._unannounced += 1
+        if not self._woken_by_owner:
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake threads for what was submitted since the last call. Costs next to nothing if that is nothing."""
+        for _ in range(min(self._unannounced, len(self._threads))):
+            self._shared.wakes.put(None)
+        self._unannounced = 0
 
     def progress(self, ticket: Ticket) -> int:
         """How many blocks of a read under way are in their buffers, verified; for use when a deadline passes."""

@@ -244,6 +244,7 @@ class PactConnector(KVConnectorBase_V1):
             metadata = self._scheduler_side.end_broken_step()
             self._abandon_step()
         self.guard.end_step()
+        self._wake_tiers()
         return metadata
 
     @guarded(lambda: None)
@@ -253,6 +254,10 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def _abandon_step(self) -> None:
         self._scheduler_side.abandon_step()
+
+    @guarded(lambda: None, in_step=False)
+    def _wake_tiers(self) -> None:
+        self._scheduler_side.wake_tiers()
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

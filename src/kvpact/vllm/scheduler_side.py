@@ -31,12 +31,9 @@ from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
 from kvpact.vllm.step_credit import StepCredit
 from kvpact.vllm.step_hook import Candidates
+from kvpact.vllm.turns import Turn, Turns
 
 logger = logging.getLogger(__name__)
-
-STEP_BUDGET_SECONDS = 0.3e-3
-"""What a scheduler step has cost by then, the next requests wait for the next one: a step gets 1 ms (P11), and what a
-request costs at once is below a third of that."""
 
 
 class VllmRequest:
@@ -49,9 +46,9 @@ class VllmRequest:
         self.load_broken = False
         """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
         self.was_answered = False
-        """Whether the last probe got an answer, and not "ask again later"."""
+        """See `Waiter`."""
         self.turn_by: float | None = None
-        """Until when its probes may be put off to a later step, once one was."""
+        """See `Waiter`."""
         self._adapters = adapters
         self._block_size = block_size
         self._identity: RequestIdentity | None = None
@@ -107,9 +104,7 @@ class SchedulerSide:
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics = metrics
-        self._guard = guard
-        self._probes = 0
-        """Probes of the running step that were not put off, of requests without an answer."""
+        self._turns = Turns(config.prepare_deadline, lambda: guard.step_seconds_now)
         self._block_size = int(vllm_config.cache_config.block_size)
         self._adapters = AdapterDigests()
         self.context: VllmContext | None = None
@@ -125,6 +120,7 @@ class SchedulerSide:
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=bool(getattr(vllm_config, "use_v2_model_runner", False)))
         self._credit = StepCredit()
+        self._queues: tuple[TierQueue, ...] = ()
         self._store: StoreAddress | None = None
         """Where the workers look when a step begins; None if they do not."""
         self._stats: StatsCollector | None = None
@@ -161,8 +157,9 @@ class SchedulerSide:
             except TierError as error:
                 logger.error("kvpact: serving without the tier %s: %s", url, error)
                 continue
-            tiers.append(TierQueue(tier, self._config.io_threads, self._config.write_queue))
+            tiers.append(TierQueue(tier, self._config.io_threads, self._config.write_queue, woken_by_owner=True))
             numbers.append(number)
+        self._queues = tuple(tiers)
         self.cache = PactCache(
             self._config,
             namespace=namespace.digest,
@@ -184,7 +181,7 @@ class SchedulerSide:
                 tuple(segment.rank_slot_bytes for segment in arena.segments),
                 tuple((at, numbers[at]) for at in self.cache.staging.shared_tiers),
             )
-        self.cache.is_late = self._is_late
+        self.cache.is_late = lambda: self._turns.is_late
         self._stats = StatsCollector(self.cache.observe)
         if self.context is not None:
             self.cache.bind_scheduler_context(self.context)
@@ -205,11 +202,11 @@ class SchedulerSide:
     # Requests
 
     def on_new_request(self, request: Any) -> None:
-        """vLLM accepted a request. A step that has cost enough leaves the rest to the first probe."""
+        """vLLM accepted a request."""
         view = self._view(request)
         if self.context is not None:
             self.context.on_new_request(request)
-        if self.cache is not None and self._guard.step_seconds < STEP_BUDGET_SECONDS:
+        if self.cache is not None:
             self.cache.on_new_request(view)
 
     def _view(self, request: Any) -> VllmRequest:
@@ -227,8 +224,14 @@ class SchedulerSide:
         if self.cache is None:
             return 0, False
         view = self._view(request)
-        if self.cache.still_waits(view.request_id, num_computed_tokens) or self._is_put_off(view):
+        if self.cache.still_waits(view.request_id, num_computed_tokens):
             return None, False
+        turn = self._turns.of(view) if self.cache.asks_shared else Turn.NOW
+        if turn is Turn.LATER:
+            return None, False
+        if turn is Turn.NEVER:
+            self.cache.decline_external_match(view, num_computed_tokens)
+            return 0, False
         try:
             match = self.cache.prepare_external_match(view, num_computed_tokens)
         except Exception:
@@ -240,25 +243,6 @@ class SchedulerSide:
         if match.num_tokens:
             self._answers[request.request_id] = Answer(match, num_computed_tokens // self._block_size)
         return match.num_tokens, match.load_kv_async
-
-    def _is_put_off(self, view: VllmRequest) -> bool:
-        """Whether this probe waits for a later step because others had their work done in this one.
-
-        One is answered in any case, so all get their turn; none waits so beyond the deadline; and where no shared tier
-        is asked, none waits at all.
-        """
-        if view.was_answered or self.cache is None:
-            return False
-        if self.cache.asks_shared and self._probes and self._guard.step_seconds > STEP_BUDGET_SECONDS:
-            now = time.monotonic()
-            view.turn_by = view.turn_by or now + self._config.prepare_deadline
-            if now < view.turn_by:
-                return True
-        self._probes += 1
-        return False
-
-    def _is_late(self) -> bool:
-        return self._guard.step_seconds_now > STEP_BUDGET_SECONDS
 
     def note_allocated(self, request: Any, blocks: Any) -> None:
         """`update_state_after_alloc`, in any case."""
@@ -298,7 +282,7 @@ class SchedulerSide:
     def end_step(self, scheduler_output: Any) -> PactMetadata:
         """`build_connector_meta`: what the workers must do with this step."""
         self._stepped = True
-        self._probes = 0
+        self._turns.end_step()
         if self.context is not None:
             self.context.build_connector_meta(scheduler_output)
         if self.cache is None:
@@ -316,6 +300,11 @@ class SchedulerSide:
         self._broken.clear()
         self._ordered.clear()
         return metadata
+
+    def wake_tiers(self) -> None:
+        """The step is over: the tiers' threads begin what it handed them. In its middle they would have its core."""
+        for queue in self._queues:
+            queue.wake()
 
     def _look_up(self, scheduler_output: Any) -> None:
         """Have the workers look for what this step computes, where a request may be given it then."""
@@ -402,7 +391,7 @@ class SchedulerSide:
 
     def collect_stats(self) -> PactStats | None:
         """`get_kv_connector_stats`: what was counted since the last time, for vLLM's own metrics."""
-        return self._stats.collect() if self._stats is not None else None
+        return self._stats.collect(can_wait=self._turns.is_late) if self._stats is not None else None
 
     def take_step_hits(self) -> tuple[int, int]:
         """See `StepCredit.take_hits`."""

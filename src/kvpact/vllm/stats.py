@@ -19,6 +19,9 @@ from kvpact.metrics import METRICS, STEP_SECONDS, Snapshot, series
 INTERVAL_SECONDS = 1.0
 """Counts are handed to vLLM this often at most: collecting them is not free, and nobody scrapes faster."""
 
+PATIENCE_SECONDS = 0.5
+"""So long counts that are due wait for a step that has time to collect them."""
+
 SLOW_STEP_SECONDS = 1e-3
 """A scheduler step is not to spend more than this in kvpact (P11)."""
 
@@ -62,14 +65,18 @@ class StatsCollector:
         self._shot: Snapshot | None = None
         self._last: Mapping[str, float] = {}
 
-    def collect(self) -> PactStats | None:
-        """What changed from the last look to the one that the call before this took; None at every other call."""
-        if self._shot is None:
-            now = self._clock()
-            if now >= self._next:
-                self._next = now + INTERVAL_SECONDS
-                self._shot = self._observe()
+    def collect(self, *, can_wait: bool = False) -> PactStats | None:
+        """What changed from the last look to the one that the call before this took; None at every other call.
+
+        If it `can_wait`, a look or a difference is left to a later call, for a while.
+        """
+        now = self._clock()
+        if (self._shot is None and now < self._next) or (can_wait and now < self._next + PATIENCE_SECONDS):
             return None
+        if self._shot is None:
+            self._shot = self._observe()
+            return None
+        self._next = now + INTERVAL_SECONDS
         shot, self._shot = self._shot, None
         steps, fast = shot[f"{STEP_SECONDS}_count"], shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
         totals = {name: value for name, value in shot.items() if not name.startswith(STEP_SECONDS)}

@@ -1,0 +1,93 @@
+"""Who is prepared in a step that has cost its time already: all get their turn, and no step does too much."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from kvpact.vllm import turns as turns_module
+from kvpact.vllm.turns import STEP_BUDGET_SECONDS, Turn, Turns
+
+PATIENCE = 0.5
+STEP_SECONDS = 0.01
+"""Of the engine's own work, between two steps."""
+
+
+@dataclass
+class Waiter:
+    was_answered: bool = False
+    turn_by: float | None = None
+
+
+class Steps:
+    """A scheduler's steps: time passes by what they cost, and each of them asks for all who wait, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, patience: float = PATIENCE) -> None:
+        self.now, self.spent = 100.0, 0.0
+        self.turns = Turns(patience, lambda: self.spent)
+        patch.setattr(turns_module.time, "monotonic", lambda: self.now)
+
+    def step(self, waiting: list[Waiter], base: float, cost: float) -> list[Turn]:
+        """What each was told; a probe that is made costs `cost` seconds, and the step `base` before the first."""
+        self.spent = base
+        told = []
+        for waiter in waiting:
+            told.append(self.turns.of(waiter))
+            self.spent += cost if told[-1] is Turn.NOW else 0.0
+        self.turns.end_step()
+        self.now += self.spent + STEP_SECONDS
+        return told
+
+
+@given(
+    base=st.floats(0, 2 * STEP_BUDGET_SECONDS),
+    cost=st.floats(1e-5, STEP_BUDGET_SECONDS),
+    requests=st.integers(1, 40),
+    patience=st.sampled_from([0.0, 0.05, PATIENCE]),
+)
+def test_p11_all_get_a_turn_in_time_and_no_step_makes_more_probes_than_it_has_time_for(
+    base: float, cost: float, requests: int, patience: float
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        steps = Steps(patch, patience)
+        waiting, began, number = [Waiter() for _ in range(requests)], steps.now, 0
+        while waiting:
+            at = steps.now
+            told = steps.step(waiting, base, cost)
+            number += 1
+            assert steps.spent <= max(2 * STEP_BUDGET_SECONDS, base) + cost
+            if at < began + patience:
+                assert Turn.NEVER not in told, "a request was given up before its deadline"
+                assert steps.spent <= max(STEP_BUDGET_SECONDS, base) + cost
+            else:
+                assert Turn.LATER not in told or at < waiting[-1].turn_by, "a request waits beyond its deadline"
+            waiting = [waiter for waiter, turn in zip(waiting, told, strict=True) if turn is Turn.LATER]
+            assert number <= 2 * requests, "two steps in a row made no probe"
+
+
+def test_a_step_that_is_late_before_its_first_probe_makes_it_every_second_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, waiting = Steps(monkeypatch), [Waiter() for _ in range(5)]
+    told = [Counter(steps.step(waiting, 1.5 * STEP_BUDGET_SECONDS, 1e-4)) for _ in range(6)]
+    assert [of_step[Turn.NOW] for of_step in told] == [0, 1, 0, 1, 0, 1]
+
+
+def test_who_was_answered_never_waits_for_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    assert steps.step([Waiter(was_answered=True)] * 9, 1.0, 1e-4) == [Turn.NOW] * 9
+
+
+def test_after_the_deadline_twice_the_budget_counts_and_then_there_is_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    waiting = [Waiter() for _ in range(6)]
+    steps.step(waiting, 2 * STEP_BUDGET_SECONDS, 1e-4)
+    steps.now += PATIENCE
+    told = steps.step(waiting, 0.0, 1.01 * STEP_BUDGET_SECONDS)
+    assert told == [Turn.NOW, Turn.NOW, Turn.NEVER, Turn.NEVER, Turn.NEVER, Turn.NEVER]
