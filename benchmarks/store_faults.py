@@ -477,8 +477,6 @@ class Phase:
     """Those that computed or waited for so long themselves: in the others somebody else had the core meanwhile."""
     slow_controls: int
     """So often the control was slow, which ran as often as there were steps; see `watched_steps`."""
-    steps_within: Mapping[float, int]
-    """That histogram: how many steps spent at most so many seconds in kvpact."""
     counts: Mapping[str, float]
     deadline: float
     trouble: str = ""
@@ -515,6 +513,11 @@ COUNTED = ("read_blocks", "written_blocks", "damaged_records", "tier_failures", 
            "dropped_blocks", "hook_errors", "failed_tokens", "declined_blocks", "misses")  # fmt: skip
 
 
+def steps_within(bound: float, counts: Mapping[str, float]) -> int:
+    """How many steps spent at most `bound` seconds in kvpact, one of `STEP_BOUNDS`, by the histogram in `counts`."""
+    return int(counts.get(f'{STEP_SECONDS}_bucket{{le="{bound}"}}', 0))
+
+
 def observe(
     pair: Pair, name: str, store: Store, fault: Fault, seconds: float, warm: Warm | None, deadline: float, slow: Path
 ) -> Phase:
@@ -549,7 +552,6 @@ def observe(
     counts, unrest = _rest(pair)
     trouble += [unrest] if unrest else []
     delta = {key: value - before.get(key, 0) for key, value in counts.items()}
-    within = {bound: int(delta.get(f'{STEP_SECONDS}_bucket{{le="{bound}"}}', 0)) for bound in STEP_BOUNDS}
     steps = int(delta.get(f"{STEP_SECONDS}_count", 0))
     seen = [*turns, *after, *without]
     asked = sum(len(turn.outputs) for turn in turns) * BLOCKS * 128
@@ -567,10 +569,9 @@ def observe(
         loading_after=loading_after,
         reused=sum(turn.cached_tokens for turn in turns) / asked,
         steps=steps,
-        slow_steps=steps - within[STEP_LIMIT_S],
+        slow_steps=steps - steps_within(STEP_LIMIT_S, delta),
         slow_alone=sum(slow_alone(step) for step in slow_steps_in(slow)[known:]),
         slow_controls=len(slow_steps_in(slow, "control")) - known_controls,
-        steps_within=within,
         counts={key: value for key, value in delta.items() if value and key.startswith(COUNTED)}
         | {key: value for key, value in delta.items() if value and key.startswith(STEP_SECONDS)},
         deadline=deadline,
@@ -657,7 +658,7 @@ def explain_steps(phases: Sequence[Phase]) -> tuple[str, bool]:
     steps = max(1, sum(phase.steps for phase in phases))
     slow, alone = sum(phase.slow_steps for phase in phases), sum(phase.slow_alone for phase in phases)
     controls = sum(phase.slow_controls for phase in phases)
-    within = {bound: sum(phase.steps_within[bound] for phase in phases) for bound in STEP_BOUNDS}
+    within = {bound: sum(steps_within(bound, phase.counts) for phase in phases) for bound in STEP_BOUNDS}
     p999 = next((bound for bound in STEP_BOUNDS if within[bound] >= 0.999 * steps), math.inf)
     text = (
         f"all phases: of {steps:,} scheduler steps {slow} ({slow / steps:.3%}) took more than 1 ms in kvpact by the"

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvpact.engine import StepClock
 from kvpact.idle_steps import AGAIN_SECONDS, LONGEST_STEP_SECONDS, VAIN_SECONDS, IdleSteps
 
 
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def steps_until_it_ends(idle: IdleSteps, clock: Clock, under_way: int, step_seconds: float) -> int:
+def steps_until_it_ends(idle: IdleSteps, clock: StepClock, under_way: int, step_seconds: float) -> int:
     for number in range(10_000):
         if not idle.wait_for(under_way):
             return number
@@ -27,7 +18,7 @@ def steps_until_it_ends(idle: IdleSteps, clock: Clock, under_way: int, step_seco
 
 @pytest.mark.parametrize("step_seconds", [0.001, 0.01])
 def test_h13_what_never_ends_is_waited_for_five_seconds(step_seconds: float) -> None:
-    clock = Clock()
+    clock = StepClock()
     idle = IdleSteps(clock)
     steps = steps_until_it_ends(idle, clock, 3, step_seconds)
     assert steps * step_seconds == pytest.approx(VAIN_SECONDS, abs=2 * step_seconds)
@@ -38,7 +29,7 @@ def test_h13_what_never_ends_is_waited_for_five_seconds(step_seconds: float) -> 
 
 
 def test_what_ends_one_after_another_is_waited_for_to_the_last() -> None:
-    clock = Clock()
+    clock = StepClock()
     idle = IdleSteps(clock)
     for under_way in range(20, 0, -1):
         for _ in range(30):
@@ -48,7 +39,7 @@ def test_what_ends_one_after_another_is_waited_for_to_the_last() -> None:
 
 
 def test_h27_a_stopped_process_has_not_waited_in_vain() -> None:
-    clock = Clock()
+    clock = StepClock()
     idle = IdleSteps(clock)
     assert idle.wait_for(1)
     clock.now += 3600.0
