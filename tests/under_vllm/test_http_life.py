@@ -1,0 +1,152 @@
+"""A server as a user starts it, asks it, kills it and starts it again: the README's commands, over HTTP.
+
+The model is called by its name on the hub, without a revision, and lies in a hub cache made on the spot.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from documents import block_with, filled_in
+from engines import BLOCK, prompt
+from http_server import Answer, Server
+from hub_cache import add_commit
+from leftovers import locked_slabs
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+MODEL = "kvpact-tests/tiny"
+BLOCKS = 3
+PROMPTS = [prompt(1_300 + number, BLOCKS) for number in range(4)]
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+OUR_OWN = [
+    "--dtype=float32", "--enforce-eager", "--max-model-len=2048", "--kv-cache-memory-bytes=67108864",
+    f"--max-num-batched-tokens={BLOCK}", "--max-num-seqs=8", "--enable-prompt-tokens-details",
+]  # fmt: skip
+"""What the tests add to a README's command: a small engine that computes block by block, so that equal is equal."""
+
+
+@dataclass
+class House:
+    """A place with a model, a disk tier and the servers started there."""
+
+    directory: Path
+    vllm_arguments: list[str]
+    environment: dict[str, str]
+    numbers: Iterator[int] = field(default_factory=count)
+
+    @property
+    def disk(self) -> Path:
+        return self.directory / "disk"
+
+    def command(self, first_words: str) -> list[str]:
+        """The README's command that begins so, made a small one, with `python -m` in front of nothing: as it stands."""
+        block = block_with("README.md", first_words)
+        values = {"MODEL": MODEL, "8GiB": "64MiB", "/var/cache/kvpact": str(self.disk)}
+        values["disk:///var/cache/kvpact?capacity=200GiB"] = f"disk://{self.disk}?capacity=1GiB"
+        (line,) = (line for line in filled_in(block.text, values).splitlines() if line.startswith(first_words))
+        return [*shlex.split(line, comments=True), *self.vllm_arguments]
+
+    def start(self, command: list[str], **environment: str) -> Server:
+        """Run `command` as a user does whose PATH begins with the virtual environment."""
+        log = self.directory / f"server-{next(self.numbers)}.log"
+        return Server(command, log, {**self.environment, **environment})
+
+
+@pytest.fixture
+def house(tiny_model: Path, tmp_path: Path) -> House:
+    add_commit(tmp_path / "hub", MODEL, tiny_model)
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    environment = {
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "KVPACT_RECOMPUTE_IF_FASTER": "false",  # a tiny model computes faster than a busy disk reads
+    }
+    return House(tmp_path, [*OUR_OWN, f"--chat-template={template}"], environment)
+
+
+@pytest.fixture
+def start(house: House) -> Iterator[Callable[..., Server]]:
+    """Starts a server with a command, and waits for it; whatever is left of it is killed after the test."""
+    with ExitStack() as servers:
+        yield lambda command, **environment: servers.enter_context(house.start(command, **environment)).wait_ready()
+
+
+def first_life(server: Server) -> list[Answer]:
+    """Ask, hang up, chat; the answers of local prefix hits."""
+    assert server.model == MODEL
+    cold = [server.ask(tokens) for tokens in PROMPTS]
+    assert [answer.cached_tokens for answer in cold] == [0] * len(PROMPTS)
+    local = [server.ask(tokens, stream=True) for tokens in PROMPTS]
+    assert [answer.cached_tokens for answer in local] == [BLOCKS * BLOCK] * len(PROMPTS)
+    assert all(one.same_as(other) for one, other in zip(local, cold, strict=True)), "streamed or not"
+    hang_up = [
+        threading.Thread(target=server.leave_after, args=(tokens, number))
+        for number, tokens in enumerate([*PROMPTS, *(prompt(1_400 + number, 2) for number in range(4))])
+    ]
+    for thread in hang_up:
+        thread.start()
+    for thread in hang_up:
+        thread.join()
+    messages = [{"role": "user", "content": "Is a prompt prefix computed twice?"}]
+    with server.client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=8, temperature=0, stream=True
+    ) as chat:
+        assert [chunk.choices[0].finish_reason for chunk in chat if chunk.choices][-1] == "length"
+    stored = BLOCKS * len(PROMPTS)
+    seen = server.wait_for(
+        lambda metrics: (
+            metrics["vllm:kvpact_written_blocks_total{disk}"] >= stored
+            and metrics["vllm:num_requests_running"] == metrics["vllm:kvpact_leases_held"] == 0
+        )
+    )
+    assert seen["vllm:kvpact_saved_blocks_total"] >= stored
+    assert seen["vllm:kvpact_hook_errors_total"] == 0
+    assert seen["vllm:external_prefix_cache_hits_total"] == 0, "everything was in the engine itself"
+    return local
+
+
+def second_life(server: Server, expected: list[Answer]) -> None:
+    """The same answers, from disk; then it is told to go, and goes."""
+    warm = [server.ask(tokens) for tokens in PROMPTS]
+    assert [answer.cached_tokens for answer in warm] == [BLOCKS * BLOCK] * len(PROMPTS)
+    assert all(one.same_as(other) for one, other in zip(warm, expected, strict=True))
+    tokens = BLOCKS * BLOCK * len(PROMPTS)
+    seen = server.wait_for(lambda metrics: metrics["vllm:kvpact_used_tokens_total"] >= tokens)
+    assert seen["vllm:external_prefix_cache_hits_total"] == seen["vllm:kvpact_loaded_tokens_total"] == tokens
+    assert seen["vllm:kvpact_read_blocks_total{disk}"] == BLOCKS * len(PROMPTS)
+    assert seen["vllm:kvpact_leases_held"] == seen["vllm:kvpact_hook_errors_total"] == 0
+    assert server.stop() == 0
+
+
+def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, start: Callable[..., Server]) -> None:
+    """`vllm-cpu` has no metadata for `vllm`: vLLM's own command does not start here, ours does."""
+    command = house.command("kvpact serve")
+    server = start(command)
+    answers = first_life(server)
+    server.kill()
+    assert locked_slabs(house.disk) == []
+    second_life(start(command), answers)
+    metadata = house.directory / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    path = os.pathsep.join([str(metadata.parents[1]), os.environ.get("PYTHONPATH", "")])
+    second_life(start(house.command("vllm serve"), PYTHONPATH=path), answers)
