@@ -14,6 +14,7 @@ import kvpact as kvpact_package
 from kvpact import __version__
 from kvpact.blocks import Namespace
 from kvpact.cli.app import app
+from kvpact.config import load_config
 from kvpact.tiers.disk import DiskTier
 from kvpact.tiers.slab import Superblock
 
@@ -87,6 +88,46 @@ def test_a_mistake_leaves_the_installed_command_with_one_line_and_code_2():
     assert result.stdout == ""
     assert result.stderr.startswith('kvpact: tiers=["disk:///a"] in the command line: a disk tier needs a limit')
     assert result.stderr.count("\n") == 1
+
+
+SECRET_TIERS = ("redis://user:hunter2@cache:6379/0", DISK)
+
+
+def shown_and_said(*arguments) -> tuple[dict, str]:
+    """What `kvpact config` gives the engine, and what it says beside."""
+    result = kvpact("config", *arguments)
+    assert result.exit_code == 0
+    assert "hunter2" not in result.stdout + result.stderr
+    return json.loads(result.stdout)["kv_connector_extra_config"], result.stderr
+
+
+def test_h85_config_prints_no_secret_and_names_the_variable_that_the_engine_inherits(monkeypatch):
+    """What is printed, read where the variable is, is the whole configuration."""
+    monkeypatch.setenv("KVPACT_TIERS", " ".join(SECRET_TIERS))
+    settings, said = shown_and_said("--memory", "2GiB")
+    assert settings == {"memory": "2GiB"}
+    assert said == "kvpact: tiers holds a secret and is not printed; start vLLM with KVPACT_TIERS in its environment\n"
+    assert tuple(tier.url for tier in load_config(settings, os.environ).tiers) == SECRET_TIERS
+
+
+def test_h85_config_names_the_file_that_the_engine_reads(tmp_path, monkeypatch):
+    file = tmp_path / "kvpact.toml"
+    file.write_text(f'save = "off"\nmemory = "1GiB"\ntiers = {json.dumps(SECRET_TIERS)}\n')
+    monkeypatch.chdir(tmp_path)
+    settings, said = shown_and_said("--config", "kvpact.toml", "--memory", "2GiB")
+    assert settings == {"memory": "2GiB", "save": "off"}
+    [variable] = re.findall(r"start vLLM with KVPACT_CONFIG=(\S+) in its environment\n", said)
+    engine = load_config(settings, {"KVPACT_CONFIG": variable})
+    assert (engine.memory, tuple(tier.url for tier in engine.tiers)) == (2 << 30, SECRET_TIERS)
+
+
+def test_h85_a_secret_on_the_command_line_is_refused_where_it_would_go_to_another_one():
+    message = refusal("config", "--tier", DISK, "--tier", SECRET_TIERS[0])
+    assert message.startswith("--tier redis://***@cache:6379/0 holds a secret")
+    assert "KVPACT_TIERS" in message
+    settings, said = shown_and_said("--tier", "rediss://user@cache?password_file=/run/secrets/redis")
+    assert settings == {"tiers": ["rediss://user@cache?password_file=%2Frun%2Fsecrets%2Fredis"]}
+    assert said == ""
 
 
 # serve

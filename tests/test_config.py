@@ -292,6 +292,8 @@ SECRET = "hunter2"
         f"redis://host?db=1&Password={SECRET}&x=2",
         f"http://u:{SECRET}@[::broken",
         f"disk://u:{SECRET}@host/a?capacity=1GiB",
+        f"s3://bucket?endpoint=https://u:{SECRET}@host",
+        f"s3://bucket?endpoint=https%3A%2F%2Fu%3A{SECRET}%40host&region=a",
     ],
 )
 def test_a_credential_is_never_shown(url):
@@ -307,6 +309,28 @@ def test_a_credential_is_never_shown(url):
     tier = TierURL("s3", "/bucket", {"secret": SECRET})
     assert SECRET not in f"{tier} {tier!r} {KvpactConfig.model_construct(tiers=(tier,))!r}"
     assert SECRET in tier.url
+
+
+@pytest.mark.parametrize(
+    ("url", "secret"),
+    [
+        (DISK, False),
+        ("redis://host", False),
+        ("rediss://alice@host?password_file=/run/secrets/redis", False),
+        (f"redis://alice:{SECRET}@host", True),
+        (f"redis://:{SECRET}@host", True),
+        (f"redis+sentinel://u:{SECRET}@a,b/mymaster", True),
+        (f"s3://bucket?endpoint=https://u:{SECRET}@host", True),
+    ],
+)
+def test_a_password_in_a_tiers_url_is_a_secret_and_a_file_with_one_is_not(url, secret):
+    assert load_config({"tiers": [url]}, {}).secret_keys() == ({"tiers"} if secret else set())
+    assert parse_tier_url(url).holds_secret is secret
+
+
+def test_what_tiers_of_other_packages_do_with_a_user_and_with_a_token_is_not_known():
+    assert TierURL("mystore", "/", {}, host="token@host").holds_secret
+    assert TierURL("mystore", "/", {"token": SECRET}, host="host").holds_secret
 
 
 # What vLLM gets

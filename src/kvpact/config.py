@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
@@ -103,12 +103,16 @@ class KvpactConfig(BaseModel):
     layerwise: bool = True
     """Load layer by layer behind the forward pass, where the engine allows it."""
 
-    def connector_extra_config(self) -> dict[str, object]:
-        """What was set, as JSON values that `load_config` reads back to the same; holds URLs in full."""
-        return self.model_dump(mode="json", exclude_unset=True)
+    def secret_keys(self) -> frozenset[str]:
+        """The keys whose values hold a password, or another secret, that no command line and no log may show."""
+        return frozenset({"tiers"}) if any(tier.holds_secret for tier in self.tiers) else frozenset()
 
-    def kv_transfer_config(self) -> dict[str, object]:
-        """The value of vLLM's `--kv-transfer-config`.
+    def connector_extra_config(self, *, without: Collection[str] = ()) -> dict[str, object]:
+        """What was set, as JSON values that `load_config` reads back to the same; holds URLs in full."""
+        return self.model_dump(mode="json", exclude_unset=True, exclude=set(without))
+
+    def kv_transfer_config(self, *, without: Collection[str] = ()) -> dict[str, object]:
+        """The value of vLLM's `--kv-transfer-config`, `without` keys that the engine is to read elsewhere.
 
         A failed load is recomputed: vLLM's own default fails the request.
         """
@@ -117,18 +121,21 @@ class KvpactConfig(BaseModel):
             "kv_connector_module_path": "kvpact.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": self.connector_extra_config(),
+            "kv_connector_extra_config": self.connector_extra_config(without=without),
         }
 
-    def to_connector_json(self) -> str:
+    def to_connector_json(self, *, without: Collection[str] = ()) -> str:
         """`kv_transfer_config` as one line of JSON."""
-        return json.dumps(self.kv_transfer_config())
+        return json.dumps(self.kv_transfer_config(without=without))
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
     value: object
     source: str
+    """As an error calls it."""
+    variable: str = ""
+    """What the environment must hold for another process to find the same value there."""
 
 
 def load_config(
@@ -150,13 +157,28 @@ def load_config(
     Raises:
         ConfigError: an unknown key, a value that cannot be right, a file that cannot be read. Names the source.
     """
+    return load_with_variables(extra_config, environ, toml_path, extra_source=extra_source)[0]
+
+
+def load_with_variables(
+    extra_config: Mapping[str, object] | None,
+    environ: Mapping[str, str],
+    toml_path: Path | None = None,
+    *,
+    extra_source: str = "kv_connector_extra_config",
+) -> tuple[KvpactConfig, dict[str, str]]:
+    """`load_config`, and for each key that was set the variable from which another process would get the same value.
+
+    That is "KVPACT_MEMORY", or "KVPACT_CONFIG=" and the file's path; "" for a value of `extra_config`.
+    """
     if toml_path is None and environ.get(CONFIG_FILE_VARIABLE):
         toml_path = Path(environ[CONFIG_FILE_VARIABLE])
     settings = _toml_settings(toml_path) if toml_path is not None else {}
     settings |= _environment_settings(environ)
     settings |= {key: _Setting(value, extra_source) for key, value in (extra_config or {}).items()}
+    variables = {key: setting.variable for key, setting in settings.items()}
     try:
-        return KvpactConfig.model_validate({key: setting.value for key, setting in settings.items()})
+        return KvpactConfig.model_validate({key: setting.value for key, setting in settings.items()}), variables
     except ValidationError as errors:
         first = errors.errors()[0]
         key = str(first["loc"][0])
@@ -176,7 +198,8 @@ def _toml_settings(path: Path) -> dict[str, _Setting]:
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} is not TOML: {error}") from None
-    return {key: _Setting(value, str(path)) for key, value in table.items()}
+    variable = f"{CONFIG_FILE_VARIABLE}={path.absolute()}"
+    return {key: _Setting(value, str(path), variable) for key, value in table.items()}
 
 
 def _environment_settings(environ: Mapping[str, str]) -> dict[str, _Setting]:
@@ -189,7 +212,7 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, _Setting]:
             continue  # set to nothing is how compose files and shells say "not set"
         if key in KvpactConfig.model_fields:
             value: object = text.split() if key == "tiers" else text
-            settings[key] = _Setting(value, f"the environment ({name})")
+            settings[key] = _Setting(value, f"the environment ({name})", name)
         elif near := difflib.get_close_matches(key, KvpactConfig.model_fields, n=1, cutoff=0.7):
             # Others put names there too (Kubernetes: KVPACT_SERVICE_HOST), so only a likely slip is an error.
             known = ENVIRONMENT_PREFIX + near[0].upper()

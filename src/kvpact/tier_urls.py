@@ -33,6 +33,8 @@ _SECONDS_PER_UNIT: Final = {
 }
 _QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
+_SECRET_NAMES: Final = "password|secret|token|key|credential"
+
 
 def parse_size(value: object) -> int:
     """Bytes of a size: an int, or text such as "4GiB" (1024-based), "500MB" (1000-based), "4096".
@@ -85,7 +87,8 @@ def format_size(num_bytes: int) -> str:
 def redact(url: str) -> str:
     """The URL with user, password and the values of secret options replaced by `***`, fit for a log."""
     shown = re.sub(r"(?s)(?<=//)[^/].*@", "***@", url)  # greedy: a password may hold any character
-    return re.sub(r"(?i)([?&][^=&]*(?:password|secret|token|key|credential)[^=&]*=)[^&#]*", r"\1***", shown)
+    shown = re.sub(r"(?i)([?&][^=&]*=)[^&#]*(?:@|%40)", r"\1***@", shown)  # an option may be a URL
+    return re.sub(rf"(?i)([?&][^=&]*(?:{_SECRET_NAMES})[^=&]*=)[^&#]*", r"\1***", shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,20 @@ class TierURL:
     def place(self) -> tuple[str, str, str]:
         """What two tiers must not share: scheme, host without credentials, path."""
         return self.scheme, self.host.rpartition("@")[2], self.path.rstrip("/")
+
+    @property
+    def holds_secret(self) -> bool:
+        """Whether a password, or an option that may be a secret, stands in the URL itself.
+
+        A user's name alone is none where kvpact knows the kind of tier, and the name of a file with a secret is none.
+        """
+        user = self.host.rpartition("@")[0]
+        if user and (":" in user or self.scheme not in SCHEMES):
+            return True
+        return any(
+            (re.search(_SECRET_NAMES, name, re.IGNORECASE) and not name.endswith("_file")) or "@" in text
+            for name, text in self.options.items()
+        )
 
     def __str__(self) -> str:
         return redact(self.url)

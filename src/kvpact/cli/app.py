@@ -101,13 +101,13 @@ def serve(
 def config(memory: MemoryOption = None, tier: TierOption = None, config: ConfigOption = None) -> None:
     """Print the JSON for --kv-transfer-config, checked.
 
-    Merges the options with the environment (KVPACT_*) and the file; credentials in tier URLs are printed in full.
+    Merges the options with the environment (KVPACT_*) and the file. Tiers whose URLs hold a password are left out; one
+    line on standard error names the variable from which vLLM's process gets them.
     """
-    from kvpact.cli.serve import COMMAND_LINE, chosen_settings
-    from kvpact.config import load_config
+    from kvpact.cli.serve import chosen_settings
+    from kvpact.cli.transfer_config import print_configuration
 
-    settings = chosen_settings(memory, tier)
-    typer.echo(load_config(settings, os.environ, config, extra_source=COMMAND_LINE).to_connector_json())
+    print_configuration(chosen_settings(memory, tier), os.environ, config)
 
 
 @app.command()

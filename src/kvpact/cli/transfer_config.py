@@ -1,0 +1,42 @@
+"""`kvpact config`: the value of vLLM's `--kv-transfer-config`, without what a command line must not show.
+
+Owns what is said of secrets: vLLM's command line can be read by every user of the machine, and vLLM writes the value
+into its log. Floor 4.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvpact.cli.serve import COMMAND_LINE
+from kvpact.config import KvpactConfig, load_with_variables
+from kvpact.errors import ConfigError
+
+
+def print_configuration(settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None) -> None:
+    """Print what was set, and for each key with a secret the variable from which the engine gets its value.
+
+    Raises:
+        ConfigError: the configuration is wrong, or a secret stands on the command line, whence no engine can get it.
+    """
+    config, variables = load_with_variables(settings, environ, config_file, extra_source=COMMAND_LINE)
+    refuse_secrets_of_the_command_line(config, variables)
+    secrets = sorted(config.secret_keys())
+    print(config.to_connector_json(without=secrets))
+    for key in secrets:
+        print(
+            f"kvpact: {key} holds a secret and is not printed; start vLLM with {variables[key]} in its environment",
+            file=sys.stderr,
+        )
+
+
+def refuse_secrets_of_the_command_line(config: KvpactConfig, variables: Mapping[str, str]) -> None:
+    """Raise ConfigError if a value with a secret came from there; `variables` is what `load_with_variables` says."""
+    if "tiers" in config.secret_keys() and not variables["tiers"]:
+        shown = next(str(tier) for tier in config.tiers if tier.holds_secret)
+        raise ConfigError(
+            f"--tier {shown} holds a secret, which vLLM's command line and log would show: put the URL into "
+            "KVPACT_TIERS or the file, or the password alone into a file that password_file names"
+        )
