@@ -205,6 +205,16 @@ def test_serve_keeps_the_environments_credentials_out_of_the_command_line(fake_v
     assert kept == {"KVPACT_TIERS": DISK}
 
 
+def test_h85_serve_moves_a_secret_from_the_command_line_into_the_environment(fake_vllm):
+    """vLLM's command line can be read by everybody, and vLLM writes it into its log."""
+    secret = "redis://user:pass%20word@cache:6379/0"
+    argv, kept = serve(fake_vllm, "m", "--tier", DISK, "--tier", secret, KVPACT_TIERS="disk:///other?capacity=1GiB")
+    assert "pass" not in " ".join(argv)
+    assert kept["KVPACT_TIERS"].split() == [DISK, secret]
+    config = load_config(json.loads(argv[argv.index("--kv-transfer-config") + 1])["kv_connector_extra_config"], kept)
+    assert [tier.url for tier in config.tiers] == [DISK, secret]
+
+
 @pytest.mark.parametrize(
     "argument", ["--kv-transfer-config", "--kv_transfer_config={}", "--kv-transfer-config.kv_connector=X"]
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from kvpact.cli import vllm_command
-from kvpact.config import CONFIG_FILE_VARIABLE, load_config
+from kvpact.config import CONFIG_FILE_VARIABLE, ENVIRONMENT_PREFIX, load_config
 from kvpact.errors import ConfigError
 
 COMMAND_LINE: Final = "the command line"
@@ -38,8 +38,8 @@ def serve_model(
 ) -> NoReturn:
     """Replace this process by vLLM.
 
-    Only what stands on our command line goes to vLLM's; the environment and the file are inherited, so a credential
-    kept there does not show in the list of processes.
+    What stands on our command line goes to vLLM's, which every user of the machine can read and which vLLM logs; tiers
+    whose URLs hold a secret go into its environment instead. The environment and the file are inherited.
 
     Raises:
         ConfigError: the configuration is wrong, vLLM is missing, or the user configures a connector himself.
@@ -61,7 +61,11 @@ def serve_model(
     given = {argument.split("=")[0].replace("_", "-") for argument in vllm_arguments}
     if checked.match_at == "step" and "--worker-cls" not in given:
         vllm_arguments = ["--worker-cls", STEP_WORKER, *vllm_arguments]
-    connector = load_config(settings, {}).to_connector_json()
+    ours = load_config(settings, {})
+    secrets = ours.secret_keys()
+    if "tiers" in secrets:
+        environment[f"{ENVIRONMENT_PREFIX}TIERS"] = " ".join(tier.url for tier in ours.tiers)
+    connector = ours.to_connector_json(without=secrets)
     command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *vllm_arguments]
     sys.stdout.flush()
     os.execve(command[0], command, environment)
