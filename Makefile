@@ -1,4 +1,6 @@
-# Every target makes and updates .venv by itself; PYTHON=/path/to/python names the interpreter to make it with.
+# Every target makes and updates .venv by itself, and sees to what the system has to bring first. PYTHON=/path/to/python
+# names the interpreter to make .venv with.
+SYSTEM := ./scripts/system_packages.sh
 SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
 
@@ -13,20 +15,23 @@ help:
 	@echo 'make setup  only .venv, with vLLM and the development tools'
 
 setup:
+	@$(SYSTEM) venv engine dev
 	@$(SETUP) engine dev
 
 demo:
+	@$(SYSTEM) venv engine
 	@$(SETUP) engine
 	@$(BIN)/kvpact demo
 
 lint:
+	@$(SYSTEM) venv
 	@$(SETUP) dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
 test: setup lint
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20
 
 bench: setup
 	@set -e; for benchmark in $(sort $(wildcard benchmarks/*.py)); do \

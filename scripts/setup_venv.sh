@@ -27,22 +27,12 @@ except importlib.metadata.PackageNotFoundError:
 PYTHON
 }
 
-find_python() {
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
-            command -v "$candidate"
-            return
-        fi
-    done
-    fail "Python 3.11 or newer with its venv module is needed (Debian: apt install python3-venv); PYTHON=/path names one"
-}
-
 make_venv() {
     if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         return
     fi
     local python
-    python=$(find_python)
+    python=$(./scripts/find_python.sh)
     say "making $venv with $python"
     rm -rf "$venv"
     "$python" -m venv "$venv"
