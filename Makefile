@@ -4,14 +4,15 @@ SYSTEM := ./scripts/system_packages.sh
 SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint bench soak
+.PHONY: help setup demo test lint bench proofs soak
 
 help:
 	@echo 'make demo   the main job on a real vLLM: computed once, then loaded from memory and from disk'
 	@echo 'make test   format, lint, types, all tests'
 	@echo 'make lint   format, lint, types'
 	@echo 'make bench  the benchmarks'
-	@echo 'make soak   the long runs'
+	@echo 'make proofs what takes real engines longest, in a short form; what fails is run once more'
+	@echo 'make soak   the proofs, and the long form of what has one'
 	@echo 'make setup  only .venv, with vLLM and the development tools'
 
 setup:
@@ -38,5 +39,8 @@ bench: setup
 		echo "== $$benchmark"; $(BIN)/python $$benchmark; \
 	done
 
+proofs: setup
+	$(BIN)/python scripts/run_proofs.py
+
 soak: setup
-	$(BIN)/python -m pytest -m soak --timeout 0
+	$(BIN)/python -m pytest -m 'soak or proof' --timeout 0

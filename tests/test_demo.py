@@ -250,9 +250,9 @@ def test_a_small_run_on_real_engines_passes(tiny_model, tmp_path):
     assert report.model.startswith("4 layers x hidden 256")
 
 
-@pytest.mark.soak
+@pytest.mark.proof
 @pytest.mark.engine
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_a_small_run_with_two_ranks_passes(tiny_model, tmp_path):
     plan = Plan(rounds=1, prompts=2, document_tokens=1024, group=1, kv_cache_bytes=1 << 30, ranks=2)
     report = judge(run_phases(tiny_model, corpus(), tmp_path, plan, say=print))

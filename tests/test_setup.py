@@ -175,7 +175,7 @@ def test_without_apt_the_line_names_the_packages(tmp_path: Path) -> None:
     assert "libcurl4" in line
 
 
-@pytest.mark.parametrize(("target", "package"), [("demo", "libnuma1"), ("test", "redis-server")])
+@pytest.mark.parametrize(("target", "package"), [("demo", "libnuma1"), ("test", "redis-server"), ("proofs", "openssl")])
 def test_make_ends_before_anything_is_made(tmp_path: Path, target: str, package: str) -> None:
     machine = Machine(tmp_path, {"make", "python3.11"}, user="nobody")
     done = machine.run("make", target)

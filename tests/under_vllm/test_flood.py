@@ -1,7 +1,7 @@
 """The published flood: ten prompts, five hundred others, the ten again; vLLM's own hit counters say what was reused.
 
-On vLLM's real scheduler with a played model, a hundred others instead of five hundred, for time; `make soak` runs the
-whole flood there and on real engines.
+On vLLM's real scheduler with a played model, a hundred others instead of five hundred, for time, and as many on real
+engines in `make proofs`; `make soak` runs the whole flood on both.
 """
 
 from __future__ import annotations
@@ -71,16 +71,19 @@ def test_h57_h70_after_a_flood_the_hit_counter_says_exactly_what_was_reused(
     engine.assert_at_rest()
 
 
-@pytest.mark.soak
 @pytest.mark.engine
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("shared", [False, True], ids=["memory", "memory and shared"])
-def test_h57_h70_the_flood_on_a_real_engine(tiny_model: Path, tmp_path: Path, shared: bool) -> None:
+@pytest.mark.parametrize(
+    "flood",
+    [pytest.param(SHORT_FLOOD, marks=[pytest.mark.proof]), pytest.param(FLOOD, marks=[pytest.mark.soak])],
+)
+def test_h57_h70_the_flood_on_a_real_engine(tiny_model: Path, tmp_path: Path, shared: bool, flood: int) -> None:
     """With 24 KV blocks, so that nothing is left in the engine's own prefix cache; blocks of 32 tokens."""
     block, blocks = 32, 4
     (tmp_path / "store").mkdir()
     transfer = kvpact_transfer_config(
-        memory="64MiB" if shared else "1GiB",
+        memory="24MiB" if shared else "1GiB",
         tiers=[f"dir://{tmp_path}/store?capacity=1GiB"] if shared else [],
         stats_file=str(tmp_path / "stats.json"),
         prepare_deadline="5s",
@@ -96,7 +99,7 @@ def test_h57_h70_the_flood_on_a_real_engine(tiny_model: Path, tmp_path: Path, sh
     assert all(len(tokens) == engines.BLOCK + 9 for tokens in references)
     with EngineProcess(EngineSettings(tiny_model, transfer, arguments), tmp_path / "engine.log").wait_ready() as engine:
         first = engine.generate(references)
-        for start in range(0, FLOOD, 20):
+        for start in range(0, flood, 20):
             engine.generate([prompt(1000 + number, 1, tail=9) for number in range(start, start + 20)], max_tokens=1)
             settle(engine)
         before = engine.metrics()

@@ -307,7 +307,14 @@ def test_ranks_keep_their_own_part_and_load_what_all_have(
     engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 12))])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        *(pytest.param(seed, marks=pytest.mark.proof) for seed in range(1, 3)),
+        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 12)),
+    ],
+)
 def test_no_answer_is_wrong_in_a_crowded_engine(start: Callable[..., PlayedEngine], store: str, seed: int) -> None:
     choose = random.Random(seed)
     stems = [make_prompt(family, 4, tail=0) for family in range(3)]

@@ -1,0 +1,149 @@
+"""`make proofs` and what `.ci/run` prints at the end: what failed once counts only if it fails again, alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+GOOD = """
+import pytest
+from pathlib import Path
+RUNS = Path(__file__).with_name("runs")
+
+@pytest.mark.proof
+def test_good():
+    pass
+
+def test_no_proof():
+    assert False, "never run"
+"""
+FAILS_ONCE = """
+@pytest.mark.proof
+@pytest.mark.parametrize("word", ["a word::and another"])
+def test_fails_once(word, request):
+    RUNS.write_text(RUNS.read_text() + "x" if RUNS.exists() else "x")
+    assert RUNS.read_text() != "x"
+    assert len(request.session.items) == 1, "it is alone the second time"
+"""
+FAILS_TWICE = """
+@pytest.mark.proof
+def test_fails_twice():
+    assert False, "as always"
+"""
+ENDS_BADLY = """
+@pytest.fixture
+def scene():
+    yield
+    assert False, "the end of the scene"
+
+@pytest.mark.proof
+def test_ends_badly(scene):
+    pass
+"""
+LEAVES_WHEN_ALONE = """
+@pytest.mark.proof
+def test_leaves_when_alone(request):
+    import os
+    if len(request.session.items) == 1:
+        os._exit(0)
+    assert False
+"""
+CRASHES = """
+@pytest.mark.proof
+def test_crashes():
+    import os, signal
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+LEAVES = """
+@pytest.mark.proof
+def test_leaves():
+    import os
+    os._exit(0)
+"""
+
+
+def run_proofs(directory: Path, *parts: str) -> tuple[int, list[str]]:
+    """The exit code and the lines printed for a test file of these parts."""
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers = proof\naddopts = -p no:xdist -m 'not proof'\n")
+    (directory / "test_it.py").write_text("".join(parts))
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "run_proofs.py"], cwd=directory, capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_proofs_that_pass_are_run_once(tmp_path: Path) -> None:
+    code, lines = run_proofs(tmp_path, GOOD)
+    assert code == 0
+    assert lines[-1].startswith("1 passed, 1 deselected in ")
+    assert not any("once more" in line for line in lines)
+
+
+def test_a_proof_that_fails_once_passes_and_both_runs_are_printed(tmp_path: Path) -> None:
+    code, lines = run_proofs(tmp_path, GOOD, FAILS_ONCE)
+    assert code == 0
+    assert lines[-1].startswith("2 passed")
+    assert (tmp_path / "runs").read_text() == "xx"
+    assert sum("AssertionError" in line for line in lines) > 0, "the first run is printed"
+    assert any(line.startswith("once more, alone: test_it.py::test_fails_once") for line in lines)
+
+
+@pytest.mark.parametrize("bad", [FAILS_TWICE, ENDS_BADLY, LEAVES_WHEN_ALONE])
+def test_a_proof_that_fails_twice_fails(tmp_path: Path, bad: str) -> None:
+    code, lines = run_proofs(tmp_path, GOOD, FAILS_ONCE, bad)
+    assert code == 1
+    assert lines[-1].startswith("1 failed, ")
+    assert sum(line.startswith("once more, alone:") for line in lines) == 2
+
+
+@pytest.mark.parametrize("end", [CRASHES, LEAVES, "\nimport a_module_that_is_not_there\n"])
+def test_a_run_that_does_not_come_to_its_end_fails(tmp_path: Path, end: str) -> None:
+    code, lines = run_proofs(tmp_path, GOOD, end)
+    assert code == 1
+    assert lines[-1].startswith("the proofs could not be run to their end")
+
+
+def test_no_proofs_at_all_are_a_failure(tmp_path: Path) -> None:
+    assert run_proofs(tmp_path, "")[0] == 1
+
+
+def closing(directory: Path, **logs: str) -> tuple[int, list[str]]:
+    for name, text in logs.items():
+        (directory / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "closing_line.py", *(directory / name for name in logs)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+TESTS = "tests/test_x.py .. in 3.0s\n===== 2572 passed, 3 skipped, 54 deselected in 754.12s (0:12:34) =====\n"
+
+
+def test_the_last_line_is_the_sum_of_both_runs(tmp_path: Path) -> None:
+    code, lines = closing(tmp_path, tests=TESTS, proofs="1 failed in 3.00s\n20 passed, 2 skipped in 900.50s\n")
+    assert code == 0
+    assert lines == [
+        "tests: 2572 passed, 3 skipped, 54 deselected in 754.12s",
+        "proofs: 20 passed, 2 skipped in 900.50s",
+        "2592 passed, 5 skipped, 54 deselected in 1654.62s",
+    ]
+
+
+def test_a_failure_of_either_run_is_one_of_both(tmp_path: Path) -> None:
+    code, lines = closing(tmp_path, tests=TESTS, proofs="= 1 failed, 20 passed, 2 errors in 900.50s =\n")
+    assert code == 1
+    assert lines[-1] == "1 failed, 2592 passed, 3 skipped, 54 deselected, 2 error in 1654.62s"
+
+
+@pytest.mark.parametrize("log", ["make: *** [lint] Error 1\n", "", "no tests ran in 0.01s\n"])
+def test_a_run_without_a_closing_line_is_a_failure(tmp_path: Path, log: str) -> None:
+    assert closing(tmp_path, tests=TESTS, proofs=log)[0] == 1
