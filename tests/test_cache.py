@@ -12,7 +12,7 @@ from kvpact.blocks import BlockKey, MediaSpan, RequestIdentity
 from kvpact.cache import MOST_IDLE_LOADS
 from kvpact.contract import ExternalKVMatch, JobOutcome, WorkerReport
 from kvpact.errors import PactViolation
-from kvpact.metrics import EndReason, MissReason, series
+from kvpact.metrics import EndReason, MissReason, explain_misses, series
 from kvpact.tiers.base import BlockBuffer, Progress
 from kvpact.tiers.disk import DiskTier
 from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, done, failed, open_disk, tokens
@@ -633,7 +633,69 @@ def test_h70_a_hit_counts_when_it_is_used_and_once(scene: Scene) -> None:
 
 
 def test_h72_a_cache_that_never_hits_says_why(scene: Scene) -> None:
-    from kvpact.metrics import explain_misses
-
     scene.prepare(SceneRequest("a", tokens(3)))
     assert "no whole block" in explain_misses(scene.cache.observe())
+
+
+def test_h72_a_prompt_that_the_engine_has_itself_is_neither_a_lookup_nor_a_miss(scene: Scene) -> None:
+    """Sixteen short prompts over HTTP, each asked fifteen times: vLLM's own prefix cache covers all but the last."""
+    for prompt in range(16):
+        for again in range(15):
+            request = SceneRequest(f"{prompt}, {again}", tokens(14, seed=prompt))
+            for _ in range(5):  # it is blocked meanwhile (H02)
+                assert scene.prepare(request, 12 if again else 0).num_tokens == 0
+            scene.cache.request_finished(request.request_id)
+    assert value(scene, "lookups") == value(scene, "misses", MissReason.NOT_STORED) == 16
+    assert value(scene, "spared_lookups") == 224
+    assert value(scene, "misses", MissReason.TOO_SHORT) == 0
+    line = explain_misses(scene.cache.observe())
+    assert line.startswith("0 of 16 lookups hit (224 more prompts needed none: the engine itself had every block")
+
+
+def test_h72_an_engine_that_always_has_all_itself_was_asked(scene: Scene) -> None:
+    scene.prepare(SceneRequest("a", tokens(17)), 16)
+    assert explain_misses(scene.cache.observe()).startswith("0 of 0 lookups hit (1 more prompts needed none")
+
+
+@pytest.mark.parametrize("request_is", ["declined", "of unknown identity", "failed before", "not to load", "served"])
+def test_no_reason_makes_a_miss_of_what_the_engine_has_itself(scene: Scene, request_is: str) -> None:
+    identity = None if request_is == "of unknown identity" else RequestIdentity()
+    request = SceneRequest("a", tokens(17), identity, may_load=request_is != "not to load")
+    if request_is == "declined":
+        scene.cache.decline_external_match(request, 16)
+    else:
+        if request_is == "failed before":
+            scene.cache._record(request).failed_from = 2
+        assert scene.prepare(request, 16).num_tokens == 0
+    assert (value(scene, "lookups"), value(scene, "spared_lookups")) == (0, 1)
+
+
+def test_h72_a_prompt_without_a_whole_block_or_with_too_few_left_is_too_short() -> None:
+    scene = Scene(min_match_blocks=2)
+    assert scene.prepare(SceneRequest("no block before the last token", tokens(4))).num_tokens == 0
+    assert scene.prepare(SceneRequest("one of two blocks left", tokens(9)), 4).num_tokens == 0
+    assert value(scene, "lookups") == value(scene, "misses", MissReason.TOO_SHORT) == 2
+    assert value(scene, "spared_lookups") == 0
+    scene.close()
+
+
+def test_a_blocked_request_that_finds_what_it_missed_first_is_a_hit_too(scene: Scene) -> None:
+    blocked = SceneRequest("b", tokens(17))
+    for _ in range(5):
+        assert scene.prepare(blocked).num_tokens == 0
+    scene.run_cold(SceneRequest("a", tokens(16)))
+    for _ in range(5):
+        assert scene.prepare(blocked).num_tokens == 16
+    shot = scene.cache.observe()
+    hits = shot["lookups"] - sum(shot[series("misses", reason)] for reason in MissReason)
+    assert hits == shot["plans_opened"] == 1
+
+
+def test_what_a_request_began_to_wait_for_and_the_engine_has_by_then_is_not_loaded(scene: Scene) -> None:
+    scene.run_cold(SceneRequest("a", tokens(17)))
+    request = SceneRequest("b", tokens(17))
+    assert scene.prepare(request).num_tokens == 16
+    assert scene.prepare(request, 16).num_tokens == 0
+    assert value(scene, "leases_held") == 0
+    assert value(scene, "plans_ended", EndReason.SUPERSEDED) == 1
+    assert (value(scene, "lookups"), value(scene, "spared_lookups")) == (1, 1)

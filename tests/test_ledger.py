@@ -93,7 +93,7 @@ def in_state(scene: Scene, state: State) -> Plan[str, str]:
         return scene.settled(failed=RangeSet.span(3, 4))
     plan = scene.plan()
     if state is State.ABORTED:
-        scene.ledger.abort(plan, EndReason.PREEMPTED)
+        scene.ledger.abort(plan, EndReason.DECLINED)
     return plan
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+import kvpact
 from kvpact.errors import PactViolation
+from kvpact.ledger import Ledger
 from kvpact.metrics import (
     METRICS,
     MISS_HINTS,
     STEP_BOUNDS,
+    STEP_SECONDS,
     EndReason,
     Metrics,
     MissReason,
@@ -157,3 +162,49 @@ def test_series_names_are_those_of_the_snapshot() -> None:
     assert series("hook_errors") in shot
     assert series("damaged_records", TierName.DISK) in shot
     assert series("misses", MissReason.DISABLED) == 'misses{reason="disabled"}'
+
+
+def test_h72_prompts_that_need_no_lookup_are_told_beside_the_hits() -> None:
+    metrics = Metrics()
+    metrics.add("lookups", 16)
+    metrics.add("misses", 4, MissReason.NOT_STORED)
+    metrics.add("spared_lookups", 224)
+    metrics.check()
+    line = explain_misses(metrics.snapshot())
+    assert line.startswith("12 of 16 lookups hit (224 more prompts needed none: the engine itself had every block that")
+    assert "most misses (4 not_stored)" in line
+
+
+def test_h72_nothing_saved_yet_sends_a_person_to_what_the_store_holds_for_others() -> None:
+    metrics = Metrics()
+    metrics.add("lookups")
+    metrics.add("misses", 1, MissReason.NOT_STORED)
+    assert "of another model, dtype, block size or layout does not fit, see `kvpact inspect`" in explain_misses(
+        metrics.snapshot()
+    )
+
+
+def product_code() -> list[ast.AST]:
+    """Every node of the product's code outside `metrics.py` and the testkit."""
+    product = Path(kvpact.__file__).parent
+    paths = [path for path in product.rglob("*.py") if path.name != "metrics.py" and "testkit" not in path.parts]
+    return [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def test_h74_something_produces_every_reason_every_tier_and_every_metric() -> None:
+    code = product_code()
+    named = {ast.unparse(node) for node in code if isinstance(node, ast.Attribute)}
+    assert [reason for reason in EndReason if f"EndReason.{reason.name}" not in named] == []
+    assert [reason for reason in MissReason if f"MissReason.{reason.name}" not in named] == []
+    words = {node.value for node in code if isinstance(node, ast.Constant)}
+    tiers = [tier for tier in TierName if f"TierName.{tier.name}" not in named and tier.value not in words]
+    assert tiers == [TierName.OTHER], "which TierName.of gives to the tiers of other packages"
+    calls = [node for node in code if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args]
+    adding = [
+        call for call in calls if ast.unparse(call.func).endswith(("metrics.add", "metrics.raise_to", "metrics.set"))
+    ]
+    counted = {ast.literal_eval(call.args[0]) for call in adding if isinstance(call.args[0], ast.Constant)}
+    counted |= {name for name, *_ in Ledger[str, None](str, plan_lifetime_seconds=1.0).totals.counts()}
+    by_itself = ["refused_counts", STEP_SECONDS]
+    assert [metric.name for metric in METRICS if metric.name not in counted] == by_itself
+    assert any(ast.unparse(call.func).endswith("metrics.observe_step") for call in calls)

@@ -87,8 +87,10 @@ class RequestRecord:
     """When it was told so the last time. Until any of this changes, the answer stays."""
     last_lookup: int = -1
     """Where the last counted lookup began, in blocks; a blocked request that asks each step is counted once (H02)."""
-    missed: bool = False
-    """Whether that lookup was counted as a miss; waiting for a tier may end in a second one, or in a hit."""
+    found: bool | None = None
+    """Whether that lookup promised anything; None while a tier is waited for, whose answer may change it."""
+    spared_at: int = -1
+    """Where, in blocks, the engine last had all that could be loaded."""
     inquest: Inquest | None = None
     """What the shared tiers were asked for this request, once."""
     computed: int = 0
@@ -187,7 +189,11 @@ class PactCache(ExternalCache):
         record = self._record(request)
         self._begin_probe(request.request_id, record, num_computed_tokens)
         record.waits_at, record.put_off = None, False
-        self._miss(request.request_id, record, num_computed_tokens // self._block_size, MissReason.DEADLINE)
+        start = num_computed_tokens // self._block_size
+        if self._engine_has_all(request, start):
+            self._spare(request.request_id, record, start)
+        else:
+            self._miss(request.request_id, record, start, MissReason.DEADLINE)
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """Whether a request was told "ask again later" and nothing has changed; its plan is renewed then.
@@ -211,6 +217,8 @@ class PactCache(ExternalCache):
     ) -> ExternalKVMatch | None:
         self._begin_probe(request.request_id, record, num_computed_tokens)
         start = num_computed_tokens // self._block_size
+        if self._engine_has_all(request, start):
+            return self._spare(request.request_id, record, start)
         if record.keys is None:
             return self._miss(request.request_id, record, start, MissReason.UNKNOWN_IDENTITY)
         if not request.may_load or num_computed_tokens % self._block_size:
@@ -239,16 +247,24 @@ class PactCache(ExternalCache):
         """The keys of the blocks that may be promised: not the last token's (P6), and none that failed before (H09)."""
         if record.keys is None:
             return ()
-        end = (len(request.token_ids) - 1) // self._block_size
+        end = self._loadable_blocks(request)
         if record.failed_from is not None:
             end = min(end, record.failed_from)
         return record.keys.extend(request.token_ids)[:end]
+
+    def _loadable_blocks(self, request: EngineRequest) -> int:
+        return (len(request.token_ids) - 1) // self._block_size
+
+    def _engine_has_all(self, request: EngineRequest, start: int) -> bool:
+        """Whether the request has whole blocks that could be loaded, and the engine has computed all of them itself."""
+        return 0 < self._loadable_blocks(request) <= start
 
     def _plan(
         self, request_id: str, record: RequestRecord, keys: Sequence[BlockKey], start: int, now: float
     ) -> ExternalKVMatch | None:
         if len(keys) - start < self._config.min_match_blocks:
-            reason = MissReason.FAILED_BEFORE if record.failed_from is not None else MissReason.TOO_SHORT
+            failed_here = record.failed_from == len(keys)
+            reason = MissReason.FAILED_BEFORE if failed_here else MissReason.TOO_SHORT
             return self._miss(request_id, record, start, reason)
         held = self.index.held_prefix(keys)
         reason = MissReason.ASKED_AT_STEP if self._looks_up_at_step else MissReason.NOT_STORED
@@ -319,10 +335,7 @@ class PactCache(ExternalCache):
         *,
         promised: bool,
     ) -> PactPlan:
-        if record.last_lookup != blocks.start:
-            self.metrics.add("lookups")
-            record.missed = False
-        record.last_lookup = blocks.start
+        self._count_lookup(record, blocks.start, True if promised else None)
         if not promised and record.waits_until is None:
             record.waits_until = now + self._config.prepare_deadline
         self.index.touch(keys[blocks.end - 1])
@@ -358,9 +371,8 @@ class PactCache(ExternalCache):
             record.waits_until = now  # the tiers had their chance; a blocked request does not ask them every step (H02)
         if blocks.count < self._config.min_match_blocks:
             self.ledger.abort(plan, EndReason.DEADLINE if late else EndReason.TIER_FAILED)
-            if not record.missed:
-                self.metrics.add("misses", label=MissReason.DEADLINE if late else MissReason.NOT_STORED)
-            record.missed = True
+            reason = MissReason.DEADLINE if late else MissReason.NOT_STORED
+            self._count_lookup(record, plan.blocks.start, False, reason)
             return NO_MATCH
         self.ledger.ready(
             plan,
@@ -371,6 +383,7 @@ class PactCache(ExternalCache):
             asynchronous=self._is_asynchronous(blocks.count),
         )
         plan.intent = self._slots(keys, blocks)
+        self._count_lookup(record, blocks.start, True)
         return self._match(plan)
 
     def _slots(self, keys: Sequence[BlockKey], blocks: BlockRange) -> Slots:
@@ -379,14 +392,34 @@ class PactCache(ExternalCache):
     def _match(self, plan: PactPlan) -> ExternalKVMatch:
         return ExternalKVMatch(plan.promised_tokens, plan.asynchronous, plan)
 
+    def _spare(self, request_id: str, record: RequestRecord, start: int) -> ExternalKVMatch:
+        """The engine has all that could be loaded: neither a look-up nor a miss."""
+        self._end_plan(request_id, EndReason.SUPERSEDED)
+        if record.spared_at != start:
+            self.metrics.add("spared_lookups")
+        record.spared_at = start
+        return NO_MATCH
+
     def _miss(self, request_id: str, record: RequestRecord, start: int, reason: MissReason) -> ExternalKVMatch:
         self._end_plan(request_id, EndReason.SUPERSEDED)
-        if record.last_lookup != start:
-            self.metrics.add("lookups")
-            self.metrics.add("misses", label=reason)
-            record.missed = True
-        record.last_lookup = start
+        self._count_lookup(record, start, False, reason)
         return NO_MATCH
+
+    def _count_lookup(
+        self, record: RequestRecord, start: int, found: bool | None, reason: MissReason = MissReason.NOT_STORED
+    ) -> None:
+        """Count what a look-up from block `start` on found, once: the same again is no other look-up (H02).
+
+        One that ended differently before is: a blocked request may miss first, and find what others saved meanwhile.
+        """
+        if record.last_lookup != start or (found is not None and record.found is not None and found != record.found):
+            self.metrics.add("lookups")
+            record.found = None
+        record.last_lookup = start
+        if found is not None and record.found is None:
+            record.found = found
+            if not found:
+                self.metrics.add("misses", label=reason)
 
     def _end_plan(self, request_id: str, reason: EndReason) -> None:
         """The request's plan ends, if it has one that is not being loaded."""

@@ -51,7 +51,6 @@ class EndReason(StrEnum):
     SUPERSEDED = "superseded"
     NOT_RENEWED = "not_renewed"
     REQUEST_FINISHED = "request_finished"
-    PREEMPTED = "preempted"
     DEADLINE = "deadline"
     TIER_FAILED = "tier_failed"
     CACHE_RESET = "cache_reset"
@@ -63,7 +62,6 @@ class MissReason(StrEnum):
     """Why a lookup promised nothing."""
 
     NOT_STORED = "not_stored"
-    OTHER_NAMESPACE = "other_namespace"
     TOO_SHORT = "too_short"
     UNKNOWN_IDENTITY = "unknown_identity"
     DISABLED = "disabled"
@@ -77,8 +75,7 @@ class MissReason(StrEnum):
 
 MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.NOT_STORED: "the prompt's first block is not held",
-    MissReason.OTHER_NAMESPACE: "the store holds another model, dtype, block size or layout; see `kvpact inspect`",
-    MissReason.TOO_SHORT: "the prompts have no whole block left to load before their last token",
+    MissReason.TOO_SHORT: "the prompts have no whole block before their last token, or fewer than `min_match_blocks`",
     MissReason.UNKNOWN_IDENTITY: "the requests carry something that kvpact cannot name by content and so never stores",
     MissReason.DISABLED: "the cache is switched off; the log says why, at start-up or at the error that did it",
     MissReason.FAILED_BEFORE: "a load failed for the same request, which is not promised again; see damaged_records",
@@ -128,7 +125,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("used_again_tokens", "counter", "tokens", "skipped a second time by the same request, after a preemption"),
     Metric("plans_opened", "counter", "plans", "opened, each of which ends exactly once"),
     Metric("plans_ended", "counter", "plans", "ended, by reason", "reason", EndReason),
-    Metric("lookups", "counter", "lookups", "prompts looked up; a repeated probe of the same match is not counted"),
+    Metric("lookups", "counter", "lookups", "prompts looked up; the same found again is not counted"),
+    Metric(
+        "spared_lookups", "counter", "prompts", "not looked up: the engine itself had every block that could be loaded"
+    ),
     Metric("misses", "counter", "lookups", "lookups that promised nothing, by reason", "reason", MissReason),
     Metric(
         "step_lookups", "counter", "lookups", "left to the workers, when a step begins; `misses` may count them too"
@@ -309,12 +309,14 @@ class Metrics:
 
 def explain_misses(snapshot: Mapping[str, float]) -> str:
     """One line for a person: how many lookups hit, and why most of the others did not."""
-    lookups = int(snapshot["lookups"])
-    if not lookups:
+    lookups, spared = int(snapshot["lookups"]), int(snapshot["spared_lookups"])
+    if not lookups + spared:
         return "no lookups yet: the engine has not asked; is the connector named in its --kv-transfer-config?"
     misses = {reason: int(snapshot[series("misses", reason)]) for reason in MissReason}
     missed = sum(misses.values())
     line = f"{lookups - missed:,} of {lookups:,} lookups hit"
+    if spared:
+        line += f" ({spared:,} more prompts needed none: the engine itself had every block that could be loaded)"
     if not missed:
         return line
     reason = max(misses, key=lambda each: misses[each])
@@ -326,7 +328,9 @@ def _why_not_stored(snapshot: Mapping[str, float]) -> str:
     saved, dropped = int(snapshot["saved_blocks"]), int(snapshot["dropped_blocks"])
     evicted = int(sum(snapshot[series("evicted_blocks", tier)] for tier in TierName))
     if not saved:
-        return f"; nothing was saved yet ({dropped:,} blocks dropped)" if dropped else "; nothing was saved yet"
+        dropped_too = f" ({dropped:,} blocks dropped)" if dropped else ""
+        others = "what a store holds of another model, dtype, block size or layout does not fit, see `kvpact inspect`"
+        return f"; nothing was saved yet{dropped_too}; {others}"
     if evicted * 2 > saved:
         return f"; {evicted:,} of {saved:,} saved blocks were evicted, so more memory or a larger tier would help"
     return "; the prompts do not repeat, or differ early (a date, an id or a name in the first block is enough)"
