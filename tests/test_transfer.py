@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -424,6 +425,23 @@ def test_copies_keep_off_the_cpu_that_computes_and_inside_the_limit_of_the_proce
     assert found == [allowed - {min(allowed)} or allowed]
     start_background("kvpact-test", lambda: found.append(os.sched_getaffinity(0))).join()
     assert found[1] == allowed, "a caller that is not pinned has no CPU of its own to avoid"
+
+
+def test_the_kernel_shows_the_name_of_a_background_thread() -> None:
+    def comm() -> None:
+        shown.append(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip())
+
+    def look() -> None:
+        comm()
+        child = threading.Thread(target=comm)
+        child.start()
+        child.join()
+
+    shown: list[str] = []
+    before = Path("/proc/self/comm").read_text()
+    start_background("kvpact-a-long-name-of-a-tier", look).join()
+    assert shown == ["kvpact-a-long-n"] * 2, "what belongs to kvpact cannot be told from the engine's threads"
+    assert Path("/proc/self/comm").read_text() == before
 
 
 def test_what_a_library_starts_keeps_off_the_cpu_that_computes_too() -> None:

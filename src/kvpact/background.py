@@ -11,6 +11,10 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+COMM_BYTES = 15
+"""As much of a thread's name as the kernel keeps."""
 
 
 def spare_cpus() -> frozenset[int]:
@@ -31,6 +35,7 @@ def start_background(name: str, target: Callable[[], None], niceness: int = 0) -
     cpus = spare_cpus()
 
     def run() -> None:
+        _show_name(name)
         with contextlib.suppress(OSError):  # a cpuset may forbid it; the thread then stays where it is
             if cpus:
                 os.sched_setaffinity(0, cpus)
@@ -41,6 +46,15 @@ def start_background(name: str, target: Callable[[], None], niceness: int = 0) -
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def _show_name(name: str) -> None:
+    """Give the calling thread its name where the kernel shows it: 15 characters in `top -H` and /proc/*/task/*/comm.
+
+    Python does so itself from 3.14 on. What a thread starts has its name until it takes another.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/thread-self/comm").write_bytes(name.encode()[:COMM_BYTES])
 
 
 @contextlib.contextmanager
