@@ -23,6 +23,7 @@ from documents import block_with, filled_in
 from engines import BLOCK, prompt
 from http_server import Answer, Server
 from hub_cache import add_commit
+from kvpact.demo.engine import one_core_each
 from leftovers import locked_slabs
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -53,7 +54,7 @@ class House:
         return self.directory / "disk"
 
     def command(self, first_words: str) -> list[str]:
-        """The README's command that begins so, made a small one, with `python -m` in front of nothing: as it stands."""
+        """The README's command that begins so, with small sizes, places of our own and the tests' arguments."""
         block = block_with("README.md", first_words)
         values = {"MODEL": MODEL, "8GiB": "64MiB", "/var/cache/kvpact": str(self.disk)}
         values["disk:///var/cache/kvpact?capacity=200GiB"] = f"disk://{self.disk}?capacity=1GiB"
@@ -150,3 +151,15 @@ def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, sta
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     path = os.pathsep.join([str(metadata.parents[1]), os.environ.get("PYTHONPATH", "")])
     second_life(start(house.command("vllm serve"), PYTHONPATH=path), answers)
+
+
+@pytest.mark.proof
+def test_two_ranks_of_kvpact_serve_are_killed_and_answer_the_same_from_disk(
+    house: House, start: Callable[..., Server]
+) -> None:
+    command = [*house.command("kvpact serve"), "--tensor-parallel-size", "2"]
+    server = start(command, VLLM_CPU_OMP_THREADS_BIND=one_core_each(2))
+    answers = first_life(server)
+    server.kill()
+    assert locked_slabs(house.disk) == []
+    second_life(start(command, VLLM_CPU_OMP_THREADS_BIND=one_core_each(2)), answers)
