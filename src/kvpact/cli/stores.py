@@ -6,6 +6,7 @@ Owns the tables and the wording. Leaves reading and removing to the tiers, and n
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-from kvpact.cli.slabs import RECORDS_SHOWN, age, console, print_json, progress_console, table
+from kvpact.cli.slabs import RECORDS_SHOWN, age, console, print_json, progress, table
 from kvpact.errors import ConfigError, TierError
 from kvpact.metrics import TierName, series
 from kvpact.tier_urls import TierURL, format_size, parse_tier_url
@@ -50,14 +51,24 @@ def opened(url: TierURL) -> Iterator[RecordStore]:
     try:
         yield store
     except StoreError as error:
-        raise TierError(f"{url}: {error}") from None
+        message = str(error)
+        raise TierError(message if message.startswith(store.place) else f"{url}: {message}") from None
     finally:
         store.close()
 
 
+@contextmanager
+def opened_as_it_is(url: TierURL) -> Iterator[RecordStore]:
+    """`opened`, for those who only look: a directory that is not there is a TierError and is not made."""
+    if url.scheme in ("dir", "file") and not Path(url.path).is_dir():
+        raise TierError(f"{url.path} is not a directory; give the path of a {url.scheme} tier")
+    with opened(url) as store:
+        yield store
+
+
 def inspect_store(url: TierURL, *, as_json: bool) -> None:
     """Print what a shared store holds. Raises TierError."""
-    with opened(url) as store:
+    with opened_as_it_is(url) as store:
         groups = summarize(store)
         usage = store.usage()
     if as_json:
@@ -84,17 +95,13 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
 def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -> bool:
     """Read every record of a shared store; whether all are sound. Raises TierError and ConfigError."""
     seal = load_seal(key_file)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=progress_console(),
-        transient=True,
-    )
-    with progress, opened(url) as store:
-        task = progress.add_task(url.scheme, total=None)
+    with (
+        opened_as_it_is(url) as store,
+        progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()) as bar,
+    ):
+        task = bar.add_task(url.scheme, total=None)
         report = verify_store(
-            store, seal=seal, progress=lambda done, total: progress.update(task, completed=done, total=total)
+            store, seal=seal, progress=lambda done, total: bar.update(task, completed=done, total=total)
         )
     if as_json:
         print_json({"place": str(url), **{name: value for name, value in asdict(report).items() if name != "place"}})
@@ -120,7 +127,7 @@ def collect(place: TierURL | Path, namespace: str) -> int:
     """
     if isinstance(place, Path):
         return _collect_slab(place, namespace)
-    with opened(place) as store:
+    with opened_as_it_is(place) as store:
         groups = {record.name.partition("/")[0] for record in store.names()}
         return remove_group(store, _the_one(groups, namespace, place))
 
@@ -158,6 +165,10 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
         print_json({"now": rows, "engine": engine})
     else:
         output = console()
+        if not rows and not engine:
+            output.print(
+                "no tiers are configured; name a URL, a file with --config, or an engine's stats_file with --stats"
+            )
         if rows:
             shown = table(["tier", "state"], ["look-up", "used", "capacity"])
             for row in rows:
@@ -176,6 +187,8 @@ def _probe(url: TierURL) -> dict[str, str]:
     row = {"tier": str(url), "state": "works", "lookup": "", "used": "", "capacity": ""}
     try:
         if url.scheme == "disk":
+            if trouble := _trouble_with(Path(url.path)):
+                return row | {"state": trouble}
             used = sum(path.stat().st_size for path in Path(url.path).glob(f"*{SLAB_SUFFIX}"))
             return row | {"used": format_size(used), "capacity": format_size(url.capacity)}
         with opened(url) as store:
@@ -188,6 +201,14 @@ def _probe(url: TierURL) -> dict[str, str]:
         "used": format_size(usage.used_bytes) if usage.used_bytes else "",
         "capacity": format_size(usage.capacity_bytes) if usage.capacity_bytes else "",
     }
+
+
+def _trouble_with(directory: Path) -> str:
+    """Why an engine could not use the directory of a disk tier, which it makes if its parent is there; "" if it can."""
+    place = directory if os.path.lexists(directory) else directory.parent
+    if not place.is_dir():
+        return f"{place} is not a directory" if os.path.lexists(place) else f"there is no directory {place}"
+    return "" if os.access(place, os.R_OK | os.W_OK | os.X_OK) else f"{place} cannot be read and written by this user"
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -223,6 +244,8 @@ def _read_stats(path: Path) -> dict[str, float]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give an engine's stats_file") from None
     except ValueError:
         raise ConfigError(f"{path} is not JSON; give an engine's stats_file") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no counts; give an engine's stats_file")
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
