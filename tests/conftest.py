@@ -17,6 +17,7 @@ ENGINES = (
     "tests/test_demo.py",
     "tests/testkit/test_conformance_command.py",
     "tests/under_vllm/test_engine_faults.py",
+    "tests/under_vllm/test_engine_limits.py",
     "tests/under_vllm/test_engine_lives.py",
     "tests/under_vllm/test_engine_start.py",
     "tests/under_vllm/test_engine_step_hook.py",

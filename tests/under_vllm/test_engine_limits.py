@@ -1,0 +1,92 @@
+"""What the README says of models: those with sliding windows run, those with state-space layers are refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
+
+from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
+from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings
+from kvpact.demo.model import TINY_SHAPE
+
+pytestmark = pytest.mark.engine
+
+BLOCKS = 6
+WINDOW = 2 * BLOCK
+"""Tokens; a prompt is three times as long."""
+
+
+def save(model: PreTrainedModel, directory: Path, tiny_model: Path) -> Path:
+    """The model, with the tokenizer of the tiny one."""
+    model.to(torch.bfloat16).save_pretrained(directory)
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+@pytest.fixture
+def window_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """Like Gemma 3: layers with a sliding window, and one in four with full attention."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=TINY_SHAPE.vocabulary,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        max_position_embeddings=8192,
+        initializer_range=0.06,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return save(Gemma3ForCausalLM(config), tmp_path / "windows", tiny_model)
+
+
+@pytest.fixture
+def state_space_model(tiny_model: Path, tmp_path: Path) -> Path:
+    config = MambaConfig(
+        vocab_size=TINY_SHAPE.vocabulary, hidden_size=64, num_hidden_layers=2, bos_token_id=0, eos_token_id=0
+    )
+    return save(MambaForCausalLM(config), tmp_path / "states", tiny_model)
+
+
+def test_a_model_with_sliding_windows_is_served_with_vllms_hybrid_manager_off(
+    window_model: Path, tmp_path: Path
+) -> None:
+    """What is loaded gives the answer of the engine's own prefix hit, bit by bit."""
+    asked = [prompt(2_100 + seed, BLOCKS) for seed in range(2)]
+    settings = EngineSettings(window_model, kvpact_transfer_config(memory="64MiB"), BLOCK_BY_BLOCK)
+    with EngineProcess(settings, tmp_path / "engine.log") as engine:
+        engine.wait_ready()
+        cold = engine.generate(asked)
+        local = engine.generate(asked)
+        engine.reset_prefix_cache()
+        loaded = engine.generate(asked)
+    assert [output.cached_tokens for output in cold] == [0, 0]
+    for outputs in (local, loaded):
+        assert [output.cached_tokens for output in outputs] == [BLOCKS * BLOCK] * 2
+    assert all(one.same_answer(other) for one, other in zip(loaded, local, strict=True))
+    assert local[0].logprobs != local[1].logprobs
+    assert "Turning off hybrid kv cache manager" in engine.log.read_text()
+
+
+@pytest.mark.soak
+def test_a_model_with_state_space_layers_is_refused(state_space_model: Path, tmp_path: Path) -> None:
+    settings = EngineSettings(state_space_model, kvpact_transfer_config(memory="64MiB"), BLOCK_BY_BLOCK)
+    log = tmp_path / "engine.log"
+    with pytest.raises(EngineError), EngineProcess(settings, log) as engine:
+        engine.wait_ready()
+    assert "KV cache of kind MambaSpec is not supported; kvpact serves" in log.read_text()
