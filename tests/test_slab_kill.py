@@ -31,8 +31,11 @@ def start(directory: Path, slots: int, seed: int) -> subprocess.Popen[str]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])},
     )
     assert child.stdout is not None
-    while (line := child.stdout.readline()) != "ready\n":
-        assert OF_A_LARGER_SLAB in line, line
+    while OF_A_LARGER_SLAB in (line := child.stdout.readline()):
+        pass
+    if line != "ready\n":
+        child.kill()
+        pytest.fail(f"the process says {line!r} instead of being ready")
     return child
 
 
