@@ -1,8 +1,9 @@
 """`FaultyConnector`: kvpact in a real engine, with faults that a test turns on and off from outside the engine.
 
 Name it by `kv_connector_module_path`. The environment variable FAULTY_CONTROL names a directory: the file `faults` in
-it lists the methods that raise now, `raised` gets a line for each time, `plans` one for each plan that ended, and
-`network` one for each use of the network by kvpact.
+it lists the methods that raise now, `raised` gets a line for each time, `plans` one for each plan that ended,
+`network` one for each use of the network by kvpact, and `side_by_side` says how many requests one step computed at
+most.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import socket_watch
 from kvpact.contract import LoadJob
 from kvpact.ledger import PlanRecord
 from kvpact.vllm import PactConnector
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 CONTROL = Path(os.environ["FAULTY_CONTROL"])
 SLOW, SLOW_SECONDS = "tier.slow", 0.05
@@ -114,6 +119,7 @@ class FaultyConnector(PactConnector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._side_by_side = 0
         if self._scheduler is not None:
             methods = "on_new_request probe end_step request_finished has_pending_work collect_stats"
             wrap(self._scheduler, "scheduler", *methods.split())
@@ -141,6 +147,14 @@ class FaultyConnector(PactConnector):
             tier = source.queue.tier
             for name in ("get", "put", "delete") if tier.exclusive else ("lookup", "get", "put", "delete"):
                 setattr(tier, name, slowed(getattr(tier, name)))  # an exclusive tier's lookup touches memory only
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The step's end."""
+        requests = len(scheduler_output.num_scheduled_tokens)
+        if requests > self._side_by_side:
+            self._side_by_side = requests
+            (CONTROL / "side_by_side").write_text(str(requests))
+        return super().build_connector_meta(scheduler_output)
 
     def _fail_block(self, job: LoadJob, block: int) -> None:
         for name in active():

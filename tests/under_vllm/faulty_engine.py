@@ -82,6 +82,11 @@ class FaultyEngine:
         return path.read_text().split() if path.exists() else []
 
     @property
+    def side_by_side(self) -> int:
+        """How many requests one step computed at most."""
+        return int((self.control / "side_by_side").read_text())
+
+    @property
     def plans(self) -> list[EndedPlan]:
         """Every plan that ended so far, in order."""
         path = self.control / "plans"

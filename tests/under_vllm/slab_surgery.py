@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engines import BLOCK
-from kvpact.blocks import BlockKey, BlockKeys, RequestIdentity
+from kvpact.blocks import BlockKey, BlockKeys, Namespace, RequestIdentity
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader
 from kvpact.tiers.slab import PAGE_BYTES, Superblock
 
@@ -36,6 +36,15 @@ class SlabSurgery:
                 continue
             found[header.key] = slot
         return found
+
+    @property
+    def namespace(self) -> Namespace:
+        """Whose blocks they are."""
+        return self._superblock.namespace
+
+    def payload(self, key: BlockKey) -> bytes | None:
+        """A block's bytes, None if the slab does not hold it."""
+        return bytes(self._raw[self._payload(self._slots[key])]) if key in self._slots else None
 
     def slot(self, tokens: Sequence[int], block: int) -> int:
         """Where block `block` of a prompt lies."""
