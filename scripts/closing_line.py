@@ -13,10 +13,14 @@ from pathlib import Path
 CLOSING = re.compile(r"(?:^|=+ )((?:\d+ [a-z]+(?:, )?)+|no tests ran) in ([\d.]+)s(?: \([\d:]+\))?(?: =+)?$")
 """Also "in 754.12s (0:12:34)", with or without the line drawn around it."""
 
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+"""Which FORCE_COLOR makes pytest print into a pipe, too."""
+
 
 def closing_line(output: str) -> tuple[Counter[str], float] | None:
     """How many tests ended how ("passed", "failed", ...), and in how many seconds; None if pytest never said so."""
-    found = [match for line in output.splitlines() if (match := CLOSING.search(line.rstrip()))]
+    plain = COLOUR.sub("", output)
+    found = [match for line in plain.splitlines() if (match := CLOSING.search(line.rstrip()))]
     if not found:
         return None
     counts: Counter[str] = Counter()

@@ -138,6 +138,11 @@ def test_the_last_line_is_the_sum_of_both_runs(tmp_path: Path) -> None:
     ]
 
 
+def test_colours_are_no_part_of_it(tmp_path: Path) -> None:
+    line = "\x1b[32m== \x1b[1m2 passed\x1b[0m, \x1b[33m1 warning\x1b[0m\x1b[32m in 0.01s\x1b[0m\x1b[32m ==\x1b[0m\n"
+    assert closing(tmp_path, tests=line) == (0, ["tests: 2 passed, 1 warning in 0.01s", "2 passed, 1 warning in 0.01s"])
+
+
 def test_a_failure_of_either_run_is_one_of_both(tmp_path: Path) -> None:
     code, lines = closing(tmp_path, tests=TESTS, proofs="= 1 failed, 20 passed, 2 errors in 900.50s =\n")
     assert code == 1

@@ -73,17 +73,20 @@ def test_h57_h70_after_a_flood_the_hit_counter_says_exactly_what_was_reused(
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("shared", [False, True], ids=["memory", "memory and shared"])
 @pytest.mark.parametrize(
-    "flood",
-    [pytest.param(SHORT_FLOOD, marks=[pytest.mark.proof]), pytest.param(FLOOD, marks=[pytest.mark.soak])],
+    ("flood", "shared"),
+    [
+        pytest.param(SHORT_FLOOD, True, marks=[pytest.mark.proof], id="short, memory and shared"),
+        pytest.param(FLOOD, False, marks=[pytest.mark.soak], id="memory"),
+        pytest.param(FLOOD, True, marks=[pytest.mark.soak], id="memory and shared"),
+    ],
 )
-def test_h57_h70_the_flood_on_a_real_engine(tiny_model: Path, tmp_path: Path, shared: bool, flood: int) -> None:
+def test_h57_h70_the_flood_on_a_real_engine(tiny_model: Path, tmp_path: Path, flood: int, shared: bool) -> None:
     """With 24 KV blocks, so that nothing is left in the engine's own prefix cache; blocks of 32 tokens."""
     block, blocks = 32, 4
     (tmp_path / "store").mkdir()
     transfer = kvpact_transfer_config(
-        memory="24MiB" if shared else "1GiB",
+        memory="64MiB" if shared else "1GiB",
         tiers=[f"dir://{tmp_path}/store?capacity=1GiB"] if shared else [],
         stats_file=str(tmp_path / "stats.json"),
         prepare_deadline="5s",
