@@ -590,14 +590,17 @@ def _rest(pair: Pair) -> tuple[dict[str, float], str]:
 def run_place(
     place: str,
     phases: Sequence[str],
-    model: Path,
+    plain: EngineProcess,
     work: Path,
     seconds: float,
     say: Callable[[str], object],
     slow_steps: Path | None = None,
     answer_tokens: int = ANSWER_TOKENS,
 ) -> list[Phase]:
-    """Both engines, the store in its place, in health and in all chosen phases; slow steps are kept in a file."""
+    """The store in its place and an engine with it, in health and in all chosen phases; slow steps are kept in a file.
+
+    `plain` is the engine without kvpact, one of `shared_store.engines`, for all places.
+    """
     with ExitStack() as stack:
         url, store = stack.enter_context(open_place(place, work))
         deadline = DEADLINE_S.get(place, USUAL_DEADLINE_S)
@@ -608,7 +611,8 @@ def run_place(
         slow = slow_steps or work / "slow-steps.jsonl"
         of_others = len(slow_steps_in(slow))
         watching = {"PYTHONPATH": str(Path(__file__).parent), "KVPACT_SLOW_STEPS": str(slow)}
-        plain, cached = stack.enter_context(engines(model, work, None, transfer, environment=watching))
+        model = plain.settings.model
+        (cached,) = stack.enter_context(engines(model, work, transfer, environment=watching))
         stack.enter_context(engines_have_a_core())
         with cached.frozen():
             answers = plain.generate([prompt(seed, BLOCKS) for seed in range(PROMPTS)], max_tokens=answer_tokens)
@@ -718,14 +722,16 @@ def main() -> None:
         parser.error(f"unknown phases: {', '.join(sorted(unknown))}")
     os.environ.update(CREDENTIALS)
     found, ended = [], []
-    with tempfile.TemporaryDirectory(prefix="kvpact-faults-") as directory:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpact-faults-"))
         model = ensure_model(Path(directory), TINY_SHAPE, TOKENIZER_TEXT)
+        (plain,) = stack.enter_context(engines(model, Path(directory), None))
         for place, names in chosen_places(phases).items():
             work = Path(directory, place.replace(" ", "-"))
             work.mkdir()
             try:
                 found += run_place(
-                    place, names, model, work, arguments.seconds, _say, arguments.slow_steps, arguments.answer_tokens
+                    place, names, plain, work, arguments.seconds, _say, arguments.slow_steps, arguments.answer_tokens
                 )
             except Exception as error:  # the other places are still worth a run
                 ended.append(f"{place}: {type(error).__name__}: {error}")
