@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+REPOSITORY = Path(__file__).parents[1]
+SCRIPTS = REPOSITORY / "scripts"
 
 GOOD = """
 import pytest
@@ -152,3 +155,41 @@ def test_a_failure_of_either_run_is_one_of_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize("log", ["make: *** [lint] Error 1\n", "", "no tests ran in 0.01s\n"])
 def test_a_run_without_a_closing_line_is_a_failure(tmp_path: Path, log: str) -> None:
     assert closing(tmp_path, tests=TESTS, proofs=log)[0] == 1
+
+
+MAKE = """#!/bin/sh
+[ "$1" = test ] && echo "== $TESTS in 700.00s (0:11:40) ==" && exit $TESTS_CODE
+echo "once more, alone"; echo "$PROOFS in 900.50s"; exit $PROOFS_CODE
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "proofs", "code", "last"),
+    [
+        ("2 passed", "1 passed", 0, "3 passed in 1600.50s"),
+        ("1 failed, 2 passed", "1 passed", 1, "1 failed, 3 passed in 1600.50s"),
+        ("2 passed", "1 failed, 1 passed", 1, "1 failed, 3 passed in 1600.50s"),
+        ("make: lint failed", "1 passed", 1, "1 passed, 1 error in 900.50s"),
+        ("2 passed", "proofs ended", 1, "2 passed, 1 error in 700.00s"),
+    ],
+)
+def test_continuous_integration_runs_both_and_the_last_line_is_of_both(
+    tmp_path: Path, tests: str, proofs: str, code: int, last: str
+) -> None:
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    shutil.copytree(REPOSITORY / ".ci", tmp_path / ".ci")
+    make = tmp_path / "bin" / "make"
+    make.parent.mkdir()
+    for program, script in ((make, MAKE), (tmp_path / "scripts/system_packages.sh", "#!/bin/sh\n")):
+        program.write_text(script)
+        program.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{make.parent}:{os.environ['PATH']}",
+        "TESTS": tests,
+        "TESTS_CODE": str(int(not tests[0].isdigit() or "failed" in tests)),
+        "PROOFS": proofs,
+        "PROOFS_CODE": str(int(not proofs[0].isdigit() or "failed" in proofs)),
+    }
+    done = subprocess.run([".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (code, last), done.stderr

@@ -53,7 +53,7 @@ def test_a_second_engine_loads_what_the_first_computed_and_both_write_without_da
 
 
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(1.0, marks=[pytest.mark.proof]), pytest.param(5.0, marks=[pytest.mark.soak])]
+    "seconds", [pytest.param(2.0, marks=[pytest.mark.proof]), pytest.param(5.0, marks=[pytest.mark.soak])]
 )
 @pytest.mark.parametrize("place", store_faults.FAULTS)
 def test_h58_no_fault_of_a_store_under_load_costs_more_than_hits(
@@ -62,7 +62,10 @@ def test_h58_no_fault_of_a_store_under_load_costs_more_than_hits(
     places = store_faults.chosen_places(store_faults.PHASES)
     if place not in places:
         pytest.skip("a network can be cut by root only")
-    for phase in store_faults.run_place(place, places[place], plain, tmp_path, seconds, print):
+    found = store_faults.run_place(place, places[place], plain, tmp_path, seconds, print)
+    assert [phase.name for phase in found] == [f"healthy {place}", *places[place]]
+    assert any(name.startswith("read_blocks") for phase in found for name in phase.counts), "the store was not used"
+    for phase in found:
         assert (phase.wrong, phase.failed, phase.leases_left) == (0, 0, 0), phase
         assert phase.warm_after is not None, phase
         assert phase.warm_after < WARM_WITHIN_S, phase
