@@ -136,9 +136,12 @@ class PlayedEngine:
         num_batched_tokens: int = 4096,
         transfer: dict[str, Any] | None = None,
         zero_new_blocks: bool = False,
+        scheduler_class: type[Scheduler] | None = None,
         **settings: object,
     ) -> None:
         """`settings` are kvpact's, `transfer` other fields of vLLM's `kv_transfer_config`.
+
+        The scheduler is vLLM's own; with `match_at` "step", kvpact's.
 
         With `zero_new_blocks` the state update clears them, as vLLM's runners do for some models.
         """
@@ -163,11 +166,15 @@ class PlayedEngine:
         """Computed by the played model since it began."""
         self.external_queries = self.external_hits = 0
         """What vLLM adds to its counters `vllm:external_prefix_cache_queries` and `_hits`, in tokens."""
+        self.external_hits_again = 0
+        """What vLLM counts apart: hits of requests that were preempted before."""
+        self.external_hits_by_source = 0
+        """What vLLM adds to `vllm:prompt_tokens_cached_by_source` for all external sources together."""
         self.step_hook: StepHook | None = None
         if self.worker.before_update_states is not None:  # as `kvpact.vllm.worker` does it
             self.step_hook = StepHook(self.worker, new_requests_only=False, minimum=None)
             self.worker.step_hook_bound()
-        scheduler_class = KvpactScheduler if self.worker.before_update_states is not None else Scheduler
+        scheduler_class = scheduler_class or (KvpactScheduler if self.step_hook is not None else Scheduler)
         self.scheduler = scheduler_class(
             vllm_config=self.config,
             kv_cache_config=kv_cache_config,
@@ -237,6 +244,12 @@ class PlayedEngine:
                 external = outputs.scheduler_stats.connector_prefix_cache_stats
                 self.external_queries += external.queries
                 self.external_hits += external.hits
+                self.external_hits_again += external.preempted_hits
+                self.external_hits_by_source += sum(external.hits_by_source.values())
+                least = min(
+                    external.queries, external.hits, external.preempted_hits, *external.hits_by_source.values(), 0
+                )
+                assert least == 0, f"a counter would go back: {external}"
             for one in outputs.outputs:
                 played = self.requests[one.request_id]
                 played.said.extend(one.new_token_ids)

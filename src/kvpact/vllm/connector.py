@@ -283,9 +283,9 @@ class PactConnector(KVConnectorBase_V1):
         return self._scheduler.collect_stats() if self._scheduler is not None else None
 
     @guarded(lambda: (0, 0))
-    def take_step_hits(self) -> tuple[int, int]:
-        """For `kvpact.vllm.scheduler`: tokens found at a step's beginning, at a request's first go and after one."""
-        return self._scheduler_side.take_step_hits()
+    def take_hit_corrections(self) -> tuple[int, int]:
+        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, at requests' first go and after a preemption."""
+        return self._scheduler_side.take_hit_corrections()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -1,7 +1,7 @@
-"""Schedulers that a user names in `scheduler_cls`: `vllm:external_prefix_cache_hits` then knows of hits at the step.
+"""Schedulers that a user names in `scheduler_cls`: `vllm:external_prefix_cache_hits` is then what was not computed.
 
-Owns nothing but that count: vLLM's scheduler adds it up when it schedules, where nobody knows yet, and offers
-connectors no way to add to it. Everything else works without these classes. Floor 3.
+Owns nothing but that count: vLLM's scheduler adds it up when it admits a request, where nobody knows yet what arrives,
+and offers connectors no way to correct it. Everything else works without these classes. Floor 3.
 """
 
 from __future__ import annotations
@@ -12,27 +12,34 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 
-class _CountsStepHits:
-    """Adds what a connector's `take_step_hits() -> (tokens, tokens after a preemption)` tells to the statistics."""
+class _CountsWhatWasUsed:
+    """Adds a connector's `take_hit_corrections() -> (tokens, tokens after a preemption)` to the statistics.
+
+    A load's tokens are taken out in the step that admits it and come back as they are used, so that no step counts less
+    than nothing.
+    """
 
     connector: Any
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's statistics of a step."""
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        take = getattr(self.connector, "take_step_hits", None)
+        take = getattr(self.connector, "take_hit_corrections", None)
         if take is not None and stats is not None and stats.connector_prefix_cache_stats is not None:
+            counted = stats.connector_prefix_cache_stats
             hits, again = take()
-            stats.connector_prefix_cache_stats.hits += hits
-            stats.connector_prefix_cache_stats.preempted_hits += again
+            counted.hits += hits
+            counted.preempted_hits += again
+            if hasattr(counted, "hits_by_source"):  # since 0.32: the same tokens, by where they came from
+                counted.hits_by_source = self.connector.get_external_cache_hit_sources(None, counted.hits)
         return stats
 
 
-class KvpactScheduler(_CountsStepHits, Scheduler):
+class KvpactScheduler(_CountsWhatWasUsed, Scheduler):
     """For engines without asynchronous scheduling, as on CPUs."""
 
 
-class KvpactAsyncScheduler(_CountsStepHits, AsyncScheduler):
+class KvpactAsyncScheduler(_CountsWhatWasUsed, AsyncScheduler):
     """For engines with asynchronous scheduling, which is vLLM's default on GPUs."""
 
 

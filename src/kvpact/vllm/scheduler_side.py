@@ -25,11 +25,11 @@ from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
 from kvpact.tiers.queue import TierQueue
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.guard import Guard
+from kvpact.vllm.hit_credit import HitCredit
 from kvpact.vllm.identity import AdapterDigests, engine_namespace, request_identity
 from kvpact.vllm.messages import BrokenLoad, PactMetadata, RanksMessage, StepMessage, StoreAddress, WorkerHello
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
-from kvpact.vllm.step_credit import StepCredit
 from kvpact.vllm.step_hook import Candidates
 from kvpact.vllm.turns import Turn, Turns
 
@@ -119,7 +119,7 @@ class SchedulerSide:
         """Request id -> its blocks, from the first on that a load is to fill, until the workers have reported."""
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=bool(getattr(vllm_config, "use_v2_model_runner", False)))
-        self._credit = StepCredit()
+        self._credit = HitCredit()
         self._queues: tuple[TierQueue, ...] = ()
         self._store: StoreAddress | None = None
         """Where the workers look when a step begins; None if they do not."""
@@ -263,6 +263,7 @@ class SchedulerSide:
         )
         if num_tokens:
             self._loading[request.request_id] = tuple(block_ids[answer.start_block :])
+            self._credit.admit(request, num_tokens, synchronous=order.synchronous)
         try:
             self.cache.commit_external_match(self._view(request), answer.match, num_tokens, block_ids)
         except Exception:
@@ -285,6 +286,7 @@ class SchedulerSide:
         self._turns.end_step()
         if self.context is not None:
             self.context.build_connector_meta(scheduler_output)
+        self._credit.scheduled(scheduler_output.num_scheduled_tokens)
         if self.cache is None:
             return PactMetadata.of(StepMessage())
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
@@ -345,8 +347,10 @@ class SchedulerSide:
         if not (message.report.says_something or self._unsettled.says_something or message.reads or invalid_block_ids):
             return
         self._unsettled = self._unsettled.aggregate(message.report)  # with what an exception left over the last time
-        if invalid_block_ids and self.context is not None:
-            self.context.evict_published(sorted(self._spoilt_by(invalid_block_ids)))
+        if invalid_block_ids:
+            spoilt = self._spoilt_by(invalid_block_ids)
+            if self.context is not None:
+                self.context.evict_published(sorted(spoilt))
         if self.cache is None:
             return
         self.cache.note_step_reads(message.reads)
@@ -355,15 +359,18 @@ class SchedulerSide:
         self._unsettled = WorkerReport({})
         for settlement in settlements:
             self._loading.pop(settlement.request_id, None)
+            self._credit.step_reported(settlement.request_id)
 
     def _spoilt_by(self, invalid_block_ids: set[int]) -> set[int]:
-        """The invalid blocks and those behind them in the requests that were loading them."""
+        """The invalid blocks and those behind them in the requests that were loading them, whose hits are less."""
         spoilt = set(invalid_block_ids)
         for request_id, blocks in list(self._loading.items()):
             first = next((place for place, block in enumerate(blocks) if block in invalid_block_ids), None)
             if first is not None:
                 spoilt.update(blocks[first:])
+                self._credit.load_failed(request_id, first * self._block_size)
                 if request_id in self._distrusted:
+                    self._credit.step_reported(request_id)
                     self._distrusted.discard(request_id)
                     del self._loading[request_id]
         return spoilt
@@ -393,9 +400,9 @@ class SchedulerSide:
         """`get_kv_connector_stats`: what was counted since the last time, for vLLM's own metrics."""
         return self._stats.collect(can_wait=self._turns.is_late) if self._stats is not None else None
 
-    def take_step_hits(self) -> tuple[int, int]:
-        """See `StepCredit.take_hits`."""
-        return self._credit.take_hits()
+    def take_hit_corrections(self) -> tuple[int, int]:
+        """See `HitCredit.take_corrections`."""
+        return self._credit.take_corrections()
 
     def reset(self) -> None:
         """`reset_cache`: the weights changed; nothing stored is valid any more."""
