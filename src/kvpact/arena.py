@@ -9,32 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from kvpact.background import start_background
 from kvpact.errors import ConfigError, KvpactError, PactViolation
+from kvpact.prefault import HUGE_BYTES, PageTaker
 from kvpact.tier_urls import format_size
-
-logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 """Alignment of every slot piece: what O_DIRECT and page mapping ask for."""
 
+MAP_FIXED = 0x10
+"""The same on all Linux architectures that vLLM has; Python's mmap does not name it."""
+
 MINIMUM_SLOTS = 2
 """One block being served and one being saved; below that nothing can ever be stored."""
-
-PREFAULT_BYTES = 2 << 20
-"""One prefault call. It takes 1 ms, 8 ms where the host must find the memory first: closing waits no longer."""
-
-MADV_POPULATE_WRITE = 23
-"""Linux 5.14; older kernels answer EINVAL and the pages are then mapped at their first use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +67,16 @@ class ArenaSegment:
     def __init__(self, descriptor: int, num_slots: int, rank_slot_bytes: int) -> None:
         self.num_slots = num_slots
         self.rank_slot_bytes = rank_slot_bytes
-        self.memory = mmap.mmap(descriptor, num_slots * rank_slot_bytes)
         self._descriptor = descriptor
-        self._closing = threading.Event()
-        self._prefault_thread: threading.Thread | None = None
+        self._closed = False
+        size = num_slots * rank_slot_bytes
+        self._mapping, start = _map_aligned(descriptor, size)
+        self.memory = memoryview(self._mapping)[start : start + size]
+        """All slots, one behind the other, writable."""
+        self._pages = PageTaker(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), size)
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):  # prompts do not belong into core dumps
             with contextlib.suppress(OSError):
-                self.memory.madvise(advice)
+                self._mapping.madvise(advice)
 
     @classmethod
     def create(cls, num_slots: int, rank_slot_bytes: int, ranks_on_host: int = 1) -> ArenaSegment:
@@ -104,7 +100,7 @@ class ArenaSegment:
             )
         descriptor = os.memfd_create("kvpact-arena", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(descriptor, size)
+            os.ftruncate(descriptor, size + HUGE_BYTES)
             return cls(descriptor, num_slots, rank_slot_bytes)
         except OSError as error:
             os.close(descriptor)
@@ -132,7 +128,8 @@ class ArenaSegment:
             ) from error
         try:
             found = os.fstat(descriptor)
-            expected = (address.device, address.inode, address.num_slots * address.rank_slot_bytes)
+            size = address.num_slots * address.rank_slot_bytes + HUGE_BYTES
+            expected = (address.device, address.inode, size)
             if (found.st_dev, found.st_ino, found.st_size) != expected:
                 raise KvpactError(
                     f"{where} is not what descriptor {address.descriptor} shows now (device, inode, bytes): expected "
@@ -162,46 +159,42 @@ class ArenaSegment:
         if not 0 <= slot < self.num_slots:
             raise PactViolation(f"slot {slot} is outside the arena's {self.num_slots} slots")
         start = slot * self.rank_slot_bytes
-        return memoryview(self.memory)[start : start + self.rank_slot_bytes]
+        return self.memory[start : start + self.rank_slot_bytes]
 
     def start_prefault(self) -> None:
-        """Take the segment's pages from the machine in a background thread, low slots first, until done or closed.
+        """Take pages from the machine in a background thread: a window ahead of the slots in use, the rest at rest.
 
-        The first touch of a page costs up to 70 times the copy into it; slots are handed out from the low end.
+        The first touch of a page costs up to 70 times the copy into it; slots are handed out from the low end. What is
+        taken while the engine computes slows it down, on other cores too, so that is no more than will be used soon.
         """
-        if self._prefault_thread is None:
-            self._prefault_thread = start_background("kvpact-prefault", self.prefault, niceness=19)
+        self._pages.start()
+
+    def use(self, slots: Sequence[int]) -> None:
+        """These slots are in use, or about to be: have the pages of the ones after them ready."""
+        if slots:
+            self._pages.use((max(slots) + 1) * self.rank_slot_bytes)
+
+    def step_began(self) -> None:
+        """The engine computes."""
+        self._pages.step_began()
+
+    def step_ended(self) -> None:
+        """The engine computes no more."""
+        self._pages.step_ended()
 
     def prefault(self) -> None:
-        """Do what `start_prefault` starts. Stops early, with a warning, if the machine runs out of memory."""
-        # posix_fallocate finds and clears the pages, at 3.5 GB/s on the development machine against 1.5 for populating
-        # alone, and without the lock on the process's mappings; populating then only maps them. Both release the GIL.
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        size = self.num_slots * self.rank_slot_bytes
-        for start in range(0, size, PREFAULT_BYTES):
-            if self._closing.is_set():
-                return
-            length = min(PREFAULT_BYTES, size - start)
-            try:
-                os.posix_fallocate(self._descriptor, start, length)
-            except OSError as error:
-                logger.warning(
-                    "arena: no memory beyond %s (%s); set a smaller `memory`", format_size(start), error.strerror
-                )
-                return
-            libc.madvise(base + start, length, MADV_POPULATE_WRITE)
+        """Take all pages now. Stops early, with a warning, if the machine runs out of memory."""
+        self._pages.take_all()
 
     def close(self) -> None:
         """Give the memory back. Views still exported keep the mapping alive until the last of them is gone."""
-        if self._closing.is_set():
+        if self._closed:
             return
-        self._closing.set()
-        if self._prefault_thread is not None:
-            self._prefault_thread.join()
+        self._closed = True
+        self._pages.close()
         with contextlib.suppress(BufferError):
-            self.memory.close()
+            self.memory.release()
+            self._mapping.close()
         os.close(self._descriptor)
 
 
@@ -223,6 +216,25 @@ class Arena:
         """Close every segment."""
         for segment in self.segments:
             segment.close()
+
+
+def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
+    """A mapping, and where in it the file's first `size` bytes lie at an address that huge pages need.
+
+    The file has `HUGE_BYTES` more, a hole that takes no memory. Raises OSError.
+    """
+    mapping = mmap.mmap(descriptor, size + HUGE_BYTES)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    start = -base % HUGE_BYTES
+    if start:  # mmap gives no say in the address, so the file is mapped once more, inside the mapping that we own
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+        flags = mmap.MAP_SHARED | MAP_FIXED
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if libc.mmap(base + start, size, access, flags, descriptor, 0) != base + start:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapping, start
 
 
 def slots_for(memory_bytes: int, rank_slot_bytes: int, world_size: int) -> int:

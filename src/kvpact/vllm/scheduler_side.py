@@ -145,8 +145,6 @@ class SchedulerSide:
                 f"the engine has {ranks} ranks; {present} have set up their memory for kvpact, see the others' log"
             )
         arena = Arena([ArenaSegment.attach(hello.segment) for hello in hellos])
-        for segment in arena.segments:
-            segment.start_prefault()  # maps here what the worker takes from the machine
         layouts = {hello.page_layout for hello in hellos}
         namespace = engine_namespace(self._vllm_config, " | ".join(sorted(layouts)), self._config.model_id)
         tiers, numbers = [], []

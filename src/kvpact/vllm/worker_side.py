@@ -143,6 +143,10 @@ class WorkerSide(ExternalCacheWorker):
 
     def start_loads(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`."""
+        if self._segment is not None:
+            self._segment.step_began()
+            jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
+            self._segment.use([slot for job in jobs for slot in job.slots])
         work = replace(work, loads=(*work.loads, *self._step_loads))
         self.synchronous = tuple(job for job in work.loads if job.synchronous)
         self._jobs.update((job.job_id, job) for job in work.loads)
@@ -196,9 +200,10 @@ class WorkerSide(ExternalCacheWorker):
             self._end(job, JobOutcome(failed=RangeSet.of(job.blocks)))
 
     def poll(self) -> None:
-        """Take in what the transfer threads finished."""
-        if self._transfer is None:
+        """The step is over: take in what the transfer threads finished."""
+        if self._transfer is None or self._segment is None:
             return
+        self._segment.step_ended()
         for job_id, outcome in self._transfer.poll().items():
             if (job := self._jobs.get(job_id)) is not None:
                 self._end(job, outcome)
