@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -53,13 +53,15 @@ PARTS = {
 class Cost:
     """One cold prompt: seconds to its first token, CPU seconds, and minor page faults of the worker's own threads.
 
-    `parts` are kvpact's CPU seconds by what they were spent on.
+    `taken_mib` is how much memory the arena took from the machine, `parts` are kvpact's CPU seconds by what they were
+    spent on.
     """
 
     first_token: float
     prompt_cpu: float
     worker_faults: int
     kvpact_faults: int
+    taken_mib: float
     parts: dict[str, float]
 
     @property
@@ -78,6 +80,16 @@ class Meter:
         processes = self.engine.processes().items()
         return {name: Look.at(pid) for pid, name in processes if "Worker" in name or "EngineCore" in name}
 
+    def _arena_mib(self) -> float:
+        """What the arenas of all ranks have of the machine."""
+        blocks = 0
+        for pid in (pid for pid, name in self.engine.processes().items() if "Worker" in name):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):
+                    if "memfd:kvpact-arena" in os.readlink(descriptor):
+                        blocks += descriptor.stat().st_blocks
+        return blocks * 512 / (1 << 20)
+
     def _hooks(self) -> dict[str, float]:
         if self._hook_times is None:
             return {}
@@ -86,7 +98,7 @@ class Meter:
 
     def ask(self, asked: Sequence[Sequence[int]]) -> Iterator[Cost]:
         """The cost of each prompt, of which one token is wanted; with several, all but the last are not waited for."""
-        hooks, before = self._hooks(), self._looks()
+        hooks, arena, before = self._hooks(), self._arena_mib(), self._looks()
         for number, prompt in enumerate(asked):
             (output,) = self.engine.generate([prompt], max_tokens=1)
             answered = self._looks()
@@ -96,7 +108,7 @@ class Meter:
             if number + 1 == len(asked):
                 settle(self.engine)
                 rested = self._looks()
-            now = self._hooks()
+            now, arena_now = self._hooks(), self._arena_mib()
             parts, faults = _kvpact_parts(before, rested)
             parts.update({name: now[name] - hooks[name] for name in now})
             prompt_uses = [answered[name].since(before[name]) for name in answered if "Worker" in name]
@@ -107,9 +119,10 @@ class Meter:
                     count for use in prompt_uses for name, count in use.minor_faults.items() if "kvpact" not in name
                 ),
                 kvpact_faults=faults,
+                taken_mib=arena_now - arena,
                 parts=dict(parts) if self._hook_times is not None else {},
             )
-            hooks, before = now, rested
+            hooks, arena, before = now, arena_now, rested
 
 
 def _kvpact_parts(before: dict[str, Look], after: dict[str, Look]) -> tuple[dict[str, float], int]:
@@ -169,7 +182,7 @@ def show(starts: Sequence[dict[str, list[Cost]]]) -> None:
     """Print, for each prompt number, the median over starts of all figures."""
     parts = sorted({name for start in starts for cost in start[KVPACT] for name in cost.parts})
     headings = ["prompt", "CPU without, s", "with, s", *(f"{name}, ms" for name in parts), "kvpact / prompt"]
-    headings += ["faults without", "with", "of kvpact's", "first token, ratio"]
+    headings += ["faults without", "with", "of kvpact's", "taken, MiB", "first token, ratio"]
     print("| " + " | ".join(headings) + " |")
     print("|" + "---|" * len(headings))
     for number in range(len(starts[0][KVPACT])):
@@ -179,6 +192,7 @@ def show(starts: Sequence[dict[str, list[Cost]]]) -> None:
         cells.append(f"{median(cost.kvpact_cpu / cost.prompt_cpu for cost in ours):.2%}")
         cells += [f"{median(cost.worker_faults for cost in each):,.0f}" for each in (plain, ours)]
         cells.append(f"{median(cost.kvpact_faults for cost in ours):,.0f}")
+        cells.append(f"{median(cost.taken_mib for cost in ours):,.0f}")
         ratios = [our.first_token / other.first_token - 1 for our, other in zip(ours, plain, strict=True)]
         print("| " + " | ".join([*cells, f"{median(ratios):+.1%}"]) + " |")
 

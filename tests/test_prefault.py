@@ -21,6 +21,7 @@ from kvpact.prefault import (
     PIECE_BYTES,
     REST_SECONDS,
     RESTING_PAUSE_SECONDS,
+    START_SECONDS,
     PageSchedule,
 )
 
@@ -39,6 +40,8 @@ class Schedules(RuleBasedStateMachine):
         self.taken_at_rest = 0
         self.rested_since = self.now
         self.rest_seconds = 0.0
+        self.start_left = START_SECONDS
+        self.taken_at_start = 0
 
     @rule(share=st.floats(0, 1))
     def use(self, share: float) -> None:
@@ -50,14 +53,15 @@ class Schedules(RuleBasedStateMachine):
     def step_begins(self) -> None:
         self.schedule.step_began()
         self.computing = True
+        self.start_left = 0.0
 
     @rule()
     def step_ends(self) -> None:
         self.schedule.step_ended(self.now)
         self.computing, self.rested_since = False, self.now
 
-    @rule(seconds=st.floats(0, 10))
-    def take_what_may_be_taken(self, seconds: float) -> None:
+    @rule(seconds=st.floats(0, 10), piece_seconds=st.floats(0.0001, 0.1))
+    def take_what_may_be_taken(self, seconds: float, piece_seconds: float) -> None:
         end = self.now + seconds
         for _ in range(1000):
             if self.schedule.taken == self.schedule.size or self.now >= end:
@@ -69,17 +73,21 @@ class Schedules(RuleBasedStateMachine):
                 continue
             needed = self.schedule.taken < min(self.schedule.size, self.used + AHEAD_BYTES)
             resting = not self.computing and self.now >= self.rested_since + REST_SECONDS
-            assert needed or resting, "pages were taken that nobody needs soon, in the engine's way"
+            starting = self.start_left > 0
+            assert needed or starting or resting, "pages were taken that nobody needs soon, in the engine's way"
             before = self.schedule.taken
             start, length = self.schedule.take(self.now)
             assert (start, start + length) == (before, self.schedule.taken), "pages were left out or taken twice"
             assert 0 < length <= PIECE_BYTES
-            self.taken_at_rest += 0 if needed else 1
+            self.schedule.took(piece_seconds)
+            self.start_left -= piece_seconds
+            self.taken_at_start += starting
+            self.taken_at_rest += not needed and not starting
 
     @invariant()
     def no_more_than_the_window_and_what_rest_allows(self) -> None:
         ahead = max(0, self.schedule.taken - self.used)
-        assert ahead <= AHEAD_BYTES + PIECE_BYTES * (1 + self.taken_at_rest)
+        assert ahead <= AHEAD_BYTES + PIECE_BYTES * (1 + self.taken_at_rest + self.taken_at_start)
         assert self.taken_at_rest <= 1 + self.rest_seconds / RESTING_PAUSE_SECONDS * 1.01
         self.schedule.check()
 
@@ -88,6 +96,7 @@ class Schedules(RuleBasedStateMachine):
         if hasattr(self, "schedule"):
             self.schedule.step_ended(self.now)
             for _ in range(3 * self.schedule.size // PIECE_BYTES + 10):
+                self.schedule.took(START_SECONDS)
                 if self.schedule.taken < self.schedule.size:
                     self.now += self.schedule.wait(self.now)
                     if not self.schedule.wait(self.now):

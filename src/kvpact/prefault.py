@@ -1,7 +1,7 @@
 """When the arena's pages are taken from the machine, and how.
 
-Owns the order (a window ahead of the slots in use, the rest while the engine rests) and the thread that does it. The
-schedule takes time as an argument and touches no memory. Never knows which slot holds what. Floor 1.
+Owns the order (some at the start, a window ahead of the slots in use, the rest while the engine rests) and the thread
+that does it. The schedule takes time as an argument and touches no memory. Never knows which slot holds what. Floor 1.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ HUGE_BYTES: Final = 2 << 20
 PIECE_BYTES: Final = 8 << 20
 """Taken at a time: 1 ms in huge pages, 8 ms in small ones, 30 ms where the host must find the memory first. Closing
 waits no longer."""
+
+START_SECONDS: Final = 1.0
+"""CPU time for taking pages before the first step: 8 GiB in huge pages, 1 GiB in small ones, half a GiB where the host
+must find the memory first. If it delays the start at all, it is by no more."""
 
 AHEAD_BYTES: Final = 256 << 20
 """Taken ahead of the slots in use: two prompts of 4,096 tokens of a model with 32 KiB a token."""
@@ -51,6 +55,8 @@ class PageSchedule:
         """All below is taken, or was tried."""
         self.wanted = min(size, AHEAD_BYTES)
         """All below is to be taken at once."""
+        self._start_seconds = START_SECONDS
+        """What is left of it."""
         self._computing = False
         self._not_before = now + REST_SECONDS
 
@@ -60,8 +66,9 @@ class PageSchedule:
         return self.taken < self.wanted
 
     def step_began(self) -> None:
-        """The engine computes."""
+        """The engine computes, and has started."""
         self._computing = True
+        self._start_seconds = 0.0
 
     def step_ended(self, now: float) -> None:
         """The engine computes no more."""
@@ -70,7 +77,7 @@ class PageSchedule:
 
     def wait(self, now: float) -> float:
         """Seconds until the next piece may be taken, 0 if that is now; at most `REST_SECONDS`, then ask again."""
-        if self.taken < self.wanted:
+        if self.taken < self.wanted or self._start_seconds > 0:
             return 0.0
         return REST_SECONDS if self._computing else max(0.0, self._not_before - now)
 
@@ -79,6 +86,10 @@ class PageSchedule:
         start, self.taken = self.taken, min(self.size, self.taken + PIECE_BYTES)
         self._not_before = max(self._not_before, now + RESTING_PAUSE_SECONDS)
         return start, self.taken - start
+
+    def took(self, seconds: float) -> None:
+        """The last piece took so much CPU time."""
+        self._start_seconds -= seconds
 
     def check(self) -> None:
         """Verify the invariants, for tests. Raises AssertionError."""
@@ -140,8 +151,11 @@ class PageTaker:
                 self._wake.clear()
             if self._closing:
                 return
-            if not seconds and not self._take(*schedule.take(time.monotonic())):
-                return
+            if not seconds:
+                began = time.thread_time()
+                if not self._take(*schedule.take(time.monotonic())):
+                    return
+                schedule.took(time.thread_time() - began)
 
     def _take(self, start: int, length: int) -> bool:
         """Take and map these bytes; False, with a warning, if the machine has no memory left."""
