@@ -31,7 +31,7 @@ from statistics import median
 from measured_hooks import FOLDER, LEAVE_OUT, SECONDS, SUSPECTS
 from tokenizers import Tokenizer
 
-from kvpact.demo.cpu_time import Look
+from kvpact.demo.cpu_time import Look, computed, look_at
 from kvpact.demo.engine import EngineProcess, EngineSettings
 from kvpact.demo.model import ensure_model
 from kvpact.demo.phases import Plan, kvpact_config, settle
@@ -76,9 +76,8 @@ class Meter:
     def __init__(self, engine: EngineProcess, hook_times: Path | None) -> None:
         self.engine, self._hook_times = engine, hook_times
 
-    def _looks(self) -> dict[str, Look]:
-        processes = self.engine.processes().items()
-        return {name: Look.at(pid) for pid, name in processes if "Worker" in name or "EngineCore" in name}
+    def _looks(self) -> dict[int, Look]:
+        return look_at(self.engine.processes())
 
     def _arena_mib(self) -> float:
         """What the arenas of all ranks have of the machine."""
@@ -111,12 +110,12 @@ class Meter:
             now, arena_now = self._hooks(), self._arena_mib()
             parts, faults = _kvpact_parts(before, rested)
             parts.update({name: now[name] - hooks[name] for name in now})
-            prompt_uses = [answered[name].since(before[name]) for name in answered if "Worker" in name]
+            workers = [look.since(before[pid]) for pid, look in answered.items() if look.computes]
             yield Cost(
                 first_token=output.first_token_seconds,
-                prompt_cpu=sum(use.of_engine() for use in prompt_uses),
+                prompt_cpu=computed(before, answered),
                 worker_faults=sum(
-                    count for use in prompt_uses for name, count in use.minor_faults.items() if "kvpact" not in name
+                    count for use in workers for name, count in use.minor_faults.items() if "kvpact" not in name
                 ),
                 kvpact_faults=faults,
                 taken_mib=arena_now - arena,
@@ -125,15 +124,15 @@ class Meter:
             hooks, arena, before = now, arena_now, rested
 
 
-def _kvpact_parts(before: dict[str, Look], after: dict[str, Look]) -> tuple[dict[str, float], int]:
+def _kvpact_parts(before: dict[int, Look], after: dict[int, Look]) -> tuple[dict[str, float], int]:
     parts: defaultdict[str, float] = defaultdict(float)
     faults = 0
-    for process, look in after.items():
-        use = look.since(before[process])
+    for pid, look in after.items():
+        use = look.since(before[pid])
         for name, seconds in use.cpu_seconds.items():
             if name.startswith("kvpact"):
                 what = next((what for start, what in PARTS.items() if name.startswith(start)), name)
-                parts[what if "Worker" in process or what != "pages" else "pages, mapped"] += seconds
+                parts[what] += seconds
         parts["ended threads"] += use.of_ended
         faults += sum(count for name, count in use.minor_faults.items() if name.startswith("kvpact"))
     return parts, faults

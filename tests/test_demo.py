@@ -31,6 +31,7 @@ from kvpact.demo.phases import (
     PHASES,
     WARM_DISK,
     WARM_MEMORY,
+    ColdCost,
     Plan,
     Reading,
     Results,
@@ -69,7 +70,8 @@ def results(*, leases_held: int = 0, used: int = 4 * REUSABLE, **changed: Output
     ]
     most = 4 * REUSABLE
     counts = {"promised": most, "committed": most, "loaded": most, "used": used}
-    return Results(readings, block_size=128, counts=counts, leases_held=leases_held, model="tiny")
+    costs = [ColdCost(prompts=1.5, kvpact=0.01), ColdCost(prompts=0.5, kvpact=0.03)]
+    return Results(readings, block_size=128, counts=counts, leases_held=leases_held, model="tiny", cold_costs=costs)
 
 
 def test_a_run_without_fault_passes_and_names_its_figures():
@@ -77,6 +79,7 @@ def test_a_run_without_fault_passes_and_names_its_figures():
     assert report.failures == []
     assert report.identical
     assert report.cold_overhead == pytest.approx(0.02)
+    assert report.cold_cpu_share == pytest.approx(0.04 / 2.0)
     by_name = {phase.name: phase for phase in report.phases}
     assert list(by_name) == list(PHASES)
     assert by_name[WARM_MEMORY].speedup == pytest.approx(20)
@@ -140,7 +143,16 @@ def test_the_report_is_one_json_object_and_one_table():
         replace(phase, prompt_tokens=65944, ttft_ms=20861.1, ttft_ms_quartiles=(19e3, 22e3)) for phase in report.phases
     ]
     show(replace(report, phases=slow), Console(file=screen, width=80))
-    for shown in (*PHASES, "65,944", "20,861 ms", "19,000-22,000", "reference", "promised 1,024", "FAILED  2 leases"):
+    for shown in (
+        *PHASES,
+        "65,944",
+        "20,861 ms",
+        "19,000-22,000",
+        "reference",
+        "promised 1,024",
+        "FAILED  2 leases",
+        "takes 2.0% of",
+    ):
         assert shown in screen.getvalue()
 
 

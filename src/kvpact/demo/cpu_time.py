@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,13 +55,20 @@ class Use:
 class Look:
     """The threads of a process at one moment, and the CPU seconds of the whole process, ended threads included."""
 
+    process: str
+    """The name that the process gives itself."""
     threads: dict[int, Thread]
     process_cpu_seconds: float
 
     @classmethod
-    def at(cls, pid: int) -> Look:
+    def at(cls, pid: int, process: str) -> Look:
         """The process as it is now. Raises OSError if there is none."""
-        return cls(dict(_threads(pid)), time.clock_gettime(~pid << 3 | _SCHEDULED))
+        return cls(process, dict(_threads(pid)), time.clock_gettime(~pid << 3 | _SCHEDULED))
+
+    @property
+    def computes(self) -> bool:
+        """Whether this is a worker, which computes prompts."""
+        return "Worker" in self.process
 
     def since(self, earlier: Look) -> Use:
         """What was used between the two looks."""
@@ -74,6 +81,22 @@ class Look:
         whole = self.process_cpu_seconds - earlier.process_cpu_seconds
         use.cpu_seconds[ENDED] = max(0.0, whole - sum(use.cpu_seconds.values()))
         return use
+
+
+def look_at(processes: Mapping[int, str]) -> dict[int, Look]:
+    """Those of an engine's processes, by id, that schedule or compute, as they are now."""
+    return {pid: Look.at(pid, name) for pid, name in processes.items() if "Worker" in name or "EngineCore" in name}
+
+
+def computed(before: Mapping[int, Look], after: Mapping[int, Look]) -> float:
+    """CPU seconds of the workers' own threads between two looks."""
+    return sum(look.since(before[pid]).of_engine() for pid, look in after.items() if look.computes)
+
+
+def spent_by_kvpact(before: Mapping[int, Look], after: Mapping[int, Look]) -> float:
+    """CPU seconds of kvpact's threads between two looks, in all processes; threads that ended count as kvpact's."""
+    uses = [look.since(before[pid]) for pid, look in after.items()]
+    return sum(use.of_kvpact() + use.of_ended for use in uses)
 
 
 _SCHEDULED = 2

@@ -17,9 +17,11 @@ from typing import Any
 from urllib.parse import quote
 
 from kvpact.config import load_config
+from kvpact.demo.cpu_time import computed, look_at, spent_by_kvpact
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output, loading_on_all_cores
 from kvpact.demo.model import SLOW_SHAPE, ModelShape, describe_model
 from kvpact.demo.text import prompts
+from kvpact.metrics import STEP_SECONDS
 
 COLD = "cold"
 LOCAL_HIT = "local prefix hit"
@@ -27,6 +29,9 @@ COLD_KVPACT = "cold with kvpact"
 WARM_MEMORY = "warm from memory"
 WARM_DISK = "warm from disk"
 PHASES = (COLD, LOCAL_HIT, COLD_KVPACT, WARM_MEMORY, WARM_DISK)
+
+STEPS = f"{STEP_SECONDS}_sum"
+"""What kvpact has taken of the scheduler's steps, in its stats file."""
 
 COUNTS = ("promised", "committed", "loaded", "used")
 
@@ -101,6 +106,18 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class ColdCost:
+    """CPU seconds for some cold prompts answered with kvpact: the workers' own threads, and kvpact.
+
+    kvpact's are those of its threads, until the cache rests, and what its hooks took of the scheduler's steps by the
+    clock; its hooks on a worker's own thread, of microseconds, count as the worker's.
+    """
+
+    prompts: float
+    kvpact: float
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """What the phases gave: all readings, the engine's block size in tokens, the ledgers' counts and leases left.
 
@@ -112,6 +129,7 @@ class Results:
     counts: Mapping[str, int]
     leases_held: int
     model: str
+    cold_costs: Sequence[ColdCost]
 
 
 KVTransferConfig = Callable[[Path, Path, str], dict[str, Any]]
@@ -177,6 +195,7 @@ def run_phases(
         counts={name: sum(int(stats.get(f"{name}_tokens", 0)) for stats in counts) for name in COUNTS},
         leases_held=sum(int(stats.get("leases_held", 0)) for stats in counts),
         model=f"{describe_model(model)}, {plan.dtype}",
+        cold_costs=script.cold_costs,
     )
 
 
@@ -200,6 +219,7 @@ class _Script:
         self._warm_up, self._fresh = (make(reading, 1)[0] for reading in ("to warm up", "to warm up again"))
         self._short = make("to see how fast it is", 2, SHORT)
         self.readings: list[Reading] = []
+        self.cold_costs: list[ColdCost] = []
 
     def first_life(self, plain: EngineProcess, kvpact: EngineProcess, wait_for_quiet: Callable[[], None]) -> None:
         """Cold prompts on both engines in turns, local prefix hits on one, warm from memory on the other.
@@ -229,8 +249,8 @@ class _Script:
             for start in range(0, self._plan.prompts, self._plan.group):
                 for phase, engine, other in turns:
                     with other.frozen():
-                        self._read(phase, engine, number, everything[start : start + self._plan.group])
-                        settle(engine)
+                        group = everything[start : start + self._plan.group]
+                        (self._read if engine is plain else self._read_cold)(phase, engine, number, group)
                 turns.reverse()
             self._say(f"round {number + 1} of {self._plan.rounds}: local prefix hits, then warm from memory")
             with kvpact.frozen():
@@ -246,6 +266,15 @@ class _Script:
         self._say("warm from disk")
         for number in range(len(self._rounds)):
             self._read(WARM_DISK, kvpact, number, range(self._plan.prompts))
+
+    def _read_cold(self, phase: str, engine: EngineProcess, number: int, chosen: Sequence[int]) -> None:
+        """Read, and look at what the threads of an engine with kvpact cost, until its cache rests."""
+        steps, before = engine.stats().get(STEPS, 0.0), look_at(engine.processes())
+        self._read(phase, engine, number, chosen)
+        answered = look_at(engine.processes())
+        steps = settle(engine).get(STEPS, 0.0) - steps
+        cost = spent_by_kvpact(before, look_at(engine.processes()))
+        self.cold_costs.append(ColdCost(computed(before, answered), cost + steps))
 
     def _read(self, phase: str, engine: EngineProcess, number: int, chosen: Sequence[int]) -> None:
         asked = [self._rounds[number][index] for index in chosen]
