@@ -10,8 +10,9 @@ after the other, so that what is left of one happens during the next.
 
 A prompt's CPU seconds are those of the worker's own threads from the question to the answer. kvpact's are those of its
 threads in both processes from the question until the cache rests, and those inside its hooks on the engine's threads
-(`measured_hooks.py`). Neither contains time that the machine gave to others; times to first token do, and are printed
-beside them as a witness.
+(`measured_hooks.py`). Pages that the arena takes after the answer, while the engine rests, have a column of their own
+and are no part of the ratio. Neither contains time that the machine gave to others; times to first token do, and are
+printed beside them as a witness.
 """
 
 from __future__ import annotations
@@ -53,20 +54,21 @@ PARTS = {
 class Cost:
     """One cold prompt: seconds to its first token, CPU seconds, and minor page faults of the worker's own threads.
 
-    `taken_mib` is how much memory the arena took from the machine, `parts` are kvpact's CPU seconds by what they were
-    spent on.
+    `pages_at_rest` is CPU seconds for pages taken after the answer, `taken_mib` how much memory the arena took in all,
+    `parts` are kvpact's other CPU seconds by what they were spent on.
     """
 
     first_token: float
     prompt_cpu: float
     worker_faults: int
     kvpact_faults: int
+    pages_at_rest: float
     taken_mib: float
     parts: dict[str, float]
 
     @property
     def kvpact_cpu(self) -> float:
-        """All of kvpact's CPU seconds."""
+        """All of kvpact's CPU seconds but those for pages at rest."""
         return sum(self.parts.values())
 
 
@@ -109,6 +111,8 @@ class Meter:
                 rested = self._looks()
             now, arena_now = self._hooks(), self._arena_mib()
             parts, faults = _kvpact_parts(before, rested)
+            at_rest = _kvpact_parts(answered, rested)[0].get("pages", 0.0)
+            parts["pages"] -= at_rest
             parts.update({name: now[name] - hooks[name] for name in now})
             workers = [look.since(before[pid]) for pid, look in answered.items() if look.computes]
             yield Cost(
@@ -118,6 +122,7 @@ class Meter:
                     count for use in workers for name, count in use.minor_faults.items() if "kvpact" not in name
                 ),
                 kvpact_faults=faults,
+                pages_at_rest=at_rest,
                 taken_mib=arena_now - arena,
                 parts=dict(parts) if self._hook_times is not None else {},
             )
@@ -180,7 +185,14 @@ def one_start(
 def show(starts: Sequence[dict[str, list[Cost]]]) -> None:
     """Print, for each prompt number, the median over starts of all figures."""
     parts = sorted({name for start in starts for cost in start[KVPACT] for name in cost.parts})
-    headings = ["prompt", "CPU without, s", "with, s", *(f"{name}, ms" for name in parts), "kvpact / prompt"]
+    headings = [
+        "prompt",
+        "CPU without, s",
+        "with, s",
+        *(f"{name}, ms" for name in parts),
+        "kvpact / prompt",
+        "pages at rest, ms",
+    ]
     headings += ["faults without", "with", "of kvpact's", "taken, MiB", "first token, ratio"]
     print("| " + " | ".join(headings) + " |")
     print("|" + "---|" * len(headings))
@@ -189,6 +201,7 @@ def show(starts: Sequence[dict[str, list[Cost]]]) -> None:
         cells = [f"{number + 1}", *(f"{median(cost.prompt_cpu for cost in each):.2f}" for each in (plain, ours))]
         cells += [f"{median(cost.parts.get(name, 0.0) for cost in ours) * 1e3:.1f}" for name in parts]
         cells.append(f"{median(cost.kvpact_cpu / cost.prompt_cpu for cost in ours):.2%}")
+        cells.append(f"{median(cost.pages_at_rest for cost in ours) * 1e3:.1f}")
         cells += [f"{median(cost.worker_faults for cost in each):,.0f}" for each in (plain, ours)]
         cells.append(f"{median(cost.kvpact_faults for cost in ours):,.0f}")
         cells.append(f"{median(cost.taken_mib for cost in ours):,.0f}")
