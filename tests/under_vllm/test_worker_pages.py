@@ -1,0 +1,56 @@
+"""The worker tells its arena what the engine does, so that pages are taken out of its prompts' way."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpact.config import load_config
+from kvpact.contract import SaveJob, StepWork
+from kvpact.prefault import AHEAD_BYTES, PIECE_BYTES, REST_SECONDS
+from kvpact.vllm.worker_side import WorkerPlace, WorkerSide
+
+MIB = 1 << 20
+BLOCKS = 8
+MEMORY_MIB = 400
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSide]:
+    """One rank with blocks of 1 MiB, in its first step; nothing was taken before it."""
+    monkeypatch.setattr("kvpact.prefault.START_SECONDS", 0.0)
+    made = WorkerSide(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), WorkerPlace(0, 1, BLOCKS))
+    made.register_kv_caches({"layer.0": torch.ones(BLOCKS, MIB, dtype=torch.uint8)})
+    made.start_loads(StepWork())
+    yield made
+    made.shutdown()
+
+
+def test_a_save_has_the_pages_after_its_slots_taken_and_a_step_holds_back_all_others(worker: WorkerSide) -> None:
+    _wait_for(worker, AHEAD_BYTES)
+    time.sleep(REST_SECONDS + 0.5)
+    assert _taken(worker) == AHEAD_BYTES, "more was taken than the window, while the engine computes"
+    worker.start_loads(StepWork(saves=(SaveJob(1, "request", 0, (50, 51), (0, 1)),)))
+    _wait_for(worker, AHEAD_BYTES + 52 * MIB)
+    time.sleep(0.3)
+    assert _taken(worker) < AHEAD_BYTES + 52 * MIB + PIECE_BYTES
+    worker.poll()
+    _wait_for(worker, MEMORY_MIB * MIB)
+
+
+def _taken(worker: WorkerSide) -> int:
+    hello = worker.hello()
+    assert hello is not None
+    return os.stat(Path("/proc/self/fd", str(hello.segment.descriptor))).st_blocks * 512
+
+
+def _wait_for(worker: WorkerSide, size: int) -> None:
+    deadline = time.monotonic() + 60
+    while _taken(worker) < size:
+        assert time.monotonic() < deadline, f"{_taken(worker)} of {size} bytes are taken"
+        time.sleep(0.02)
