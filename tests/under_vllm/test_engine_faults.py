@@ -38,7 +38,7 @@ def assert_right(references: References, tokens: list[int], output: Output, reus
     """The answer is what an engine without kvpact says with as many blocks from its own cache."""
     if reused is None:
         assert references.agree(tokens, output)
-    else:  # vLLM counts what it was promised, also if it had to compute it
+    else:
         assert output.same_answer(references.answer(tokens, reused))
 
 
@@ -65,6 +65,27 @@ def test_a_failed_asynchronous_load_is_recomputed_from_there(
     again = faulty_engine.ask(tokens)
     assert again.cached_tokens == LARGE * BLOCK, "what failed is gone and was stored anew"
     assert_right(references, tokens, again)
+
+
+@pytest.mark.parametrize("fault", ["transfer.fault.0", "transfer.fault.3", "engine.scatter"])
+@pytest.mark.parametrize("blocks", [SMALL, LARGE], ids=["sync", "async"])
+def test_h75_hits_are_what_was_not_computed_after_a_failed_load(
+    faulty_engine: FaultyEngine, references: References, blocks: int, fault: str
+) -> None:
+    """The answer's own count, vLLM's counter and kvpact's. The fault by block strikes asynchronous loads alone."""
+    tokens = prompt(700 + 10 * blocks + len(fault) + int(fault.endswith("3")), blocks)
+    faulty_engine.ask(tokens)
+    arrive = {"transfer.fault.0": 0, "transfer.fault.3": 3, "engine.scatter": 0}[fault]
+    if blocks == SMALL and fault != "engine.scatter":
+        arrive = SMALL
+    hits = faulty_engine.process.metrics()["vllm:external_prefix_cache_hits"]
+    faulty_engine.fail(fault)
+    output = faulty_engine.ask(tokens)
+    faulty_engine.fail()
+    assert_right(references, tokens, output, reused=arrive)
+    assert output.cached_tokens == arrive * BLOCK
+    assert faulty_engine.process.metrics()["vllm:external_prefix_cache_hits"] - hits == output.cached_tokens
+    assert faulty_engine.plans[-1].used == output.cached_tokens
 
 
 @pytest.mark.parametrize("blocks", [SMALL, LARGE], ids=["sync", "async"])
