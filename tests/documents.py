@@ -22,6 +22,7 @@ PLACEHOLDERS: Final = (
     "MODEL",
     "disk:///var/cache/kvpact?capacity=200GiB",
     "/var/cache/kvpact",
+    "redis://user:password@cache:6379/0",
     "redis://cache:6379/0",
     "8GiB",
     "STATS_FILE",

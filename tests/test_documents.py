@@ -1,0 +1,351 @@
+"""The code blocks of README.md and docs/*.md do what they say: each is run, here or elsewhere, or a reason is given.
+
+A block is known by its document and a piece of its text. The list of all is printed at the end of the test run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvpact
+from documents import CODE, NOT_CODE, ROOT, Block, block_with, document_blocks, documents, filled_in
+from kvpact.blocks import Namespace
+from kvpact.metrics import Metrics
+from kvpact.testkit.sample_blocks import document, filled_buffers
+from kvpact.tier_urls import parse_tier_url
+from kvpact.tiers.kinds import TierPlace, open_tier
+from servers import redis_server
+
+Test = Callable[..., None]
+RUN_HERE: dict[tuple[str, str], str] = {}
+"""(document, piece of text) -> the test below that runs the block."""
+
+CACHES, TIERS = "docs/write-a-connector.md", "docs/write-a-tier.md"
+
+RUN_ELSEWHERE = {
+    ("README.md", "kvpact serve MODEL"): "tests/under_vllm/test_http_life.py",
+    ("README.md", "vllm serve MODEL --kv-transfer-config"): "tests/under_vllm/test_http_life.py",
+    ("docs/configuration.md", "llm = LLM("): "tests/under_vllm/test_engine_documents.py",
+    ("docs/worker-hook.md", "examples/step_hook_connector.py"): "tests/under_vllm/test_engine_documents.py",
+    (CACHES, "class FirstCache"): "tests/testkit/test_write_a_connector.py",
+    (CACHES, "kvpact conformance first_cache:FirstCache"): "tests/testkit/test_write_a_connector.py",
+    (CACHES, "class MinimalCache"): "tests/testkit/test_write_a_connector.py",
+    (CACHES, "class TestMinimalCache"): "tests/testkit/test_write_a_connector.py",
+    (CACHES, "run_conformance"): "tests/testkit/test_write_a_connector.py",
+    (CACHES, "PactMachine"): "tests/testkit/test_write_a_connector.py",
+    (TIERS, "class FirstTier"): "tests/testkit/test_write_a_tier.py",
+    (TIERS, "class FileTier"): "tests/testkit/test_write_a_tier.py",
+    (TIERS, "class TestFileTier"): "tests/testkit/test_write_a_tier.py",
+}
+"""Where other tests run a block: they look it up in its document."""
+
+_INSTALLS = (
+    "installs from a package index; test_install.py runs the commands with what kvpact asks for, and nothing else"
+)
+NOT_RUN = {
+    ("README.md", "make demo"): "`make test` is this suite, and CI runs both",
+    ("docs/configuration.md", "vllm serve MODEL --max-model-len"): (
+        "the README's two commands, which test_http_life.py starts, with one more option of vLLM's; what stands in "
+        "$(...) is run by test_the_page_on_configuration_sets_what_it_says"
+    ),
+    ("docs/vllm-driver.md", "run_on_release"): (
+        "fetches a release of vLLM, 2 GB; testkit/test_vllm_releases.py calls the same function on releases at hand"
+    ),
+    ("docs/worker-hook.md", "vllm serve MODEL --worker-cls"): (
+        "'{...}' stands for any connector; test_engine_step_hook.py starts engines with this worker class"
+    ),
+    (CACHES, "pip install"): _INSTALLS,
+    (TIERS, "pip install"): _INSTALLS,
+}
+"""Why nobody runs a block as it stands."""
+
+
+def runs(path: str, text: str) -> Callable[[Test], Test]:
+    """Marks a test as the one that runs the block of `path` that holds `text`."""
+
+    def note(test: Test) -> Test:
+        RUN_HERE[path, text] = test.__name__
+        return test
+
+    return note
+
+
+def code_blocks() -> list[Block]:
+    return [block for path in documents() for block in document_blocks(path) if block.is_code]
+
+
+def where_it_is_run(block: Block) -> list[str]:
+    """What the three tables say of a block, each with its first word."""
+    tables = (("run by", RUN_HERE), ("run by", RUN_ELSEWHERE), ("not run:", NOT_RUN))
+    return [
+        f"{word} {said}"
+        for word, table in tables
+        for (path, text), said in table.items()
+        if path == block.path and text in block.text
+    ]
+
+
+def test_every_block_is_run_or_has_a_reason(record_property: Callable[[str, object], None]) -> None:
+    blocks = {block.name: where_it_is_run(block) for block in code_blocks()}
+    lines = [f"{name}: {'; '.join(said) or 'NOBODY RUNS IT'}" for name, said in blocks.items()]
+    record_property("documents", "\n".join(lines))
+    assert [name for name, said in blocks.items() if len(said) != 1] == [], "each needs one line in one table"
+
+
+def test_every_line_of_the_tables_names_one_block() -> None:
+    for path, text in [*RUN_HERE, *RUN_ELSEWHERE, *NOT_RUN]:
+        assert block_with(path, text), (path, text)
+    for (path, _), test in RUN_ELSEWHERE.items():
+        source = (ROOT / test).read_text()
+        assert Path(path).name in source, f"{test} does not read {path}"
+
+
+def test_every_fence_has_a_language_that_says_whether_it_is_code() -> None:
+    blocks = [block for path in documents() for block in document_blocks(path)]
+    assert [block.name for block in blocks if block.language not in (*CODE, *NOT_CODE)] == []
+    assert len(blocks) > 50
+
+
+def test_placeholders_are_replaced_as_whole_words_and_none_is_forgotten() -> None:
+    text = "run MODEL --tier 'disk:///var/cache/kvpact?capacity=200GiB' /var/cache/kvpact MODELS"
+    values = {"MODEL": "m", "disk:///var/cache/kvpact?capacity=200GiB": "disk:///d", "/var/cache/kvpact": "/e"}
+    assert filled_in(text, values) == "run m --tier 'disk:///d' /e MODELS"
+    with pytest.raises(KeyError, match="MODEL"):
+        filled_in(text, {})
+
+
+# How blocks are run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a reader works: commands of the environment come first on the path, and no setting is there."""
+    (tmp_path / "bin").mkdir()
+    for name, arguments in (("kvpact", "-c 'from kvpact.cli.app import main; main()'"), ("python", "")):
+        command = tmp_path / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        command.chmod(0o755)
+    return tmp_path
+
+
+def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command there, to its end."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPACT_")}
+    source = str(Path(kvpact.__file__).parents[1])
+    paths = {"PATH": f"{folder / 'bin'}:{kept['PATH']}", "PYTHONPATH": f"{folder}:{source}", "PYTEST_ADDOPTS": ""}
+    ran = subprocess.run(
+        command, cwd=folder, env={**kept, **paths, **environment}, capture_output=True, text=True, timeout=280
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran
+
+
+def run_python(folder: Path, program: str) -> str:
+    """What a program says."""
+    (folder / "program.py").write_text(program)
+    return run(folder, sys.executable, "program.py").stdout
+
+
+def run_shell(folder: Path, text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a block's commands, each of which must succeed."""
+    return run(folder, "sh", "-eu", "-c", text, **environment)
+
+
+def write_files(folder: Path, path: str) -> None:
+    """The files that a guide has its readers write."""
+    for block in document_blocks(path):
+        if block.file:
+            (folder / block.file).write_text(block.text)
+
+
+# The blocks
+
+
+@runs("docs/configuration.md", "export KVPACT_TIERS")
+def test_h85_the_page_on_configuration_sets_what_it_says(folder: Path) -> None:
+    said = run_shell(folder, filled_in(block_with("docs/configuration.md", "export KVPACT_TIERS").text, {
+        "redis://user:password@cache:6379/0": "redis://user:hunter2@127.0.0.1:1/0", "8GiB": "8GiB",
+    }))  # fmt: skip
+    assert '"kv_connector_extra_config": {"memory": "8GiB"}' in said.stdout
+    assert "hunter2" not in said.stdout + said.stderr
+    assert "start vLLM with KVPACT_TIERS" in said.stderr
+
+
+def test_the_page_on_configuration_sets_what_it_says(folder: Path) -> None:
+    [config] = re.findall(r"\$\((kvpact config .*?)\)\"", block_with("docs/configuration.md", "vllm serve MODEL").text)
+    assert '"tiers": ["disk:///var/cache/kvpact?capacity=200GiB"]' in run_shell(folder, config).stdout
+
+
+@runs("docs/engine.md", "reference_engine")
+def test_the_page_on_the_engine_runs(folder: Path) -> None:
+    run_python(folder, block_with("docs/engine.md", "reference_engine").text)
+
+
+@runs("docs/shared-tiers.md", "kvpact gc URL")
+def test_looking_after_a_store_as_the_page_says(folder: Path) -> None:
+    """On a Redis server with blocks of two models, of which one is removed."""
+    (folder / "stats.json").write_text(json.dumps(Metrics().snapshot()))
+    models = [Namespace({"model": name, "block_size": "16"}) for name in ("llama", "qwen")]
+    with redis_server(folder / "redis") as server:
+        url = f"redis://{server.address}/0?timeout=20s"
+        for model in models:
+            tier = open_tier(parse_tier_url(url), TierPlace(model, 8192))
+            keys = document("operators", 6).keys
+            assert tier.put(keys, 0, filled_buffers(keys, 8192, 2)) == 6
+            tier.close()
+        values = {"URL": url, "NAME": models[0].name, "STATS_FILE": f"{folder}/stats.json"}
+        text = filled_in(block_with("docs/shared-tiers.md", "kvpact gc URL").text, values)
+        said = run_shell(folder, text, KVPACT_TIERS=url).stdout
+        assert said.count("works") == 2
+        assert "removed 7 records" in said  # six blocks, and what says whose they are
+        assert "no lookups yet" in said
+        left = run_shell(folder, f"kvpact inspect '{url}'").stdout
+        assert (models[0].name in left, models[1].name in left) == (False, True)
+
+
+@runs(TIERS, "run_suite")
+def test_the_guide_for_tiers_runs_its_suite_without_pytest(folder: Path) -> None:
+    write_files(folder, TIERS)
+    said = run_python(folder, "from test_file_tier import TestFileTier\n" + block_with(TIERS, "run_suite").text)
+    assert re.search("^kept", said, re.MULTILINE)
+    assert not re.search("^broken", said, re.MULTILINE)
+
+
+@runs(TIERS, "FaultyTier(")
+def test_the_guide_for_tiers_makes_any_tier_ill(folder: Path) -> None:
+    write_files(folder, TIERS)
+    before = """
+from pathlib import Path
+from kvpact.blocks import Namespace
+from file_tier import FileTier
+tier = FileTier(Path("."), Namespace({"model": "a"}), 4096)
+"""
+    after = """
+import threading
+from kvpact.testkit.sample_blocks import document, filled_buffers
+keys = document("a", 1).keys
+writes = threading.Thread(target=tier.put, args=(keys, 0, filled_buffers(keys, 4096, 1)))
+writes.start()
+writes.join(0.3)
+print("hangs:", writes.is_alive())
+faults.release()
+writes.join(20)
+print("hangs:", writes.is_alive(), "injected:", len(faults.history))
+"""
+    said = run_python(folder, before + block_with(TIERS, "FaultyTier(").text + after)
+    assert said == "hangs: True\nhangs: False injected: 1\n"
+
+
+@runs(TIERS, "SharedTier(MyStore")
+@runs(TIERS, 'entry-points."kvpact.tiers"')
+def test_the_guide_for_tiers_lets_others_use_one(folder: Path) -> None:
+    """A package with the guide's function and its entry point, installed as a folder on the path."""
+    (folder / "my_package.py").write_text(
+        "from kvpact.testkit.dictionary_store import DictionaryStore\n\n"
+        "def MyStore(host):\n    assert host == 'host'\n    return DictionaryStore()\n\n"
+        + block_with(TIERS, "SharedTier(MyStore").text
+    )
+    entries = block_with(TIERS, 'entry-points."kvpact.tiers"').text
+    installed = folder / "my_package-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(
+        entries.replace('[project.entry-points."kvpact.tiers"]', "[kvpact.tiers]").replace('"', "")
+    )
+    [url] = re.findall(r'`"tiers": \["(mystore:.*?)"\]`', (ROOT / TIERS).read_text())
+    program = f"""
+from kvpact.blocks import Namespace
+from kvpact.config import load_config
+from kvpact.testkit.sample_blocks import document, filled_buffers
+from kvpact.tiers.kinds import TierPlace, open_tier
+[url] = load_config({{"tiers": ["{url}"]}}, {{}}).tiers
+tier = open_tier(url, TierPlace(Namespace({{"model": "a"}}), 4096))
+keys = document("a", 3).keys
+print(tier.put(keys, 0, filled_buffers(keys, 4096, 1)), tier.lookup(keys))
+"""
+    assert run_python(folder, program) == "3 3\n"
+
+
+# The blocks that need vLLM, but no engine's start
+
+
+@pytest.fixture
+def driver_folder(folder: Path) -> Path:
+    """With the package that the page on the driver speaks of: a connector that holds pins and has a store."""
+    pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+    (folder / "my_package").mkdir()
+    (folder / "my_package" / "connector.py").write_text(
+        "from types import SimpleNamespace\n\n"
+        "from kvpact.testkit.simple_connector import SimpleConnector\n\n\n"
+        "class MyConnector(SimpleConnector):\n"
+        "    def __init__(self, vllm_config, role, kv_cache_config):\n"
+        "        super().__init__(vllm_config, role, kv_cache_config)\n"
+        "        self.pins, self.store = set(), SimpleNamespace(fail=False)\n"
+    )
+    return folder
+
+
+DRIVER = "docs/vllm-driver.md"
+
+
+@runs(DRIVER, "print(as_text(driver.run()))")
+@runs(DRIVER, "class MyAdapter")
+@runs(DRIVER, "def cancelled_after_two_steps")
+def test_the_page_on_the_driver_runs(driver_folder: Path) -> None:
+    """One after the other, as a reader would. Of the scenarios three are run; test_vllm_driver.py runs them all."""
+    first = block_with(DRIVER, "print(as_text(driver.run()))").text.replace(
+        "driver.run()",
+        'driver.run(["h07_cancelled_while_its_load_runs", "h24_tenants_share_nothing", "preempted_after_a_load"])',
+    )
+    said = run_python(
+        driver_folder,
+        first + block_with(DRIVER, "def cancelled_after_two_steps").text + "print(check.verdict.value)\n",
+    )
+    assert "h24_tenants_share_nothing" in said
+    assert "broken  " not in said
+    assert "\nkept\n" in said, said
+    adapter = block_with(DRIVER, "class MyAdapter").text.replace("VllmDriver(", "driver = VllmDriver(")
+    asks = 'print(driver.run(["h24_tenants_share_nothing"]).checks[0].verdict.value)\n'
+    imports = "from kvpact.testkit.vllm_driver import VllmDriver\n"
+    assert "kept\n" in run_python(driver_folder, imports + adapter + asks)
+
+
+@runs("docs/scheduler-context.md", "def bind_kv_cache_manager")
+def test_the_page_on_the_scheduler_context_runs(driver_folder: Path) -> None:
+    """The block's class on vLLM's real scheduler, above a connector that does nothing else."""
+    (driver_folder / "context_connector.py").write_text(
+        "from vllm.distributed.kv_transfer.kv_connector.v1 import base\n\n\n"
+        "class KVConnectorBase_V1(base.KVConnectorBase_V1):\n"
+        "    def get_num_new_matched_tokens(self, request, num_computed_tokens):\n        return 0, False\n"
+        "    def start_load_kv(self, forward_context, **arguments): ...\n"
+        "    def wait_for_layer_load(self, layer_name): ...\n"
+        "    def save_kv_layer(self, *arguments, **more): ...\n"
+        "    def wait_for_save(self): ...\n\n\n"
+        + block_with("docs/scheduler-context.md", "def bind_kv_cache_manager").text
+        + "\n\nclass Whole(MyConnector):\n"
+        "    def build_connector_meta(self, scheduler_output):\n"
+        "        super().build_connector_meta(scheduler_output)\n"
+        "        return base.KVConnectorMetadata()\n"
+    )
+    program = """
+from kvpact.testkit.vllm_engine import VllmEngine
+from kvpact.testkit.vllm_lab import BLOCK, prompt
+from kvpact.testkit.vllm_seams import EngineSettings
+transfer = {"kv_connector": "Whole", "kv_connector_module_path": "context_connector"}
+engine = VllmEngine(EngineSettings(num_blocks=12, block_size=BLOCK), transfer, lambda line: None)
+engine.add("one", prompt(1, 3), max_tokens=8)
+engine.step()
+context = engine.scheduler.connector.context
+print(len(context.blocks_of("one")[0]), context.waiting_requests())
+engine.finish()
+engine.close()
+"""
+    assert "4 ()\n" in run_python(driver_folder, program)

@@ -1,0 +1,60 @@
+"""The blocks of docs/configuration.md and docs/worker-hook.md that start an engine, run as a reader would run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+import kvpact
+from documents import ROOT, block_with, filled_in
+from kvpact.demo.engine import PINNED_ENVIRONMENT
+
+ASK = """
+    [output] = llm.generate("Is a prompt prefix computed twice?")
+    print("answered with", len(output.outputs[0].token_ids), "tokens")
+"""
+"""What a reader writes below the page's last line."""
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def run_python(directory: Path, *command: str | Path) -> str:
+    """What a program says that ends well, run where a reader would."""
+    source = str(Path(kvpact.__file__).parents[1])
+    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": source}
+    ran = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env={**os.environ, **PINNED_ENVIRONMENT, **small},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    return ran.stdout
+
+
+def test_the_page_on_configuration_starts_an_engine(tiny_model: Path, tmp_path: Path) -> None:
+    """And the engine answers."""
+    text = filled_in(
+        block_with("docs/configuration.md", "llm = LLM(").text, {"MODEL": str(tiny_model), "8GiB": "64MiB"}
+    )
+    (tmp_path / "program.py").write_text(text + ASK)
+    said = run_python(tmp_path, "program.py")
+    assert "answered with 16 tokens" in said
+
+
+def test_the_page_on_the_worker_hook_serves_another_connector(tiny_model: Path) -> None:
+    """The second answer was found in files when its step began, and is the first one."""
+    text = filled_in(block_with("docs/worker-hook.md", "examples/step_hook").text, {"MODEL": str(tiny_model)})
+    program, *arguments = text.split()
+    assert program == "python"
+    lines = [line for line in run_python(ROOT, *arguments).splitlines() if " tokens, answer " in line]
+    assert [line.partition(":")[0] for line in lines] == ["computed", "found in files"]
+    assert len({line.partition(":")[2] for line in lines}) == 1
