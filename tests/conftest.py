@@ -19,6 +19,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_documents.py",
     "tests/under_vllm/test_engine_faults.py",
     "tests/under_vllm/test_engine_limits.py",
+    "tests/under_vllm/test_engine_keys.py",
     "tests/under_vllm/test_engine_lives.py",
     "tests/under_vllm/test_engine_start.py",
     "tests/under_vllm/test_engine_step_hook.py",

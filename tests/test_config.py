@@ -326,6 +326,7 @@ def test_a_credential_is_never_shown(url):
 def test_a_password_in_a_tiers_url_is_a_secret_and_a_file_with_one_is_not(url, secret):
     assert load_config({"tiers": [url]}, {}).secret_keys() == ({"tiers"} if secret else set())
     assert parse_tier_url(url).holds_secret is secret
+    assert SECRET not in load_config({"tiers": [url]}, {}).described()
 
 
 def test_what_tiers_of_other_packages_do_with_a_user_and_with_a_token_is_not_known():

@@ -111,6 +111,11 @@ class KvpactConfig(BaseModel):
         """What was set, as JSON values that `load_config` reads back to the same; holds URLs in full."""
         return self.model_dump(mode="json", exclude_unset=True, exclude=set(without))
 
+    def described(self) -> str:
+        """What was set, for a log: no value holds a credential."""
+        values = {key: getattr(self, key) for key in sorted(self.model_fields_set)}
+        return ", ".join(f"{key}={_shown(value)}" for key, value in values.items()) or "nothing"
+
     def kv_transfer_config(self, *, without: Collection[str] = ()) -> dict[str, object]:
         """The value of vLLM's `--kv-transfer-config`, `without` keys that the engine is to read elsewhere.
 
@@ -226,4 +231,6 @@ def _shown(value: object) -> str:
         return f"[{', '.join(_shown(item) for item in value)}]"
     if isinstance(value, Mapping):
         return "{...}"
+    if isinstance(value, TierURL | Path):
+        value = str(value)
     return f'"{redact(value)}"' if isinstance(value, str) else repr(value)

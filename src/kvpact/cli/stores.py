@@ -72,7 +72,13 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
         groups = summarize(store)
         usage = store.usage()
     if as_json:
-        print_json({"place": str(url), "namespaces": [asdict(group) for group in groups], "usage": asdict(usage)})
+        print_json(
+            {
+                "place": str(url),
+                "namespaces": [asdict(group) | {"sealed": group.sealed} for group in groups],
+                "usage": asdict(usage),
+            }
+        )
         return
     output = console()
     if not groups:

@@ -60,6 +60,7 @@ class PactConnector(KVConnectorBase_V1):
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
         check_engine(vllm_config, kv_cache_config)
         check_match_at(config)
+        logger.info("kvpact: the %s's half is told %s", role.name.lower(), config.described())
         self.metrics = Metrics()
         self.guard = Guard(self.metrics)
         self._scheduler: SchedulerSide | None = None
