@@ -93,6 +93,8 @@ def show(what: str, **figures: object) -> None:
 BLIND = "cache.prepare_external_match"
 """While this fails, nothing is loaded; what is computed is saved all the same."""
 
+IN_CI = [pytest.mark.proof, pytest.mark.timeout(900)]
+
 ROUNDING = 1e-5
 """What the spread counts as if it is less: ten roundings of a float32 between 8 and 16. With AVX-512 small batches give
 equal results, and larger ones differ by 4e-6."""
@@ -107,7 +109,7 @@ FAR = 100.0
 
 @pytest.mark.parametrize(
     ("requests", "distinct"),
-    [pytest.param(300, 100, marks=[pytest.mark.proof]), pytest.param(2000, 2000, marks=[pytest.mark.soak])],
+    [pytest.param(300, 100, marks=IN_CI), pytest.param(2000, 2000, marks=[pytest.mark.soak])],
 )
 def test_p1_p7_thousands_of_requests_under_pressure(
     tiny_model: Path, tmp_path: Path, requests: int, distinct: int
@@ -189,7 +191,7 @@ SIDE_BY_SIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 8 * BLOCK, "dtype":
 
 @pytest.mark.parametrize(
     ("requests", "distinct"),
-    [pytest.param(60, 20, marks=[pytest.mark.proof]), pytest.param(200, 40, marks=[pytest.mark.soak])],
+    [pytest.param(60, 20, marks=IN_CI), pytest.param(200, 40, marks=[pytest.mark.soak])],
 )
 def test_p11_more_requests_than_run_at_once_on_a_slow_disk(
     tiny_model: Path, tmp_path: Path, requests: int, distinct: int
