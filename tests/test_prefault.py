@@ -126,6 +126,17 @@ def test_a_new_arena_takes_its_window_follows_its_use_and_leaves_the_rest_to_an_
     assert not [thread for thread in threading.enumerate() if thread.name == "kvpact-prefault"]
 
 
+def test_the_thread_gives_way_to_all_others_when_the_start_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpact.prefault.PIECE_BYTES", 4096)  # so that it is not done before we have looked
+    monkeypatch.setattr("kvpact.prefault.START_SECONDS", 600.0)
+    segment = ArenaSegment.create(1024, MIB)
+    segment.start_prefault()
+    assert _niceness() == 0, "a busy machine would take the pages only after the first prompts"
+    segment.step_began()
+    _wait_until(lambda: _niceness() == 19)
+    segment.close()
+
+
 def test_pages_are_huge_in_both_processes_mappings_where_the_kernel_makes_them() -> None:
     if not _kernel_collapses():
         pytest.skip("this kernel makes no huge pages of shared memory on demand (Linux 6.1)")
@@ -158,6 +169,12 @@ def _taken(segment: ArenaSegment) -> int:
     """Bytes that the segment has of the machine."""
     address = segment.address()
     return os.stat(f"/proc/self/fd/{address.descriptor}").st_blocks * 512
+
+
+def _niceness() -> int:
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "kvpact-prefault")
+    assert thread.native_id is not None
+    return os.getpriority(os.PRIO_PROCESS, thread.native_id)
 
 
 def _huge_bytes(segment: ArenaSegment) -> int:

@@ -30,7 +30,7 @@ def spare_cpus() -> frozenset[int]:
     return frozenset(allowed - os.sched_getaffinity(0))
 
 
-def start_background(name: str, target: Callable[[], None], niceness: int = 0) -> threading.Thread:
+def start_background(name: str, target: Callable[[], None]) -> threading.Thread:
     """Start a daemon thread running `target` on the spare CPUs, or wherever the caller runs if there are none."""
     cpus = spare_cpus()
 
@@ -39,13 +39,16 @@ def start_background(name: str, target: Callable[[], None], niceness: int = 0) -
         with contextlib.suppress(OSError):  # a cpuset may forbid it; the thread then stays where it is
             if cpus:
                 os.sched_setaffinity(0, cpus)
-            if niceness:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         target()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def give_way() -> None:
+    """The calling thread computes only where nobody else wants to, from now on."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _show_name(name: str) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Final
 
-from kvpact.background import start_background
+from kvpact.background import give_way, start_background
 from kvpact.tier_urls import format_size
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,8 @@ PIECE_BYTES: Final = 8 << 20
 waits no longer."""
 
 START_SECONDS: Final = 1.0
-"""CPU time for taking pages before the first step: 8 GiB in huge pages, 1 GiB in small ones, half a GiB where the host
-must find the memory first. If it delays the start at all, it is by no more."""
+"""CPU time for taking pages before the first step, as a thread like others: 8 GiB in huge pages, 1 GiB in small ones,
+half a GiB where the host must find the memory first. If it delays the start at all, it is by no more."""
 
 AHEAD_BYTES: Final = 256 << 20
 """Taken ahead of the slots in use: two prompts of 4,096 tokens of a model with 32 KiB a token."""
@@ -65,6 +65,11 @@ class PageSchedule:
         self.wanted = max(self.wanted, min(self.size, end + AHEAD_BYTES))
         return self.taken < self.wanted
 
+    @property
+    def starting(self) -> bool:
+        """Whether the first step is still to come, and time is left for pages before it."""
+        return self._start_seconds > 0
+
     def step_began(self) -> None:
         """The engine computes, and has started."""
         self._computing = True
@@ -77,7 +82,7 @@ class PageSchedule:
 
     def wait(self, now: float) -> float:
         """Seconds until the next piece may be taken, 0 if that is now; at most `REST_SECONDS`, then ask again."""
-        if self.taken < self.wanted or self._start_seconds > 0:
+        if self.taken < self.wanted or self.starting:
             return 0.0
         return REST_SECONDS if self._computing else max(0.0, self._not_before - now)
 
@@ -112,9 +117,12 @@ class PageTaker:
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def start(self) -> None:
-        """Take pages in a background thread from now on, until all are taken or `close` is called."""
+        """Take pages in a background thread from now on, until all are taken or `close` is called.
+
+        The thread gives way to all others as soon as the start is over.
+        """
         if self._thread is None:
-            self._thread = start_background("kvpact-prefault", self._run, niceness=19)
+            self._thread = start_background("kvpact-prefault", self._run)
 
     def use(self, end: int) -> None:
         """All below byte `end` is in use, or about to be: what follows it is wanted next."""
@@ -143,7 +151,7 @@ class PageTaker:
             self._thread.join()
 
     def _run(self) -> None:
-        schedule = self._schedule
+        schedule, starting = self._schedule, True
         while schedule.taken < schedule.size:
             seconds = schedule.wait(time.monotonic())
             if seconds:
@@ -151,6 +159,9 @@ class PageTaker:
                 self._wake.clear()
             if self._closing:
                 return
+            if starting and not schedule.starting:
+                starting = False
+                give_way()
             if not seconds:
                 began = time.thread_time()
                 if not self._take(*schedule.take(time.monotonic())):
