@@ -26,7 +26,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSide]:
     monkeypatch.setattr("kvpact.prefault.START_SECONDS", 0.0)
     made = WorkerSide(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), WorkerPlace(0, 1, BLOCKS))
     made.register_kv_caches({"layer.0": torch.ones(BLOCKS, MIB, dtype=torch.uint8)})
-    made.start_loads(StepWork())
+    made.step_began()
     yield made
     made.shutdown()
 

@@ -138,6 +138,12 @@ class PactConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         return metadata.message() if isinstance(metadata, PactMetadata) else StepMessage()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step begins. The engine starts loads only behind the forward pass if none has to come before it."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.step_began()
+
     @guarded(lambda: None)
     def start_load_kv(self, /, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin the step's loads."""

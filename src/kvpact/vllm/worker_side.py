@@ -141,10 +141,14 @@ class WorkerSide(ExternalCacheWorker):
 
     # The step
 
+    def step_began(self) -> None:
+        """The engine computes from now on, until `poll`."""
+        if self._segment is not None:
+            self._segment.step_began()
+
     def start_loads(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`."""
         if self._segment is not None:
-            self._segment.step_began()
             jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
             self._segment.use([slot for job in jobs for slot in job.slots])
         work = replace(work, loads=(*work.loads, *self._step_loads))
