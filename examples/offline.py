@@ -24,6 +24,7 @@ def main() -> None:
     prompts = [f"{document}\n\nQuestion: {question}\nAnswer:" for question in QUESTIONS]
     for question, output in zip(QUESTIONS, llm.generate(prompts, SamplingParams(max_tokens=64)), strict=True):
         print(f"{question} {output.outputs[0].text.strip()}")
+        print(f"  {output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens were not computed")
 
 
 if __name__ == "__main__":

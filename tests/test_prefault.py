@@ -40,7 +40,8 @@ class Schedules(RuleBasedStateMachine):
         self.taken_at_rest = 0
         self.rested_since = self.now
         self.rest_seconds = 0.0
-        self.start_left = START_SECONDS
+        self.stepped = False
+        self.cpu_seconds = 0.0
         self.taken_at_start = 0
 
     @rule(share=st.floats(0, 1))
@@ -52,8 +53,7 @@ class Schedules(RuleBasedStateMachine):
     @rule()
     def step_begins(self) -> None:
         self.schedule.step_began()
-        self.computing = True
-        self.start_left = 0.0
+        self.computing = self.stepped = True
 
     @rule()
     def step_ends(self) -> None:
@@ -73,14 +73,16 @@ class Schedules(RuleBasedStateMachine):
                 continue
             needed = self.schedule.taken < min(self.schedule.size, self.used + AHEAD_BYTES)
             resting = not self.computing and self.now >= self.rested_since + REST_SECONDS
-            starting = self.start_left > 0
+            starting = not self.stepped
             assert needed or starting or resting, "pages were taken that nobody needs soon, in the engine's way"
             before = self.schedule.taken
             start, length = self.schedule.take(self.now)
             assert (start, start + length) == (before, self.schedule.taken), "pages were left out or taken twice"
             assert 0 < length <= PIECE_BYTES
             self.schedule.took(piece_seconds)
-            self.start_left -= piece_seconds
+            self.cpu_seconds += piece_seconds
+            if abs(self.cpu_seconds - START_SECONDS) > 1e-9:
+                assert self.schedule.starting == (not self.stepped and self.cpu_seconds < START_SECONDS)
             self.taken_at_start += starting
             self.taken_at_rest += not needed and not starting
 
@@ -96,7 +98,6 @@ class Schedules(RuleBasedStateMachine):
         if hasattr(self, "schedule"):
             self.schedule.step_ended(self.now)
             for _ in range(3 * self.schedule.size // PIECE_BYTES + 10):
-                self.schedule.took(START_SECONDS)
                 if self.schedule.taken < self.schedule.size:
                     self.now += self.schedule.wait(self.now)
                     if not self.schedule.wait(self.now):
@@ -108,18 +109,24 @@ TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-def test_a_new_arena_takes_its_window_follows_its_use_and_leaves_the_rest_to_an_engine_at_rest() -> None:
+def test_a_new_arena_takes_its_window_follows_its_use_and_leaves_the_rest_to_an_engine_at_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rest_seconds = 2.0
+    monkeypatch.setattr("kvpact.prefault.REST_SECONDS", rest_seconds)
     segment = ArenaSegment.create(500, MIB)
     segment.step_began()
+    assert not segment.wait_for_first_pages(0.01), "nothing is taken yet"
     segment.start_prefault()
-    _wait_until(lambda: _taken(segment) >= AHEAD_BYTES)
-    time.sleep(REST_SECONDS + 0.3)
+    assert segment.wait_for_first_pages(60.0)
+    assert _taken(segment) >= AHEAD_BYTES
+    time.sleep(rest_seconds + 0.3)
     assert _taken(segment) == AHEAD_BYTES, "more was taken than the window, while the engine computes"
     segment.use([3, 99])
     _wait_until(lambda: _taken(segment) >= AHEAD_BYTES + 100 * MIB)
     assert _taken(segment) < AHEAD_BYTES + 100 * MIB + PIECE_BYTES
     segment.step_ended()
-    time.sleep(REST_SECONDS / 2)
+    time.sleep(rest_seconds / 2)
     assert _taken(segment) < AHEAD_BYTES + 100 * MIB + PIECE_BYTES, "the engine has hardly ended its step"
     _wait_until(lambda: _taken(segment) == 500 * MIB)
     segment.close()

@@ -169,6 +169,10 @@ class ArenaSegment:
         """
         self._pages.start()
 
+    def wait_for_first_pages(self, seconds: float) -> bool:
+        """After `start_prefault`: wait until the first slots have their pages, at most so long; whether they have."""
+        return self._pages.wait_for_first(seconds)
+
     def use(self, slots: Sequence[int]) -> None:
         """These slots are in use, or about to be: have the pages of the ones after them ready."""
         if slots:

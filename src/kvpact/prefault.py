@@ -27,14 +27,16 @@ PIECE_BYTES: Final = 8 << 20
 waits no longer."""
 
 START_SECONDS: Final = 1.0
-"""CPU time for taking pages before the first step, as a thread like others: 8 GiB in huge pages, 1 GiB in small ones,
-half a GiB where the host must find the memory first. If it delays the start at all, it is by no more."""
+"""CPU time for taking pages as a thread like others, before the first step: 8 GiB in huge pages, 1 GiB in small ones,
+half a GiB where the host must find the memory first. If it delays the start at all, it is by no more; from then on the
+thread gives way to all others, and goes on until the first step."""
 
 AHEAD_BYTES: Final = 256 << 20
 """Taken ahead of the slots in use: two prompts of 4,096 tokens of a model with 32 KiB a token."""
 
-REST_SECONDS: Final = 2.0
-"""An engine that has computed nothing for so long rests. More than what lies between the prompts of one user."""
+REST_SECONDS: Final = 10.0
+"""An engine whose last step ended so long ago rests. More than what lies between the prompts of one user, and more than
+what an engine does after its first step: vLLM 0.32 on a CPU works on the first sample for 3.4 s."""
 
 RESTING_PAUSE_SECONDS: Final = 0.05
 """Between two pieces while the engine rests: 160 MB/s, a hundredth of a core in huge pages."""
@@ -57,6 +59,8 @@ class PageSchedule:
         """All below is to be taken at once."""
         self._start_seconds = START_SECONDS
         """What is left of it."""
+        self._stepped = False
+        """Whether a step has begun."""
         self._computing = False
         self._not_before = now + REST_SECONDS
 
@@ -67,13 +71,12 @@ class PageSchedule:
 
     @property
     def starting(self) -> bool:
-        """Whether the first step is still to come, and time is left for pages before it."""
-        return self._start_seconds > 0
+        """Whether the first step is still to come, and time as a thread like others is left."""
+        return self._start_seconds > 0 and not self._stepped
 
     def step_began(self) -> None:
         """The engine computes, and has started."""
-        self._computing = True
-        self._start_seconds = 0.0
+        self._computing = self._stepped = True
 
     def step_ended(self, now: float) -> None:
         """The engine computes no more."""
@@ -82,7 +85,7 @@ class PageSchedule:
 
     def wait(self, now: float) -> float:
         """Seconds until the next piece may be taken, 0 if that is now; at most `REST_SECONDS`, then ask again."""
-        if self.taken < self.wanted or self.starting:
+        if self.taken < self.wanted or not self._stepped:
             return 0.0
         return REST_SECONDS if self._computing else max(0.0, self._not_before - now)
 
@@ -111,6 +114,7 @@ class PageTaker:
         self._huge = True
         self._closing = False
         self._wake = threading.Event()
+        self._has_first = threading.Event()
         self._thread: threading.Thread | None = None
         self._schedule = PageSchedule(size, time.monotonic())
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -123,6 +127,10 @@ class PageTaker:
         """
         if self._thread is None:
             self._thread = start_background("kvpact-prefault", self._run)
+
+    def wait_for_first(self, seconds: float) -> bool:
+        """Wait until the first `AHEAD_BYTES` are taken, so that no prompt pays for them; at most so long."""
+        return self._has_first.wait(seconds)
 
     def use(self, end: int) -> None:
         """All below byte `end` is in use, or about to be: what follows it is wanted next."""
@@ -151,6 +159,12 @@ class PageTaker:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._take_all_in_time()
+        finally:
+            self._has_first.set()
+
+    def _take_all_in_time(self) -> None:
         schedule, starting = self._schedule, True
         while schedule.taken < schedule.size:
             seconds = schedule.wait(time.monotonic())
@@ -167,6 +181,8 @@ class PageTaker:
                 if not self._take(*schedule.take(time.monotonic())):
                     return
                 schedule.took(time.thread_time() - began)
+                if schedule.taken >= AHEAD_BYTES:
+                    self._has_first.set()
 
     def _take(self, start: int, length: int) -> bool:
         """Take and map these bytes; False, with a warning, if the machine has no memory left."""

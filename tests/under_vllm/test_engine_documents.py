@@ -1,8 +1,12 @@
-"""The blocks of docs/configuration.md and docs/worker-hook.md that start an engine, run as a reader would run them."""
+"""Blocks of docs/configuration.md and docs/worker-hook.md that start an engine, and the example of offline inference.
+
+Each is run as a reader would run it.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +17,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 import kvpact
 from documents import ROOT, block_with, filled_in
+from engines import BLOCK
 from kvpact.demo.engine import PINNED_ENVIRONMENT
 
 ASK = """
@@ -58,3 +63,18 @@ def test_the_page_on_the_worker_hook_serves_another_connector(tiny_model: Path) 
     lines = [line for line in run_python(ROOT, *arguments).splitlines() if " tokens, answer " in line]
     assert [line.partition(":")[0] for line in lines] == ["computed", "found in files"]
     assert len({line.partition(":")[2] for line in lines}) == 1
+
+
+@pytest.mark.proof
+def test_the_second_run_of_the_offline_example_finds_the_first_ones_blocks(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPACT_RECOMPUTE_IF_FASTER", "false")  # a tiny model computes faster than a disk reads
+    command = (ROOT / "examples" / "offline.py", tiny_model)
+    reused = [
+        [int(found[1]) for found in re.finditer(r"(\d+) of \d+ prompt tokens were not", run_python(tmp_path, *command))]
+        for _ in range(2)
+    ]
+    assert reused[0][0] == 0
+    assert reused[1] == [reused[1][0]] * 2
+    assert reused[1][0] >= 2 * BLOCK

@@ -15,6 +15,7 @@ from kvpact.blocks import RangeSet
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCacheWorker, JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.errors import StepLoadLost
+from kvpact.prefault import START_SECONDS
 from kvpact.step_match import StepRead, load_id
 from kvpact.transfer import PagedKV, TransferWorker
 from kvpact.vllm.messages import BrokenLoad, StepMessage, WorkerHello
@@ -68,6 +69,7 @@ class WorkerSide(ExternalCacheWorker):
         slots = slots_for(self._config.memory, slot_bytes, self._place.world_size)
         self._segment = ArenaSegment.create(slots, slot_bytes, self._place.world_size)
         self._segment.start_prefault()
+        self._segment.wait_for_first_pages(START_SECONDS)  # else the first prompt pays for them
         self._transfer = TransferWorker(paged, self._segment, self._place.rank, layerwise=self._config.layerwise)
         self._page_layout = page_layout(kv_caches, self._place.num_blocks)
 
