@@ -5,8 +5,8 @@
 
 Two real vLLM engines on one core of the CPU, the model and documents of `kvpact demo`: one with kvpact (memory and
 disk) and one without. Nothing warms them up. Each prompt is new to both and is answered by one engine while the other
-stands still; who begins changes with every prompt. With `--in-a-row` an engine answers all its prompts one directly
-after the other, so that what is left of one happens during the next.
+stands still; who begins changes with every prompt and start. With `--in-a-row` an engine answers all its prompts one
+directly after the other, so that what is left of one happens during the next.
 
 A prompt's CPU seconds are those of the worker's own threads from the question to the answer. kvpact's are those of its
 threads in both processes from the question until the cache rests, and those inside its hooks on the engine's threads
@@ -144,7 +144,13 @@ def _kvpact_parts(before: dict[int, Look], after: dict[int, Look]) -> tuple[dict
 
 
 def one_start(
-    directory: Path, model: Path, asked: Sequence[Sequence[int]], plan: Plan, chosen: argparse.Namespace
+    directory: Path,
+    model: Path,
+    asked: Sequence[Sequence[int]],
+    plan: Plan,
+    chosen: argparse.Namespace,
+    *,
+    kvpact_first: bool,
 ) -> dict[str, list[Cost]]:
     """Both engines' costs of each prompt, from their start on."""
     for name in ("disk", "hooks"):
@@ -170,7 +176,7 @@ def one_start(
             meters[name] = Meter(engine, directory / "hooks" if name == KVPACT else None)
         costs: dict[str, list[Cost]] = {name: [] for name in meters}
         groups = [asked] if chosen.in_a_row else [[prompt] for prompt in asked]
-        names = [KVPACT, PLAIN]
+        names = [KVPACT, PLAIN] if kvpact_first else [PLAIN, KVPACT]
         for group in groups:
             for name in names:
                 with ExitStack() as still:
@@ -231,7 +237,8 @@ def main() -> None:
             began = time.monotonic()
             folder = Path(directory, f"start-{number}")
             folder.mkdir()
-            starts.append(one_start(folder, model, asked, plan, chosen))
+            begins = number % 2 == 0
+            starts.append(one_start(folder, model, asked, plan, chosen, kvpact_first=begins))
             print(f"start {number + 1} of {chosen.starts}: {time.monotonic() - began:.0f} s", flush=True)
     show(starts)
     if chosen.json is not None:

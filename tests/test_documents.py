@@ -51,7 +51,7 @@ _INSTALLS = (
     "installs from a package index; test_install.py runs the commands with what kvpact asks for, and nothing else"
 )
 NOT_RUN = {
-    ("README.md", "make demo"): "`make test` is this suite, and CI runs both",
+    ("README.md", "make demo"): "`make test` is this suite; a small form of the demonstration is in test_demo.py",
     ("docs/configuration.md", "vllm serve MODEL --max-model-len"): (
         "the README's two commands, which test_http_life.py starts, with one more option of vLLM's; what stands in "
         "$(...) is run by test_the_page_on_configuration_sets_what_it_says"

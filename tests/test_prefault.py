@@ -67,7 +67,7 @@ class Schedules(RuleBasedStateMachine):
             if self.schedule.taken == self.schedule.size or self.now >= end:
                 break
             if wait := self.schedule.wait(self.now):
-                assert 0 < wait <= REST_SECONDS, "a thread that waits longer sees too late that it may go on"
+                assert 0 < wait <= REST_SECONDS + 1e-9, "a thread that waits longer sees too late that it may go on"
                 self.rest_seconds += min(wait, end - self.now)
                 self.now = min(end, self.now + wait)
                 continue

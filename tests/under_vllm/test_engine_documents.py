@@ -26,7 +26,7 @@ ASK = """
 """
 """What a reader writes below the page's last line."""
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
 
 
 def run_python(directory: Path, *command: str | Path) -> str:
@@ -65,7 +65,6 @@ def test_the_page_on_the_worker_hook_serves_another_connector(tiny_model: Path) 
     assert len({line.partition(":")[2] for line in lines}) == 1
 
 
-@pytest.mark.proof
 def test_the_second_run_of_the_offline_example_finds_the_first_ones_blocks(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

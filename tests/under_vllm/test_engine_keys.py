@@ -96,6 +96,7 @@ def test_every_key_has_a_value_here_and_stands_in_the_example(tmp_path: Path) ->
 
 
 @pytest.mark.engine
+@pytest.mark.proof
 def test_every_key_arrives_at_both_halves_of_a_real_engine(
     start_engine: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def state_space_model(tiny_model: Path, tmp_path: Path) -> Path:
     return save(MambaForCausalLM(config), tmp_path / "states", tiny_model)
 
 
+@pytest.mark.proof
 def test_a_model_with_sliding_windows_is_served_with_vllms_hybrid_manager_off(
     window_model: Path, tmp_path: Path
 ) -> None:

@@ -162,6 +162,7 @@ def test_h90_preempted_requests_come_back_and_are_served_again(engine: StepEngin
 EXAMPLES = HERE.parents[1] / "examples"
 
 
+@pytest.mark.proof
 def test_vllms_example_connector_works_when_it_is_asked_on_the_worker(
     tiny_model: Path, tmp_path: Path, start_engine: Callable[..., EngineProcess]
 ) -> None:

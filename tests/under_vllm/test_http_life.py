@@ -146,20 +146,23 @@ def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, sta
     server.kill()
     assert locked_slabs(house.disk) == []
     second_life(start(command), answers)
-    metadata = house.directory / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    path = os.pathsep.join([str(metadata.parents[1]), os.environ.get("PYTHONPATH", "")])
-    second_life(start(house.command("vllm serve"), PYTHONPATH=path), answers)
 
 
 @pytest.mark.proof
-def test_two_ranks_of_kvpact_serve_are_killed_and_answer_the_same_from_disk(
+def test_two_ranks_of_kvpact_serve_are_killed_and_vllm_serve_answers_the_same_from_disk(
     house: House, start: Callable[..., Server]
 ) -> None:
-    command = [*house.command("kvpact serve"), "--tensor-parallel-size", "2"]
-    server = start(command, VLLM_CPU_OMP_THREADS_BIND=one_core_each(2))
+    """The README's second command gets the metadata that a distribution called `vllm` has."""
+    ranks = ["--tensor-parallel-size", "2"]
+    server = start([*house.command("kvpact serve"), *ranks], VLLM_CPU_OMP_THREADS_BIND=one_core_each(2))
     answers = first_life(server)
     server.kill()
     assert locked_slabs(house.disk) == []
-    second_life(start(command, VLLM_CPU_OMP_THREADS_BIND=one_core_each(2)), answers)
+    metadata = house.directory / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(metadata.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_CPU_OMP_THREADS_BIND": one_core_each(2),
+    }
+    second_life(start([*house.command("vllm serve"), *ranks], **environment), answers)
