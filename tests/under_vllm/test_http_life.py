@@ -24,7 +24,7 @@ from engines import BLOCK, prompt
 from http_server import Answer, Server
 from hub_cache import add_commit
 from kvpact.demo.engine import one_core_each
-from leftovers import locked_slabs
+from leftovers import slabs_still_locked
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -144,7 +144,7 @@ def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, sta
     server = start(command)
     answers = first_life(server)
     server.kill()
-    assert locked_slabs(house.disk) == []
+    assert slabs_still_locked(house.disk) == []
     second_life(start(command), answers)
 
 
@@ -157,7 +157,7 @@ def test_two_ranks_of_kvpact_serve_are_killed_and_vllm_serve_answers_the_same_fr
     server = start([*house.command("kvpact serve"), *ranks], VLLM_CPU_OMP_THREADS_BIND=one_core_each(2))
     answers = first_life(server)
     server.kill()
-    assert locked_slabs(house.disk) == []
+    assert slabs_still_locked(house.disk) == []
     metadata = house.directory / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
