@@ -124,12 +124,25 @@ def test_what_is_written_is_read_back_through_the_disk_tier(tmp_path: Path) -> N
     tier.close()
 
 
+def wait_until_threads_wait() -> None:
+    """Until the queue's threads have been found asleep three times in a row, with the interpreter free for them."""
+    found, deadline = 0, time.monotonic() + PATIENCE
+    while found < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvpact-slow")]
+        stats = [Path(f"/proc/self/task/{thread.native_id}/stat").read_text() for thread in threads]
+        asleep = stats and all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
+        found = found + 1 if asleep else 0
+
+
 def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier) -> None:
     """A thread that wakes up may have the core of who woke it, so the scheduler does it when its step is over."""
     slow.reads_go.set()
     slow.writes_go.set()
     queue = TierQueue(slow, threads=2, max_write_bytes=1 << 20, woken_by_owner=True)
     for round_number in range(3):
+        wait_until_threads_wait()  # one that still looks for work may find what comes now
         put(queue, f"write {round_number}")
         queue.submit_get(f"read {round_number}", KEYS, 1, memory(1))
         queue.submit_lookup(f"lookup {round_number}", KEYS)
