@@ -18,7 +18,7 @@ from huggingface_hub import HfApi
 from hub_cache import add_commit
 from kvpact.errors import ConfigError
 from kvpact.vllm import identity
-from kvpact.vllm.identity import weights_identity
+from kvpact.vllm.identity import hub_snapshot, weights_identity
 
 MODEL = "kvpact-tests/tiny"
 LOAD = SimpleNamespace(load_format="auto", download_dir=None)
@@ -63,6 +63,11 @@ def test_h39_a_hub_model_without_a_revision_is_its_commit_also_when_the_branch_m
         (snapshot,) = cache.glob(f"*/snapshots/{commit}")
         assert weights_identity(named(str(snapshot)), LOAD, None) == found[-1], "what vLLM serves when it is offline"
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("directory", ["/", "/model", "/mnt/model", "/snapshots/model", "model"])
+def test_a_directory_of_any_depth_is_no_snapshot_of_the_hub(directory: str) -> None:
+    assert hub_snapshot(Path(directory)) is None
 
 
 def test_weights_that_cannot_be_told_are_one_message_that_names_model_id(

@@ -82,8 +82,9 @@ def hub_snapshot(directory: Path) -> str | None:
 
     The folder is named after the commit: `models--<organisation>--<name>/snapshots/<commit>`.
     """
-    repository, snapshots, commit = directory.absolute().parts[-3:]
-    if snapshots != "snapshots" or not repository.startswith("models--") or not COMMIT.fullmatch(commit):
+    commit, folder = directory.absolute().name, directory.absolute().parent
+    repository = folder.parent.name
+    if folder.name != "snapshots" or not repository.startswith("models--") or not COMMIT.fullmatch(commit):
         return None
     return f"hub:{'/'.join(repository.split('--')[1:])}@{commit}"
 
