@@ -154,6 +154,44 @@ def test_h31_a_store_that_says_yes_and_delivers_nothing_is_not_believed(scene: S
     assert served(SharedTier(Lies(scene.store.records), NAMESPACE, SLOT)) == 0
 
 
+class Torn(DictionaryStore):
+    """The first read of its second record returns zeros for its payload: it was removed under the read."""
+
+    tears_reads = True
+    reads = 0
+    then: Callable[[Torn, str], object] = staticmethod(lambda store, name: None)
+
+    def _read(self, name: str, buffer: RecordBuffer) -> bool:
+        found = super()._read(name, buffer)
+        self.reads += 1
+        if self.reads == 2:
+            buffer[1][:] = bytes(len(buffer[1]))
+            self.then(self, name)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("then", "is_served", "damaged"),
+    [
+        (lambda store, name: None, 8, 0),
+        (lambda store, name: store.records.pop(name), 1, 0),
+        (lambda store, name: store.records.update({name: store.records[name][:-1] + b"?"}), 1, 1),
+    ],
+    ids=["and stored again", "and gone", "and damaged for good"],
+)
+def test_h22_a_record_that_is_removed_under_its_read_is_read_once_more(
+    scene: Scene, then: Callable[[Torn, str], object], is_served: int, damaged: int
+) -> None:
+    """A sound record that somebody has put in its place must be neither called damaged nor removed."""
+    stored(scene.tier())
+    store = Torn(scene.store.records)
+    store.then = then
+    tier = SharedTier(store, NAMESPACE, SLOT)
+    assert served(tier) == is_served
+    assert tier.counts().damaged == damaged
+    assert len(store.records) == 8 + 1 - (is_served < 8)
+
+
 @pytest.mark.parametrize(
     "plant",
     [

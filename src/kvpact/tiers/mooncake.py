@@ -69,14 +69,15 @@ class MooncakeStore(RecordStore):
     call runs on a thread of its own and is given up after `timeout`; data goes through memory that belongs to the call,
     and is copied to the caller's only by the caller. While `GIVEN_UP_CALLS` are running, no other one begins.
 
-    **Leases.** An object that was read is kept for 10 s by default. Nothing relies on that: a record that is removed or
-    evicted while it is read is found damaged or missing. What is removed here is removed in spite of its lease.
+    **Leases.** An object that was read is kept for 10 s by default. Nothing relies on that: what is removed here is
+    removed in spite of its lease, and its memory may have another record before a read of it has ended.
 
     **Listing.** Clients cannot list objects; the master's metrics port can (`metrics`, 9003 by default). Without it
     `names` fails, `usage` is unknown, and all else works, `clear` included.
     """
 
     kind = "mooncake"
+    tears_reads = True
 
     def __init__(
         self,

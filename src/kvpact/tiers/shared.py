@@ -87,6 +87,9 @@ class RecordStore(ABC):
     evicted: int = 0
     """Records that it has removed to make room since it was opened; 0 where a server evicts by itself."""
 
+    tears_reads: bool = False
+    """Whether a record that is removed while it is read may arrive in part, or as another one that took its place."""
+
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Whether each record is there, in full. One round trip for a batch, where the store allows it."""
@@ -259,9 +262,27 @@ class SharedTier(Tier):
                     self._quarantine(key, names[index], "has another length than a block of this engine")
                 return index
             if reason := self._wrong(key, headers[index], buffers[index]):
-                self._quarantine(key, names[index], reason)
-                return index
+                if not self.store.tears_reads:
+                    self._quarantine(key, names[index], reason)
+                    return index
+                if not self._is_sound_again(key, names[index], headers[index], buffers[index]):
+                    return index
         return len(keys)
+
+    def _is_sound_again(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
+        """Whether a record that arrived damaged is sound when it is read once more: it was only replaced meanwhile.
+
+        It is quarantined if it is there and damaged still; a sound one in its place must not be removed.
+        """
+        try:
+            (there,) = self.store.read([name], [[memoryview(header), *buffer]])
+        except StoreError as error:
+            self._say_failed("read", error)
+            return False
+        if there and (reason := self._wrong(key, header, buffer)):
+            self._quarantine(key, name, reason)
+            return False
+        return there
 
     def _cut_short(self, name: str) -> bool:
         """Whether a record is there after all: one of another length, which no read would ever take."""
