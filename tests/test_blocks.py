@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from kvpact.blocks import KEY_BYTES, BlockKeys, BlockRange, MediaSpan, Namespace, RangeSet, RequestIdentity, hull
+from kvpact.epochs import FIRST_EPOCH, Epoch
 
 ranges = st.builds(BlockRange, st.integers(0, 30), st.integers(0, 8))
 lists_of_ranges = st.lists(ranges, max_size=6)
@@ -215,6 +216,44 @@ def test_h24_prompt_embeddings_change_keys_from_their_block_on(block: int) -> No
     assert first_changed(keys_of(RequestIdentity(embeddings={block: b"other rows"})), with_embeddings) == block
 
 
+def test_h37_keys_of_another_epoch_are_other_keys_from_the_first_block_on() -> None:
+    epochs = [FIRST_EPOCH, Epoch.of_word("v1"), Epoch.of_word("v2"), Epoch.draw(), Epoch.draw()]
+    first = [BlockKeys(NAMESPACE, 4, RequestIdentity(), epoch).extend(range(8))[0] for epoch in epochs]
+    assert len(set(first)) == len(epochs)
+    assert BlockKeys(NAMESPACE, 4, RequestIdentity(), Epoch.of_word("v1")).extend(range(4)) == [first[1]]
+
+
+def test_keys_of_another_group_are_other_keys() -> None:
+    plain = BlockKeys(NAMESPACE, 4, RequestIdentity())
+    windows = BlockKeys(NAMESPACE, 4, RequestIdentity(), group=b"w" * 32)
+    assert set(plain.extend(range(16))).isdisjoint(windows.extend(range(16)))
+
+
+@given(
+    spans=st.lists(st.builds(MediaSpan, st.integers(0, 40), st.integers(1, 12), st.sampled_from("ab")), max_size=4),
+    known=st.integers(0, 4),
+    tokens=st.integers(0, 48),
+)
+def test_h47_keys_of_a_request_that_has_grown_are_those_of_one_that_came_so(
+    spans: list[MediaSpan], known: int, tokens: int
+) -> None:
+    """Media of a later chunk: what stands before them keeps its keys, and nothing else does."""
+    whole = RequestIdentity(media=tuple(spans))
+    growing = BlockKeys(NAMESPACE, 4, RequestIdentity(media=tuple(spans[:known])))
+    before = list(growing.extend(range(tokens)))
+    kept = growing.renew(whole)
+    after = BlockKeys(NAMESPACE, 4, whole).extend(range(48))
+    assert growing.extend(range(48)) == after
+    assert before[:kept] == after[:kept]
+    assert kept == len(before) or before[kept] != after[kept]
+
+
+def test_a_living_request_cannot_change_its_adapter() -> None:
+    keys = BlockKeys(NAMESPACE, 4, RequestIdentity(adapter="a"))
+    with pytest.raises(ValueError, match="keeps its adapter"):
+        keys.renew(RequestIdentity(adapter="b"))
+
+
 def test_h24_media_and_embeddings_cannot_be_confused() -> None:
     media = RequestIdentity(media=(MediaSpan(0, 4, "x"),))
     embeddings = RequestIdentity(embeddings={0: b"x" + bytes(8)})
@@ -245,13 +284,13 @@ def test_h25_keys_do_not_depend_on_the_process() -> None:
 
 
 GOLDEN_KEYS = [
-    "a07b8da8fc3953296a3c6fe349dbe59c93178715cd76a5fbd65f1d81773a1842",
-    "f8d00edbbe51d32be8764a3f28c129281f115886e7ffce131bfb59ca735ae327",
-    "59c18afcb95f6fc8585d612c7617eb1ff8672ce8aea72cf944ec6f48122c45e0",
-    "0fea89b6531e5e140dfe4236e055d8a52d7892434cdc428e467d34c90b779862",
-    "b5d8e92fb399e662266f32956894a263a2cebe99fee3fac08876c1a0eb69577e",
+    "70384aa2f3c76a780bedbf7f7cbe45dc563ce8d7c1bec407248b760c7b312edc",
+    "05f6c95c6fa2dfd2ee25cbdde960d69534c843fdd39fe812825d8c3603e75199",
+    "6113e0588d5376a3db8a8af74829c3c2fa56f2c95c129c857dbec38ab514f9d7",
+    "600abe28220b10bf2b5f80228cf21eb88e03285c26a5a0eac8ebda25957dcfb7",
+    "34bb2e0cf6e556e0f44089712853902338a1ffe1765e2345fc501d2e9f49cb4f",
 ]
-GOLDEN_PLAIN_KEY = "3f023581629a5f3823e45ae088edc10746dee833d4a6d06b58ac27eab326de15"
+GOLDEN_PLAIN_KEY = "b504ca80d4122200e3a20e00fb78780641118669e28d8bb4f02f4dd636f89a98"
 GOLDEN_NAMESPACE = "87878441118bbe3a785406bcc38bd9d35a5f8cfb637856aeb2b3dc7b217a9490"
 
 

@@ -69,7 +69,7 @@ def test_a_short_header_and_another_format_are_refused_by_name() -> None:
         decode(HEADER.encode()[:-1])
     raw = bytearray(HEADER.encode())
     raw[8] = 9
-    with pytest.raises(RecordError, match="record format 9; this release reads format 1"):
+    with pytest.raises(RecordError, match="record format 9; this release reads format 2"):
         decode(bytes(raw))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvpact.blocks import BlockKey
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import PactViolation
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
 from kvpact.tiers.queue import Done, GetDone, PutDone, TierQueue
@@ -56,7 +57,9 @@ class SlowTier(Tier):
                 return count
         return len(buffers)
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         self.log.append(f"put {start}")
         self.began.release()
         assert self.writes_go.wait(PATIENCE)
@@ -352,7 +355,9 @@ class CheckingTier(SlowTier):
         time.sleep(0)  # others may run
         return len(buffers)
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         self.writing += 1
         self.two_at_once |= self.writing > 1
         self.written.append(buffers[0][0][0] + 256 * buffers[0][0][1])

@@ -15,11 +15,13 @@ from typing import TypeAlias
 
 from blake3 import blake3
 
+from kvpact.epochs import FIRST_EPOCH, Epoch
+
 BlockKey: TypeAlias = bytes
 """32 bytes naming one block and every token before it; equal in every process, host and release."""
 
 KEY_BYTES = 32
-KEY_FORMAT = 1
+KEY_FORMAT = 2
 """Raised when the preimage of a key changes, so that old and new records never meet."""
 
 
@@ -160,6 +162,10 @@ class RequestIdentity:
     media: tuple[MediaSpan, ...] = ()
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
 
+    def same_root(self, other: RequestIdentity) -> bool:
+        """Whether all that holds for the request as a whole is equal; its blocks may bring different things."""
+        return (self.adapter, self.salt) == (other.adapter, other.salt)
+
 
 def _framed(*parts: bytes) -> bytes:
     """Length-prefixed concatenation, so that no two lists of parts share an encoding."""
@@ -169,12 +175,22 @@ def _framed(*parts: bytes) -> bytes:
 class BlockKeys:
     """The block keys of one request, computed once and extended as the request grows; never recomputed per step.
 
-    Only full blocks have a key. `namespace` is 32 bytes, `block_size` in tokens.
+    Only full blocks have a key. `namespace` is 32 bytes, `block_size` in tokens, `group` names a KV cache group (32
+    bytes; zeros where there is one). Each key is the BLAKE3 of 64 bytes, the key before it and a digest of what the
+    block has besides tokens (zeros if nothing), and of the block's token ids, 4 bytes each, little endian: frames of
+    one length, so that one call could digest many of them.
     """
 
-    __slots__ = ("_identity", "_namespace_root", "block_size", "keys")
+    __slots__ = ("_identity", "_root", "block_size", "keys")
 
-    def __init__(self, namespace: bytes, block_size: int, identity: RequestIdentity) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        block_size: int,
+        identity: RequestIdentity,
+        epoch: Epoch = FIRST_EPOCH,
+        group: bytes = bytes(KEY_BYTES),
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, not {block_size}")
         self.block_size = block_size
@@ -184,41 +200,63 @@ class BlockKeys:
             b"kvpact-key",
             KEY_FORMAT.to_bytes(2, "little"),
             namespace,
+            epoch.value,
+            group,
+            block_size.to_bytes(8, "little"),
             identity.adapter.encode(),
             identity.salt.encode(),
         )
-        self._namespace_root = blake3(root).digest()
+        self._root = blake3(root).digest()
 
     def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys."""
         size, first, last = self.block_size, len(self.keys), len(token_ids) // self.block_size
         if first == last:
             return self.keys
-        # The scheduler's thread waits for this: tokens are packed all at once, the frame is `_framed`, written out.
+        # The scheduler's thread waits for this: tokens are packed all at once.
         tokens = array("I", token_ids[first * size : last * size])
         if sys.byteorder == "big":
             tokens.byteswap()
         packed, nbytes = tokens.tobytes(), size * tokens.itemsize
-        before, between = KEY_BYTES.to_bytes(8, "little"), nbytes.to_bytes(8, "little")
         plain = not self._identity.media and not self._identity.embeddings
-        parent = self.keys[-1] if first else self._namespace_root
+        extras = _NO_EXTRAS
+        parent = self.keys[-1] if first else self._root
         for block in range(first, last):
             at = (block - first) * nbytes
-            frame = before + parent + between + packed[at : at + nbytes]
             if not plain:
-                frame += _framed(*self._extras(block))
-            parent = blake3(frame).digest()
+                extras = self._extras(block)
+            parent = blake3(parent + extras + packed[at : at + nbytes]).digest()
             self.keys.append(parent)
         return self.keys
 
-    def _extras(self, block: int) -> Iterator[bytes]:
+    def renew(self, identity: RequestIdentity) -> int:
+        """The request brings more than it did, or something else; returns how many keys stay as they are.
+
+        The others are forgotten: `extend` computes them anew. Raises ValueError if adapter or salt differ, which a
+        living request cannot change.
+        """
+        if not identity.same_root(self._identity):
+            raise ValueError("a request keeps its adapter and its salt; one with others has other block keys")
+        was = [self._extras(block) for block in range(len(self.keys))]
+        self._identity = identity
+        kept = next((block for block, extras in enumerate(was) if self._extras(block) != extras), len(was))
+        del self.keys[kept:]
+        return kept
+
+    def _extras(self, block: int) -> bytes:
+        """32 bytes over all that the block has besides its tokens."""
         start, end = block * self.block_size, (block + 1) * self.block_size
-        for span in self._identity.media:
-            if span.start < end and span.start + span.count > start:
-                offset = span.start - start
-                yield _framed(b"media", span.content.encode(), offset.to_bytes(8, "little", signed=True))
+        parts = [
+            _framed(b"media", span.content.encode(), (span.start - start).to_bytes(8, "little", signed=True))
+            for span in self._identity.media
+            if span.start < end and span.start + span.count > start
+        ]
         if block in self._identity.embeddings:
-            yield _framed(b"embeddings", self._identity.embeddings[block])
+            parts.append(_framed(b"embeddings", self._identity.embeddings[block]))
+        return blake3(_framed(*parts)).digest() if parts else _NO_EXTRAS
+
+
+_NO_EXTRAS = bytes(KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 from kvpact.arena import Arena
-from kvpact.blocks import BlockKey, BlockKeys, BlockRange, RangeSet
+from kvpact.blocks import BlockKey, BlockKeys, BlockRange, RangeSet, RequestIdentity
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
     ExternalCache,
     ExternalKVMatch,
+    LoadJob,
     LoadSettlement,
     StepWork,
     WorkerReport,
@@ -28,6 +30,7 @@ from kvpact.contract import (
 )
 from kvpact.copies import Copies, Load, PactPlan, Slots
 from kvpact.costs import Prefill
+from kvpact.epochs import Epoch, Epochs
 from kvpact.errors import PactViolation
 from kvpact.idle_steps import IdleSteps
 from kvpact.index import BlockIndex, Pin
@@ -37,6 +40,7 @@ from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
 from kvpact.saves import Saves
 from kvpact.staging import Inquest, Staging
 from kvpact.step_match import StepLookup, StepMatches, StepRead
+from kvpact.tags import NO_TAG, BlockTags, Tag
 from kvpact.tiers.queue import TierQueue
 
 logger = logging.getLogger(__name__)
@@ -52,6 +56,10 @@ is preempted, loads again, and keeps the other from running, for ever (P11).
 
 MOST_UNWRITTEN = 64
 """So many saved chains may wait until a step has time to offer them to the tiers (P12)."""
+
+
+BACKLOG_SLOTS = 64
+"""Slots in which one step looks for blocks that tiers which were opened late lack (P11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,17 @@ class Waiting:
 class RequestRecord:
     """What the cache knows of one live request. Without `keys` (its identity is unknown) it is not cached."""
 
-    keys: BlockKeys | None
+    keys: BlockKeys | None = None
+    identity: RequestIdentity | None = None
+    """What `keys` were made with."""
+    generation: int = 0
+    """The epoch that `keys` were made in, as `Epochs` counts."""
+    tag: Tag = NO_TAG
+    """What the engine's blocks are tagged with that the request fills now."""
+    tail_tag: Tag = NO_TAG
+    """What the request's last block, filled in part, was begun with."""
+    sound: int = 0
+    """So many of its blocks have its tag, from the first on."""
     offered: int = 0
     """Blocks that need not be offered for saving again."""
     failed_from: int | None = None
@@ -99,6 +117,21 @@ class RequestRecord:
     """Tokens that the engine had when it was farthest with the request."""
     idle_loads: int = 0
     """Loads since then: it was preempted before it got any farther."""
+
+
+class _Once:
+    """Asks the engine for a request's blocks when they are needed, and once in a step."""
+
+    __slots__ = ("_answer", "_ask")
+
+    def __init__(self, ask: Callable[[], Sequence[int]]) -> None:
+        self._ask = ask
+        self._answer: Sequence[int] | None = None
+
+    def __call__(self) -> Sequence[int]:
+        if self._answer is None:
+            self._answer = self._ask()
+        return self._answer
 
 
 class PactCache(ExternalCache):
@@ -128,7 +161,13 @@ class PactCache(ExternalCache):
             clock=clock,
             patience=config.prepare_deadline or config.load_deadline,
             second_use=config.admit == "second-use",
+            share_drawn_epochs=config.share_drawn_epochs,
         )
+        self._epochs = Epochs(config.weights_version)
+        self._tags = BlockTags()
+        self._stale_loads: list[LoadJob] = []
+        self._backlog: Iterator[int] = iter(())
+        """Slots of which is still to be told whether tiers that came late lack what lies there."""
         self._prefill = Prefill(2 * block_size)
         self._computing = 0
         self._loading = 0
@@ -146,18 +185,35 @@ class PactCache(ExternalCache):
             self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
         self._step_hits: Counter[str] = Counter()
-        self.asks_shared = self.staging.has_shared and config.match_at == "schedule" and config.prepare_deadline > 0
-        """Whether `prepare_external_match` asks tiers that only they themselves can answer for."""
-        self._looks_up_at_step = self.staging.has_shared and config.match_at == "step"
         self._idle_steps = IdleSteps(clock)
         self.is_late: Callable[[], bool] = lambda: False
         """Whether the running step has cost enough, so that what can wait is left to the next one."""
         self._writes_first = False
         """Of what can wait, a late step does one thing: it takes in what tiers have done, or offers them a chain."""
         self._unwritten: deque[Sequence[BlockKey]] = deque()
-        """Chains that were saved and not offered to the tiers yet."""
+        """Chains of this epoch that were saved and not offered to the tiers yet."""
+
+    def open_tiers(self, tiers: Sequence[TierQueue]) -> None:
+        """The tiers, if they were not there from the beginning. What memory holds is written to them bit by bit."""
+        self.staging.open(tiers)
+        if self._epochs.generation == 1:  # later, memory has blocks of other epochs as well, and does not say which
+            self._backlog = iter(range(self.index.num_slots))
 
     # Prepare
+
+    @property
+    def asks_shared(self) -> bool:
+        """Whether `prepare_external_match` asks tiers that only they themselves can answer for."""
+        return self._config.match_at == "schedule" and self._config.prepare_deadline > 0 and self._may_be_shared
+
+    @property
+    def _looks_up_at_step(self) -> bool:
+        return self._config.match_at == "step" and self._may_be_shared
+
+    @property
+    def _may_be_shared(self) -> bool:
+        """Whether shared tiers may hold blocks of this epoch."""
+        return self.staging.has_shared and self.staging.shares(self._epochs.current)
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Blocks are held through `context` while they are copied out; its free queue says when to save lazily."""
@@ -239,6 +295,7 @@ class PactCache(ExternalCache):
 
     def _begin_probe(self, request_id: str, record: RequestRecord, num_computed_tokens: int) -> None:
         record.computed = num_computed_tokens
+        record.sound = 0
         if self.saves.lazy is not None and record.offered:  # it was preempted: it gets other blocks
             record.offered = 0
             self.saves.lazy.rewind(request_id)
@@ -455,8 +512,9 @@ class PactCache(ExternalCache):
         record.computed += num_tokens
         self._loading += blocks.count
         record.idle_loads += 1
-        if self._config.admit == "second-use":
-            self.staging.write_behind(keys, self.index.held_prefix(keys[: blocks.end]))
+        self._write_used(keys[: blocks.end])
+        self._tags.fill(block_ids[blocks.start : blocks.end], record.tag)
+        record.tail_tag = record.tag
         keep = self._leases_on(plan, blocks, keys)
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self._config.load_deadline)
         self._copies.order_load(plan, blocks, keys, block_ids, now)
@@ -488,13 +546,15 @@ class PactCache(ExternalCache):
         self._note_resumed(request.request_id)
         record, lazy = self._record(request), self.saves.lazy
         before, record.computed = record.computed, num_computed_tokens
+        held = _Once(block_ids)
+        self._tag_filled(record, before, num_computed_tokens, held)
         self._computing += max(0, num_computed_tokens - before)
         if num_computed_tokens > record.farthest:
             record.farthest, record.idle_loads = num_computed_tokens, 0
         full = min(num_computed_tokens, len(request.token_ids)) // self._block_size
         if record.keys is None:
             if lazy is not None and full > before // self._block_size:
-                lazy.disown(block_ids())
+                lazy.disown(held())
             return
         if full <= record.offered or self._config.save == "off":
             return
@@ -503,12 +563,40 @@ class PactCache(ExternalCache):
         known = self.index.known_prefix(keys[:full])
         if known and (known == full or lazy is not None):
             self.index.touch(keys[known - 1])
-            if self._config.admit == "second-use":
-                self.staging.write_behind(keys, self.index.held_prefix(keys[:full]))
+            self._write_used(keys[:full])
+        if lazy is None and known == full:
+            return
+        sound = record.sound = self._tags.same_prefix(held()[:full], min(record.sound, full), record.tag)
         if lazy is not None:
-            lazy.note(request.request_id, keys, first, full, block_ids())
-        elif known < full:
-            self.saves.order(request.request_id, keys[:full], known, block_ids, self._clock())
+            lazy.disown(held()[max(first, sound) : full])
+            lazy.note(request.request_id, keys, first, max(first, sound), held())
+        elif known < sound:
+            self.saves.order(request.request_id, keys[:sound], known, held, self._clock())
+
+    def _tag_filled(
+        self, record: RequestRecord, before: int, computed: int, block_ids: Callable[[], Sequence[int]]
+    ) -> None:
+        """The step computes the request's tokens [before, computed): the blocks that it fills get the request's tag.
+
+        A block that other weights, or another adapter, began gets none.
+        """
+        if self._config.save == "off":
+            return
+        first, full = before // self._block_size, computed // self._block_size
+        if full > first:
+            filled = block_ids()[first:full]
+            self._tags.fill(filled, record.tag)
+            if before % self._block_size and record.tail_tag != record.tag:
+                self._tags.fill(filled[:1], NO_TAG)
+                record.sound = min(record.sound, first)
+        if full > first or not before % self._block_size:
+            record.tail_tag = record.tag
+
+    def _write_used(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks of the arena are used: tiers that get what is used twice, or may have lost them, are offered them."""
+        held = self.index.held_prefix(keys)
+        if self._config.admit == "second-use" or (held and self.staging.lacks(keys[:held], self._epochs.current)):
+            self.staging.write_behind(keys, held, self._epochs.current)
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, most_tokens: int) -> None:
         """Have the workers look in the shared tiers, when the running step begins, for what it computes and saves.
@@ -552,6 +640,8 @@ class PactCache(ExternalCache):
             self.staging.poll()
         if self._writes_first or not self.is_late():
             self._write_behind()
+        if not self.is_late() and self.staging.has_room:
+            self._write_backlog()
         self.staging.end_step()
         self._prefill.note_step(max(0, self._computing), now)
         taken = self._loading + blocks_touched(max(0, self._computing), self._block_size)
@@ -567,8 +657,18 @@ class PactCache(ExternalCache):
         """
         while self._unwritten:
             keys = self._unwritten.popleft()
-            self.staging.write_behind(keys, self.index.held_prefix(keys))
+            self.staging.write_behind(keys, self.index.held_prefix(keys), self._epochs.current)
             if len(self._unwritten) <= MOST_UNWRITTEN and self.is_late():
+                break
+
+    def _write_backlog(self) -> None:
+        """Offer some more of what memory held when tiers were opened late, while they have room for it."""
+        for slot in islice(self._backlog, BACKLOG_SLOTS):
+            key = self.index.key_at(slot)
+            if key is not None and self.index.is_last(key):
+                keys = self.index.chain(key)
+                self.staging.write_behind(keys, self.index.held_prefix(keys), self._epochs.current)
+            if self.is_late() or not self.staging.has_room:
                 break
 
     def abandon_step(self) -> None:
@@ -602,6 +702,14 @@ class PactCache(ExternalCache):
             used = min(outcome.done.prefix_from(plan.blocks.start) * self._block_size, plan.committed_tokens)
         self.ledger.settle(plan, loaded=outcome.done, failed=outcome.failed, used_tokens=used)
         if failed is not None:
+            record = self._requests.get(load.job.request_id)
+            if record is not None:
+                record.computed = min(record.computed, failed.start * self._block_size)
+            self._tags.fill(load.job.block_ids[failed.start - load.job.start_block :], NO_TAG)
+        if load.recalled:
+            if outcome.done.ranges:
+                self._stale_loads.append(load.job)
+        elif failed is not None:
             self._forget(load, failed.start)
         self._drop_if_gone(load.job.request_id)
         return LoadSettlement(load.job.request_id, outcome.done, outcome.failed, not load.job.synchronous)
@@ -613,21 +721,47 @@ class PactCache(ExternalCache):
         if record is not None:
             record.failed_from = min(first, record.failed_from if record.failed_from is not None else first)
             record.offered = min(record.offered, first)
-        self.index.drop(load.keys[first])
-        self.staging.delete(load.keys[first:])
-        self._copies.distrust(load.job.request_id, load.keys[first], first)
+        self._drop_stored(load.job.request_id, load.keys[first:], first)
+
+    def _drop_stored(self, request_id: str, keys: Sequence[BlockKey], first: int) -> None:
+        """Blocks `keys` of a request, from its block `first` on, go everywhere, with all behind them."""
+        self.index.drop(keys[0])
+        self.staging.delete(keys)
+        self._copies.distrust(request_id, keys[0], first)
         if self.saves.lazy is not None:
-            self.saves.lazy.forget(load.keys[first:])
+            self.saves.lazy.forget(keys)
 
     # Requests
 
     def _record(self, request: EngineRequest) -> RequestRecord:
         record = self._requests.get(request.request_id)
         if record is None:
-            record = self._requests[request.request_id] = RequestRecord(None)
-        if record.keys is None and (identity := request.identity) is not None:
-            record.keys = BlockKeys(self._namespace, self._block_size, identity)
+            record = self._requests[request.request_id] = RequestRecord()
+        identity = request.identity
+        if identity is not record.identity or record.generation != self._epochs.generation:
+            self._identify(request.request_id, record, identity)
         return record
+
+    def _identify(self, request_id: str, record: RequestRecord, identity: RequestIdentity | None) -> None:
+        """The request is new, or has grown, or the epoch is another one: its blocks have other keys from some on."""
+        epoch, before, kept = self._epochs, record.identity, 0
+        same_epoch = record.generation == epoch.generation
+        record.identity, record.generation = identity, epoch.generation
+        record.tag = self._tags.tag_of(epoch.generation, identity.adapter) if identity is not None else NO_TAG
+        if identity is None:
+            record.keys = None
+        elif same_epoch and record.keys is not None and before is not None and before.same_root(identity):
+            kept = record.keys.renew(identity)
+        else:
+            record.keys = BlockKeys(self._namespace, self._block_size, identity, epoch.current)
+        plan = self.ledger.find(request_id)
+        if plan is not None and plan.state is not State.LOADING and plan.blocks.end > kept:
+            self.ledger.abort(plan, EndReason.SUPERSEDED)
+        record.offered, record.sound = min(record.offered, kept), min(record.sound, kept)
+        record.waits_at = None
+        if record.inquest is not None:
+            self.staging.give_up(record.inquest, late=False)
+            record.inquest = None
 
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep what they need until all ranks have reported."""
@@ -654,21 +788,70 @@ class PactCache(ExternalCache):
         stirred = self.saves.lazy is not None and self.saves.lazy.stirred
         return self._idle_steps.wait_for(len(self._copies) + len(self._unwritten) + self.staging.pending + stirred)
 
+    @property
+    def epoch(self) -> Epoch:
+        """Of which weights the blocks are that are stored and served now."""
+        return self._epochs.current
+
     def reset(self) -> None:
-        """Forget every stored block, here and in the tiers. Copies under way end without a trace."""
+        """See `ExternalCache`.
+
+        Blocks of other epochs stay where they lie until their room is needed: nobody can ask for them, so they are the
+        least recently used ones from now on.
+        """
+        self._epochs.reset()
+        self._begin_epoch()
+
+    def set_weights_version(self, version: str) -> None:
+        """See `ExternalCache`."""
+        self._epochs.name(version)
+        self._begin_epoch()
+
+    def take_back_reset(self) -> bool:
+        """The weights are those from before the last reset after all: back to their epoch; whether that was possible.
+
+        Not once a word was said. What was computed or stored since the reset is not used any more.
+        """
+        taken_back = self._epochs.take_back_reset()
+        if taken_back:
+            self._begin_epoch()
+        return taken_back
+
+    def _begin_epoch(self) -> None:
+        """The weights may be others than those before: whatever is under way belongs to the old ones."""
         for plan in self.ledger.open_plans():
             if plan.state is not State.LOADING:
                 self.ledger.abort(plan, EndReason.CACHE_RESET)
-        for record in self._requests.values():
-            record.offered, record.waits_at = 0, None
-            if record.inquest is not None:
-                self.staging.give_up(record.inquest, late=False)
-                record.inquest.held.clear()
+        self._copies.recall()
         if self.saves.lazy is not None:
             self.saves.lazy.clear()
         self._unwritten.clear()
-        self.index.clear()
-        self.staging.clear()
+        self._backlog = iter(())
+
+    def take_stale_loads(self) -> list[LoadJob]:
+        """Loads that arrived although they had been recalled: what they brought must be computed again."""
+        stale, self._stale_loads = self._stale_loads, []
+        return stale
+
+    def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """These blocks of the engine hold garbage: nothing of them, or computed behind them, is stored (H48).
+
+        `tables` has the blocks of each request that may have some of them. What is stored of these requests already,
+        from the first of these blocks on, is dropped everywhere.
+        """
+        self._tags.fill(block_ids, NO_TAG)
+        for save in self._copies.saves.values():
+            save.trusted &= not any(block_id in block_ids for block_id in save.job.block_ids)
+        for request_id, table in tables.items():
+            first = next((place for place, block_id in enumerate(table) if block_id in block_ids), None)
+            record = self._requests.get(request_id)
+            if first is None or record is None or record.keys is None:
+                continue
+            self._tags.fill(table[first:], NO_TAG)
+            record.sound, record.offered = min(record.sound, first), min(record.offered, first)
+            record.computed = min(record.computed, first * self._block_size)
+            if lost := record.keys.keys[first:]:
+                self._drop_stored(request_id, lost, first)
 
     def observe(self) -> Snapshot:
         """All counts as they are now, the ledger's and the tiers' included."""

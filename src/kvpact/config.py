@@ -96,6 +96,10 @@ class KvpactConfig(BaseModel):
     """A file with 16 secret bytes or more: records in shared tiers are sealed with it, and others are not served."""
     model_id: str | None = Field(default=None, min_length=1)
     """Identity of the base weights, for weights whose files do not tell: equal only where the weights are."""
+    weights_version: str | None = Field(default=None, min_length=1)
+    """A word for the weights that the engine starts with, beside their identity; after a reset it must be said anew."""
+    share_drawn_epochs: bool = False
+    """Whether shared tiers are written after a reset without a word, though no other engine can use what lies there."""
     io_threads: Count = Field(default=2, ge=1, le=64)
     """Host threads that read and write the tiers."""
     stats_file: Path | None = None

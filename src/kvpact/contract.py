@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from kvpact.blocks import BlockRange, RangeSet, RequestIdentity, hull
+from kvpact.errors import WeightsVersionRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,10 @@ class EngineRequest(Protocol):
 
     @property
     def identity(self) -> RequestIdentity | None:
-        """What besides tokens decides the KV content; None if something is unknown: never stored, never served."""
+        """What besides tokens decides the KV content; None if something is unknown: never stored, never served.
+
+        The same object while nothing has changed; another one when the request has grown (media of later chunks).
+        """
 
     @property
     def may_load(self) -> bool:
@@ -145,6 +149,8 @@ class StepWork:
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     inquiries: tuple[Inquiry, ...] = ()
+    recalls: tuple[int, ...] = ()
+    """Loads under way that must not be used: a worker reports all of such a job's blocks as failed when it ends."""
     extra: object = None
 
 
@@ -289,7 +295,19 @@ class ExternalCache(ABC):
         """The engine offers its block pool, or its whole `SchedulerContext`. Default: not used."""
 
     def reset(self) -> None:
-        """Forget everything stored (the weights changed). Default: nothing stored."""
+        """The weights may be others from now on: a new epoch begins at once (P13). Default: nothing stored.
+
+        Of what was stored before nothing is served, of what was computed before nothing is stored. Never raises, asks
+        no store, and deletes nothing that others may use.
+        """
+
+    def set_weights_version(self, version: str) -> None:
+        """The weights that came with the last reset are called `version`: caches that are told the same word share.
+
+        Raises WeightsVersionRefused if no reset came since the last word, or if it is the word from before that reset.
+        Default: refused.
+        """
+        raise WeightsVersionRefused(f"this cache knows no word for its weights; {version!r} changes nothing")
 
     @property
     def supports_kv_cache_groups(self) -> bool:

@@ -29,6 +29,8 @@ class Load:
     keys: tuple[BlockKey, ...]
     tally: JobTally
     ask_at: float
+    recalled: bool = False
+    """Whether the weights it is of have gone meanwhile."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class _Outbox:
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     inquiries: list[Inquiry] = field(default_factory=list)
+    recalls: list[int] = field(default_factory=list)
 
     def has(self, job: LoadJob | SaveJob) -> bool:
         """Whether the workers are told of this job with this step, and so have not heard of it."""
@@ -61,9 +64,10 @@ class _Outbox:
 
     def take(self) -> StepWork:
         """All of it; the next step begins empty."""
-        if not (self.loads or self.saves or self.inquiries):
+        if not (self.loads or self.saves or self.inquiries or self.recalls):
             return _NOTHING
-        work = StepWork(tuple(self.loads), tuple(self.saves), tuple(self.inquiries))
+        work = StepWork(tuple(self.loads), tuple(self.saves), tuple(self.inquiries), tuple(self.recalls))
+        self.recalls.clear()
         self.loads.clear()
         self.saves.clear()
         self.inquiries.clear()
@@ -159,6 +163,18 @@ class Copies:
         for save in self.saves.values():
             if save.job.request_id == request_id or save.keys[block : block + 1] == (key,):
                 save.trusted = False
+
+    def recall(self) -> None:
+        """The weights may be others from now on: what is being saved is not stored, what is being loaded not used.
+
+        Synchronous loads belong to a step that the engine has begun, and to the weights of that step.
+        """
+        for save in self.saves.values():
+            save.trusted = False
+        for job_id, load in self.loads.items():
+            if not load.job.synchronous and not load.recalled:
+                load.recalled = True
+                self._outbox.recalls.append(job_id)
 
     def __len__(self) -> int:
         return len(self.loads) + len(self.saves)

@@ -16,6 +16,10 @@ class TierError(KvpactError):
     """A tier cannot be used (missing directory, full disk, foreign data); the engine serves on without it."""
 
 
+class WeightsVersionRefused(KvpactError, ValueError):
+    """A word for the weights that cannot be believed; the engine goes on under the epoch that it has."""
+
+
 class StepLoadLost(KvpactError):
     """Tokens that a step does not compute could not be loaded: the engine must stop, because it cannot go back."""
 

@@ -155,6 +155,10 @@ class BlockIndex:
             raise PactViolation(f"block {key.hex()[:16]!r} is not in the index; ask known_prefix() or `in` first")
         return row
 
+    def is_last(self, key: BlockKey) -> bool:
+        """Whether no known block stands behind the known block `key`. Raises PactViolation if it is unknown."""
+        return self._first_child[self.slot(key)] == _NONE
+
     def slots_of(self, keys: Iterable[BlockKey]) -> list[int]:
         """The slots of known blocks, in order. Raises PactViolation if one is unknown."""
         return [self.slot(key) for key in keys]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -18,6 +18,7 @@ from math import inf
 from kvpact.arena import Arena
 from kvpact.blocks import BlockKey
 from kvpact.costs import TierCosts, new_tier_costs
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.index import ROOT, BlockIndex, Pin
 from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.base import Tier
@@ -37,6 +38,9 @@ IN_FLIGHT_SHARE = 0.5
 
 POLL_SECONDS = 0.2e-3
 """So much of a scheduler step may go into taking in what the tiers have finished; a step gets 1 ms in all (P11)."""
+
+ASK_AGAIN_SECONDS = 60.0
+"""What a shared tier was found to hold is believed for so long: others may evict, delete, or restart it (H46)."""
 
 KNOWN_SHARE = 2
 """For each slot of the arena, so many blocks are remembered as stored in a shared tier, or as seen once: what is
@@ -58,6 +62,7 @@ class Write:
 
     keys: tuple[BlockKey, ...]
     pin: Pin
+    epoch: Epoch
 
 
 @dataclass(eq=False, slots=True)
@@ -75,21 +80,28 @@ class Inquest:
 
 
 class RecentKeys:
-    """A set of block keys that forgets the oldest beyond `most`."""
+    """Block keys and when each was last added; forgets the oldest beyond `most`."""
 
     __slots__ = ("_keys", "_most")
 
     def __init__(self, most: int) -> None:
-        self._keys: OrderedDict[BlockKey, None] = OrderedDict()  # a plain dict forgets its first in O(n)
+        self._keys: OrderedDict[BlockKey, float] = OrderedDict()  # a plain dict forgets its first in O(n)
         self._most = most
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._keys
 
-    def add(self, keys: Sequence[BlockKey]) -> None:
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self._keys)
+
+    def added_since(self, key: BlockKey, time: float) -> bool:
+        """Whether `key` was added at `time` or later."""
+        return self._keys.get(key, -inf) >= time
+
+    def add(self, keys: Sequence[BlockKey], now: float = 0.0) -> None:
         """These are the newest now."""
         for key in keys:
-            self._keys[key] = None
+            self._keys[key] = now
             self._keys.move_to_end(key)
         while len(self._keys) > self._most:
             self._keys.popitem(last=False)
@@ -99,10 +111,6 @@ class RecentKeys:
         for key in keys:
             self._keys.pop(key, None)
 
-    def clear(self) -> None:
-        """Nothing is known any more."""
-        self._keys.clear()
-
 
 @dataclass(eq=False, slots=True)
 class Source:
@@ -111,12 +119,15 @@ class Source:
     queue: TierQueue
     name: TierName
     known: RecentKeys
-    """What a shared tier was found to hold. It may have evicted it since: then the next look-up tells."""
+    """What a shared tier was found to hold, and when. It may have evicted it since: then the next look-up tells."""
+    offered_again: RecentKeys
+    """Chains that it should have, and was offered once more; see `Staging.lacks`."""
+    unshareable: RecentKeys
+    """What was written to a shared tier under a drawn epoch, to be deleted when the engine ends."""
     breaker: Breaker = field(default_factory=Breaker)
     costs: TierCosts = field(default_factory=new_tier_costs)
     writing: set[BlockKey] = field(default_factory=set)
     deleting: set[BlockKey] = field(default_factory=set)
-    clearing: bool = False
     blamed: set[Ticket] = field(default_factory=set)
     """Operations that were already counted as failures because they were too late."""
 
@@ -127,18 +138,22 @@ class Source:
 
     def held(self, keys: Sequence[BlockKey]) -> int:
         """How many of `keys` an exclusive tier holds in a row."""
-        return 0 if self.clearing else self.without_deleted(keys, self.queue.tier.lookup(keys))
+        return self.without_deleted(keys, self.queue.tier.lookup(keys))
 
     def without_deleted(self, keys: Sequence[BlockKey], held: int) -> int:
         """Up to where the first `held` of `keys` stay: what is about to be deleted is held no more."""
         return next((at for at in range(held) if keys[at] in self.deleting), held) if self.deleting else held
 
-    def first_to_write(self, keys: Sequence[BlockKey]) -> int:
+    def first_to_write(self, keys: Sequence[BlockKey], now: float) -> int:
         """The first block of `keys` that is neither held, as far as is known, nor being written."""
         start = 0 if self.shared else self.held(keys)
-        while start < len(keys) and (keys[start] in self.writing or (self.shared and keys[start] in self.known)):
+        while start < len(keys) and (keys[start] in self.writing or (self.shared and self.believes(keys[start], now))):
             start += 1
         return start
+
+    def believes(self, key: BlockKey, now: float) -> bool:
+        """Whether a shared tier was found to hold this block not long ago."""
+        return self.known.added_since(key, now - ASK_AGAIN_SECONDS)
 
 
 class Staging:
@@ -154,9 +169,11 @@ class Staging:
         clock: Callable[[], float] = time.monotonic,
         patience: float = 2.0,
         second_use: bool = False,
+        share_drawn_epochs: bool = False,
     ) -> None:
         """A tier that takes longer than `patience` seconds over one operation has failed it.
 
+        With `share_drawn_epochs` shared tiers are written under epochs that no other engine can have, until `close`.
         With `second_use`, a block is written to the tiers when it is saved or loaded for the second time.
         """
         self._index = index
@@ -166,8 +183,10 @@ class Staging:
         self._patience = patience
         most = KNOWN_SHARE * arena.num_slots
         self._seen_once = RecentKeys(most) if second_use else None
-        self._sources = [Source(queue, TierName.of(queue.tier.name), RecentKeys(most)) for queue in queues]
-        self._shared = [source for source in self._sources if source.shared]
+        self._share_drawn_epochs = share_drawn_epochs
+        self._sources: list[Source] = []
+        self._shared: list[Source] = []
+        self.open(queues)
         self.news = 0
         """What the tiers have finished so far: while it stays, nothing is found or arrives."""
         self._polled = 0.0
@@ -182,6 +201,14 @@ class Staging:
         self._write_blocks = max(1, WRITE_BYTES // arena.slot_bytes)
         self._in_flight_slots = max(1, int(IN_FLIGHT_SHARE * arena.num_slots))
 
+    def open(self, queues: Sequence[TierQueue]) -> None:
+        """These tiers, in the user's order, are below the arena from now on. Said once."""
+        most = KNOWN_SHARE * self._arena.num_slots
+        for queue in queues:
+            memories = (RecentKeys(most), RecentKeys(most), RecentKeys(most))
+            self._sources.append(Source(queue, TierName.of(queue.tier.name), *memories))
+        self._shared = [source for source in self._sources if source.shared]
+
     # Finding
 
     @property
@@ -193,7 +220,7 @@ class Staging:
         """Begin to find out what the shared tiers hold of `keys`. Tiers that are ill are not asked."""
         inquest, now = Inquest(keys), self._clock()
         for source in self._shared:
-            if source.clearing or not source.breaker.allows(now):
+            if not source.breaker.allows(now):
                 self._metrics.add("skipped_lookups", label=source.name)
                 continue
             ticket = next(self._tickets)
@@ -282,8 +309,31 @@ class Staging:
 
     # Writing
 
-    def write_behind(self, keys: Sequence[BlockKey], end: int) -> None:
-        """Have every tier store what it lacks of `keys[:end]`, all of which are held in the arena.
+    def shares(self, epoch: Epoch) -> bool:
+        """Whether shared tiers may hold blocks of this epoch: of a drawn one only if the user wants that."""
+        return self._share_drawn_epochs or not epoch.is_drawn
+
+    def lacks(self, keys: Sequence[BlockKey], epoch: Epoch) -> bool:
+        """Whether a tier may have lost `keys`, which are held in the arena: then they should be offered to it again.
+
+        Asked when the blocks are used; of a chain the answer is "yes" once in `ASK_AGAIN_SECONDS` at most.
+        """
+        now, last, found = self._clock(), keys[-1], False
+        for source in self._shared if self.shares(epoch) else ():
+            known = source.believes(last, now) or last in source.writing
+            if not known and not source.breaker.is_open:
+                offered = source.offered_again.added_since(last, now - ASK_AGAIN_SECONDS)
+                source.offered_again.add((last,), now)
+                found |= not offered
+        return found
+
+    @property
+    def has_room(self) -> bool:
+        """Whether every tier would take a write of `WRITE_BYTES` now."""
+        return all(source.queue.has_room(WRITE_BYTES) for source in self._sources)
+
+    def write_behind(self, keys: Sequence[BlockKey], end: int, epoch: Epoch = FIRST_EPOCH) -> None:
+        """Have every tier store what it lacks of `keys[:end]`, blocks of `epoch` that are all held in the arena.
 
         A write that finds its tier's queue full, or its tier ill, is dropped, with all that it held (H52).
         """
@@ -292,23 +342,26 @@ class Staging:
             admitted = next((at for at, key in enumerate(keys) if key not in self._seen_once), end)
             self._seen_once.add(keys)
             keys = keys[:admitted]
+        now = self._clock()
         for source in self._sources:
-            start = source.first_to_write(keys)
+            if source.shared and not self.shares(epoch):
+                continue
+            start = source.first_to_write(keys, now)
             if start < len(keys) and source.shared and source.breaker.is_open:
                 self._metrics.add("dropped_writes", len(keys) - start, source.name)
                 continue
-            self._write(source, keys, start)
+            self._write(source, keys, start, epoch)
 
-    def _write(self, source: Source, keys: Sequence[BlockKey], start: int) -> None:
+    def _write(self, source: Source, keys: Sequence[BlockKey], start: int, epoch: Epoch) -> None:
         while start < len(keys):
             stop = min(len(keys), start + self._write_blocks)
             run = tuple(keys[start:stop])
             ticket = next(self._tickets)
-            self._writes[ticket] = Write(run, self._index.pin(run[-1]))
+            self._writes[ticket] = Write(run, self._index.pin(run[-1]), epoch)
             source.writing.update(run)
             buffers = [self._arena.slot_views(slot) for slot in self._index.slots_of(run)]
             nbytes = len(run) * self._arena.slot_bytes
-            if not source.queue.submit_put(ticket, keys[:stop], start, buffers, nbytes):
+            if not source.queue.submit_put(ticket, keys[:stop], start, buffers, nbytes, epoch):
                 self._end_write(ticket, source)
                 self._metrics.add("dropped_writes", len(keys) - start, source.name)
                 break
@@ -385,7 +438,7 @@ class Staging:
         self._judge(source, done, now)
         if done.ok and done.seconds:
             source.costs.note_lookup(done.seconds)
-            source.known.add(inquest.keys[: done.held])
+            source.known.add(inquest.keys[: done.held], now)
             source.known.discard(inquest.keys[done.held :])
         if inquest.waiting.pop(source, None) is not None:
             inquest.held[source] = done.held
@@ -414,8 +467,10 @@ class Staging:
 
     def _count_write(self, source: Source, write: Write, done: PutDone) -> None:
         if source.shared:
-            source.known.add(write.keys[: done.stored])
+            source.known.add(write.keys[: done.stored], self._clock())
             source.known.discard(write.keys[done.stored :])
+            if write.epoch.is_drawn:
+                source.unshareable.add(write.keys[: done.stored])
         self._metrics.add("written_blocks", done.stored, source.name)
         self._metrics.add("written_bytes", done.stored * self._arena.slot_bytes, source.name)
         self._metrics.add("dropped_writes", len(write.keys) - done.stored, source.name)
@@ -434,18 +489,6 @@ class Staging:
 
             source.queue.submit_errand(delete)
 
-    def clear(self) -> None:
-        """Have every tier drop all it holds, what is being written included; it counts as empty from now on."""
-        for source in self._sources:
-            source.clearing = True
-            source.known.clear()
-
-            def clear(tier: Tier, source: Source = source) -> None:
-                tier.clear()
-                source.clearing = False
-
-            source.queue.submit_errand(clear)
-
     # What workers read by themselves
 
     @property
@@ -455,14 +498,12 @@ class Staging:
 
     def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
         """How many of `keys` in a row workers may read by themselves: a tier would still give what it is to forget."""
-        if any(source.clearing for source in self._shared):
-            return 0
         return min((source.without_deleted(keys, len(keys)) for source in self._shared), default=0)
 
     def note_read_elsewhere(self, tier: int, keys: Sequence[BlockKey]) -> None:
         """A worker has read blocks from the tier at this position: count them, and do not write them there again."""
         source = self._sources[tier]
-        source.known.add(keys)
+        source.known.add(keys, self._clock())
         self._metrics.add("read_blocks", len(keys), source.name)
         self._metrics.add("read_bytes", len(keys) * self._arena.slot_bytes, source.name)
 
@@ -491,7 +532,13 @@ class Staging:
             self._metrics.raise_to("evicted_blocks", sum(count.evicted for count in counts), name)
 
     def close(self, timeout: float) -> bool:
-        """Flush what is queued, at most `timeout` seconds over all tiers, and close them; whether all was flushed."""
+        """Flush what is queued, at most `timeout` seconds over all tiers, and close them; whether all was flushed.
+
+        What lies in shared tiers under drawn epochs is deleted: nobody can ask for it any more.
+        """
+        for source in self._shared:
+            if keys := [*source.unshareable]:
+                source.queue.submit_errand(lambda tier, keys=keys: tier.delete(keys))  # type: ignore[misc]
         share = timeout / max(1, len(self._sources))
         flushed = [source.queue.close(share) for source in self._sources]
         self._take(inf)

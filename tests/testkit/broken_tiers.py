@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from kvpact.blocks import BlockKey, Namespace
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.testkit.dictionary_tier import DictionaryTier, Record, Records
 from kvpact.testkit.faults import Faults
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, TierCapacity, TierCounts, TierHealth, payload_digest
@@ -18,7 +19,9 @@ class CountsHits(DictionaryTier):
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         return sum((self.namespace, key) in self.records for key in keys)
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         for block, buffer in enumerate(buffers, start):
             store_unasked(self, keys, block, buffer)
         return len(buffers)
@@ -27,7 +30,9 @@ class CountsHits(DictionaryTier):
 class StoresOrphans(DictionaryTier):
     """T2: stores blocks whose chain is not held; they appear when it is."""
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         for block, buffer in enumerate(buffers, start):
             if (self.namespace, keys[block]) not in self.records:
                 store_unasked(self, keys, block, buffer)
@@ -93,7 +98,9 @@ class ReadsAhead(DictionaryTier):
 class VisibleTooSoon(DictionaryTier):
     """H26: enters a block first, and copies its bytes then."""
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         for block, buffer in enumerate(buffers, start):
             if self.lookup(keys[: block + 1]) == block and len(self.records) < self.capacity_blocks:
                 store_unasked(self, keys, block, [memoryview(bytes(self.slot_bytes))])
@@ -104,8 +111,10 @@ class VisibleTooSoon(DictionaryTier):
 class KeepsFailedWrites(DictionaryTier):
     """H26: a write that fails leaves half a block, under a checksum of that half."""
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
-        stored = super().put(keys, start, buffers)
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
+        stored = super().put(keys, start, buffers, epoch)
         if stored < len(buffers) and not self.health().ok and self.lookup(keys) == start + stored:
             store_unasked(self, keys, start + stored, [memoryview(bytes(self.slot_bytes))])
         return stored
@@ -133,8 +142,10 @@ class EvictsHeads(DictionaryTier):
 class DropsWrites(DictionaryTier):
     """T1, H31: says that it stored what it threw away."""
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
-        super().put(keys, start, buffers[:4])
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
+        super().put(keys, start, buffers[:4], epoch)
         return len(buffers)
 
 
@@ -162,10 +173,12 @@ class ClearsTheNeighbours(DictionaryTier):
 class WritesAgain(DictionaryTier):
     """T3: writes what it holds already."""
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         for block in range(start, min(self.lookup(keys), start + len(buffers))):
             store_unasked(self, keys, block, buffers[block - start])
-        return super().put(keys, start, buffers)
+        return super().put(keys, start, buffers, epoch)
 
 
 class DeletesOneBlock(DictionaryTier):

@@ -87,6 +87,7 @@ class SimulatedWorker(ExternalCacheWorker):
         self._step = 0
         self._synchronous: list[_Task] = []
         self._tasks: list[_Task] = []
+        self._recalled: set[int] = set()
         self._said: dict[int, JobOutcome] = {}
         self._reports: list[tuple[int, int, JobOutcome]] = []
 
@@ -109,6 +110,7 @@ class SimulatedWorker(ExternalCacheWorker):
         """See `ExternalCacheWorker`."""
         self._step += 1
         self._synchronous = []
+        self._recalled.update(work.recalls)
         for inquiry in work.inquiries:
             self._answer(inquiry)
         for job in work.loads:
@@ -176,6 +178,9 @@ class SimulatedWorker(ExternalCacheWorker):
         job, conduct = task.job, task.conduct
         due = self._step + conduct.report_after_steps
         failed = RangeSet.of(job.blocks).intersection(conduct.failed_blocks)
+        if job.job_id in self._recalled:
+            self._recalled.discard(job.job_id)
+            failed = RangeSet.of(job.blocks)
         if conduct.block_by_block:
             pieces = [RangeSet.of(BlockRange(block, 1)) for block in reversed(list(job.blocks))]
         else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvpact.blocks import BlockKey, Namespace
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.testkit.faults import Faults
 from kvpact.tiers.base import (
     HEADER_BYTES,
@@ -114,7 +115,9 @@ class DictionaryTier(Tier):
             self._counts = replace(self._counts, damaged=self._counts.damaged + (self.delete([key]) > 0))
         return False
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         for block in range(max(start, self.lookup(keys)), start + len(buffers)):
             try:
                 self.faults.before_write(keys[block])
@@ -123,18 +126,20 @@ class DictionaryTier(Tier):
                 self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + 1)
                 break
             self._trouble = ""
-            if not self._write(keys, block, bytearray().join(buffers[block - start])):
+            if not self._write(keys, block, bytearray().join(buffers[block - start]), epoch):
                 break
         held = self.lookup(keys)
         self._use(keys[:held])
         return max(0, min(held - start, len(buffers)))
 
-    def _write(self, keys: Sequence[BlockKey], block: int, payload: bytearray) -> bool:
+    def _write(self, keys: Sequence[BlockKey], block: int, payload: bytearray, epoch: Epoch) -> bool:
         """Store one block if the one before it is held and there is room, or some can be made."""
         now = time.time()
         parent = keys[block - 1] if block else b""
         digest = payload_digest([memoryview(payload)])
-        header = RecordHeader(self.namespace, keys[block], parent, block, self.slot_bytes, digest, now, now)
+        header = RecordHeader(
+            self.namespace, keys[block], parent, block, self.slot_bytes, digest, now, now, epoch=epoch
+        )
         with self._lock:
             if self._closed or self.lookup(keys) != block:
                 return False

@@ -18,6 +18,7 @@ from random import Random
 from typing import TypeAlias
 
 from kvpact.blocks import BlockKey
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import TierError
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
 
@@ -273,22 +274,24 @@ class FaultyTier(Tier):
             return count
         return arrived
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         fault, chance = self.faults.meet(Operation.PUT, _name(keys, start))
         count = chance.randint(0, max(0, len(buffers) - 1)) if fault is not None else len(buffers)
         if fault in (Fault.DELAY, Fault.HANG):
-            self.tier.put(keys, start, buffers[:count])
+            self.tier.put(keys, start, buffers[:count], epoch)
             self.faults.wait(fault)
         elif fault is Fault.PARTIAL:
-            return self.tier.put(keys, start, buffers[:count])
+            return self.tier.put(keys, start, buffers[:count], epoch)
         elif fault in (Fault.ERROR, Fault.CRASH):
-            self.tier.put(keys, start, buffers[:count])
+            self.tier.put(keys, start, buffers[:count], epoch)
             _fail(fault, chance)
         elif fault is Fault.SILENT_DAMAGE and buffers:
             copies: list[BlockBuffer] = [[memoryview(bytearray(piece)) for piece in buffer] for buffer in buffers]
             _flip(copies[count], chance)
-            return self.tier.put(keys, start, copies)
-        return self.tier.put(keys, start, buffers)
+            return self.tier.put(keys, start, copies, epoch)
+        return self.tier.put(keys, start, buffers, epoch)
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         doomed = list(keys)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpact.blocks import BlockKey
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import PactViolation
 from kvpact.tiers.base import BlockBuffer, Tier
 from kvpact.tiers.queue import Done, GetDone, LookupDone, PutDone, Ticket, TierQueue
@@ -91,15 +92,21 @@ class SteppedQueue(TierQueue):
         self._gets.append(_Task(ticket, run, GetDone(ticket, 0)))
 
     def submit_put(
-        self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], nbytes: int
+        self,
+        ticket: Ticket,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        nbytes: int,
+        epoch: Epoch = FIRST_EPOCH,
     ) -> bool:
         """See `TierQueue`."""
-        if self._write_bytes + nbytes > self._most:
+        if not self.has_room(nbytes):
             return False
         self._require_new(ticket)
 
         def run() -> Done:
-            return PutDone(ticket, self.tier.put(keys, start, buffers))
+            return PutDone(ticket, self.tier.put(keys, start, buffers, epoch))
 
         self._write_bytes += nbytes
         self._puts.append(_Task(ticket, run, PutDone(ticket, 0), nbytes))
@@ -145,6 +152,10 @@ class SteppedQueue(TierQueue):
     def pending_write_bytes(self) -> int:
         """See `TierQueue`."""
         return self._write_bytes
+
+    def has_room(self, nbytes: int) -> bool:
+        """See `TierQueue`."""
+        return self._write_bytes + nbytes <= self._most
 
     @property
     def under_way(self) -> int:

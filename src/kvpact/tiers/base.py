@@ -16,6 +16,7 @@ import xxhash
 from blake3 import blake3
 
 from kvpact.blocks import KEY_BYTES, BlockKey
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import KvpactError
 
 BlockBuffer: TypeAlias = Sequence[memoryview]
@@ -25,14 +26,14 @@ Progress: TypeAlias = Callable[[int], bool]
 """Told how many blocks have arrived and been verified so far; answers False to end the read early."""
 
 RECORD_MAGIC = b"kvpactRC"
-RECORD_FORMAT = 1
+RECORD_FORMAT = 2
 """Raised when the header or the meaning of the payload changes; records of another format are never served."""
 
 HEADER_BYTES = 256
 NO_SLOT = 2**64 - 1
 """The position of a record that has none, because its store finds it by key."""
 
-_FIELDS = struct.Struct("<8sIIQQdd32s32s32s16s")
+_FIELDS = struct.Struct("<8sIIQQdd32s32s32s16s16s")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
 _EMPTY = bytes(HEADER_BYTES)
@@ -97,8 +98,8 @@ class RecordHeader:
 
     `parent` is the key of the block before it, b"" for a request's first. `depth` is the block's index in its request.
     `length` is the payload's size in bytes and `digest` 16 bytes over it, by the record's seal. Times are seconds since
-    the epoch. `slot` is the record's position in its slab, so that a header found at another position is known to be
-    misplaced.
+    1970. `epoch` says of which weights the block is (`kvpact.epochs`), as its key does. `slot` is the record's position
+    in its slab, so that a header found at another position is known to be misplaced.
     """
 
     namespace: bytes
@@ -110,6 +111,7 @@ class RecordHeader:
     written: float
     used: float
     slot: int = NO_SLOT
+    epoch: Epoch = FIRST_EPOCH
 
     def encode(self, seal: RecordSeal = UNSEALED) -> bytes:
         """The header as `HEADER_BYTES` bytes, little endian: fields, seal, and last the xxh3-64 of all before."""
@@ -125,6 +127,7 @@ class RecordHeader:
             self.key,
             self.parent or _ROOT_PARENT,
             self.digest,
+            self.epoch.value,
         )
         fields = (fields + seal.of_header(fields)).ljust(_CHECKED_BYTES, b"\0")
         return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
@@ -148,7 +151,7 @@ class RecordHeader:
         """
         if len(raw) != HEADER_BYTES:
             raise RecordError(f"a record header has {HEADER_BYTES} bytes, not {len(raw)}")
-        magic, version, depth, its_slot, its_length, written, used, its_namespace, key, parent, digest = (
+        magic, version, depth, its_slot, its_length, written, used, its_namespace, key, parent, digest, epoch = (
             _FIELDS.unpack_from(raw)
         )
         if magic != RECORD_MAGIC:
@@ -168,7 +171,8 @@ class RecordHeader:
         root = parent == _ROOT_PARENT
         if root != (depth == 0):
             raise RecordError(f"depth {depth} does not fit its parent {parent.hex()[:16]}")
-        return cls(its_namespace, key, b"" if root else parent, depth, its_length, digest, written, used, its_slot)
+        before = b"" if root else parent
+        return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch))
 
 
 def is_empty_header(raw: bytes | memoryview) -> bool:
@@ -247,11 +251,14 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         """Store block `start + i` from `buffers[i]`; return how many are held in a row from `start` afterwards.
 
-        Blocks already held are not written again. All blocks before `start` must be held, else nothing is stored.
-        The buffers must not change until `put` returns. A block is visible only when it is stored in full.
+        `epoch` is written beside each block: people and tools tell by it what nobody will ask for any more. Blocks
+        already held are not written again. All blocks before `start` must be held, else nothing is stored. The buffers
+        must not change until `put` returns. A block is visible only when it is stored in full.
         """
 
     @abstractmethod

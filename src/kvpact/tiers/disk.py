@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvpact.blocks import BlockKey, Namespace
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import PactViolation, TierError
 from kvpact.index import ROOT, BlockIndex, State, StoredBlock
 from kvpact.tiers.base import (
@@ -211,7 +212,9 @@ class DiskTier(Tier):
 
     # Storing
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         self._require_sizes(buffers)
         with self._uses.one() as running:
             if not running:
@@ -219,7 +222,7 @@ class DiskTier(Tier):
             begin, slots = self._reserve(keys, start, start + len(buffers))
             stored = 0
             try:
-                stored = self._store(keys, begin, slots[: self._backed(slots)], buffers[begin - start :])
+                stored = self._store(keys, begin, slots[: self._backed(slots)], buffers[begin - start :], epoch)
             except OSError as error:
                 self._say_write_failed(error)
             finally:
@@ -241,7 +244,14 @@ class DiskTier(Tier):
             self._counts = replace(self._counts, evicted=self._counts.evicted + len(reservation.evicted))
             return begin, reservation.slots
 
-    def _store(self, keys: Sequence[BlockKey], begin: int, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
+    def _store(
+        self,
+        keys: Sequence[BlockKey],
+        begin: int,
+        slots: Sequence[int],
+        buffers: Sequence[BlockBuffer],
+        epoch: Epoch,
+    ) -> int:
         """Write block `begin + i` of `keys` to `slots[i]` and make it known; return how many were, in a row.
 
         Headers only before and after all payloads: writing one waits for every write to the file that is under way.
@@ -269,7 +279,7 @@ class DiskTier(Tier):
         for block, slot in enumerate(written, begin):
             parent = keys[block - 1] if block else ROOT
             headers[slot] = RecordHeader(
-                self._namespace, keys[block], parent, block, self._slot_bytes, digests[slot], now, now, slot
+                self._namespace, keys[block], parent, block, self._slot_bytes, digests[slot], now, now, slot, epoch
             ).encode()
         with self._header_lock:
             with self._lock:  # a block that was deleted while it was written gets no header

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from kvpact.background import start_background
 from kvpact.blocks import BlockKey
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import PactViolation
 from kvpact.tiers.base import BlockBuffer, Tier
 
@@ -74,6 +75,7 @@ class _Job:
     write_bytes: int = 0
     kind: type[Done] = GetDone
     errand: Callable[[Tier], object] | None = None
+    epoch: Epoch = FIRST_EPOCH
     began: float | None = None
     arrived: int = 0
     cancelled: bool = False
@@ -145,16 +147,22 @@ class TierQueue:
         self._submit(_Job(ticket, keys, start, buffers))
 
     def submit_put(
-        self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], nbytes: int
+        self,
+        ticket: Ticket,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        nbytes: int,
+        epoch: Epoch = FIRST_EPOCH,
     ) -> bool:
-        """Write block `start + i` from `buffers[i]`, `nbytes` in all.
+        """Write block `start + i` from `buffers[i]`, `nbytes` in all, as blocks of `epoch`.
 
         False if the bytes waiting leave no room for it: then nothing was accepted, no completion follows, and the
         caller releases what it holds for it at once (H52). Raises PactViolation if the ticket is under way.
         """
-        if self.pending_write_bytes + nbytes > self._max_write_bytes:
+        if not self.has_room(nbytes):
             return False
-        self._submit(_Job(ticket, keys, start, buffers, nbytes, kind=PutDone))
+        self._submit(_Job(ticket, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch))
         return True
 
     def submit_errand(self, errand: Callable[[Tier], object]) -> None:
@@ -225,6 +233,10 @@ class TierQueue:
     def pending_write_bytes(self) -> int:
         """Bytes accepted and not yet written; at most `max_write_bytes`."""
         return self._shared.accepted_bytes - self._shared.ended_bytes
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a write of so many bytes would be accepted now."""
+        return self.pending_write_bytes + nbytes <= self._max_write_bytes
 
     @property
     def under_way(self) -> int:
@@ -314,7 +326,7 @@ def _run(tier: Tier, job: _Job) -> int:
         job.errand(tier)
         return 0
     if job.is_put:
-        return tier.put(job.keys, job.start, job.buffers)
+        return tier.put(job.keys, job.start, job.buffers, job.epoch)
     if job.kind is LookupDone:
         return tier.lookup(job.keys)
 

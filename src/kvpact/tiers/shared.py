@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from kvpact.blocks import KEY_BYTES, BlockKey, Namespace
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.tiers.base import (
     HEADER_BYTES,
@@ -317,7 +318,9 @@ class SharedTier(Tier):
 
     # Storing
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> int:
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
         self._require_sizes(buffers)
         end = start + len(buffers)
         names = self._names(keys[:end])
@@ -329,7 +332,7 @@ class SharedTier(Tier):
                 if not all(held[:start]):
                     return 0
                 self._describe()
-                self._write_missing(keys, start, buffers, names, held)
+                self._write_missing(keys, start, buffers, names, held, epoch)
                 self._trouble.pop("write", None)
                 self._note_usage()
                 return len(buffers)
@@ -348,6 +351,7 @@ class SharedTier(Tier):
         buffers: Sequence[BlockBuffer],
         names: Sequence[str],
         held: Sequence[bool],
+        epoch: Epoch,
     ) -> None:
         missing = [block for block in range(start, len(names)) if not held[block]]
         step = max(1, GROUP_BYTES // self._slot_bytes)
@@ -359,7 +363,9 @@ class SharedTier(Tier):
                 buffer = buffers[block - start]
                 parent = keys[block - 1] if block else b""
                 digest = self._seal.payload_digest(buffer)
-                header = RecordHeader(self._digest, keys[block], parent, block, self._slot_bytes, digest, now, now)
+                header = RecordHeader(
+                    self._digest, keys[block], parent, block, self._slot_bytes, digest, now, now, epoch=epoch
+                )
                 records.append([header.encode(self._seal), *buffer])
             self.store.write([names[block] for block in blocks], records)
 

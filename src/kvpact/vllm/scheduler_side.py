@@ -335,6 +335,13 @@ class SchedulerSide:
         (block_ids,) = self.context.blocks_of(request_id)
         return block_ids
 
+    def _block_ids_or_none(self, request_id: str) -> Sequence[int]:
+        """A request's blocks; none if it has none, or has ended."""
+        try:
+            return self._block_ids(request_id)
+        except (PactViolation, KeyError, ValueError):
+            return ()
+
     def take_report(self, message: RanksMessage, invalid_block_ids: set[int]) -> None:
         """`update_connector_output`: settle what the workers say is done.
 
@@ -352,7 +359,12 @@ class SchedulerSide:
         if self.cache is None:
             return
         self.cache.note_step_reads(message.reads)
+        if invalid_block_ids and self.context is not None:
+            tables = {name: self._block_ids_or_none(name) for name in self._requests}
+            self.cache.distrust_blocks(invalid_block_ids, tables)
         settlements = self.cache.apply_report(self._unsettled)
+        for job in self.cache.take_stale_loads():
+            self._break(BrokenLoad(job.request_id, job.block_ids, synchronous=True))
         self._credit.credit(self.cache.take_step_hits())
         self._unsettled = WorkerReport({})
         for settlement in settlements:
@@ -403,7 +415,7 @@ class SchedulerSide:
         return self._credit.take_corrections()
 
     def reset(self) -> None:
-        """`reset_cache`: the weights changed; nothing stored is valid any more."""
+        """`reset_cache`: the weights may be others from now on."""
         self._stepped = True
         if self.cache is not None:
             self.cache.reset()

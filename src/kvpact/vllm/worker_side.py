@@ -57,6 +57,8 @@ class WorkerSide(ExternalCacheWorker):
         """Save job -> its blocks whose slots were filled from a tier, and must not be saved there again."""
         self._jobs: dict[int, LoadJob | SaveJob] = {}
         """What was ordered and has not been reported."""
+        self._recalled: set[int] = set()
+        """Loads under way whose blocks are of other weights than the engine's."""
         self._outcomes: dict[int, JobOutcome] = {}
         self._ended: dict[int, JobOutcome] = {}
         self._arrived: set[str] = set()
@@ -158,6 +160,7 @@ class WorkerSide(ExternalCacheWorker):
         self._jobs.update((job.job_id, job) for job in work.loads)
         if work.loads and self._transfer is not None:
             self._transfer.start_loads(work.loads)
+        self._recalled.update(job_id for job_id in work.recalls if job_id in self._jobs)
         for inquiry in work.inquiries:
             if inquiry.job_id in self._ended:
                 self._outcomes[inquiry.job_id] = self._ended[inquiry.job_id]
@@ -218,6 +221,9 @@ class WorkerSide(ExternalCacheWorker):
         """The one end of a job (H08)."""
         del self._jobs[job.job_id]
         outcome = JobOutcome(done=self._filled.pop(job.job_id, RangeSet())).merge(outcome)
+        if job.job_id in self._recalled:
+            self._recalled.discard(job.job_id)
+            outcome = JobOutcome(failed=RangeSet.of(job.blocks))
         self._outcomes[job.job_id] = self._ended[job.job_id] = outcome
         if len(self._ended) > ENDED_JOBS:
             del self._ended[next(iter(self._ended))]
