@@ -12,9 +12,11 @@ from typer.testing import CliRunner, Result
 
 from kvpact.blocks import Namespace
 from kvpact.cli.app import app
+from kvpact.epochs import Epoch
 from kvpact.metrics import MissReason, TierName, series
 from kvpact.testkit.sample_blocks import document, filled_buffers
 from kvpact.tier_urls import parse_tier_url
+from kvpact.tiers import base
 from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
 from servers import RedisServer, redis_server
 
@@ -110,6 +112,50 @@ def test_gc_removes_one_namespace_and_nothing_else(place: str) -> None:
     left = json.loads(kvpact("inspect", place, "--json").stdout)["namespaces"]
     assert [group["fields"]["model"] for group in left] == ["qwen"]
     assert json.loads(kvpact("verify", place, "--json").stdout)["sound"] == 6
+
+
+def stored_under(place: str, epochs: dict[str, Epoch]) -> None:
+    for name, epoch in epochs.items():
+        tier = open_tier(parse_tier_url(place), TierPlace(MODELS["llama"], SLOT))
+        wanted = document(name, 2)
+        assert tier.put(wanted.keys, 0, filled_buffers(wanted.keys, SLOT, 2), epoch) == 2
+        tier.close()
+
+
+def test_h37_gc_removes_what_no_engine_will_ask_for(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of an epoch that a dead engine drew for itself, and of older formats; nothing that is younger."""
+    monkeypatch.setattr(base, "RECORD_FORMAT", base.RECORD_FORMAT - 1)
+    stored_under(place, {"old format": Epoch()})
+    monkeypatch.undo()
+    stored_under(place, {"first epoch": Epoch(), "named": Epoch.of_word("v1"), "drawn": Epoch.draw()})
+    assert kvpact("gc", place, "--older-than", "1h").stdout == "removed 0 records\n"
+    assert kvpact("gc", place, "--older-than", "0s").stdout == "removed 4 records\n"
+    tier = open_tier(parse_tier_url(place), TierPlace(MODELS["llama"], SLOT))
+    left = {name: tier.lookup(document(name, 2).keys) for name in ("old format", "first epoch", "named", "drawn")}
+    assert left == {"old format": 0, "first epoch": 2, "named": 2, "drawn": 0}
+    tier.close()
+    named = ("--namespace", MODELS["llama"].name)
+    assert kvpact("gc", place, "--older-than", "1d", *named).stdout == "removed 0 records\n"
+    assert kvpact("gc", place, "--older-than", "0s", *named).stdout == "removed 4 records\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "give --namespace NAME, --older-than AGE, or both"), (("--older-than", "a while"), "a time such as")],
+)
+def test_gc_that_is_not_told_what_to_remove_removes_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
+    refused = kvpact("gc", tmp_path, *arguments)
+    assert refused.exit_code == 2
+    assert message in " ".join(refused.stderr.split())
+
+
+def test_gc_removes_slabs_that_were_not_used_for_long(tmp_path: Path) -> None:
+    place = f"disk://{tmp_path}/slabs?capacity=16MiB"
+    open_tier(parse_tier_url(place), TierPlace(MODELS["llama"], SLOT)).close()
+    used = open_tier(parse_tier_url(place), TierPlace(MODELS["qwen"], SLOT))
+    assert kvpact("gc", place, "--older-than", "1h").stdout == "removed 0 slabs\n"
+    assert kvpact("gc", place, "--older-than", "0s").stdout == "removed 1 slab\n"
+    used.close()
 
 
 def test_gc_removes_an_idle_slab(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ _SECONDS_PER_UNIT: Final = {
     "s": Fraction(1),
     "m": Fraction(60),
     "h": Fraction(3600),
+    "d": Fraction(86400),
 }
 _QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
@@ -61,7 +62,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of a time: a number, or text such as "2s", "50ms", "1m", "0.5h".
+    """Seconds of a time: a number, or text such as "2s", "50ms", "1m", "0.5h", "7d".
 
     Raises:
         ValueError: not a finite time of 0 or more.

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from kvpact import __version__
 from kvpact.cli.demo import demo
-from kvpact.errors import KvpactError
+from kvpact.errors import ConfigError, KvpactError
 
 
 class _OneLineErrors(TyperGroup):
@@ -148,17 +148,33 @@ def verify(place: PlaceArgument, json: JsonOption = False, key_file: KeyFileOpti
 def gc(
     place: PlaceArgument,
     namespace: Annotated[
-        str, typer.Option("--namespace", metavar="NAME", help="As `kvpact inspect` shows it.", show_default=False)
-    ],
+        str | None,
+        typer.Option("--namespace", metavar="NAME", help="As `kvpact inspect` shows it.", show_default=False),
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", metavar="AGE", help='Such as "7d" or "12h".', show_default=False)
+    ] = None,
 ) -> None:
-    """Remove all that a tier holds of one namespace.
+    """Remove what a tier holds of one namespace, or what no engine will ask for.
 
-    The start of its name is enough. A slab that an engine is using is left alone.
+    With --namespace, all of it; the start of its name is enough. With --older-than, what was written longer ago: of the
+    named namespace, or else records of older formats and those that an engine could keep for itself alone and did not
+    live to delete. Slabs count by their last use; one that an engine is using is left alone.
     """
-    from kvpact.cli.stores import collect, parse_place
+    from kvpact.cli.stores import collect, collect_older, parse_place
+    from kvpact.tier_urls import parse_duration
 
     where = parse_place(place)
-    removed = collect(where, namespace)
+    if older_than is not None:
+        try:
+            seconds = parse_duration(older_than)
+        except ValueError as error:
+            raise ConfigError(f"--older-than: {error}") from None
+        removed = collect_older(where, seconds, namespace)
+    elif namespace is not None:
+        removed = collect(where, namespace)
+    else:
+        raise ConfigError("gc removes nothing by itself: give --namespace NAME, --older-than AGE, or both")
     what = "slab" if isinstance(where, Path) else "record"
     typer.echo(f"removed {removed} {what}{'' if removed == 1 else 's'}")
 

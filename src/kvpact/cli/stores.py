@@ -21,7 +21,7 @@ from kvpact.cli.slabs import RECORDS_SHOWN, age, console, print_json, progress, 
 from kvpact.errors import ConfigError, TierError
 from kvpact.metrics import TierName, series
 from kvpact.tier_urls import TierURL, format_size, parse_tier_url
-from kvpact.tiers.inspect_store import remove_group, summarize, verify_store
+from kvpact.tiers.inspect_store import remove_group, remove_older, summarize, verify_store
 from kvpact.tiers.kinds import load_seal, open_store
 from kvpact.tiers.shared import RecordStore, StoreError
 from kvpact.tiers.slab import SLAB_SUFFIX
@@ -136,6 +136,36 @@ def collect(place: TierURL | Path, namespace: str) -> int:
     with opened_as_it_is(place) as store:
         groups = {record.name.partition("/")[0] for record in store.names()}
         return remove_group(store, _the_one(groups, namespace, place))
+
+
+def collect_older(place: TierURL | Path, seconds: float, namespace: str | None) -> int:
+    """Remove what is older than `seconds`: records or slabs; how many. Raises TierError.
+
+    Of a shared store, with a namespace all of its records; without, those that no engine will ask for. Of a directory
+    of slabs those that no engine has used for so long.
+    """
+    if isinstance(place, Path):
+        return _collect_old_slabs(place, seconds, namespace)
+    with opened_as_it_is(place) as store:
+        group = ""
+        if namespace is not None:
+            group = _the_one({record.name.partition("/")[0] for record in store.names()}, namespace, place)
+        return remove_older(store, time.time() - seconds, group)
+
+
+def _collect_old_slabs(path: Path, seconds: float, namespace: str | None) -> int:
+    directory, removed = SlabDirectory(path, 0), 0
+    try:
+        with directory.locked(_PATIENCE_S):
+            for slab in directory.slab_paths():
+                found = look_at(slab)
+                old = found is not None and not found.in_use and found.modified < time.time() - seconds
+                if old and slab.name.startswith(namespace or ""):
+                    slab.unlink(missing_ok=True)
+                    removed += 1
+    except OSError as error:
+        raise TierError(f"cannot remove from {path}: {error.strerror}; give the directory of a disk tier") from None
+    return removed
 
 
 def _the_one(names: set[str], wanted: str, place: object) -> str:

@@ -24,7 +24,7 @@ from kvpact.contract import (
     StepWork,
     WorkerReport,
 )
-from kvpact.errors import ConfigError
+from kvpact.errors import ConfigError, WeightsVersionRefused
 from kvpact.metrics import EndReason
 
 AnyJob = TypeVar("AnyJob", LoadJob, SaveJob, Inquiry)
@@ -98,7 +98,8 @@ class MultiCache(ExternalCache):
         loads = tuple(self._numbered(job, i) for i, work in enumerate(works) for job in work.loads)
         saves = tuple(self._numbered(job, i) for i, work in enumerate(works) for job in work.saves)
         inquiries = tuple(self._numbered(inquiry, i) for i, work in enumerate(works) for inquiry in work.inquiries)
-        return StepWork(loads, saves, inquiries, extra=tuple(work.extra for work in works))
+        recalls = tuple(job_id * len(works) + i for i, work in enumerate(works) for job_id in work.recalls)
+        return StepWork(loads, saves, inquiries, recalls, extra=tuple(work.extra for work in works))
 
     def _numbered(self, job: AnyJob, index: int) -> AnyJob:
         return replace(job, job_id=job.job_id * len(self.caches) + index)
@@ -136,6 +137,17 @@ class MultiCache(ExternalCache):
         self._winners.clear()
         for cache in self.caches:
             cache.reset()
+
+    def set_weights_version(self, version: str) -> None:
+        """See `ExternalCache`: refused if any cache refuses it; the others are told all the same."""
+        refused = None
+        for cache in self.caches:
+            try:
+                cache.set_weights_version(version)
+            except WeightsVersionRefused as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     @property
     def supports_kv_cache_groups(self) -> bool:
@@ -186,7 +198,8 @@ class MultiWorker(ExternalCacheWorker):
         def own(jobs: Sequence[AnyJob]) -> tuple[AnyJob, ...]:
             return tuple(replace(job, job_id=job.job_id // count) for job in jobs if job.job_id % count == index)
 
-        return StepWork(own(work.loads), own(work.saves), own(work.inquiries), extra=extras[index])
+        recalls = tuple(job_id // count for job_id in work.recalls if job_id % count == index)
+        return StepWork(own(work.loads), own(work.saves), own(work.inquiries), recalls, extra=extras[index])
 
     def start_loads(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`."""

@@ -175,6 +175,20 @@ class RecordHeader:
         return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch))
 
 
+def written_in_older_format(raw: bytes | memoryview) -> float | None:
+    """When a record of an older format was written, in seconds since 1970; None if `raw` is no header of one.
+
+    No engine of this release or a later one asks for it. What a newer release wrote is not judged.
+    """
+    if (
+        len(raw) != HEADER_BYTES
+        or xxhash.xxh3_64_intdigest(raw[:_CHECKED_BYTES]) != _CHECKSUM.unpack_from(raw, _CHECKED_BYTES)[0]
+    ):
+        return None
+    magic, version, _, _, _, written, *_ = _FIELDS.unpack_from(raw)  # which stand there in all formats up to this one
+    return float(written) if magic == RECORD_MAGIC and version < RECORD_FORMAT else None
+
+
 def is_empty_header(raw: bytes | memoryview) -> bool:
     """Whether `raw` is the header of a position that holds no record."""
     return raw == _EMPTY

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvpact.blocks import Namespace
-from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordError, RecordHeader, RecordSeal
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordError, RecordHeader, RecordSeal, written_in_older_format
 from kvpact.tiers.shared import NAMESPACE_RECORD, RecordStore, StoredRecord, key_of
 
 _BATCH = 512
@@ -163,6 +163,34 @@ def _wrong(store: RecordStore, name: str, raw: bytes, seal: RecordSeal) -> str:
     if seal.payload_digest([memoryview(payload)]) != header.digest:
         return "payload does not match its checksum"
     return ""
+
+
+def remove_older(store: RecordStore, written_before: float, group: str = "") -> int:
+    """Remove records written before a time, in seconds since 1970; how many. Raises StoreError.
+
+    With `group` all of its records; without, those that no engine will ever ask for: of older formats, and of epochs
+    that an engine drew for itself and did not delete when it ended.
+    """
+    removed, doomed = 0, list[str]()
+    names = [record.name for record in store.names(group) if key_of(record.name)]
+    for first in range(0, len(names), _BATCH):
+        batch = names[first : first + _BATCH]
+        for name, raw in zip(batch, store.heads(batch), strict=True):
+            written = _written_if_unwanted(raw or b"", any_wanted=not group)
+            if written is not None and written < written_before:
+                doomed.append(name)
+        removed += store.remove(doomed) if doomed else 0
+        doomed.clear()
+    return removed
+
+
+def _written_if_unwanted(raw: bytes, *, any_wanted: bool) -> float | None:
+    """When a record was written; None if that cannot be told, or, with `any_wanted`, if an engine may ask for it."""
+    try:
+        header = _peek(raw)
+    except RecordError:
+        return written_in_older_format(raw)
+    return None if any_wanted and not header.epoch.is_drawn else header.written
 
 
 def remove_group(store: RecordStore, group: str) -> int:
