@@ -41,6 +41,12 @@ def test_a_snapshot_holds_plain_numbers_under_documented_names() -> None:
     assert all(metric.meaning and metric.unit for metric in METRICS)
 
 
+def test_why_nothing_is_found_that_others_have_stored_is_said() -> None:
+    shot = Metrics().snapshot() | {"lookups": 4, 'misses{reason="not_stored"}': 4, "saved_blocks": 9}
+    assert "kvpact_set_weights_version" in explain_misses(shot | {"unnamed_weights": 1})
+    assert "kvpact_set_weights_version" not in explain_misses(shot)
+
+
 def test_h51_no_series_is_added_while_running() -> None:
     metrics = Metrics()
     before = set(metrics.snapshot())

@@ -164,6 +164,7 @@ class PactCache(ExternalCache):
             share_drawn_epochs=config.share_drawn_epochs,
         )
         self._epochs = Epochs(config.weights_version)
+        self._resets = 0
         self._tags = BlockTags()
         self._stale_loads: list[LoadJob] = []
         self._backlog: Iterator[int] = iter(())
@@ -800,6 +801,7 @@ class PactCache(ExternalCache):
         least recently used ones from now on.
         """
         self._epochs.reset()
+        self._resets += 1
         self._begin_epoch()
 
     def set_weights_version(self, version: str) -> None:
@@ -857,6 +859,8 @@ class PactCache(ExternalCache):
         """All counts as they are now, the ledger's and the tiers' included."""
         for name, total, label in self.ledger.totals.counts():
             self.metrics.raise_to(name, total, label)
+        self.metrics.raise_to("resets", self._resets)
+        self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
         self.metrics.set("open_plans", len(self.ledger.open_plans()))
         self.metrics.set("leases_held", self.ledger.leases_held)
         self.metrics.set("prefill_speed", self._prefill.tokens_per_second)

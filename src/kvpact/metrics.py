@@ -146,8 +146,10 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("dropped_writes", "counter", "blocks", "not written: the queue was full, or the write failed"),
     _by_tier("skipped_lookups", "counter", "lookups", "not asked of the tier, because it was ill"),
     _by_tier("tier_failures", "counter", "operations", "that the tier failed, or did not end in time"),
+    Metric("resets", "counter", "resets", "after which nothing stored before is served"),
     Metric("hook_errors", "counter", "errors", "exceptions caught in an engine's hook; each cost at most a hit"),
     Metric("refused_counts", "counter", "errors", "counts that would have made a counter go back, refused"),
+    Metric("unnamed_weights", "gauge", "engines", "1 between a reset and the next word for the weights: nobody shares"),
     Metric("open_plans", "gauge", "plans", "prepared, committed or loading now"),
     Metric("leases_held", "gauge", "leases", "held by open plans now"),
     _by_tier("held_blocks", "gauge", "blocks", "held by the tier now"),
@@ -331,6 +333,11 @@ def _why_not_stored(snapshot: Mapping[str, float]) -> str:
         dropped_too = f" ({dropped:,} blocks dropped)" if dropped else ""
         others = "what a store holds of another model, dtype, block size or layout does not fit, see `kvpact inspect`"
         return f"; nothing was saved yet{dropped_too}; {others}"
+    if snapshot.get("unnamed_weights"):
+        return (
+            "; since the last reset the engine's weights have no name, so that it has what it stores for itself alone: "
+            "say `kvpact_set_weights_version`, see docs/weights.md"
+        )
     if evicted * 2 > saved:
         return f"; {evicted:,} of {saved:,} saved blocks were evicted, so more memory or a larger tier would help"
     return "; the prompts do not repeat, or differ early (a date, an id or a name in the first block is enough)"
