@@ -51,14 +51,14 @@ class PagedLayer:
         shape = [int(size) for size in tensor.shape]
         strides = [int(stride) * int(tensor.element_size()) for stride in tensor.stride()]
         layout = f"layer {name}: KV memory of shape {tuple(shape)}, strides {tuple(strides)} bytes"
-        block_axis = _block_axis(shape, num_blocks)
-        if block_axis is None:
+        blocks = block_axis(shape, num_blocks)
+        if blocks is None:
             raise ConfigError(f"{layout} has no axis, or no single one, for its {num_blocks} blocks")
         # An engine may split each block over several smaller ones for its kernels; the axis then has a multiple.
-        parts = shape[block_axis] // num_blocks
-        block_stride = strides[block_axis] * parts
-        axes = [(strides[axis], size) for axis, size in enumerate(shape) if axis != block_axis]
-        axes.append((strides[block_axis], parts))
+        parts = shape[blocks] // num_blocks
+        block_stride = strides[blocks] * parts
+        axes = [(strides[axis], size) for axis, size in enumerate(shape) if axis != blocks]
+        axes.append((strides[blocks], parts))
         runs = [(int(tensor.element_size()), 1)]  # (stride, count), innermost first, merged where they touch
         for stride, size in sorted(axis for axis in axes if axis[1] > 1):
             inner_stride, inner_count = runs[-1]
@@ -83,7 +83,7 @@ class PagedLayer:
         return np.lib.stride_tricks.as_strided(np.ctypeslib.as_array(memory), shape, strides)
 
 
-def _block_axis(shape: Sequence[int], num_blocks: int) -> int | None:
+def block_axis(shape: Sequence[int], num_blocks: int) -> int | None:
     """The axis that counts blocks: the first, or the second behind keys and values; None if that is not certain."""
     behind_halves = len(shape) == 5 and shape[0] == 2
     if behind_halves and shape[1] % num_blocks == 0:

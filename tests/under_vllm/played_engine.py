@@ -115,6 +115,19 @@ def vllm_config(directory: Path, settings: dict[str, object], num_batched_tokens
     )
 
 
+class PlayedLayer:
+    """An attention layer, as far as connectors ask for it."""
+
+    def get_attn_backend(self) -> type[PlayedLayer]:
+        """As vLLM's layers."""
+        return PlayedLayer
+
+    @staticmethod
+    def get_name() -> str:
+        """As vLLM's backends."""
+        return "PLAYED"
+
+
 @dataclass
 class PlayedRequest:
     """A request under way and what it has said so far."""
@@ -151,6 +164,7 @@ class PlayedEngine:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
         names = [f"layer {number}" for number in range(LAYERS)]
         kv_cache_config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(names, spec)])
+        self.config.compilation_config.static_forward_context = {name: PlayedLayer() for name in names}
         self.kv = {name: torch.zeros((num_blocks, BLOCK, SLOT), dtype=torch.uint8) for name in names}
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)

@@ -32,6 +32,26 @@ class RankRequest:
     num_computed_tokens: int
 
 
+class OracleAttention:
+    """An attention backend as far as a connector asks for it."""
+
+    @staticmethod
+    def get_name() -> str:
+        """What other backends answer with "FLASH_ATTN" and the like."""
+        return "ORACLE"
+
+
+@dataclass(frozen=True, slots=True)
+class OracleLayer:
+    """An attention layer as far as vLLM and connectors ask for it."""
+
+    kv_cache: Any
+
+    def get_attn_backend(self) -> type[OracleAttention]:
+        """As vLLM's layers."""
+        return OracleAttention
+
+
 class Rank:
     """One worker of the engine: a tensor-parallel rank of a pipeline stage, with that stage's layers alone."""
 
@@ -51,6 +71,7 @@ class Rank:
         self._vllm_config = vllm_config
         self.connector = make_worker_connector(settings, vllm_config, rank)
         self._attention = self._decorated_attention()
+        self._set_layers()
         with self.acting():
             self.connector.register_kv_caches(dict(self.memory.tensors))
 
@@ -65,9 +86,7 @@ class Rank:
         from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Runner
 
         vllm_config = self._vllm_config
-        vllm_config.compilation_config.static_forward_context = {
-            layer: SimpleNamespace(kv_cache=tensor) for layer, tensor in self.memory.tensors.items()
-        }
+        self._set_layers()
         self.wrong = []
         with self.acting():
             if self.mute:
@@ -92,6 +111,11 @@ class Rank:
             sampled_token_ids=sampled,
             kv_connector_output=connector_output,
         )
+
+    def _set_layers(self) -> None:
+        """Each rank names its layers before it acts, because here all share one configuration."""
+        layers = {layer: OracleLayer(tensor) for layer, tensor in self.memory.tensors.items()}
+        self._vllm_config.compilation_config.static_forward_context.update(layers)
 
     def _execute_mute(self, scheduler_output: Any, identities: dict[str, str]) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -65,6 +66,8 @@ class PactConnector(KVConnectorBase_V1):
         self.guard = Guard(self.metrics)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._find_model: Callable[[], torch.nn.Module] | None = None
+        self._facts: dict[str, str] = {}
         if role == KVConnectorRole.SCHEDULER:
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
             self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard)
@@ -128,11 +131,19 @@ class PactConnector(KVConnectorBase_V1):
         """Not guarded: with a configuration that does not fit the machine the engine must not start."""
         self._worker_side.register_kv_caches(kv_caches)
 
+    def model_at(self, find_model: Callable[[], torch.nn.Module]) -> None:
+        """`kvpact.vllm.worker` says where the model is: it tells of position encoding that nothing else shows."""
+        self._find_model = find_model
+
     @guarded(lambda: None)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler's half where this rank's segment is."""
+        """Tell the scheduler's half where this rank's segment is, and what the bytes of its blocks mean."""
         hello = self._worker_side.hello()
-        return PactHandshake.of(hello) if hello is not None else None
+        if hello is None:
+            return None
+        if not self._facts:  # vLLM asks again at each wake; what was true of the first block is said then, too
+            self._facts = self._worker_side.facts(self._vllm_config, self._find_model)
+        return PactHandshake.of(replace(hello, facts=self._facts))
 
     def _message(self) -> StepMessage:
         metadata = self._get_connector_metadata()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,28 +90,27 @@ def hub_snapshot(directory: Path) -> str | None:
     return f"hub:{'/'.join(repository.split('--')[1:])}@{commit}"
 
 
-def architecture_digest(model_config: Any) -> str:
-    """Digest over the model's configuration, position encoding included; equal for equal architectures."""
-    config = {key: value for key, value in model_config.hf_config.to_dict().items() if key not in VOLATILE_CONFIG}
+def architecture_digest(hf_config: Any) -> str:
+    """Digest over a model's configuration; equal for equal architectures."""
+    config = {key: value for key, value in hf_config.to_dict().items() if key not in VOLATILE_CONFIG}
     return blake3(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def engine_namespace(vllm_config: Any, page_layout: str, model_id: str | None) -> Namespace:
-    """Everything two engines must agree on to share KV bytes; `page_layout` comes from the workers."""
+def engine_namespace(vllm_config: Any, workers: Mapping[str, str], model_id: str | None) -> Namespace:
+    """Everything two engines must agree on to share KV bytes; `workers` is what these say of all ranks, by name."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return Namespace(
         {
             "engine": "vllm",
             "format": FORMAT,
             "weights": weights_identity(model, vllm_config.load_config, model_id),
-            "architecture": architecture_digest(model),
             "dtype": str(model.dtype),
             "kv_dtype": str(cache.cache_dtype),
             "quantization": str(model.quantization),
             "block_size": str(cache.block_size),
             "tensor_parallel": str(parallel.tensor_parallel_size),
             "pipeline_parallel": str(parallel.pipeline_parallel_size),
-            "page_layout": page_layout,
+            **workers,
         }
     )
 

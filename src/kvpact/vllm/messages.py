@@ -55,13 +55,14 @@ class StepMessage:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """What a worker says of itself once: where its part of the arena is, and how its pages are laid out."""
+    """What a worker says of itself once: where its part of the arena is, and what the bytes of its blocks mean."""
 
     rank: int
     segment: SegmentAddress
-    page_layout: str
     step_hook: bool = False
     """Whether the worker asks this half before each step."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """What only this worker knows of the content of its blocks, by name: see `kvpact.vllm.worker_identity`."""
 
 
 @dataclass

@@ -32,6 +32,7 @@ from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
 from kvpact.vllm.step_hook import Candidates
 from kvpact.vllm.turns import Turn, Turns
+from kvpact.vllm.worker_identity import facts_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +146,8 @@ class SchedulerSide:
                 f"the engine has {ranks} ranks; {present} have set up their memory for kvpact, see the others' log"
             )
         arena = Arena([ArenaSegment.attach(hello.segment) for hello in hellos])
-        layouts = {hello.page_layout for hello in hellos}
-        namespace = engine_namespace(self._vllm_config, " | ".join(sorted(layouts)), self._config.model_id)
+        workers = facts_of_ranks([hello.facts for hello in hellos])
+        namespace = engine_namespace(self._vllm_config, workers, self._config.model_id)
         tiers, numbers = [], []
         for number, url in enumerate(self._config.tiers):
             try:

@@ -37,6 +37,11 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
             transfer.kv_load_failure_policy,
         )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales takes the scales of quantised keys and values from the first prompt that comes, so "
+            "no other engine could read what this one stores: leave --calculate-kv-scales out"
+        )
     parallel = vllm_config.parallel_config
     context_parallel = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     if context_parallel > 1:

@@ -136,6 +136,8 @@ class KvpactWorker(base_worker(_platform())):  # type: ignore[misc]
     def initialize_from_config(self, kv_cache_config: Any) -> Any:
         """The connector exists once this has run. Raises ConfigError if its hook cannot be served on this engine."""
         answer = super().initialize_from_config(kv_cache_config)
+        if (tell := getattr(_connector(), "model_at", None)) is not None:
+            tell(self.get_model)
         self.step_hook = bind_step_hook(self, _connector(), kv_cache_config)
         return answer
 

@@ -6,7 +6,7 @@ says what it did, exactly once a job. Floor 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvpact.step_match import StepRead, load_id
 from kvpact.transfer import PagedKV, TransferWorker
 from kvpact.vllm.messages import BrokenLoad, StepMessage, WorkerHello
 from kvpact.vllm.step_reader import StepReader, Wanted
+from kvpact.vllm.worker_identity import layer_pages, worker_facts
 
 ENDED_JOBS = 4096
 """Ended jobs whose outcome can be said again: far more than can end before a lost report is asked for."""
@@ -42,7 +43,8 @@ class WorkerSide(ExternalCacheWorker):
         self._place = place
         self._segment: ArenaSegment | None = None
         self._transfer: TransferWorker | None = None
-        self._page_layout = ""
+        self._pages: dict[str, str] = {}
+        """Layer -> how a block's bytes lie in it."""
         self.synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
         self._reader = StepReader(config, place.rank, self._keep) if config.match_at == "step" else None
@@ -73,13 +75,17 @@ class WorkerSide(ExternalCacheWorker):
         self._segment.start_prefault()
         self._segment.wait_for_first_pages(START_SECONDS)  # else the first prompt pays for them
         self._transfer = TransferWorker(paged, self._segment, self._place.rank, layerwise=self._config.layerwise)
-        self._page_layout = page_layout(kv_caches, self._place.num_blocks)
+        self._pages = layer_pages(kv_caches, self._place.num_blocks)
 
     def hello(self) -> WorkerHello | None:
         """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
         if self._segment is None:
             return None
-        return WorkerHello(self._place.rank, self._segment.address(), self._page_layout, self.has_step_hook)
+        return WorkerHello(self._place.rank, self._segment.address(), self.has_step_hook)
+
+    def facts(self, vllm_config: Any, find_model: Callable[[], Any] | None) -> dict[str, str]:
+        """What the bytes of this rank's blocks mean; see `worker_facts`."""
+        return worker_facts(vllm_config, self._pages, find_model)
 
     # Before the step
 
@@ -255,18 +261,3 @@ class WorkerSide(ExternalCacheWorker):
             self._transfer.shutdown(self._config.shutdown_timeout)
         if self._segment is not None:
             self._segment.close()
-
-
-def page_layout(kv_caches: Mapping[str, Any], num_blocks: int) -> str:
-    """How the bytes of one block lie in each layer, whatever the number of blocks: part of the namespace."""
-    layouts = []
-    for tensor in kv_caches.values():
-        shape, strides = list(tensor.shape), list(tensor.stride())
-        block_axis = 0 if shape[0] % num_blocks == 0 else 1
-        parts = shape[block_axis] // num_blocks
-        axes = [
-            (size, stride) for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)) if axis != block_axis
-        ]
-        layouts.append(f"{tensor.dtype} {parts} {axes}")
-    kinds = sorted(set(layouts))
-    return f"{len(layouts)} layers: " + ", ".join(f"{layouts.count(kind)} x {kind}" for kind in kinds)

@@ -1,0 +1,282 @@
+"""What only a worker knows of the content of its blocks: kernels, layouts, position encoding, the model as loaded.
+
+Owns the reading of vLLM's layers, rotary modules and loaded configuration into short strings, the facts, which are
+equal where the same bytes mean the same. What cannot be read becomes unlike everything else, never equal to it. No fact
+holds a host's name, a path, a process id or a device's index. Floor 3.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from blake3 import blake3
+
+from kvpact.paged import block_axis
+from kvpact.vllm.identity import architecture_digest
+
+logger = logging.getLogger(__name__)
+
+SCALES = ("_q_scale", "_k_scale", "_v_scale", "_q_scale_float", "_k_scale_float", "_v_scale_float")
+"""What an attention layer multiplies by when it stores quantised keys and values, or reads them."""
+
+CPU_FEATURES = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
+"""Questions to `torch.cpu` by which vLLM chooses CPU kernels."""
+
+NO_SETTING = object()
+"""In place of an attribute that is no setting."""
+
+ROTARY = re.compile("[Rr]otary|RoPE|Rope")
+"""In the name of a class that encodes positions, vLLM's or a model's own."""
+
+SHOWN = 4
+"""Kinds that a fact names; a digest is over all."""
+
+SHOWN_CHARACTERS = 240
+"""What ranks say one by one is given in full up to this length: a namespace's description must fit in 3 KiB."""
+
+
+def layer_pages(kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, str]:
+    """Layer -> how the bytes of one block lie in it, the same for any number of blocks, in order of registration."""
+    return {name: _page(tensor, num_blocks) for name, tensor in kv_caches.items()}
+
+
+def worker_facts(
+    vllm_config: Any, pages: Mapping[str, str], find_model: Callable[[], Any] | None = None
+) -> dict[str, str]:
+    """Name -> fact of this worker, to be asked once the model is loaded and the layers are set up.
+
+    `pages` is the answer of `layer_pages`, `find_model` returns the model, where the worker gives it to connectors.
+    Never raises: a fact that cannot be read is drawn at random, so the engine shares nothing, and one warning says so.
+    """
+    readers: dict[str, Callable[[], str]] = {
+        "machine": _machine,
+        "page_layout": lambda: _kinds(pages.values()),
+        "attention": lambda: _kinds(_kernels(layer) for layer in _layers(vllm_config, pages).values()),
+        "layers": lambda: _layers_fact(_layers(vllm_config, pages), pages),
+        "architecture": lambda: _architecture(vllm_config.model_config, find_model),
+        "position": lambda: _position(vllm_config.model_config, find_model),
+    }
+    facts, problems = {}, []
+    for name, read in readers.items():
+        try:
+            facts[name] = read()
+        except Exception as error:
+            facts[name] = f"unknown {secrets.token_hex(16)}"
+            problems.append(f"{name} ({type(error).__name__}: {error})")
+    if problems:
+        logger.warning(
+            "kvpact: this engine shares nothing with others or with its own next life, because vLLM did not tell what "
+            "its blocks hold: %s",
+            "; ".join(problems),
+        )
+    return facts
+
+
+def facts_of_ranks(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The facts of all ranks, each name's values in the order of the ranks: a slot holds the ranks' parts in it."""
+    names = sorted({name for facts in ranks for name in facts})
+    return {name: _in_order([facts.get(name, "absent") for facts in ranks]) for name in names}
+
+
+def _in_order(values: Sequence[str]) -> str:
+    """The ranks' values, equal neighbours once: "2 x a | b"."""
+    runs = [(value, len(list(run))) for value, run in groupby(values)]
+    text = " | ".join(_times(count, value) for value, count in runs)
+    return text if len(runs) == 1 or len(text) <= SHOWN_CHARACTERS else f"{len(values)} ranks, {_digest(values)}"
+
+
+def _kinds(values: Iterable[str]) -> str:
+    """Which values there are, for people; their order is in the digest over the layers."""
+    counts = Counter(values)
+    shown = [_times(count, value) for value, count in sorted(counts.items())[:SHOWN]]
+    return ", ".join([*shown, *([f"{len(counts) - SHOWN} more"] if len(counts) > SHOWN else [])])
+
+
+def _times(count: int, value: str) -> str:
+    return f"{count} x {value}" if count > 1 else value
+
+
+# Bytes inside a block (H33)
+
+
+def _page(tensor: Any, num_blocks: int) -> str:
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    blocks = block_axis(shape, num_blocks)
+    if blocks is None:
+        raise ValueError(f"KV memory of shape {tuple(shape)} has no axis for its {num_blocks} blocks")
+    parts = shape[blocks] // num_blocks
+    axes = []
+    for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        if axis != blocks:
+            # Keys and values of all blocks may lie apart, as far as there are blocks.
+            axes.append(f"{size}:{stride if stride < strides[blocks] * parts else 'apart'}")
+    return f"{_word(tensor.dtype)} {_times(parts, '[' + ' '.join(axes) + ']')}"
+
+
+def _layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The attention layers, in order of registration. Raises KeyError for one that vLLM does not know."""
+    known = vllm_config.compilation_config.static_forward_context
+    return {name: known[name] for name in names}
+
+
+def _kernels(layer: Any) -> str:
+    """Backend, how CPU kernels pack keys and values (`layer.impl.isa` before 0.30), and the KV cache's dtype."""
+    packing = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
+    names = [layer.get_attn_backend().get_name(), packing, getattr(layer, "kv_cache_dtype", None)]
+    return " ".join(str(name) for name in names if name)
+
+
+def _layers_fact(layers: Mapping[str, Any], pages: Mapping[str, str]) -> str:
+    lines = []
+    for name, layer in layers.items():
+        scales = {scale: _value(getattr(layer, scale, None)) for scale in SCALES}
+        stored = str(getattr(layer, "kv_cache_torch_dtype", None))
+        lines.append(json.dumps([name, _kernels(layer), stored, pages[name], scales]))
+    return f"{len(lines)}, {_digest(lines)}"
+
+
+def _machine() -> str:
+    """The platform and what its kernels are chosen by.
+
+    GPU kernels of another device generation lay nothing out differently under one backend's name, strides and dtype, so
+    the device's capability is not in it; which eight-bit numbers "fp8" means does depend on the device.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return f"{current_platform.device_name} {_word(current_platform.fp8_dtype())}"
+    features = [name for name in CPU_FEATURES if getattr(torch.cpu, name, lambda: False)()]
+    words = [name.removeprefix("_is_").removesuffix("_supported") for name in features]
+    architecture = current_platform.get_cpu_architecture().name.lower()
+    return f"cpu {architecture}, torch {torch.backends.cpu.get_cpu_capability()}, {' '.join(words)}"
+
+
+# Position encoding (H34)
+
+
+def _architecture(model_config: Any, find_model: Callable[[], Any] | None) -> str:
+    """The configuration as the model has changed it while it was loaded, and those of the model's parts."""
+    configs = [model_config.hf_config]
+    if find_model is not None:
+        configs += [config for module in find_model().modules() if hasattr(config := _config(module), "to_dict")]
+    digests = sorted({architecture_digest(config) for config in {id(config): config for config in configs}.values()})
+    return digests[0] if len(digests) == 1 else _digest(digests)
+
+
+def _config(module: Any) -> Any:
+    return vars(module).get("config")
+
+
+def _position(model_config: Any, find_model: Callable[[], Any] | None) -> str:
+    """Each rotary module by its class, tables and settings; `max_model_len` where one may choose what is not seen."""
+    import torch
+    from vllm.model_executor.layers import rotary_embedding
+
+    roots = list(rotary_embedding._ROPE_DICT.values()) if find_model is None else [find_model()]
+    modules = {id(module): module for root in roots for module in root.modules() if ROTARY.search(_class(module))}
+    dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else getattr(torch, model_config.dtype)
+    described = sorted({_rotary(module, dtype) for module in modules.values()})
+    if not described:
+        return f"max_model_len {model_config.max_model_len}"
+    with_tables = {_short_form(module) for module in modules.values() if any(True for _ in module.buffers())}
+    words = [_kinds(with_tables) or "no tables", _digest(described)]
+    if find_model is None and _hides_positions(model_config):
+        words.append(f"max_model_len {model_config.max_model_len}")
+    return ", ".join(words)
+
+
+def _hides_positions(model_config: Any) -> bool:
+    """Whether the model may choose by `max_model_len` where only the model itself shows it.
+
+    A part of a model gets a copy of the configuration and changes that (Llama 4 within a multi-modal model); modules
+    of transformers are not among those that vLLM keeps a list of.
+    """
+    config = model_config.hf_config
+    return config.get_text_config() is not config or model_config.using_transformers_backend()
+
+
+def _class(module: Any) -> str:
+    return type(module).__name__
+
+
+def _short_form(module: Any) -> str:
+    """The class and the settings that are true, for people: `Phi3LongRoPEScaledRotaryEmbedding(use_long_rope)`."""
+    chosen = sorted(name for name, value in _settings(module).items() if value is True)
+    return f"{_class(module)}({' '.join(chosen)})" if chosen else _class(module)
+
+
+def _rotary(module: Any, dtype: Any) -> str:
+    """All that decides what a rotary module does: its class, its scalar attributes, its tables as `dtype` has them.
+
+    vLLM casts a table to the model's dtype when it is first used, or each time, as the engine is compiled or not.
+    """
+    import torch
+
+    tables = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
+    tables.update((name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor))
+    content = {
+        name: _value(table.to(dtype) if table.is_floating_point() else table) for name, table in sorted(tables.items())
+    }
+    return json.dumps([_class(module), dict(sorted(_settings(module).items())), content])
+
+
+def _settings(module: Any) -> dict[str, Any]:
+    """A module's plain attributes: numbers, words, dtypes, and lists and mappings of them."""
+    import torch
+
+    of_every_module = vars(torch.nn.Module())
+    settings = {name: _plain(value) for name, value in vars(module).items() if name not in of_every_module}
+    return {name: value for name, value in settings.items() if value is not NO_SETTING}
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can say it; NO_SETTING for what is none, such as a module, and for what holds such."""
+    import torch
+
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, torch.dtype):
+        return _word(value)
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return NO_SETTING if NO_SETTING in items else items
+    if isinstance(value, Mapping):
+        entries = {str(name): _plain(item) for name, item in value.items()}
+        return NO_SETTING if NO_SETTING in entries.values() else dict(sorted(entries.items()))
+    return NO_SETTING
+
+
+# Words and digests
+
+
+def _value(value: Any) -> str:
+    """A number, or a tensor by dtype, shape and content."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    value = value.detach().cpu().contiguous()
+    digest = blake3(value.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:32]
+    return f"{_word(value.dtype)} {list(value.shape)} {digest}"
+
+
+def _word(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return blake3("\n".join(lines).encode()).hexdigest()[:32]
+
+
+__all__ = ["facts_of_ranks", "layer_pages", "worker_facts"]
