@@ -1,28 +1,22 @@
-"""What decides the content of a KV block under vLLM: the engine's namespace and a request's own identity.
+"""What decides the content of all KV blocks of an engine under vLLM: its namespace.
 
-Owns the translation from vLLM's configuration and requests into `Namespace` and `RequestIdentity`. What it does not
-know it refuses: such a request is neither stored nor served. Floor 3.
+Owns the translation from vLLM's configuration into `Namespace`. Floor 3.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from kvpact.background import start_background
-from kvpact.blocks import MediaSpan, Namespace, RequestIdentity
+from kvpact.blocks import Namespace
 from kvpact.errors import ConfigError
-from kvpact.weights import adapter_digest, weights_digest
-
-logger = logging.getLogger(__name__)
+from kvpact.weights import weights_digest
 
 FORMAT = "1"
 """Version of a slot's content; raised when the meaning of its bytes changes."""
@@ -113,59 +107,3 @@ def engine_namespace(vllm_config: Any, workers: Mapping[str, str], model_id: str
             **workers,
         }
     )
-
-
-class AdapterDigests:
-    """Content digests of LoRA adapters, computed once each on a thread of their own; unknown until then."""
-
-    def __init__(self) -> None:
-        self._digests: dict[tuple[int, str], str | None] = {}
-
-    def find(self, lora_request: Any) -> str | None:
-        """The adapter's digest, or None while it is not known (or can never be: its files are not here)."""
-        if lora_request.load_inplace:
-            return None  # the weights behind this id may change at any time
-        name = (int(lora_request.lora_int_id), str(lora_request.lora_path))
-        if name not in self._digests:
-            self._digests[name] = None
-            start_background("kvpact-adapter", partial(self._compute, name))
-        return self._digests[name]
-
-    def _compute(self, name: tuple[int, str]) -> None:
-        try:
-            self._digests[name] = adapter_digest(Path(name[1]))
-        except OSError as error:
-            logger.warning("kvpact: requests with the adapter at %s are not cached: %s", name[1], error)
-
-
-def request_identity(request: Any, adapters: AdapterDigests, block_size: int) -> RequestIdentity | None:
-    """What a vLLM request brings besides its tokens; None if any of it is unknown. `block_size` in tokens."""
-    if request.pooling_params is not None:
-        return None
-    adapter = ""
-    if request.lora_request is not None:
-        found = adapters.find(request.lora_request)
-        if found is None:
-            return None
-        adapter = found
-    media = []
-    for feature in request.mm_features:
-        if not feature.identifier:
-            return None
-        place = feature.mm_position
-        media.append(MediaSpan(place.offset, place.length, f"{feature.modality}:{feature.identifier}"))
-    embeddings = {}
-    if request.prompt_embeds is not None:
-        embeddings = _embedding_digests(request.prompt_embeds, block_size)
-    return RequestIdentity(adapter, request.cache_salt or "", tuple(media), embeddings)
-
-
-def _embedding_digests(rows: Any, block_size: int) -> dict[int, bytes]:
-    """Per block, a digest over the bytes of its rows; `rows` is a tensor [tokens, hidden]."""
-    import torch
-
-    digests = {}
-    for block in range(-(-len(rows) // block_size)):
-        part = rows[block * block_size : (block + 1) * block_size].detach().cpu().contiguous()
-        digests[block] = blake3(part.view(torch.uint8).numpy().tobytes()).digest()
-    return digests

@@ -15,7 +15,6 @@ from typing import Any
 
 from kvpact.arena import Arena, ArenaSegment
 from kvpact.background import on_spare_cpus
-from kvpact.blocks import RequestIdentity
 from kvpact.cache import PactCache
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalKVMatch, WorkerReport
@@ -26,8 +25,9 @@ from kvpact.tiers.queue import TierQueue
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_credit import HitCredit
-from kvpact.vllm.identity import AdapterDigests, engine_namespace, request_identity
+from kvpact.vllm.identity import engine_namespace
 from kvpact.vllm.messages import BrokenLoad, PactMetadata, RanksMessage, StepMessage, StoreAddress, WorkerHello
+from kvpact.vllm.request_identity import AdapterDigests, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
 from kvpact.vllm.step_hook import Candidates
@@ -35,47 +35,6 @@ from kvpact.vllm.turns import Turn, Turns
 from kvpact.vllm.worker_identity import facts_of_ranks
 
 logger = logging.getLogger(__name__)
-
-
-class VllmRequest:
-    """A vLLM request as `EngineRequest`."""
-
-    __slots__ = ("_adapters", "_block_size", "_identity", "load_broken", "request", "turn_by", "was_answered")
-
-    def __init__(self, request: Any, adapters: AdapterDigests, block_size: int) -> None:
-        self.request = request
-        self.load_broken = False
-        """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
-        self.was_answered = False
-        """See `Waiter`."""
-        self.turn_by: float | None = None
-        """See `Waiter`."""
-        self._adapters = adapters
-        self._block_size = block_size
-        self._identity: RequestIdentity | None = None
-
-    @property
-    def request_id(self) -> str:
-        """See `EngineRequest`."""
-        return str(self.request.request_id)
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """See `EngineRequest`."""
-        tokens: Sequence[int] = self.request.all_token_ids
-        return tokens
-
-    @property
-    def identity(self) -> RequestIdentity | None:
-        """See `EngineRequest`. Asked again while unknown: an adapter's digest comes from a thread."""
-        if self._identity is None:
-            self._identity = request_identity(self.request, self._adapters, self._block_size)
-        return self._identity
-
-    @property
-    def may_load(self) -> bool:
-        """See `EngineRequest`."""
-        return not (self.request.skip_reading_prefix_cache or self.load_broken)
 
 
 @dataclass(frozen=True, slots=True)
