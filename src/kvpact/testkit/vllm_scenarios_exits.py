@@ -8,6 +8,7 @@ need it is not there; what the scheduler does then is its own. Floor 4.
 from __future__ import annotations
 
 import time
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,8 +79,13 @@ def encoder_outputs_are_on_their_way(lab: Lab) -> None:
         lab.store(engine, tokens)
         engine.add("waiting", tokens)
         request = engine.scheduler.requests["waiting"]
-        features, request.mm_features = request.mm_features, [SimpleNamespace(identifier="picture")]
+        place = SimpleNamespace(offset=len(tokens) - 1, length=1, is_embed=None)  # behind all that can be loaded
+        picture = SimpleNamespace(identifier="picture", modality="image", data=UserDict(), mm_position=place)
+        features, request.mm_features = request.mm_features, [picture]
         _switch(engine, "ec_connector", _EncoderConnector())
+        until = time.monotonic() + 1.0  # a connector may have to read the picture first
+        while not _dropped(engine, "waiting") and time.monotonic() < until:
+            engine.step()
         for _ in range(SILENT_STEPS):
             engine.step()
         _switch(engine, "ec_connector", None)

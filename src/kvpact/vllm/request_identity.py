@@ -1,7 +1,7 @@
 """What decides the content of one request's KV blocks under vLLM, besides the engine's namespace and its tokens.
 
 Owns the translation from vLLM's requests into `RequestIdentity`. What it does not know it refuses: such a request is
-neither stored nor served. Floor 3.
+neither stored nor served. Nothing is digested on the caller's thread. Floor 3.
 """
 
 from __future__ import annotations
@@ -9,24 +9,72 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
-from kvpact.background import start_background
 from kvpact.blocks import MediaSpan, RequestIdentity
-from kvpact.weights import adapter_digest
+from kvpact.vllm.adapter_digests import MOST_ADAPTERS, AdapterDigests, AdapterUse
+from kvpact.vllm.content_digests import embedding_digests
+from kvpact.vllm.digest_thread import DigestThread, Pending
+from kvpact.vllm.media_contents import LEAST_NAMES, MediaContent, MediaContents
 
 logger = logging.getLogger(__name__)
+
+
+class RequestIdentities:
+    """What the requests of one engine bring, digested in the background. Make it before the engine loads adapters."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        scheduler, lora = vllm_config.scheduler_config, vllm_config.lora_config
+        self.block_size = int(vllm_config.cache_config.block_size)
+        self.contents = DigestThread("kvpact-content")
+        self.adapters = AdapterDigests(MOST_ADAPTERS + (int(lora.max_cpu_loras or 0) if lora is not None else 0))
+        self.media = MediaContents(
+            self.contents, max(LEAST_NAMES, int(getattr(scheduler, "encoder_cache_size", None) or 0))
+        )
+        self.adapter_kind = str(lora.lora_dtype) if lora is not None else ""
+        """What vLLM makes of an adapter's weights when it loads them."""
+        self.media_come_from_elsewhere = getattr(vllm_config, "ec_transfer_config", None) is not None
+        """Whether another process encodes media: under an identifier, whatever the features here are."""
+        self.media_depend_on_adapters = lora is not None and bool(getattr(lora, "enable_tower_connector_lora", False))
+        """Whether the encoder runs with the adapter; vLLM keeps its output by the adapter's name, not its weights."""
+        self._said: set[str] = set()
+
+    @property
+    def disputes(self) -> int:
+        """How often a name turned out to stand for more than one thing. What was known before may be void."""
+        return self.adapters.disputes + self.media.disputes
+
+    def refuse(self, reason: str) -> None:
+        """Say once why requests of a kind are not cached. `reason` completes a sentence and is one of a few."""
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("kvpact: requests are not cached %s (said once)", reason)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.adapters.close()
+        self.contents.close()
 
 
 class VllmRequest:
     """A vLLM request as `EngineRequest`."""
 
-    __slots__ = ("_adapters", "_block_size", "_identity", "load_broken", "request", "turn_by", "was_answered")
+    __slots__ = (
+        "_adapter",
+        "_embeddings",
+        "_identities",
+        "_identity",
+        "_is_open",
+        "_media",
+        "_read_at",
+        "_wait_until",
+        "load_broken",
+        "request",
+        "turn_by",
+        "was_answered",
+    )
 
-    def __init__(self, request: Any, adapters: AdapterDigests, block_size: int) -> None:
+    def __init__(self, request: Any, identities: RequestIdentities) -> None:
         self.request = request
         self.load_broken = False
         """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
@@ -34,9 +82,16 @@ class VllmRequest:
         """See `Waiter`."""
         self.turn_by: float | None = None
         """See `Waiter`."""
-        self._adapters = adapters
-        self._block_size = block_size
+        self._identities = identities
         self._identity: RequestIdentity | None = None
+        self._is_open = True
+        """Whether a digest of which the identity depends is still under way."""
+        self._read_at = (-1, -1)
+        """How many items of media it had, and how many disputes there were, when the identity was read."""
+        self._wait_until: float | None = None
+        self._adapter: tuple[AdapterUse, Pending[str]] | None = None
+        self._media: list[MediaContent | None] = []
+        self._embeddings: Pending[dict[int, bytes]] | None = None
 
     @property
     def request_id(self) -> str:
@@ -51,68 +106,108 @@ class VllmRequest:
 
     @property
     def identity(self) -> RequestIdentity | None:
-        """See `EngineRequest`. Asked again while unknown: an adapter's digest comes from a thread."""
-        if self._identity is None:
-            self._identity = request_identity(self.request, self._adapters, self._block_size)
+        """See `EngineRequest`: the same object while nothing changes.
+
+        It is None at first where digests come from a thread. It is another one once the request has more media (a
+        streaming session), and may be None again: when a name that it goes by turns out to stand for two things.
+        """
+        read_at = (len(self.request.mm_features), self._identities.disputes)
+        if self._is_open or read_at != self._read_at:
+            self._read_at = read_at
+            identity = self._read()
+            if identity != self._identity:
+                self._identity = identity
         return self._identity
+
+    def waits_for_identity(self, patience: float, now: float) -> bool:
+        """Whether to ask again later because a digest is under way; for at most `patience` seconds from the first time.
+
+        `now` in seconds. Nobody waits who could not be served anything: for a prompt of one block, for one.
+        """
+        if self.identity is not None or not self._is_open or not self.may_load:
+            return False
+        if len(self.token_ids) <= self._identities.block_size:
+            return False
+        if self._wait_until is None:
+            self._wait_until = now + patience
+        return now < self._wait_until
 
     @property
     def may_load(self) -> bool:
         """See `EngineRequest`."""
         return not (self.request.skip_reading_prefix_cache or self.load_broken)
 
+    def release(self) -> None:
+        """The request is gone: what only it wants digested is let go."""
+        if self._adapter is not None:
+            self._adapter[1].give_up()
+        if self._embeddings is not None:
+            self._embeddings.give_up()
 
-class AdapterDigests:
-    """Content digests of LoRA adapters, computed once each on a thread of their own; unknown until then."""
-
-    def __init__(self) -> None:
-        self._digests: dict[tuple[int, str], str | None] = {}
-
-    def find(self, lora_request: Any) -> str | None:
-        """The adapter's digest, or None while it is not known (or can never be: its files are not here)."""
-        if lora_request.load_inplace:
-            return None  # the weights behind this id may change at any time
-        name = (int(lora_request.lora_int_id), str(lora_request.lora_path))
-        if name not in self._digests:
-            self._digests[name] = None
-            start_background("kvpact-adapter", partial(self._compute, name))
-        return self._digests[name]
-
-    def _compute(self, name: tuple[int, str]) -> None:
-        try:
-            self._digests[name] = adapter_digest(Path(name[1]))
-        except OSError as error:
-            logger.warning("kvpact: requests with the adapter at %s are not cached: %s", name[1], error)
-
-
-def request_identity(request: Any, adapters: AdapterDigests, block_size: int) -> RequestIdentity | None:
-    """What a vLLM request brings besides its tokens; None if any of it is unknown. `block_size` in tokens."""
-    if request.pooling_params is not None:
-        return None
-    adapter = ""
-    if request.lora_request is not None:
-        found = adapters.find(request.lora_request)
-        if found is None:
+    def _read(self) -> RequestIdentity | None:
+        """What is known by now; None if any of it is unknown. Sets `_is_open`."""
+        request, self._is_open = self.request, False
+        if request.pooling_params is not None or not self._can_be_told():
             return None
-        adapter = found
-    media = []
-    for feature in request.mm_features:
-        if not feature.identifier:
+        adapter = self._read_adapter()
+        media = self._read_media()
+        embeddings = self._read_embeddings()
+        if adapter is None or media is None or embeddings is None:
             return None
-        place = feature.mm_position
-        media.append(MediaSpan(place.offset, place.length, f"{feature.modality}:{feature.identifier}"))
-    embeddings = {}
-    if request.prompt_embeds is not None:
-        embeddings = _embedding_digests(request.prompt_embeds, block_size)
-    return RequestIdentity(adapter, request.cache_salt or "", tuple(media), embeddings)
+        return RequestIdentity(adapter, request.cache_salt or "", media, embeddings)
 
+    def _can_be_told(self) -> bool:
+        request, identities = self.request, self._identities
+        if request.cache_salt and not request.cache_salt.isascii():
+            try:
+                request.cache_salt.encode()
+            except UnicodeEncodeError:
+                identities.refuse("whose cache_salt is no Unicode text")
+                return False
+        if request.mm_features and identities.media_come_from_elsewhere:
+            identities.refuse("that have media, because ec_transfer_config lets another process encode them by name")
+            return False
+        if request.mm_features and request.lora_request is not None and identities.media_depend_on_adapters:
+            identities.refuse("that have media and an adapter, with enable_tower_connector_lora")
+            return False
+        return True
 
-def _embedding_digests(rows: Any, block_size: int) -> dict[int, bytes]:
-    """Per block, a digest over the bytes of its rows; `rows` is a tensor [tokens, hidden]."""
-    import torch
+    def _read_adapter(self) -> str | None:
+        lora = self.request.lora_request
+        if lora is None:
+            return ""
+        if self._adapter is None:
+            self._adapter = self._identities.adapters.ask(lora)
+        use, pending = self._adapter
+        self._is_open |= not pending.is_done
+        if pending.value is None or use.is_disputed:
+            return None
+        layout = ":3d" if getattr(lora, "is_3d_lora_weight", False) else ""
+        return f"{pending.value}:{self._identities.adapter_kind}{layout}"
 
-    digests = {}
-    for block in range(-(-len(rows) // block_size)):
-        part = rows[block * block_size : (block + 1) * block_size].detach().cpu().contiguous()
-        digests[block] = blake3(part.view(torch.uint8).numpy().tobytes()).digest()
-    return digests
+    def _read_media(self) -> tuple[MediaSpan, ...] | None:
+        features = self.request.mm_features
+        del self._media[len(features) :]
+        for feature in features[len(self._media) :]:
+            self._media.append(self._identities.media.ask(feature))
+        spans = []
+        for feature, content in zip(features, self._media, strict=True):
+            if content is None:
+                self._identities.refuse("whose media are not in the scheduler's process (mm_processor_cache_type=shm)")
+                continue
+            self._is_open |= not content.is_known
+            if (digest := content.digest) is not None:
+                place = feature.mm_position
+                spans.append(MediaSpan(place.offset, place.length, f"{feature.modality}:{place.length}:{digest}"))
+        return tuple(spans) if len(spans) == len(features) else None
+
+    def _read_embeddings(self) -> dict[int, bytes] | None:
+        request = self.request
+        if request.prompt_embeds is None:
+            return {}
+        if self._embeddings is None:
+            is_token = getattr(request, "prompt_is_token_ids", None)
+            rows, block_size = request.prompt_embeds, self._identities.block_size
+            self._embeddings = self._identities.contents.ask(partial(embedding_digests, rows, is_token, block_size))
+        self._is_open |= not self._embeddings.is_done
+        return self._embeddings.value

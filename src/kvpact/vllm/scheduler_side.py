@@ -27,7 +27,7 @@ from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_credit import HitCredit
 from kvpact.vllm.identity import engine_namespace
 from kvpact.vllm.messages import BrokenLoad, PactMetadata, RanksMessage, StepMessage, StoreAddress, WorkerHello
-from kvpact.vllm.request_identity import AdapterDigests, VllmRequest
+from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
 from kvpact.vllm.step_hook import Candidates
@@ -66,7 +66,7 @@ class SchedulerSide:
         self._metrics = metrics
         self._turns = Turns(config.prepare_deadline, lambda: guard.step_seconds_now)
         self._block_size = int(vllm_config.cache_config.block_size)
-        self._adapters = AdapterDigests()
+        self._identities = RequestIdentities(vllm_config)
         self.context: VllmContext | None = None
         self._requests: dict[str, VllmRequest] = {}
         self._answers: dict[str, Answer] = {}
@@ -170,7 +170,9 @@ class SchedulerSide:
     def _view(self, request: Any) -> VllmRequest:
         view = self._requests.get(request.request_id)
         if view is None or view.request is not request:
-            view = self._requests[request.request_id] = VllmRequest(request, self._adapters, self._block_size)
+            if view is not None:
+                view.release()
+            view = self._requests[request.request_id] = VllmRequest(request, self._identities)
         return view
 
     def probe(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -183,6 +185,9 @@ class SchedulerSide:
             return 0, False
         view = self._view(request)
         if self.cache.still_waits(view.request_id, num_computed_tokens):
+            return None, False
+        if view.waits_for_identity(self._config.prepare_deadline, time.monotonic()):
+            view.was_answered = False
             return None, False
         turn = self._turns.of(view) if self.cache.asks_shared else Turn.NOW
         if turn is Turn.LATER:
@@ -348,7 +353,8 @@ class SchedulerSide:
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled, in whatever state."""
         self._stepped = True
-        self._requests.pop(request_id, None)
+        if (view := self._requests.pop(request_id, None)) is not None:
+            view.release()
         self._answers.pop(request_id, None)
         self._credit.request_finished(request_id)
         if self.cache is not None:
@@ -382,6 +388,7 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Flush the tiers in bounded time and say how the cache did."""
+        self._identities.close()
         if self.cache is None:
             return
         snapshot = self.cache.observe()

@@ -1,0 +1,125 @@
+"""What a request's images, clips and videos are, by their features, whatever a client calls them.
+
+Owns the map from vLLM's identifiers to content. Features are read on a background thread. Floor 3.
+
+An identifier is no content: it may be the client's own word (`uuid`), with or without vLLM's hash over it. Nor are the
+features alone: vLLM keeps what its encoder made of them under the identifier, and takes that for the next request that
+brings the same identifier with other features. So an item has a content only while all that came under its identifier
+had the same features. Otherwise either may be in a request's KV, and requests with it are neither stored nor served.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+from blake3 import blake3
+
+from kvpact.vllm.content_digests import features_digest, mask_digest
+from kvpact.vllm.digest_thread import DigestThread, Pending
+
+LEAST_NAMES = 8192
+"""Identifiers that are remembered at least; with an encoder cache of more embeddings, as many as it can hold: what vLLM
+has encoded under a name is forgotten here after it is there."""
+
+
+class NamedContent:
+    """What came under one identifier."""
+
+    __slots__ = ("_item", "_rivals", "is_disputed", "pending")
+
+    def __init__(self, item: Any, pending: Pending[str]) -> None:
+        self._item = weakref.ref(item)
+        self.pending = pending
+        """The digest of the features that came first."""
+        self._rivals: list[tuple[weakref.ref[Any], Pending[str]]] = []
+        """Features that came later, as other objects, and were not compared yet; the last one is digested last."""
+        self.is_disputed = False
+        """Whether other features came under the identifier."""
+
+    def is_of(self, item: Any) -> bool:
+        """Whether the features that were digested are this very object."""
+        return self._item() is item or any(known() is item for known, _ in self._rivals)
+
+    def settle(self) -> bool:
+        """Compare what has been digested by now; whether that is all."""
+        if not self.pending.is_done:
+            return False
+        if any(not rival.is_done for _, rival in self._rivals):
+            return False
+        for item, rival in self._rivals:
+            self._item = item  # vLLM may hand out this object from now on
+            self.is_disputed |= rival.value is None or rival.value != self.pending.value
+        self._rivals.clear()
+        return True
+
+    def add_rival(self, item: Any, pending: Pending[str]) -> None:
+        """Other features, perhaps, have come under the identifier."""
+        self._rivals.append((weakref.ref(item), pending))
+
+
+class MediaContent:
+    """One item of one request: what it is called, what its features are, and which of its positions they take."""
+
+    __slots__ = ("_mask", "_named")
+
+    def __init__(self, named: NamedContent, mask: Pending[str] | None) -> None:
+        self._named = named
+        self._mask = mask
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `digest` says all that will ever be known."""
+        return self._named.settle() and (self._mask is None or self._mask.is_done)
+
+    @property
+    def digest(self) -> str | None:
+        """The content; None while it is not known, and if it cannot be told."""
+        if not self.is_known or self._named.is_disputed or self._named.pending.value is None:
+            return None
+        if self._mask is None:
+            return self._named.pending.value
+        return f"{self._named.pending.value}:{self._mask.value}" if self._mask.value is not None else None
+
+
+class MediaContents:
+    """The contents of all items that requests of one engine bring."""
+
+    def __init__(self, thread: DigestThread, most: int = LEAST_NAMES) -> None:
+        """Features are digested by `thread`; `most` identifiers are remembered."""
+        self._thread = thread
+        self._most = most
+        self._names: OrderedDict[bytes, NamedContent] = OrderedDict()
+        self.disputes = 0
+        """How often features came that may differ from those that came before under the same identifier."""
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def ask(self, feature: Any) -> MediaContent | None:
+        """The content of a `MultiModalFeatureSpec`; None if its features are not in this process.
+
+        They are not with vLLM's cache in shared memory, where a place stands for them.
+        """
+        item = feature.data
+        if item is None or "address" in item or not feature.identifier:
+            return None
+        named = self._find(feature.identifier, item)
+        mask = feature.mm_position.is_embed
+        return MediaContent(named, None if mask is None else self._thread.ask(partial(mask_digest, mask)))
+
+    def _find(self, identifier: str, item: Any) -> NamedContent:
+        name = blake3(identifier.encode(errors="surrogatepass")).digest(length=16)
+        named = self._names.get(name)
+        if named is None:
+            named = self._names[name] = NamedContent(item, self._thread.ask(partial(features_digest, item)))
+            if len(self._names) > self._most:
+                self._names.popitem(last=False)
+            return named
+        self._names.move_to_end(name)
+        if not named.is_of(item) and not named.is_disputed:
+            self.disputes += 1
+            named.add_rival(item, self._thread.ask(partial(features_digest, item)))
+        return named
