@@ -84,6 +84,15 @@ def settled(view: VllmRequest) -> RequestIdentity | None:
     return view.identity
 
 
+def changed(view: VllmRequest, before: RequestIdentity | None) -> RequestIdentity | None:
+    """The identity once it is not `before` any more."""
+    deadline = time.monotonic() + 60
+    while view.identity is before:
+        assert time.monotonic() < deadline, "the identity stays"
+        time.sleep(0.001)
+    return view.identity
+
+
 def read(identities: RequestIdentities, request: Request) -> RequestIdentity | None:
     return settled(VllmRequest(request, identities))
 
@@ -209,14 +218,36 @@ def test_h47_media_of_later_chunks_are_in_the_keys_of_the_blocks_that_they_fill(
         assert view.identity is before
         session.num_computed_tokens = 12
         continue_session(session, TOKENS[12:], [picture(pixels, f"later-{pixels}", at=2, length=3)])
-        after = settled(view)
-        assert after is not before
+        after = changed(view, before)
         assert after is not None
         assert [(span.start, span.count) for span in after.media] == [(4, 4), (14, 3)]
         assert view.identity is after
         found.append(keys(after, session.all_token_ids))
         assert shared(found[-1], keys(before, session.all_token_ids)) == 3
     assert shared(*found) == 3
+
+
+def test_h47_while_later_media_are_unknown_a_session_ends_before_them() -> None:
+    """What it was known by goes on, so that the blocks computed meanwhile are its own and are stored afterwards."""
+    engine, gate = RequestIdentities(config()), threading.Event()
+    session = make(TOKENS[:12], resumable=True, mm_features=[picture(0.0, "first", at=4, length=4)])
+    view = VllmRequest(session, engine)
+    before = settled(view)
+    assert len(view.token_ids) == 12
+    engine.contents.ask(lambda: gate.wait(60))
+    session.num_computed_tokens = 12
+    continue_session(session, TOKENS[12:], [picture(1.0, "later", at=2, length=3)])
+    assert len(view.token_ids) == 14, "asked before the identity"
+    assert view.identity is before
+    gate.set()
+    after = changed(view, before)
+    assert after is not None
+    assert len(after.media) == 2
+    assert len(view.token_ids) == len(TOKENS)
+    continue_session(session, [7] * 8, [replace(picture(2.0, "third", at=0), data=None)])
+    assert view.identity is after
+    assert len(view.token_ids) == 12, "never beyond media that nobody can tell"
+    engine.close()
 
 
 # Adapters
@@ -503,10 +534,7 @@ def test_p11_a_request_waits_for_its_digests_no_longer_than_its_deadline() -> No
     short = VllmRequest(make(TOKENS[:BLOCK], mm_features=[picture(1.0, at=0, length=2)]), engine)
     assert not short.waits_for_identity(2.0, 10.0), "nothing of it could be served"
     gate.set()
-    deadline = time.monotonic() + 60
-    while view.identity is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert view.identity is not None, "it is stored, late"
+    assert changed(view, None) is not None, "its later blocks can be stored"
     engine.close()
 
 
@@ -628,13 +656,13 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return made
 
 
-@given(one=st.builds(Drawn, **VALUES), changed=st.sampled_from(sorted(VALUES)), data=st.data())
+@given(one=st.builds(Drawn, **VALUES), field=st.sampled_from(sorted(VALUES)), data=st.data())
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_h24_two_requests_share_a_key_only_if_all_up_to_its_block_agrees(
-    one: Drawn, changed: str, data: st.DataObject, identities: RequestIdentities, adapters: list[str]
+    one: Drawn, field: str, data: st.DataObject, identities: RequestIdentities, adapters: list[str]
 ) -> None:
     """And always if it does. They differ in one thing, perhaps."""
-    other = replace(one, **{changed: data.draw(VALUES[changed])})
+    other = replace(one, **{field: data.draw(VALUES[field])})
     made = [drawn.request(adapters) for drawn in (one, other)]
     found = [keys(read(identities, request), request.all_token_ids) for request in made]
     agree = [one.decides(block) == other.decides(block) for block in range(BLOCKS)]

@@ -19,6 +19,9 @@ from kvpact.vllm.media_contents import LEAST_NAMES, MediaContent, MediaContents
 
 logger = logging.getLogger(__name__)
 
+LEAST_WAIT_SECONDS = 0.05
+"""So long a digest is waited for in any case, also where nothing else is: a look at an adapter's files takes a step."""
+
 
 class RequestIdentities:
     """What the requests of one engine bring, digested in the background. Make it before the engine loads adapters."""
@@ -65,6 +68,7 @@ class VllmRequest:
         "_identities",
         "_identity",
         "_is_open",
+        "_known_end",
         "_media",
         "_read_at",
         "_wait_until",
@@ -88,6 +92,8 @@ class VllmRequest:
         """Whether a digest of which the identity depends is still under way."""
         self._read_at = (-1, -1)
         """How many items of media it had, and how many disputes there were, when the identity was read."""
+        self._known_end: int | None = None
+        """Tokens up to the first new item of media that is not in `_identity`."""
         self._wait_until: float | None = None
         self._adapter: tuple[AdapterUse, Pending[str]] | None = None
         self._media: list[MediaContent | None] = []
@@ -100,36 +106,52 @@ class VllmRequest:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """See `EngineRequest`."""
+        """See `EngineRequest`: up to the first new item of media that `identity` does not have yet."""
+        if len(self.request.mm_features) != self._read_at[0]:
+            self._renew()
         tokens: Sequence[int] = self.request.all_token_ids
-        return tokens
+        return tokens if self._known_end is None else tokens[: self._known_end]
 
     @property
     def identity(self) -> RequestIdentity | None:
         """See `EngineRequest`: the same object while nothing changes.
 
         It is None at first where digests come from a thread. It is another one once the request has more media (a
-        streaming session), and may be None again: when a name that it goes by turns out to stand for two things.
+        streaming session) and their digests are there; until then the blocks before them keep what they have. It may be
+        None again: when a name that it goes by turns out to stand for two things.
         """
-        read_at = (len(self.request.mm_features), self._identities.disputes)
-        if self._is_open or read_at != self._read_at:
-            self._read_at = read_at
-            identity = self._read()
-            if identity != self._identity:
-                self._identity = identity
+        if self._is_open or self._read_at != (len(self.request.mm_features), self._identities.disputes):
+            self._renew()
         return self._identity
+
+    def _renew(self) -> None:
+        self._read_at = (len(self.request.mm_features), self._identities.disputes)
+        self._known_end = None
+        identity = self._read()
+        if identity is None and (known := self._identity) is not None and self._has_grown(known):
+            later = self.request.mm_features[len(known.media) :]
+            self._known_end = min(feature.mm_position.offset for feature in later)
+        elif identity != self._identity:
+            self._identity = identity
+
+    def _has_grown(self, known: RequestIdentity) -> bool:
+        """Whether all is as in `known`, but for media behind its own."""
+        if len(self.request.mm_features) <= len(known.media) or known.adapter != self._read_adapter():
+            return False
+        return self._known_media()[: len(known.media)] == list(known.media)
 
     def waits_for_identity(self, patience: float, now: float) -> bool:
         """Whether to ask again later because a digest is under way; for at most `patience` seconds from the first time.
 
-        `now` in seconds. Nobody waits who could not be served anything: for a prompt of one block, for one.
+        What the engine computes meanwhile would be nobody's. `now` in seconds. Nobody waits who could not be served
+        anything: for a prompt of one block, for one.
         """
         if self.identity is not None or not self._is_open or not self.may_load:
             return False
         if len(self.token_ids) <= self._identities.block_size:
             return False
         if self._wait_until is None:
-            self._wait_until = now + patience
+            self._wait_until = now + max(patience, LEAST_WAIT_SECONDS)
         return now < self._wait_until
 
     @property
@@ -186,20 +208,27 @@ class VllmRequest:
         return f"{pending.value}:{self._identities.adapter_kind}{layout}"
 
     def _read_media(self) -> tuple[MediaSpan, ...] | None:
-        features = self.request.mm_features
+        spans = self._known_media()
+        return tuple(spans) if len(spans) == len(self.request.mm_features) else None
+
+    def _known_media(self) -> list[MediaSpan]:
+        """The media up to the first whose content is unknown."""
+        features, identities, spans = self.request.mm_features, self._identities, []
         del self._media[len(features) :]
-        for feature in features[len(self._media) :]:
-            self._media.append(self._identities.media.ask(feature))
-        spans = []
+        self._media += [identities.media.ask(feature) for feature in features[len(self._media) :]]
+        is_gapless = True
         for feature, content in zip(features, self._media, strict=True):
+            digest = None
             if content is None:
-                self._identities.refuse("whose media are not in the scheduler's process (mm_processor_cache_type=shm)")
-                continue
-            self._is_open |= not content.is_known
-            if (digest := content.digest) is not None:
+                identities.refuse("whose media are not in the scheduler's process (mm_processor_cache_type=shm)")
+            else:
+                self._is_open |= not content.is_known
+                digest = content.digest
+            is_gapless &= digest is not None
+            if is_gapless:
                 place = feature.mm_position
                 spans.append(MediaSpan(place.offset, place.length, f"{feature.modality}:{place.length}:{digest}"))
-        return tuple(spans) if len(spans) == len(features) else None
+        return spans
 
     def _read_embeddings(self) -> dict[int, bytes] | None:
         request = self.request
