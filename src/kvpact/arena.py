@@ -23,6 +23,9 @@ from kvpact.tier_urls import format_size
 PAGE_BYTES = 4096
 """Alignment of every slot piece: what O_DIRECT and page mapping ask for."""
 
+NOTICE_BYTES = PAGE_BYTES
+"""The end of each segment, behind all slots: what a rank says of its weights (`kvpact.notices`)."""
+
 MAP_FIXED = 0x10
 """The same on all Linux architectures that vLLM has; Python's mmap does not name it."""
 
@@ -73,6 +76,8 @@ class ArenaSegment:
         self._mapping, start = _map_aligned(descriptor, size)
         self.memory = memoryview(self._mapping)[start : start + size]
         """All slots, one behind the other, writable."""
+        self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES :]
+        """The file's last page, which no slot reaches; zeros at first."""
         self._pages = PageTaker(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), size)
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):  # prompts do not belong into core dumps
             with contextlib.suppress(OSError):
@@ -198,6 +203,7 @@ class ArenaSegment:
         self._pages.close()
         with contextlib.suppress(BufferError):
             self.memory.release()
+            self.notice.release()
             self._mapping.close()
         os.close(self._descriptor)
 
