@@ -25,6 +25,7 @@ from kvpact.config import load_config
 from kvpact.contract import WorkerReport
 from kvpact.errors import ConfigError, StepLoadLost
 from kvpact.metrics import Metrics
+from kvpact.notices import NoticeWriter
 from kvpact.vllm.context import VllmContext
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata, RanksMessage, StepMessage
@@ -100,6 +101,15 @@ class PactConnector(KVConnectorBase_V1):
         """The worker will ask before each step."""
         self._worker_side.has_step_hook = True
 
+    def watch_weights(self) -> None:
+        """The worker will say in `weights_notices` when its weights change."""
+        self._worker_side.watches_weights = True
+
+    @property
+    def weights_notices(self) -> NoticeWriter | None:
+        """Where a rank says what becomes of its weights; None on the scheduler's half, and before the KV memory."""
+        return self._worker.notices if self._worker is not None else None
+
     @guarded(dict)
     def _find_hits(self, scheduler_output: SchedulerOutput) -> Mapping[str, int]:
         """Look for what the step is to compute, in the shared tiers."""
@@ -161,7 +171,9 @@ class PactConnector(KVConnectorBase_V1):
         message = self._message()
         try:
             self._worker_side.report_broken(message.broken)
-            self._worker_side.start_loads(message.work)
+            if self._worker_side.is_outdated(message):
+                self._worker_side.give_up((*message.work.loads, *message.work.saves))
+            self._worker_side.start_loads(self._worker_side.usable_work(message))
         except Exception as error:
             self._worker_side.give_up(message.work.loads)
             if self._worker_side.has_step_loads:
@@ -183,7 +195,7 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
         """The forward pass is over: its blocks are copied out in the background, protected by the scheduler's half."""
-        work = self._message().work
+        work = self._worker_side.usable_work(self._message())
         try:
             self._worker_side.start_saves(work)
         except Exception:
@@ -321,9 +333,12 @@ class PactConnector(KVConnectorBase_V1):
         """The series for vLLM's Prometheus endpoint."""
         return PactPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    @guarded(lambda: False)
+    @guarded(lambda: True)
     def reset_cache(self) -> bool | None:
-        """Forget everything stored: the weights changed. False, which vLLM hands to its caller, if that failed."""
+        """Forget everything stored: the weights change. Never False, with which vLLM's sleep and pause would fail.
+
+        If forgetting fails, nothing is served or stored from then on, until a reset works.
+        """
         self._scheduler_side.reset()
         return True
 

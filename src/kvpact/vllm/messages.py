@@ -51,6 +51,8 @@ class StepMessage:
     lookups: tuple[StepLookup, ...] = ()
     store: StoreAddress | None = None
     """Where to look; with every step that has `lookups`."""
+    changes: tuple[int, ...] = ()
+    """With loads or saves: how often each rank had said that its weights change, when they were ordered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class WorkerHello:
     segment: SegmentAddress
     step_hook: bool = False
     """Whether the worker asks this half before each step."""
+    watches_weights: bool = False
+    """Whether the worker says in the segment's notice when its weights change."""
     facts: dict[str, str] = field(default_factory=dict)
     """What only this worker knows of the content of its blocks, by name: see `kvpact.vllm.worker_identity`."""
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvpact.arena import Arena, ArenaSegment
+from kvpact.arena import Arena, ArenaSegment, SegmentAddress
 from kvpact.background import on_spare_cpus
 from kvpact.cache import PactCache
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalKVMatch, WorkerReport
-from kvpact.errors import ConfigError, PactViolation, TierError
+from kvpact.errors import ConfigError, KvpactError, PactViolation, TierError
 from kvpact.metrics import Metrics, explain_misses
 from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
 from kvpact.tiers.queue import TierQueue
@@ -32,6 +32,7 @@ from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
 from kvpact.vllm.step_hook import Candidates
 from kvpact.vllm.turns import Turn, Turns
+from kvpact.vllm.weights_watch import BLIND, WeightsWatch
 from kvpact.vllm.worker_identity import facts_of_ranks
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,10 @@ class SchedulerSide:
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=bool(getattr(vllm_config, "use_v2_model_runner", False)))
         self._credit = HitCredit()
+        self._weights: WeightsWatch | None = None
+        self._ordered_at: tuple[int, ...] = ()
+        """What the ranks had said of their weights when the first of `_ordered` was committed."""
+        self._attached: list[SegmentAddress] = []
         self._queues: tuple[TierQueue, ...] = ()
         self._store: StoreAddress | None = None
         """Where the workers look when a step begins; None if they do not."""
@@ -93,7 +98,8 @@ class SchedulerSide:
     def attach(self, hellos: Sequence[WorkerHello]) -> None:
         """The workers are up: map their memory, open the tiers, begin to serve.
 
-        A tier that cannot be opened is left out with one message; the engine serves on without it.
+        A tier that cannot be opened is left out with one message; the engine serves on without it. vLLM may say it
+        again whenever it wakes: the same memory is attached once, and for other memory a new cache begins.
         Raises ConfigError if a rank is missing: what the others saved would count as saved by all (H40).
         """
         hellos = sorted(hellos, key=lambda hello: hello.rank)
@@ -104,7 +110,11 @@ class SchedulerSide:
             raise ConfigError(
                 f"the engine has {ranks} ranks; {present} have set up their memory for kvpact, see the others' log"
             )
-        arena = Arena([ArenaSegment.attach(hello.segment) for hello in hellos])
+        segments = [hello.segment for hello in hellos]
+        if segments == self._attached:
+            return
+        self.shutdown()
+        arena = Arena([ArenaSegment.attach(segment) for segment in segments])
         workers = facts_of_ranks([hello.facts for hello in hellos])
         namespace = engine_namespace(self._vllm_config, workers, self._config.model_id)
         tiers, numbers = [], []
@@ -139,6 +149,10 @@ class SchedulerSide:
                 tuple(segment.rank_slot_bytes for segment in arena.segments),
                 tuple((at, numbers[at]) for at in self.cache.staging.shared_tiers),
             )
+        self._weights = WeightsWatch([segment.notice for segment in arena.segments], self.cache)
+        self._attached = segments
+        if not all(hello.watches_weights for hello in hellos):
+            logger.warning(BLIND)
         self.cache.is_late = lambda: self._turns.is_late
         self._stats = StatsCollector(self.cache.observe)
         if self.context is not None:
@@ -164,8 +178,12 @@ class SchedulerSide:
         view = self._view(request)
         if self.context is not None:
             self.context.on_new_request(request)
-        if self.cache is not None:
+        if self.cache is not None and self._may_use_cache():
             self.cache.on_new_request(view)
+
+    def _may_use_cache(self) -> bool:
+        """The first question of every hook: what the ranks say of their weights comes before what is stored."""
+        return self._weights is not None and self._weights.look()
 
     def _view(self, request: Any) -> VllmRequest:
         view = self._requests.get(request.request_id)
@@ -181,7 +199,7 @@ class SchedulerSide:
         Whatever goes wrong, the request has no plan afterwards that the engine does not know of.
         """
         self._answers.pop(request.request_id, None)
-        if self.cache is None:
+        if self.cache is None or not self._may_use_cache():
             return 0, False
         view = self._view(request)
         if self.cache.still_waits(view.request_id, num_computed_tokens):
@@ -228,13 +246,20 @@ class SchedulerSide:
             self._loading[request.request_id] = tuple(block_ids[answer.start_block :])
             self._credit.admit(request, num_tokens, synchronous=order.synchronous)
         try:
+            if not self._may_use_cache():
+                raise KvpactError("the last reset of the cache failed; nothing is loaded")
             self.cache.commit_external_match(self._view(request), answer.match, num_tokens, block_ids)
         except Exception:
             if num_tokens:
                 self._break(order)
             raise
         if num_tokens:
+            self._ordered_at = self._ordered_at or self._weights_said()
             self._ordered.append(order)
+
+    def _weights_said(self) -> tuple[int, ...]:
+        """How often each rank's weights have changed, as far as the last look tells."""
+        return self._weights.changes if self._weights is not None else ()
 
     def _break(self, order: BrokenLoad) -> None:
         """The workers will report this load as failed; nothing that its request computes until then is stored."""
@@ -252,6 +277,11 @@ class SchedulerSide:
         self._credit.scheduled(scheduler_output.num_scheduled_tokens)
         if self.cache is None:
             return PactMetadata.of(StepMessage())
+        if not self._may_use_cache():
+            self.abandon_step()
+            return self.end_broken_step()
+        if scheduler_output.num_scheduled_tokens and self._weights is not None:
+            self._weights.engine_computes()
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             view = self._requests.get(request_id)
             if view is not None and request_id not in self._distrusted:
@@ -261,9 +291,12 @@ class SchedulerSide:
             self._look_up(scheduler_output)
         lookups = self.cache.take_step_lookups()
         work = self.cache.end_step()
-        metadata = PactMetadata.of(StepMessage(work, tuple(self._broken), lookups, self._store if lookups else None))
+        changes = (self._ordered_at or self._weights_said()) if work.loads or work.saves else ()
+        store = self._store if lookups else None
+        metadata = PactMetadata.of(StepMessage(work, tuple(self._broken), lookups, store, changes))
         self._broken.clear()
         self._ordered.clear()
+        self._ordered_at = ()
         return metadata
 
     def wake_tiers(self) -> None:
@@ -287,6 +320,7 @@ class SchedulerSide:
         metadata = PactMetadata.of(StepMessage(broken=tuple(self._broken)))
         self._broken.clear()
         self._ordered.clear()
+        self._ordered_at = ()
         return metadata
 
     def abandon_step(self) -> None:
@@ -323,6 +357,7 @@ class SchedulerSide:
                 self.context.evict_published(sorted(spoilt))
         if self.cache is None:
             return
+        self._may_use_cache()  # what is reported as saved may be of weights that are gone
         self.cache.note_step_reads(message.reads)
         if invalid_block_ids and self.context is not None:
             tables = {name: self._block_ids_or_none(name) for name in self._requests}
@@ -383,8 +418,8 @@ class SchedulerSide:
     def reset(self) -> None:
         """`reset_cache`: the weights may be others from now on."""
         self._stepped = True
-        if self.cache is not None:
-            self.cache.reset()
+        if self._weights is not None:
+            self._weights.reset()
 
     def shutdown(self) -> None:
         """Flush the tiers in bounded time and say how the cache did."""
@@ -393,7 +428,10 @@ class SchedulerSide:
             return
         snapshot = self.cache.observe()
         logger.info("kvpact: %s", explain_misses(snapshot))
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
         self.cache.shutdown()
         if self._stats_file is not None:
             self._stats_file.close(snapshot)
-        self.cache = None
+        self.cache, self._attached = None, []

@@ -15,6 +15,7 @@ from kvpact.blocks import RangeSet
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCacheWorker, JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.errors import StepLoadLost
+from kvpact.notices import NoticeWriter
 from kvpact.prefault import START_SECONDS
 from kvpact.step_match import StepRead, load_id
 from kvpact.transfer import PagedKV, TransferWorker
@@ -50,6 +51,10 @@ class WorkerSide(ExternalCacheWorker):
         self._reader = StepReader(config, place.rank, self._keep) if config.match_at == "step" else None
         self.has_step_hook = False
         """Whether the engine's worker asks before each step."""
+        self.notices: NoticeWriter | None = None
+        """Where this rank says what becomes of its weights; None before `register_kv_caches`."""
+        self.watches_weights = False
+        """Whether the engine's worker says it there."""
         self._block_size = 0
         self._found: dict[str, tuple[LoadJob, int]] = {}
         """Request -> the load of all that was found for the step, and the token at which its first block begins."""
@@ -72,6 +77,7 @@ class WorkerSide(ExternalCacheWorker):
         slot_bytes = paged.layout.rank_slot_bytes
         slots = slots_for(self._config.memory, slot_bytes, self._place.world_size)
         self._segment = ArenaSegment.create(slots, slot_bytes, self._place.world_size)
+        self.notices = NoticeWriter(self._segment.notice)
         self._segment.start_prefault()
         self._segment.wait_for_first_pages(START_SECONDS)  # else the first prompt pays for them
         self._transfer = TransferWorker(paged, self._segment, self._place.rank, layerwise=self._config.layerwise)
@@ -81,7 +87,7 @@ class WorkerSide(ExternalCacheWorker):
         """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
         if self._segment is None:
             return None
-        return WorkerHello(self._place.rank, self._segment.address(), self.has_step_hook)
+        return WorkerHello(self._place.rank, self._segment.address(), self.has_step_hook, self.watches_weights)
 
     def facts(self, vllm_config: Any, find_model: Callable[[], Any] | None) -> dict[str, str]:
         """What the bytes of this rank's blocks mean; see `worker_facts`."""
@@ -93,7 +99,7 @@ class WorkerSide(ExternalCacheWorker):
         """Request -> tokens that this rank can supply in the step, from where the engine is: they lie in slots now."""
         self._found = {}
         store = message.store
-        if self._reader is None or store is None or not message.lookups:
+        if self._reader is None or store is None or not message.lookups or self.is_outdated(message):
             return {}
         saves = {job.job_id: job for job in message.work.saves}
         wanted = [
@@ -155,6 +161,18 @@ class WorkerSide(ExternalCacheWorker):
         """The engine computes from now on, until `poll`."""
         if self._segment is not None:
             self._segment.step_began()
+
+    def is_outdated(self, message: StepMessage) -> bool:
+        """Whether this rank's weights have changed since the step's loads and saves were ordered."""
+        return (
+            bool(message.changes)
+            and self.notices is not None
+            and (message.changes[self._place.rank] != self.notices.changes)
+        )
+
+    def usable_work(self, message: StepMessage) -> StepWork:
+        """What may be done of a step: no copy that was ordered for other weights."""
+        return replace(message.work, loads=(), saves=()) if self.is_outdated(message) else message.work
 
     def start_loads(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`."""
@@ -259,5 +277,8 @@ class WorkerSide(ExternalCacheWorker):
             self._reader.close(self._config.shutdown_timeout)
         if self._transfer is not None:
             self._transfer.shutdown(self._config.shutdown_timeout)
+        if self.notices is not None:
+            self.notices.close()
+            self.notices = None
         if self._segment is not None:
             self._segment.close()

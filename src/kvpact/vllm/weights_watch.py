@@ -1,0 +1,105 @@
+"""The scheduler half's watch over the weights: what the ranks say of them, told to the cache before a hook asks it.
+
+Owns what was seen of the ranks' notices, and whether the cache may serve. `kvpact.vllm.worker` has the ranks say it.
+Floor 3.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from kvpact.errors import WeightsVersionRefused
+from kvpact.notices import Notice, NoticeReader
+
+logger = logging.getLogger(__name__)
+
+BLIND = (
+    "kvpact: the workers do not say when their weights change: add --worker-cls kvpact.vllm.worker.KvpactWorker, which "
+    "kvpact serve does by itself. Without it only a reset is seen: pause with clear_cache=True (or "
+    "reset_prefix_cache(reset_connector=True)) before weights are updated, resume afterwards, or old keys and values "
+    "are served for the new weights"
+)
+"""Said once at the start of such an engine."""
+
+
+class WeightsWatch:
+    """Begins a new epoch of `cache` (a `PactCache`) whenever the weights may have changed.
+
+    Every method may raise what the cache raises; if a reset does, the watch lets nobody use the cache until one works.
+    """
+
+    def __init__(self, pages: Sequence[memoryview], cache: Any) -> None:
+        self._reader = NoticeReader(pages)
+        self._cache = cache
+        self._notices: tuple[Notice, ...] = self._reader.look() or ()
+        self._may_serve = True
+        self._before_sleep: tuple[Notice, ...] | None = None
+        """What the ranks said at the last reset that came from the engine, until the engine takes another step."""
+        self._words: tuple[int, ...] = tuple(notice.words for notice in self._notices)
+        """How often each rank had been told a word when the cache was given the last one."""
+        self._refused: set[str] = set()
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """How often the weights of each rank have changed, as far as the last look tells."""
+        return tuple(notice.changes for notice in self._notices)
+
+    def look(self) -> bool:
+        """Take in what the ranks say; whether the cache may be asked."""
+        notices = self._reader.look()
+        if notices is not None:
+            self._take(notices)
+        return self._may_serve
+
+    def reset(self) -> None:
+        """The engine says that all is to be forgotten: weights will change, or have, or it goes to sleep."""
+        try:
+            self.look()
+        finally:
+            self._reset()
+        self._before_sleep = self._notices
+
+    def engine_computes(self) -> None:
+        """A step of the engine: whoever wakes after it has not slept since the last reset."""
+        self._before_sleep = None
+
+    def close(self) -> None:
+        """Let go of the ranks' pages."""
+        self._reader.close()
+
+    def _take(self, notices: tuple[Notice, ...]) -> None:
+        before, self._notices = self._notices, notices
+        if any(now.changes != then.changes for now, then in zip(notices, before, strict=True)):
+            self._reset()
+        word, words = notices[0].word, tuple(notice.words for notice in notices)
+        if word and words != self._words and all(notice.word == word for notice in notices):
+            self._words = words
+            self._before_sleep = None  # who gives the weights a word does not mean those from before
+            self._say(word)
+        if self._before_sleep is not None:
+            self._wake(self._before_sleep)
+
+    def _reset(self) -> None:
+        self._before_sleep = None
+        self._may_serve = False
+        self._cache.reset()
+        self._may_serve = True
+
+    def _wake(self, asleep: tuple[Notice, ...]) -> None:
+        """After a reset and no step, each rank woke once, with the weights with which it fell asleep: as before it."""
+        if all(now.wakes == then.wakes + 1 for now, then in zip(self._notices, asleep, strict=True)):
+            self._before_sleep = None
+            self._cache.take_back_reset()
+
+    def _say(self, word: str) -> None:
+        try:
+            self._cache.set_weights_version(word)
+        except WeightsVersionRefused as error:
+            if word not in self._refused:
+                self._refused.add(word)
+                logger.error("kvpact: the weights version %r is refused: %s", word, error)
+
+
+__all__ = ["BLIND", "WeightsWatch"]
