@@ -74,11 +74,22 @@ class Reset(msgspec.Struct, frozen=True, tag=True):
     connector: bool
 
 
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Call a method of `vllm.LLM`, such as `collective_rpc` or `sleep`; its answer is not told.
+
+    Where `function` is given, "module:name", that function is the first argument.
+    """
+
+    method: str
+    arguments: list[Any] = []
+    function: str = ""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Shut the engine down in order and leave."""
 
 
-Command: TypeAlias = Generate | Crowd | ReadMetrics | Reset | Stop
+Command: TypeAlias = Generate | Crowd | ReadMetrics | Reset | Call | Stop
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -310,6 +321,12 @@ class EngineProcess:
             if time.monotonic() > deadline:
                 raise EngineError(f"the engine refused to reset its prefix cache for {timeout:g} s{self._log_tail()}")
             time.sleep(0.05)
+
+    def call(self, method: str, *arguments: Any, function: str = "", timeout: float = 60.0) -> None:
+        """Call a method of `vllm.LLM`; see `Call`. Raises EngineError if it fails."""
+        self.wait_ready()
+        self._write(Call(method, list(arguments), function))
+        self._receive(timeout)
 
     def stats(self) -> dict[str, Any]:
         """kvpact's own counts, from the `stats_file` of its configuration; empty without one or before the first."""

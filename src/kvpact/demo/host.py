@@ -12,12 +12,14 @@ import random
 import sys
 import time
 from collections import deque
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvpact.demo.engine import (
     STOP_TIMEOUT,
+    Call,
     Command,
     Crowd,
     Generate,
@@ -69,7 +71,12 @@ def main() -> None:
     os._exit(0)  # the engine's processes are gone; taking vLLM's modules apart would take 2 s more
 
 
-def _obey(llm: LLM, command: Generate | Crowd | ReadMetrics | Reset) -> Reply:
+def _obey(llm: LLM, command: Generate | Crowd | ReadMetrics | Reset | Call) -> Reply:
+    if isinstance(command, Call):
+        module, _, name = command.function.partition(":")
+        functions = [getattr(import_module(module), name)] if module else []
+        getattr(llm, command.method)(*functions, *command.arguments)
+        return Reply()
     if isinstance(command, Reset):
         return Reply(done=bool(llm.reset_prefix_cache(reset_connector=command.connector)))
     if isinstance(command, ReadMetrics):

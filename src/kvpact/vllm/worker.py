@@ -1,17 +1,20 @@
-"""`KvpactWorker`: the worker that a user names in `worker_cls` to give connectors `before_update_states`.
+"""`KvpactWorker`: the platform's worker, which says when its weights change, and asks connectors before each step.
 
-Owns which engines the hook is known to be right on, and the class over the platform's own worker. With a connector that
-has no such hook it is that worker, unchanged. Imported by workers only. Floor 3.
+Owns the class, what of vLLM's methods changes weights, and which engines the hook is known to be right on. With another
+connector than kvpact's, and without such a hook, it is the platform's worker. Imported by workers only. Floor 3.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from kvpact.errors import ConfigError
+from kvpact.notices import NoticeWriter
+from kvpact.vllm.model_watch import ModelWatch, extension_methods
+from kvpact.vllm.platforms import base_worker
 from kvpact.vllm.step_hook import Minimum, StepHook
 
 logger = logging.getLogger(__name__)
@@ -21,26 +24,6 @@ KNOWN_RELEASES = ("0.26", "0.28", "0.30", "0.32", "0.33")
 
 FIRST_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
-
-BASE_WORKERS = {
-    "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
-    "cuda": "vllm.v1.worker.gpu_worker.Worker",
-    "rocm": "vllm.v1.worker.gpu_worker.Worker",
-    "xpu": "vllm.v1.worker.xpu_worker.XPUWorker",
-}
-"""Platform -> what vLLM itself puts for `worker_cls="auto"`, which it does not do for a class that the user names."""
-
-
-def base_worker(platform: Any) -> Any:
-    """The worker class of the platform. Raises ConfigError for one that is not known here."""
-    kind = next((name for name in BASE_WORKERS if getattr(platform, f"is_{name}")()), None)
-    if kind is None:
-        raise ConfigError(
-            f"kvpact.vllm.worker knows no worker for the platform {platform.device_name!r}; it knows "
-            f"{', '.join(BASE_WORKERS)}: leave worker_cls out"
-        )
-    module, _, name = BASE_WORKERS[kind].rpartition(".")
-    return getattr(import_module(module), name)
 
 
 def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHook | None:
@@ -125,27 +108,188 @@ def _platform() -> Any:
     return current_platform
 
 
-class KvpactWorker(base_worker(_platform())):  # type: ignore[misc]
-    """The platform's worker, which asks the connector before each step; `worker_cls="kvpact.vllm.worker.KvpactWorker"`.
+CHANGES_WEIGHTS = (
+    "load_model",
+    "reload_weights",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "reset_weights",
+    "apply_model",
+)
+"""Methods of vLLM's workers that may change the weights; a release has some of them."""
 
-    See `kvpact.vllm.step_hook.StepHookConnector` for what the connector needs.
+BETWEEN_STEPS = ("sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
+"""Methods that belong to a step and ask for the models themselves."""
+
+
+def pact_connector(connector: Any) -> Any:
+    """kvpact's connector: the given one, or the one among MultiConnector's; None if there is none."""
+    for one in (connector, *getattr(connector, "_connectors", ())):
+        if getattr(one, "watch_weights", None) is not None:
+            return one
+    return None
+
+
+def weights_notices() -> NoticeWriter:
+    """Where this process's rank says what becomes of its weights. Raises ConfigError without kvpact's connector."""
+    notices = getattr(pact_connector(_connector()), "weights_notices", None)
+    if not isinstance(notices, NoticeWriter):
+        raise ConfigError("this engine has no PactConnector, so nothing is stored that weights could be told of")
+    return notices
+
+
+class WeightsExtension:
+    """What a user says of the weights by `collective_rpc`: a `worker_extension_cls` for workers that are not ours.
+
+    Both methods raise ConfigError if the engine has no PactConnector.
+    """
+
+    def kvpact_weights_changed(self) -> None:
+        """The weights have changed, or are about to: nothing stored so far is served any more."""
+        weights_notices().weights_change()
+
+    def kvpact_set_weights_version(self, version: str) -> None:
+        """The weights as they are now are `version`: engines with the same word share. To be said after the change.
+
+        Raises ValueError for an empty word or one of more than 1024 bytes. That the word is not believed, because no
+        change or reset came since the last one, stands in the log of the scheduler's process.
+        """
+        weights_notices().set_word(version)
+
+
+class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[misc]
+    """The platform's worker: `worker_cls="kvpact.vllm.worker.KvpactWorker"`, as `kvpact serve` has it.
+
+    It says in the rank's shared memory when its weights change, and asks the connector before each step: see
+    `kvpact.vllm.step_hook.StepHookConnector` for what that needs.
     """
 
     step_hook: StepHook | None = None
+    _kvpact_watch: ModelWatch | None = None
+    _kvpact_touched = False
+    """Whether anybody has asked for the model runner since the last step: through it lead all ways to the weights."""
+
+    @property
+    def model_runner(self) -> Any:
+        """vLLM's."""
+        self._kvpact_touched = True
+        return self.__dict__.get("model_runner")
+
+    @model_runner.setter
+    def model_runner(self, runner: Any) -> None:
+        self.__dict__["model_runner"] = runner
+
+    @property
+    def kvpact_watch(self) -> ModelWatch:
+        """The watch over this worker's weights."""
+        if self._kvpact_watch is None:
+            self._kvpact_watch = ModelWatch(self)
+        return self._kvpact_watch
+
+    def load_model(self, *arguments: Any, **named: Any) -> Any:
+        """As vLLM; whoever calls the models' `load_weights` from now on says so."""
+        with self.kvpact_watch.changing():
+            answer = super().load_model(*arguments, **named)
+            self.kvpact_watch.watch_loading()
+        return answer
+
+    def kvpact_weights_changed(self) -> None:
+        """See `WeightsExtension`."""
+        with self.kvpact_watch.changing():
+            weights_notices()
+
+    def kvpact_set_weights_version(self, version: str) -> None:
+        """See `WeightsExtension`. A change that nobody has said is looked for first, and comes before the word."""
+        weights_notices()
+        self.kvpact_watch.set_word(version)
 
     def initialize_from_config(self, kv_cache_config: Any) -> Any:
         """The connector exists once this has run. Raises ConfigError if its hook cannot be served on this engine."""
         answer = super().initialize_from_config(kv_cache_config)
-        if (tell := getattr(_connector(), "model_at", None)) is not None:
+        connector = _connector()
+        if (tell := getattr(connector, "model_at", None)) is not None:
             tell(self.get_model)
-        self.step_hook = bind_step_hook(self, _connector(), kv_cache_config)
+        self.step_hook = bind_step_hook(self, connector, kv_cache_config)
+        self._watch_weights(pact_connector(connector))
         return answer
+
+    def _watch_weights(self, connector: Any) -> None:
+        if connector is None or connector.weights_notices is None:
+            return
+        moves_experts = bool(getattr(self.vllm_config.parallel_config, "enable_eplb", False))
+        self.kvpact_watch.bind(connector.weights_notices, samples=not moves_experts)
+        connector.watch_weights()
+        for name in extension_methods(type(self)):
+            if name not in vars(self):
+                setattr(self, name, self._compared(getattr(self, name)))
+
+    def _compared(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def compared(*arguments: Any, **named: Any) -> Any:
+            with self.kvpact_watch.comparing():
+                return method(*arguments, **named)
+
+        return compared
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the step, less what the connector supplies; returns what the platform's worker returns (H91)."""
-        if self.step_hook is not None:
-            scheduler_output = self.step_hook.apply(scheduler_output)
-        return super().execute_model(scheduler_output)
+        if self._kvpact_watch is not None:
+            self._kvpact_watch.before_step(touched=self._kvpact_touched)
+        try:
+            if self.step_hook is not None:
+                scheduler_output = self.step_hook.apply(scheduler_output)
+            return super().execute_model(scheduler_output)
+        finally:
+            self._kvpact_touched = False
+            if self._kvpact_watch is not None:
+                self._kvpact_watch.step_ended()
+
+    def sleep(self, level: int = 1, *arguments: Any, **named: Any) -> Any:
+        """As vLLM; the weights are remembered."""
+        self.kvpact_watch.before_sleep(level)
+        return super().sleep(level, *arguments, **named)
+
+    def wake_up(self, tags: list[str] | None = None, *arguments: Any, **named: Any) -> Any:
+        """As vLLM; the weights are compared with those before the sleep."""
+        answer = super().wake_up(tags, *arguments, **named)
+        self.kvpact_watch.woke(tags)
+        return answer
 
 
-__all__ = ["KvpactWorker", "StepHook", "base_worker", "bind_step_hook"]
+def _saying_so(name: str) -> Callable[..., Any]:
+    """The base's method, said to change weights."""
+
+    @wraps(getattr(KvpactWorker, name))
+    def changing(self: Any, *arguments: Any, **named: Any) -> Any:
+        with self.kvpact_watch.changing():
+            return getattr(super(KvpactWorker, self), name)(*arguments, **named)
+
+    return changing
+
+
+def _in_step(name: str) -> Callable[..., Any]:
+    """The base's method, which asks for the models on the step's behalf."""
+
+    @wraps(getattr(KvpactWorker, name))
+    def in_step(self: Any, *arguments: Any, **named: Any) -> Any:
+        touched = self._kvpact_touched
+        try:
+            return getattr(super(KvpactWorker, self), name)(*arguments, **named)
+        finally:
+            self._kvpact_touched = touched
+            self.kvpact_watch.step_ended()
+
+    return in_step
+
+
+for _name in CHANGES_WEIGHTS:
+    if _name not in vars(KvpactWorker) and hasattr(KvpactWorker, _name):
+        setattr(KvpactWorker, _name, _saying_so(_name))
+for _name in BETWEEN_STEPS:
+    if hasattr(KvpactWorker, _name):
+        setattr(KvpactWorker, _name, _in_step(_name))
+
+
+__all__ = ["KvpactWorker", "StepHook", "WeightsExtension", "base_worker", "bind_step_hook", "pact_connector"]

@@ -1,0 +1,200 @@
+"""A worker's watch over its own weights: who may change them says so before, and what changed unsaid is found.
+
+Owns when which check is made; writes what it finds into the rank's notice, where the scheduler's half reads it before
+anything else (`kvpact.vllm.weights_watch`). `kvpact.vllm.worker` calls this. Floor 3.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from kvpact.notices import NoticeWriter
+from kvpact.vllm.model_digest import Sample, digest_of, models_of
+
+logger = logging.getLogger(__name__)
+
+GAP_SECONDS = 0.05
+"""An engine that has not stepped for so long may have been given other weights; under load a step takes less."""
+
+RARELY_SECONDS = 10.0
+"""So often the sample is looked at in any case. It takes some milliseconds."""
+
+SLEEP_TAGS = frozenset(("weights", "kv_cache"))
+"""What vLLM puts to sleep and may wake one by one."""
+
+
+class ModelWatch:
+    """Watches one worker's models. Until `bind` nobody is told anything, because nothing is stored yet."""
+
+    def __init__(self, worker: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._worker = worker
+        self._clock = clock
+        self._notices: NoticeWriter | None = None
+        self._sample: Sample | None = None
+        """The weights as the last step had them; None if they are known to have changed since."""
+        self._samples = True
+        self._step_ended = self._sampled = clock()
+        self._asleep: set[str] = set()
+        self._before_sleep: tuple[dict[str, int | None], int, int] | None = None
+        """The digests with which it fell asleep, and how often changes and words had been said by then."""
+        self._asked: set[int] = set()
+        """The models whose `load_weights` says that it changes them."""
+
+    def bind(self, notices: NoticeWriter, *, samples: bool = True) -> None:
+        """The rank's notice is there. Without `samples`, the engine itself moves weights about between steps."""
+        self._notices, self._samples = notices, samples
+
+    # Those who say what they do
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around whatever changes weights. It is said before too: who dies half-way has changed them."""
+        self._say_change()
+        try:
+            yield
+        finally:
+            self._say_change()
+
+    def watch_loading(self) -> None:
+        """The models are there: from now on their `load_weights` says that it changes them, whoever calls it."""
+        for model in models_of(self._worker):
+            load = getattr(model, "load_weights", None)
+            if load is not None and id(model) not in self._asked:
+                self._asked.add(id(model))
+                model.load_weights = self._announced(load)
+
+    def _announced(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(load)
+        def load_weights(*arguments: Any, **named: Any) -> Any:
+            with self.changing():
+                return load(*arguments, **named)
+
+        return load_weights
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Around what may change weights and may not: it counts as a change if one number differs, or if it fails."""
+        if self._notices is None:
+            yield
+            return
+        before = self._digest()
+        try:
+            yield
+        except BaseException:
+            self._say_change()
+            raise
+        if before is None or self._digest() != before:
+            self._say_change()
+
+    def set_word(self, word: str) -> None:
+        """See `NoticeWriter.set_word`. A change that nobody has said is looked for first, so that the word is of it."""
+        if self._notices is not None:
+            self.before_step(touched=True)
+            self._notices.set_word(word)
+
+    # What nobody says
+
+    def before_step(self, *, touched: bool) -> None:
+        """The engine is about to compute. `touched`: somebody has asked the worker for its models since the last step.
+
+        Copies that were ordered for this step are refused by the worker's half if the weights have changed unsaid.
+        """
+        if self._notices is None or not self._samples:
+            return
+        now = self._clock()
+        if self._sample is None:
+            self._sample, self._sampled = self._new_sample(), now
+        elif touched or now - self._step_ended > GAP_SECONDS or now - self._sampled > RARELY_SECONDS:
+            self._sampled = now
+            if not self._is_true(self._sample):
+                logger.warning(
+                    "kvpact: the weights have changed and nobody has said so; nothing stored before is served any more"
+                )
+                self._say_change()
+                self._sample = self._new_sample()
+
+    def step_ended(self) -> None:
+        """The engine has computed."""
+        self._step_ended = self._clock()
+
+    # Sleep
+
+    def before_sleep(self, level: int) -> None:
+        """The worker falls asleep; at level 2 its weights are gone afterwards."""
+        if self._notices is None:
+            return
+        self.before_step(touched=True)
+        if level > 1:
+            self._say_change()
+        digests = self._digest() if level == 1 else None
+        self._asleep = set(SLEEP_TAGS)
+        words = self._notices.words
+        self._before_sleep = (digests, self._notices.changes, words) if digests is not None else None
+
+    def woke(self, tags: Sequence[str] | None) -> None:
+        """What the tags name is awake again; all, without tags. Equal weights are told once all is awake."""
+        self._asleep -= set(tags) if tags else self._asleep
+        if self._asleep or self._before_sleep is None or self._notices is None:
+            return
+        (digests, changes, words), self._before_sleep = self._before_sleep, None
+        if (changes, words) != (self._notices.changes, self._notices.words):
+            return
+        if self._digest() == digests:
+            self._notices.woke_equal()
+        else:
+            self._say_change()
+
+    # Beneath
+
+    def _say_change(self) -> None:
+        self._sample = None
+        if self._notices is not None:
+            self._notices.weights_change()
+
+    def _digest(self) -> dict[str, int | None] | None:
+        """None, which nothing is equal to, if the models cannot be read, or one tensor of them."""
+        try:
+            digests = digest_of(models_of(self._worker))
+            return None if None in digests.values() else digests
+        except Exception:
+            logger.exception("kvpact: the weights could not be read; they count as changed")
+            return None
+
+    def _new_sample(self) -> Sample | None:
+        try:
+            return Sample(models_of(self._worker))
+        except Exception:
+            logger.exception("kvpact: the weights cannot be sampled; a change that nobody says is not found")
+            self._samples = False
+            return None
+
+    def _is_true(self, sample: Sample) -> bool:
+        try:
+            return sample.is_still_true(models_of(self._worker))
+        except Exception:
+            logger.exception("kvpact: the weights could not be read; they count as changed")
+            return False
+
+
+def extension_methods(kind: type) -> list[str]:
+    """The public methods that a class of workers has from neither vLLM, kvpact nor Python: those of an extension.
+
+    vLLM adds a `worker_extension_cls` to the bases of the worker's class, and refuses one with names that it has.
+    """
+    foreign: set[str] = set()
+    ours: set[str] = set()
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        known = package in ("vllm", "kvpact") or package in sys.stdlib_module_names
+        (ours if known else foreign).update(vars(base))
+    public = {name: getattr(kind, name) for name in foreign - ours if not name.startswith("_")}
+    return sorted(name for name, member in public.items() if callable(member) and not isinstance(member, type))
+
+
+__all__ = ["ModelWatch", "extension_methods"]
