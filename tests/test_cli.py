@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -14,11 +15,13 @@ import kvpact as kvpact_package
 from kvpact import __version__
 from kvpact.blocks import Namespace
 from kvpact.cli.app import app
+from kvpact.cli.vllm_command import without_unknown_worker
 from kvpact.config import load_config
 from kvpact.tiers.disk import DiskTier
 from kvpact.tiers.slab import Superblock
 
 DISK = "disk:///var/cache/kvpact?capacity=200GiB"
+WORKER = ["--worker-cls", "kvpact.vllm.worker.KvpactWorker"]
 KVPACT = Path(sys.executable).with_name("kvpact")
 
 
@@ -181,21 +184,42 @@ def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm):
     )
     assert argv[:3] == ["serve", "my/model", "--kv-transfer-config"]
     assert json.loads(argv[3]) == json.loads(kvpact("config", "--memory", "2GiB", "--tier", DISK).stdout)
-    assert argv[4:] == ["--tensor-parallel-size", "2", "-O3", "--enforce-eager"]
+    assert argv[4:] == [*WORKER, "--tensor-parallel-size", "2", "-O3", "--enforce-eager"]
 
 
-def test_serve_names_the_worker_that_match_at_step_needs(fake_vllm):
-    argv, _ = serve(fake_vllm, "m", "--port", "1", KVPACT_MATCH_AT="step")
-    assert argv[4:] == ["--worker-cls", "kvpact.vllm.worker.KvpactWorker", "--port", "1"]
-    argv, _ = serve(fake_vllm, "m", "--worker-cls=mine.Worker", KVPACT_MATCH_AT="step")
-    assert argv[4:] == ["--worker-cls=mine.Worker"]
+def test_serve_names_the_worker_that_says_when_weights_change(fake_vllm, tmp_path):
+    for match_at in ("schedule", "step"):
+        argv, _ = serve(fake_vllm, "m", "--port", "1", KVPACT_MATCH_AT=match_at)
+        assert argv[4:] == [*WORKER, "--port", "1"]
+    file = tmp_path / "vllm.yaml"
+    file.write_text("port: 1\nworker-cls: mine.Worker\n")
+    for own in (["--worker-cls=mine.Worker"], ["--worker_cls", "mine.Worker"], ["--", "--config", str(file)]):
+        argv, _ = serve(fake_vllm, "m", *own)
+        assert argv[4:] == [argument for argument in own if argument != "--"]
+    file.write_text("port: 1\n")
+    argv, _ = serve(fake_vllm, "m", "--", f"--config={file}")
+    assert argv[4:] == [*WORKER, f"--config={file}"]
+
+
+def test_on_a_platform_without_a_worker_of_ours_none_is_named(capsys):
+    kinds = dict.fromkeys(["is_cpu", "is_cuda", "is_rocm", "is_xpu"], lambda: False)
+    known = SimpleNamespace(**{**kinds, "is_cuda": lambda: True})
+    unknown = SimpleNamespace(device_name="npu", **kinds)
+    arguments = ["serve", "m", *WORKER, "--port", "1"]
+    assert without_unknown_worker(arguments, known) == arguments
+    assert capsys.readouterr().err == ""
+    assert without_unknown_worker(arguments, unknown) == ["serve", "m", "--port", "1"]
+    assert capsys.readouterr().err.count("no worker class of kvpact's for the platform 'npu'") == 1
+    own = ["serve", "m", "--worker-cls", "mine.Worker"]
+    assert without_unknown_worker(own, unknown) == own
+    assert capsys.readouterr().err == ""
 
 
 def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm, tmp_path):
     file = tmp_path / "kvpact.toml"
     file.write_text('save = "off"\n')
     argv, kept = serve(fake_vllm, "m", "--config", str(file), "--port", "1", "--", "--config", "vllm.yaml")
-    assert argv[4:] == ["--port", "1", "--config", "vllm.yaml"]
+    assert argv[4:] == [*WORKER, "--port", "1", "--config", "vllm.yaml"]
     assert kept == {"KVPACT_CONFIG": str(file)}
 
 

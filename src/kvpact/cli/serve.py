@@ -7,8 +7,10 @@ exit code are vLLM's. Floor 4.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
@@ -18,9 +20,6 @@ from kvpact.config import CONFIG_FILE_VARIABLE, ENVIRONMENT_PREFIX, load_config
 from kvpact.errors import ConfigError
 
 COMMAND_LINE: Final = "the command line"
-
-STEP_WORKER: Final = "kvpact.vllm.worker.KvpactWorker"
-"""What vLLM's workers must be where they are to look for blocks themselves."""
 
 
 def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, object]:
@@ -57,10 +56,9 @@ def serve_model(
         environment[CONFIG_FILE_VARIABLE] = str(config_file.absolute())
     settings = chosen_settings(memory, tiers)
     # Checked here, so that a mistake is one line and not a traceback of the engine.
-    checked = load_config(settings, environment, extra_source=COMMAND_LINE)
-    given = {argument.split("=")[0].replace("_", "-") for argument in vllm_arguments}
-    if checked.match_at == "step" and "--worker-cls" not in given:
-        vllm_arguments = ["--worker-cls", STEP_WORKER, *vllm_arguments]
+    load_config(settings, environment, extra_source=COMMAND_LINE)
+    if not _names_worker(vllm_arguments):
+        vllm_arguments = ["--worker-cls", vllm_command.WORKER, *vllm_arguments]
     ours = load_config(settings, {})
     secrets = ours.secret_keys()
     if "tiers" in secrets:
@@ -69,6 +67,22 @@ def serve_model(
     command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *vllm_arguments]
     sys.stdout.flush()
     os.execve(command[0], command, environment)
+
+
+def _names_worker(vllm_arguments: Sequence[str]) -> bool:
+    """Whether the user chooses the class of vLLM's workers, on the command line or in vLLM's own file of arguments."""
+    split = [argument.partition("=") for argument in vllm_arguments]
+    if any(name.replace("_", "-") == "--worker-cls" for name, _, _ in split):
+        return True
+    followers = [*vllm_arguments[1:], ""]
+    files = [
+        value or follower for (name, _, value), follower in zip(split, followers, strict=False) if name == "--config"
+    ]
+    for file in files:
+        with suppress(OSError, UnicodeDecodeError):  # vLLM says what is wrong with it
+            if re.search(r"^\s*worker[-_]cls\s*:", Path(file).read_text(), re.MULTILINE):
+                return True
+    return False
 
 
 def _vllm_command() -> list[str]:

