@@ -427,6 +427,30 @@ def test_copies_keep_off_the_cpu_that_computes_and_inside_the_limit_of_the_proce
     assert found[1] == allowed, "a caller that is not pinned has no CPU of its own to avoid"
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one CPU there is none to keep off")
+def test_what_a_background_thread_starts_keeps_off_the_cpu_that_computes_too() -> None:
+    """As a thread that opens tiers, each of which starts threads."""
+    allowed = os.sched_getaffinity(0)
+    found: list[set[int]] = []
+
+    def note() -> None:
+        found.append(os.sched_getaffinity(0))
+
+    def start_another() -> None:
+        with on_spare_cpus():
+            note()
+        start_background("kvpact-inner", note).join()
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {min(allowed)})
+        start_background("kvpact-outer", start_another).join()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert found == [allowed - {min(allowed)}] * 2
+
+
 def test_the_kernel_shows_the_name_of_a_background_thread() -> None:
     def comm() -> None:
         shown.append(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip())

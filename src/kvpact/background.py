@@ -16,13 +16,20 @@ from pathlib import Path
 COMM_BYTES = 15
 """As much of a thread's name as the kernel keeps."""
 
+_thread = threading.local()
+"""`is_background`: whether `start_background` started the calling thread."""
+
 
 def spare_cpus() -> frozenset[int]:
     """CPUs that this process may use and the calling thread may not; empty if the caller is not pinned.
 
+    Empty for a background thread too: it is on the spare ones, and what it leaves is for the engine.
+
     A pinned thread no longer knows what it was allowed before, so the parent process and the other threads are asked:
     a limit that the user put on the launching process is kept.
     """
+    if getattr(_thread, "is_background", False):
+        return frozenset()
     allowed: set[int] = set()
     for task in (os.getppid(), *_threads_of_this_process()):
         with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
@@ -36,6 +43,7 @@ def start_background(name: str, target: Callable[[], None]) -> threading.Thread:
 
     def run() -> None:
         _show_name(name)
+        _thread.is_background = True
         with contextlib.suppress(OSError):  # a cpuset may forbid it; the thread then stays where it is
             if cpus:
                 os.sched_setaffinity(0, cpus)
