@@ -24,6 +24,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_lives.py",
     "tests/under_vllm/test_engine_start.py",
     "tests/under_vllm/test_engine_step_hook.py",
+    "tests/under_vllm/test_engine_weight_files.py",
     "tests/under_vllm/test_engine_weights.py",
     "tests/under_vllm/test_flood.py",
     "tests/under_vllm/test_http_life.py",

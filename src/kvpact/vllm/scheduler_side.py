@@ -14,18 +14,19 @@ from functools import partial
 from typing import Any
 
 from kvpact.arena import Arena, ArenaSegment, SegmentAddress
-from kvpact.background import on_spare_cpus
 from kvpact.cache import PactCache
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalKVMatch, WorkerReport
-from kvpact.errors import ConfigError, KvpactError, PactViolation, TierError
+from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.metrics import Metrics, explain_misses
-from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
+from kvpact.tiers.kinds import load_seal
 from kvpact.tiers.queue import TierQueue
+from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_credit import HitCredit
 from kvpact.vllm.identity import engine_namespace
+from kvpact.vllm.late_tiers import LateTiers, OpenTiers
 from kvpact.vllm.messages import BrokenLoad, PactMetadata, RanksMessage, StepMessage, StoreAddress, WorkerHello
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
@@ -85,7 +86,9 @@ class SchedulerSide:
         self._ordered_at: tuple[int, ...] = ()
         """What the ranks had said of their weights when the first of `_ordered` was committed."""
         self._attached: list[SegmentAddress] = []
+        self._late_tiers: LateTiers | None = None
         self._queues: tuple[TierQueue, ...] = ()
+        self._rank_slot_bytes: tuple[int, ...] = ()
         self._store: StoreAddress | None = None
         """Where the workers look when a step begins; None if they do not."""
         self._stats: StatsCollector | None = None
@@ -113,27 +116,20 @@ class SchedulerSide:
         segments = [hello.segment for hello in hellos]
         if segments == self._attached:
             return
-        self.shutdown()
+        self._end_cache()
         arena = Arena([ArenaSegment.attach(segment) for segment in segments])
-        workers = facts_of_ranks([hello.facts for hello in hellos])
-        namespace = engine_namespace(self._vllm_config, workers, self._config.model_id)
-        tiers, numbers = [], []
-        for number, url in enumerate(self._config.tiers):
-            try:
-                with on_spare_cpus():
-                    tier = open_tier(url, TierPlace(namespace, arena.slot_bytes, self._seal))
-            except TierError as error:
-                logger.error("kvpact: serving without the tier %s: %s", url, error)
-                continue
-            tiers.append(TierQueue(tier, self._config.io_threads, self._config.write_queue, woken_by_owner=True))
-            numbers.append(number)
-        self._queues = tuple(tiers)
+        known = engine_namespace(self._vllm_config, facts_of_ranks([hello.facts for hello in hellos]))
+        opened: OpenTiers | None = None
+        if self._config.tiers:
+            weights = base_weights(self._vllm_config, self._config.model_id)
+            self._late_tiers = LateTiers(self._config, self._seal, known, arena.slot_bytes, weights)
+            opened = self._late_tiers.open()
         self.cache = PactCache(
             self._config,
-            namespace=namespace.digest,
+            namespace=known.digest,
             block_size=self._block_size,
             arena=arena,
-            tiers=tiers,
+            tiers=opened.queues if opened is not None else (),
             clock=time.monotonic,
             metrics=self._metrics,
         )
@@ -143,12 +139,9 @@ class SchedulerSide:
                     'match_at="step" needs a worker that asks when a step begins: add '
                     "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
                 )
-            self._store = StoreAddress(
-                namespace.describe(),
-                self._block_size,
-                tuple(segment.rank_slot_bytes for segment in arena.segments),
-                tuple((at, numbers[at]) for at in self.cache.staging.shared_tiers),
-            )
+            self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
+        if opened is not None:
+            self._use(opened)
         self._weights = WeightsWatch([segment.notice for segment in arena.segments], self.cache)
         self._attached = segments
         if not all(hello.watches_weights for hello in hellos):
@@ -161,9 +154,27 @@ class SchedulerSide:
             "kvpact: %d slots of %d bytes in memory, %d tier(s) below, namespace %s",
             arena.num_slots,
             arena.slot_bytes,
-            len(tiers),
-            namespace.name,
+            len(self._queues),
+            opened.namespace.name if opened is not None else known.name,
         )
+
+    def _use(self, opened: OpenTiers) -> None:
+        """From now on there are tiers."""
+        assert self.cache is not None
+        self._queues = opened.queues
+        if self._config.match_at == "step":
+            shared = tuple((at, opened.numbers[at]) for at in self.cache.staging.shared_tiers)
+            self._store = StoreAddress(opened.namespace.describe(), self._block_size, self._rank_slot_bytes, shared)
+
+    def _use_late_tiers(self) -> None:
+        """Use the tiers that were opened meanwhile, if there are any; waits for nothing."""
+        if self.cache is None or self._late_tiers is None or not self._late_tiers.is_ready:
+            return
+        opened = self._late_tiers.take()
+        if opened is not None:
+            self.cache.open_tiers(opened.queues)
+            self._use(opened)
+            logger.info("kvpact: from now on %d tier(s), namespace %s", len(opened.queues), opened.namespace.name)
 
     def bind_scheduler_context(self, offered: Any) -> None:
         """vLLM offers its KV cache manager, or, before 0.30, its block pool alone."""
@@ -282,6 +293,7 @@ class SchedulerSide:
             return self.end_broken_step()
         if scheduler_output.num_scheduled_tokens and self._weights is not None:
             self._weights.engine_computes()
+        self._use_late_tiers()
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             view = self._requests.get(request_id)
             if view is not None and request_id not in self._distrusted:
@@ -401,6 +413,7 @@ class SchedulerSide:
         """Whether vLLM must keep stepping without requests, to bring in the workers' reports."""
         if self.cache is None:
             return False
+        self._use_late_tiers()
         pending = self.cache.has_pending_work
         if self._stats_file is not None and self._stepped and not pending:
             self._stats_file.offer(self.cache.observe())
@@ -424,8 +437,14 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Flush the tiers in bounded time and say how the cache did."""
         self._identities.close()
+        self._end_cache()
+
+    def _end_cache(self) -> None:
         if self.cache is None:
             return
+        self._use_late_tiers()
+        if self._late_tiers is not None:
+            self._late_tiers.close()
         snapshot = self.cache.observe()
         logger.info("kvpact: %s", explain_misses(snapshot))
         if self._weights is not None:

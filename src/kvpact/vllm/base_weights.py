@@ -1,0 +1,198 @@
+"""Which weights vLLM has loaded: a name of the user's, a commit of the model hub, or a digest over files.
+
+Owns the translation from vLLM's configuration into one of these, remote code included. A branch or a tag never tells;
+what cannot be told is one ConfigError that names `model_id`. Floor 3.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from kvpact.errors import ConfigError
+from kvpact.weights import DigestMemory, WeightFiles
+
+SET_MODEL_ID = "set `model_id` in kv_connector_extra_config to a name that changes when the weights change"
+
+COMMIT = re.compile("[0-9a-f]{40}")
+"""The name that the hub gives to a commit, and to nothing else."""
+
+FROM_THE_MODEL = frozenset(
+    {
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "runai_streamer",
+        "mistral",
+        "pt",
+        "bitsandbytes",
+        "gguf",
+        "sharded_state",
+    }
+)
+"""Load formats that read the files of `model`; others may have their weights from anywhere."""
+
+READ_AT_ONCE_BYTES = 256 << 20
+"""As much of the files is read before the engine answers its first request: a fifth of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """The identity of an engine's weights, those of its draft model included, or how to find it."""
+
+    parts: tuple[str | WeightFiles, ...]
+    """Of the model, its code and its draft model: what each is, or the files that tell."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """What `identity` has to read. Raises OSError."""
+        return sum(part.unread_bytes for part in self.parts if isinstance(part, WeightFiles))
+
+    def identity(self, stopped: Callable[[], bool] = lambda: False) -> str:
+        """The identity. Reads files; see `WeightFiles.digest` for what it raises.
+
+        Files that changed after this process began are no evidence of what it has loaded: WeightsUnknown.
+        """
+        found = []
+        for part in self.parts:
+            if isinstance(part, WeightFiles):
+                digest = part.digest(stopped)
+                part.require_older_than(process_start_ns())
+                part = f"files:{digest}"
+            found.append(part)
+        return " + ".join(found)
+
+
+def base_weights(vllm_config: Any, model_id: str | None) -> BaseWeights:
+    """The weights that the engine has loaded. Looks at directories, reads no file.
+
+    Raises ConfigError if they cannot be told from others.
+    """
+    if model_id is not None:
+        return BaseWeights((f"id:{model_id}",))
+    parts = _weights_of(vllm_config.model_config, vllm_config.load_config)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and str(draft.model) != str(vllm_config.model_config.model):
+        draft_load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        parts += _weights_of(draft, draft_load_config)
+    return BaseWeights(tuple(parts))
+
+
+def cannot_tell(why: object) -> ConfigError:
+    """What the user gets to read."""
+    return ConfigError(f"cannot tell which weights the engine has: {why}; {SET_MODEL_ID}")
+
+
+def _weights_of(model_config: Any, load_config: Any) -> list[str | WeightFiles]:
+    load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
+    if load_format == "dummy":
+        return [f"dummy:{model_config.seed}"]
+    model, cache = str(model_config.model), load_config.download_dir
+    elsewhere = str(getattr(model_config, "model_weights", "") or model)
+    if elsewhere != model:
+        raise cannot_tell(f"they come from {elsewhere!r}")
+    if load_format not in FROM_THE_MODEL:
+        raise cannot_tell(f'load_format "{load_format}" may have them from anywhere')
+    code, place = _remote_code(model_config, cache), Path(model)
+    if not place.exists():
+        return [f"hub:{_hub_model(model, model_config.revision, cache)}", *code]
+    commit = snapshot_commit(place, cache)
+    if commit is not None:
+        return [f"hub:{commit}", *code]
+    try:
+        return [WeightFiles(place, DigestMemory.of_user(), with_code=bool(model_config.trust_remote_code)), *code]
+    except OSError as error:
+        raise cannot_tell(error) from None
+
+
+def _hub_model(model: str, revision: str | None, cache: str | None) -> str:
+    from vllm import envs
+
+    if envs.VLLM_USE_MODELSCOPE:
+        raise cannot_tell(f"{model!r} is on ModelScope, which does not say which commit was loaded")
+    commit = hub_commit(model, revision, cache)
+    if commit is None:
+        raise cannot_tell(f"{model!r} is no file or directory, and its commit on the hub is not known")
+    return f"{model}@{commit}"
+
+
+def hub_commit(repository: str, revision: str | None, cache: str | None) -> str | None:
+    """The commit of a hub repository that the engine serves, never a branch or a tag; None if it is not known.
+
+    vLLM resolves it once when it starts (0.28 and later, `ResolvedRevision` of huggingface_hub), so a branch that moves
+    meanwhile changes nothing. Else the hub's `cache` tells (None: the usual folder), from which the engine has loaded.
+    """
+    if getattr(revision, "_repo_id", repository) in (repository, None):  # a commit says something of its own one only
+        revision = getattr(revision, "resolved", revision)
+    if revision is not None and COMMIT.fullmatch(revision):
+        return str(revision)
+    folder = hub_folder(repository, cache)
+    try:
+        commit = (folder / "refs" / (revision or "main")).read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return commit if COMMIT.fullmatch(commit) and (folder / "snapshots" / commit).is_dir() else None
+
+
+def hub_folder(repository: str, cache: str | None) -> Path:
+    """Where the hub's cache (None: the usual one) keeps a model's repository."""
+    return Path(cache or HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+
+
+def snapshot_commit(directory: Path, cache: str | None) -> str | None:
+    """`repository@commit` of a snapshot in the hub's cache, which vLLM serves when it is offline; else None.
+
+    A folder anywhere else may be called what it likes.
+    """
+    commit, snapshots = directory.absolute().name, directory.absolute().parent
+    repository = snapshots.parent.name.removeprefix("models--").replace("--", "/")
+    if snapshots.name != "snapshots" or not COMMIT.fullmatch(commit):
+        return None
+    caches = (cache, None)
+    found = any(snapshots.parent == hub_folder(repository, one).absolute() for one in caches)
+    return f"{repository}@{commit}" if found else None
+
+
+def _remote_code(model_config: Any, cache: str | None) -> list[str]:
+    """The Python files that the engine runs and that do not come with the weights: their commits."""
+    if not model_config.trust_remote_code:
+        return []
+    model, found = str(model_config.model), set()
+    for reference in _references(getattr(model_config.hf_config, "auto_map", None)):
+        repository = reference.rpartition("--")[0] or model
+        if repository == model and (model_config.code_revision is None or Path(model).exists()):
+            continue
+        commit = hub_commit(repository, model_config.code_revision, cache)
+        if commit is None:
+            raise cannot_tell(f"its code comes from {repository!r}, whose commit on the hub is not known")
+        found.add(f"code:{repository}@{commit}")
+    return sorted(found)
+
+
+def _references(auto_map: Any) -> Iterator[str]:
+    """The class references of a configuration: "module.Class", or "owner/name--module.Class"; tokenizers have lists."""
+    if isinstance(auto_map, str):
+        yield auto_map
+    elif isinstance(auto_map, dict | list | tuple):
+        for item in auto_map.values() if isinstance(auto_map, dict) else auto_map:
+            yield from _references(item)
+
+
+def process_start_ns() -> int:
+    """When this process began, in Unix time: weights are loaded later. 0 where the kernel does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    since_boot = int(fields[19]) * (10**9 // os.sysconf("SC_CLK_TCK"))
+    return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot)

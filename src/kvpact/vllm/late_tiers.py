@@ -1,0 +1,144 @@
+"""Opens the tiers as soon as it is known whose weights these are: at once, or later on a thread of its own.
+
+Owns the wait for the weights' digest, which may mean reading all of a model's files. Until then the engine serves from
+memory; keys of blocks do not depend on the digest, and tiers do, so what memory holds then is right for them. Floor 3.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from kvpact.background import give_way, on_spare_cpus, start_background
+from kvpact.blocks import Namespace
+from kvpact.config import KvpactConfig
+from kvpact.errors import TierError
+from kvpact.tiers.base import RecordSeal, Tier
+from kvpact.tiers.kinds import TierPlace, open_tier
+from kvpact.tiers.queue import TierQueue
+from kvpact.vllm.base_weights import READ_AT_ONCE_BYTES, SET_MODEL_ID, BaseWeights, cannot_tell
+from kvpact.weights import ReadingStopped, WeightsUnknown
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 1.0
+"""A shutdown waits for so long at most until reading has stopped; a tier that is being opened then closes by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTiers:
+    """Tiers that are ready to be used, and the namespace that they are for.
+
+    A tier that could not be opened is missing, and the log says why; `numbers` are places in the configuration.
+    """
+
+    namespace: Namespace
+    queues: tuple[TierQueue, ...]
+    numbers: tuple[int, ...]
+
+    def close(self) -> None:
+        """Before anything was handed to them."""
+        for queue in self.queues:
+            queue.close(0.0)
+            queue.tier.close()
+
+
+class LateTiers:
+    """The tiers of one engine. Its public methods are for the scheduler's thread."""
+
+    def __init__(
+        self, config: KvpactConfig, seal: RecordSeal, known: Namespace, slot_bytes: int, weights: BaseWeights
+    ) -> None:
+        """`known` is the namespace without the weights; `slot_bytes` a block's size over all ranks."""
+        self._config, self._known, self._weights = config, known, weights
+        self._slot_bytes, self._seal = slot_bytes, seal
+        self._identity: str | None = None
+        self._opened: OpenTiers | None = None
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> OpenTiers | None:
+        """The tiers, if little has to be read for them; None if `take` will have them later, or never.
+
+        Raises ConfigError if files that tell cannot be read.
+        """
+        try:
+            unread = self._weights.unread_bytes
+            identity = self._weights.identity() if unread <= READ_AT_ONCE_BYTES else None
+        except WeightsUnknown as error:
+            self._do_without(error)
+            return None
+        except OSError as error:
+            raise cannot_tell(error) from None
+        if identity is not None:
+            return self._open_all(identity)
+        logger.info(
+            "kvpact: memory only, until %.3g GB of the model's files are read in the background to tell its weights "
+            "from others; the next start will know them",
+            unread / 1e9,
+        )
+        self._thread = start_background("kvpact-late-tiers", self._run)
+        return None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` has something."""
+        return self._opened is not None
+
+    def take(self) -> OpenTiers | None:
+        """The tiers that were opened late, once."""
+        opened, self._opened = self._opened, None
+        return opened
+
+    def close(self) -> None:
+        """Stop reading; tiers that nobody has taken are closed."""
+        with self._lock:
+            self._stopped = True
+            opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+        if self._thread is not None:
+            self._thread.join(STOP_SECONDS)
+
+    def _run(self) -> None:
+        """Read at low priority and open at the usual one: what a tier starts would inherit the other."""
+        began = time.monotonic()
+        start_background("kvpact-weights", self._read).join()
+        if self._identity is None:
+            return
+        logger.info("kvpact: the weights are told from others after %.1f s", time.monotonic() - began)
+        opened = self._open_all(self._identity)
+        with self._lock:
+            if not self._stopped:
+                self._opened = opened
+                return
+        opened.close()
+
+    def _read(self) -> None:
+        give_way()
+        try:
+            self._identity = self._weights.identity(lambda: self._stopped)
+        except ReadingStopped:
+            pass
+        except Exception as error:
+            self._do_without(error)
+
+    def _do_without(self, error: Exception) -> None:
+        logger.error("kvpact: serving from memory only, without tiers: %s; restart, or %s", error, SET_MODEL_ID)
+
+    def _open_all(self, weights: str) -> OpenTiers:
+        namespace = Namespace({**self._known.fields, "weights": weights})
+        place = TierPlace(namespace, self._slot_bytes, self._seal)
+        tiers: dict[int, Tier] = {}
+        for number, url in enumerate(self._config.tiers):
+            try:
+                with on_spare_cpus():
+                    tiers[number] = open_tier(url, place)
+            except TierError as error:
+                logger.error("kvpact: serving without the tier %s: %s", url, error)
+        threads, write_bytes = self._config.io_threads, self._config.write_queue
+        queues = tuple(TierQueue(tier, threads, write_bytes, woken_by_owner=True) for tier in tiers.values())
+        return OpenTiers(namespace, queues, tuple(tiers))

@@ -1,0 +1,53 @@
+"""How vLLM has quantised the weights: method, settings and what decides its kernels, as one field of the namespace.
+
+The checkpoint's own settings stand in the model's configuration or beside the weights and are told from others there.
+Floor 3.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvpact.vllm.base_weights import cannot_tell
+from kvpact.weights import file_digest
+
+KERNEL_SETTINGS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
+KERNEL_VARIABLES = ("VLLM_DISABLED_KERNELS", "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_DEEP_GEMM", "VLLM_USE_MARLIN")
+"""Which of them there are depends on vLLM's release."""
+
+
+def quantization(vllm_config: Any) -> str:
+    """What two engines must have in common to compute the same from the same quantised files; "None" without.
+
+    Raises ConfigError if a file with settings that the user names cannot be read.
+    """
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    if model.quantization is None:
+        return "None"
+    settings = getattr(model, "quantization_config", None)
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
+    kernels = getattr(vllm_config, "kernel_config", None)
+    told = {
+        "method": str(model.quantization),
+        "settings": settings if settings is None or isinstance(settings, dict) else asdict(settings),
+        "file": _file(overrides.get("quantization_config_file")),
+        "device": str(current_platform.get_device_capability()),  # the same method has other kernels on others
+        "kernels": {name: getattr(kernels, name, None) for name in KERNEL_SETTINGS},
+        "variables": {name: getattr(envs, name, None) for name in KERNEL_VARIABLES},
+    }
+    return json.dumps(told, sort_keys=True, default=str)
+
+
+def _file(name: str | None) -> str | None:
+    if name is None:
+        return None
+    try:
+        return file_digest(Path(name))
+    except OSError as error:
+        raise cannot_tell(error) from None
