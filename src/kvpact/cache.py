@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import inf
 
 from kvpact.arena import Arena
@@ -167,7 +166,7 @@ class PactCache(ExternalCache):
         self._resets = 0
         self._tags = BlockTags()
         self._stale_loads: list[LoadJob] = []
-        self._backlog: Iterator[int] = iter(())
+        self._backlog = range(0)
         """Slots of which is still to be told whether tiers that came late lack what lies there."""
         self._prefill = Prefill(2 * block_size)
         self._computing = 0
@@ -198,7 +197,7 @@ class PactCache(ExternalCache):
         """The tiers, if they were not there from the beginning. What memory holds is written to them bit by bit."""
         self.staging.open(tiers)
         if self._epochs.generation == 1:  # later, memory has blocks of other epochs as well, and does not say which
-            self._backlog = iter(range(self.index.num_slots))
+            self._backlog = range(self.index.num_slots)
 
     # Prepare
 
@@ -641,7 +640,7 @@ class PactCache(ExternalCache):
             self.staging.poll()
         if self._writes_first or not self.is_late():
             self._write_behind()
-        if not self.is_late() and self.staging.has_room:
+        if self._backlog:
             self._write_backlog()
         self.staging.end_step()
         self._prefill.note_step(max(0, self._computing), now)
@@ -664,13 +663,14 @@ class PactCache(ExternalCache):
 
     def _write_backlog(self) -> None:
         """Offer some more of what memory held when tiers were opened late, while they have room for it."""
-        for slot in islice(self._backlog, BACKLOG_SLOTS):
+        for slot in self._backlog[:BACKLOG_SLOTS]:
+            if self.is_late() or not self.staging.has_room:
+                break
+            self._backlog = self._backlog[1:]
             key = self.index.key_at(slot)
             if key is not None and self.index.is_last(key):
                 keys = self.index.chain(key)
                 self.staging.write_behind(keys, self.index.held_prefix(keys), self._epochs.current)
-            if self.is_late() or not self.staging.has_room:
-                break
 
     def abandon_step(self) -> None:
         """What was to be ordered with the running step never reaches the workers: it ends as if all had failed it."""
@@ -787,7 +787,8 @@ class PactCache(ExternalCache):
         the next request's steps.
         """
         stirred = self.saves.lazy is not None and self.saves.lazy.stirred
-        return self._idle_steps.wait_for(len(self._copies) + len(self._unwritten) + self.staging.pending + stirred)
+        unwritten = len(self._unwritten) + len(self._backlog)
+        return self._idle_steps.wait_for(len(self._copies) + unwritten + self.staging.pending + stirred)
 
     @property
     def epoch(self) -> Epoch:
@@ -828,7 +829,7 @@ class PactCache(ExternalCache):
         if self.saves.lazy is not None:
             self.saves.lazy.clear()
         self._unwritten.clear()
-        self._backlog = iter(())
+        self._backlog = range(0)
 
     def take_stale_loads(self) -> list[LoadJob]:
         """Loads that arrived although they had been recalled: what they brought must be computed again."""
@@ -882,8 +883,11 @@ class PactCache(ExternalCache):
         for plan in self.ledger.open_plans():
             if plan.state is not State.LOADING:
                 self.ledger.abort(plan, EndReason.SHUTDOWN)
+        self.is_late = lambda: False
         while self._unwritten:
             self._write_behind()
+        while self._backlog and self.staging.has_room:
+            self._write_backlog()
         if not self.staging.close(self._config.shutdown_timeout):
             logger.warning(
                 "kvpact: some writes did not finish within %.0f s at shutdown", self._config.shutdown_timeout

@@ -51,6 +51,8 @@ def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
         "recompute_if_faster": False,
         "record_key_file": f"{directory}/record-key",
         "model_id": "tiny@2026-01",
+        "weights_version": "step-1200",
+        "share_drawn_epochs": True,
         "io_threads": 3,
         "layerwise": False,
         "stats_file": f"{directory}/stats.json",
