@@ -707,8 +707,8 @@ class PactCache(ExternalCache):
             if record is not None:
                 record.computed = min(record.computed, failed.start * self._block_size)
             self._tags.fill(load.job.block_ids[failed.start - load.job.start_block :], NO_TAG)
-        if load.recalled:
-            if outcome.done.ranges:
+        if load.recalled:  # whether it failed or not says nothing of what is stored
+            if outcome.done.ranges and not load.job.synchronous:
                 self._stale_loads.append(load.job)
         elif failed is not None:
             self._forget(load, failed.start)

@@ -172,9 +172,9 @@ class Copies:
         for save in self.saves.values():
             save.trusted = False
         for job_id, load in self.loads.items():
-            if not load.job.synchronous and not load.recalled:
-                load.recalled = True
+            if not load.recalled and not load.job.synchronous:
                 self._outbox.recalls.append(job_id)
+            load.recalled = True
 
     def __len__(self) -> int:
         return len(self.loads) + len(self.saves)
