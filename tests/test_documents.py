@@ -34,6 +34,7 @@ RUN_ELSEWHERE = {
     ("README.md", "kvpact serve MODEL"): "tests/under_vllm/test_http_life.py",
     ("README.md", "vllm serve MODEL --kv-transfer-config"): "tests/under_vllm/test_http_life.py",
     ("docs/configuration.md", "llm = LLM("): "tests/under_vllm/test_engine_documents.py",
+    ("docs/weights.md", "take_in_weights"): "tests/under_vllm/test_engine_weights.py",
     ("docs/worker-hook.md", "examples/step_hook_connector.py"): "tests/under_vllm/test_engine_documents.py",
     (CACHES, "class FirstCache"): "tests/testkit/test_write_a_connector.py",
     (CACHES, "kvpact conformance first_cache:FirstCache"): "tests/testkit/test_write_a_connector.py",
@@ -58,6 +59,10 @@ NOT_RUN = {
     ),
     ("docs/vllm-driver.md", "run_on_release"): (
         "fetches a release of vLLM, 2 GB; testkit/test_vllm_releases.py calls the same function on releases at hand"
+    ),
+    ("docs/weights.md", "curl --fail"): (
+        "needs a server in vLLM's development mode; test_engine_weights.py makes the same calls through `vllm.LLM`, "
+        "with the sleep's reset for the pause's"
     ),
     ("docs/worker-hook.md", "vllm serve MODEL --worker-cls"): (
         "'{...}' stands for any connector; test_engine_step_hook.py starts engines with this worker class"

@@ -10,9 +10,11 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from documents import block_with
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings, Output
 
@@ -120,6 +122,35 @@ def test_h32_apply_model_overwrites_the_weights(trained: Trained) -> None:
 
 def test_h32_reload_weights(trained: Trained) -> None:
     trained.assert_change_is_seen(6, lambda: trained.rpc("reload_weights"))
+
+
+class FrontEnd:
+    """As much of `vllm.LLM` as the page on weights uses."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+
+    def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> None:
+        self._process.call("collective_rpc", method, None, list(args))
+
+    def reset_prefix_cache(self) -> None:
+        self._process.reset_prefix_cache()
+
+
+def test_h37_the_page_on_weights_takes_in_those_of_a_training_step(trained: Trained) -> None:
+    """The weights of each step are those of the files, so what was stored under a step's word is right for it."""
+    names: dict[str, Any] = {}
+    exec(block_with("docs/weights.md", "take_in_weights").text, names)
+    trained.overwrite(10)
+    trained.assert_change_is_seen(13, lambda: names["take_in_weights"](FrontEnd(trained.process), 1))
+    asked, before = trained.store(14)
+    names["take_in_weights"](FrontEnd(trained.process), 2)
+    assert trained.ask(asked).cached_tokens == 0
+    names["take_in_weights"](FrontEnd(trained.process), 1)
+    again = trained.ask(asked)
+    assert again.cached_tokens == BLOCKS * BLOCK
+    assert again.same_answer(before)
+    assert "is refused" not in trained.log()
 
 
 def test_h32_a_callable_overwrites_the_weights_and_nobody_says_so(trained: Trained) -> None:
