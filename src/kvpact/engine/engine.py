@@ -105,14 +105,54 @@ class Engine:
         return self.scheduler.cancel(request_id)
 
     def reset(self) -> None:
-        """Reset the prefix cache, here and in the external cache; see `Scheduler.reset`."""
-        self._drain()
-        self.scheduler.reset()
+        """Reset all prefix caches, the external one too; running requests begin anew. See `Scheduler.reset`."""
+        self.reset_prefix_cache(reset_connector=True, reset_running_requests=True)
 
-    def update_weights(self) -> None:
-        """Put other weights in place: from now on nothing computed before is right (H32)."""
-        self.reset()
-        self.runner.weights += 1
+    def reset_prefix_cache(self, *, reset_connector: bool = False, reset_running_requests: bool = False) -> bool:
+        """As vLLM's: the engine's own published blocks are forgotten, unless somebody holds a block; False then.
+
+        With `reset_connector` the external cache is reset in either case: requests that run then go on with what is in
+        their blocks. With `reset_running_requests` they are preempted and begin anew, and all blocks are forgotten.
+        """
+        if reset_running_requests:
+            self._drain()
+        pool = self.scheduler.kv.pool
+        emptied = reset_running_requests or pool.num_free == self.config.num_blocks - 1
+        if reset_running_requests:
+            self.scheduler.reset()
+        if emptied:
+            pool.unpublish_all()
+            self.runner.carries_over = False
+        if reset_connector:
+            self._reset_connector()
+        return emptied
+
+    def _reset_connector(self) -> None:
+        if self.scheduler.late_commits:
+            self._drain()  # a match is committed before the cache that promised it is reset
+        if self.cache is not None:
+            self.cache.reset()
+
+    def update_weights(self, weights: int | None = None, *, clear_cache: bool = True) -> None:
+        """Put other weights in place between two steps, by default ones never seen, and reset the external cache.
+
+        From now on nothing computed before may come from the external cache (H32). Without `clear_cache` running
+        requests go on with the keys and values in their blocks, and the engine's own prefix cache stays: that is the
+        engine's own business. Raises ConfigError for that with several KV cache groups: their blocks may be of
+        different weights, and the oracle has one truth for a token.
+        """
+        if not clear_cache and len(self.config.groups) > 1:
+            raise ConfigError(f"{len(self.config.groups)} KV cache groups: weights change with cleared caches only")
+        if clear_cache:
+            self.reset()
+        self.change_weights(self.runner.weights + 1 if weights is None else weights)
+        if not clear_cache:
+            self._reset_connector()
+
+    def change_weights(self, weights: int) -> None:
+        """Put other weights in place between two steps; nobody is told."""
+        self.scheduler.keep_what_is_there()
+        self.runner.change_weights(weights)
 
     def pause(self) -> None:
         """Admit nobody until `unpause`."""
@@ -258,10 +298,13 @@ class Engine:
         for group, published in enumerate(self.scheduler.kv.pool.published):
             for block_id in published.values():
                 request, index = self.scheduler.kv.publishers[block_id]
-                if id(request) not in truths:
-                    truths[id(request)] = runner.truth_of(request)
-                expected = truths[id(request)][index * size : (index + 1) * size]
                 stored = runner.memory[:, block_id * size : (block_id + 1) * size]
+                if runner.carries_over:
+                    expected = stored[0] - runner.masks[group][0]
+                else:
+                    if id(request) not in truths:
+                        truths[id(request)] = runner.truth_of(request)
+                    expected = truths[id(request)][index * size : (index + 1) * size]
                 wrong = stored != expected + runner.masks[group][:, None]
                 if wrong.any():
                     plane, offset = (int(index) for index in np.argwhere(wrong)[0])

@@ -174,7 +174,7 @@ class ResultIntake:
         else:
             request.rewind(load.start + valid)
             scheduler.counts.external_hits += valid
-            if not quirks.truncates_at_failure:
+            if not (quirks.truncates_at_failure or load.spans_update):
                 request.loaded_ahead = [run for run in arrived if run[0] > request.num_computed_tokens]
             scheduler.kv.publish(request, request.num_computed_tokens)
         scheduler.resume(request)

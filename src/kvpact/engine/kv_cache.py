@@ -125,6 +125,7 @@ class KVCacheManager:
             blocks.extend([NULL_BLOCK] * (total - len(blocks) - new[group_id]))
             blocks.extend(self.pool.allocate(new[group_id], group_id))
         request.block_ids = adopted
+        request.num_own_tokens = hit.num_tokens
         request.capacity = total * size
         request.num_published_blocks = hit.num_tokens // size
         request.publish_at = hit.num_tokens + size

@@ -81,6 +81,11 @@ class ReferenceCache(ExternalCache):
         self._asynchronous = asynchronous
         self._keys: dict[str, BlockKeys] = {}
         self._failed_from: dict[str, int] = {}
+        self._resets = 0
+        self._written_after: dict[int, int] = {}
+        """Engine block -> how many resets came before it was filled last."""
+        self._filled: dict[str, int] = {}
+        """Request id -> how many of its blocks were filled or begun when it was last looked at."""
         self._saves: dict[int, tuple[SaveJob, JobTally, list[tuple[EntryKey, Entry]]]] = {}
         self._job_ids, self._step = count(1), 0
         self._loads_to_do: list[LoadJob] = []
@@ -103,6 +108,7 @@ class ReferenceCache(ExternalCache):
         request_id, start = request.request_id, num_computed_tokens // self._block_size
         keys = self._keys_of(request)[: (len(request.token_ids) - 1) // self._block_size]
         keys = keys[: self._failed_from.get(request_id)]
+        self._filled[request_id] = start
         plan = self.plans.get(request_id)
         if plan is None or plan.start != start:
             self._release(request_id)
@@ -148,7 +154,9 @@ class ReferenceCache(ExternalCache):
         plan.num_blocks = blocks
         self.loading[request.request_id] = plan
         end = plan.start + blocks
-        for group, ids in enumerate(self._context.blocks_of(request.request_id)):
+        tables = self._context.blocks_of(request.request_id)
+        self._note_filled(request.request_id, tables, end * self._block_size)
+        for group, ids in enumerate(tables):
             for first, last in _runs(i for i in range(plan.start, end) if not self._context.get_block(ids[i]).is_null):
                 slots = tuple(plan.entries[i - plan.start][group].slot for i in range(first, last))
                 job = LoadJob(
@@ -188,9 +196,12 @@ class ReferenceCache(ExternalCache):
         """See `ExternalCache`."""
         keys = self._keys_of(request)
         full = min(num_computed_tokens, len(request.token_ids)) // self._block_size
-        if self._context is None or request.request_id in self.loading or not keys[:full]:
+        if self._context is None or not keys:
             return
         blocks = self._context.blocks_of(request.request_id)
+        full = min(full, self._note_filled(request.request_id, blocks, num_computed_tokens))
+        if request.request_id in self.loading or not full:
+            return
         chain = [(key, group) for key in reversed(keys[:full]) for group in range(self._num_groups)]
         for name in chain:
             if name in self.entries:
@@ -211,6 +222,18 @@ class ReferenceCache(ExternalCache):
                     self._context.touch(taken)
                     self._saves[job.job_id] = job, JobTally(job.blocks, self._num_ranks), saved
                     self._saves_to_do.append(job)
+
+    def _note_filled(self, request_id: str, groups: Sequence[Sequence[int]], num_computed_tokens: int) -> int:
+        """How many of a request's blocks in a row were filled after the last reset: only these may be saved (H38)."""
+        first = self._filled.get(request_id, 0)
+        end = self._filled[request_id] = max(first, blocks_touched(num_computed_tokens, self._block_size))
+        for ids in groups:
+            self._written_after.update(dict.fromkeys(ids[first:end], self._resets))
+        stale = (
+            next((i for i, block in enumerate(ids) if block and self._written_after.get(block) != self._resets), end)
+            for ids in groups
+        )
+        return min(stale)
 
     def _take_slots(self, wanted: int, keep: set[EntryKey]) -> tuple[int, ...]:
         unheld = [key for key, entry in self.entries.items() if not entry.holds and key not in keep]
@@ -289,9 +312,11 @@ class ReferenceCache(ExternalCache):
         self._release(request_id)
         self._keys.pop(request_id, None)
         self._failed_from.pop(request_id, None)
+        self._filled.pop(request_id, None)
 
     def reset(self) -> None:
         """See `ExternalCache`."""
+        self._resets += 1
         for request_id in list(self.plans):
             self._release(request_id)
         for key, entry in list(self.entries.items()):

@@ -53,6 +53,7 @@ class Request:
         "num_computed_tokens",
         "num_expected_tokens",
         "num_inflight_external_tokens",
+        "num_own_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_scheduled_tokens",
@@ -103,6 +104,8 @@ class Request:
         """Tokens whose keys and values are in the request's blocks, on all ranks."""
         self.num_inflight_external_tokens = 0
         """Tokens behind the computed ones that a load is bringing; they count as nothing else meanwhile."""
+        self.num_own_tokens = 0
+        """Tokens at the start that the engine's own prefix cache had when the request was admitted: not loaded ones."""
         self.num_scheduled_tokens = 0
         """How far the steps handed out reach; differs from computed only while one is being executed."""
         self.num_expected_tokens = self.num_prompt_tokens

@@ -36,7 +36,9 @@ class ModelRunner:
         self.memory = np.zeros((planes, config.num_blocks * size), np.uint64)
         self.masks = oracle.masks(config.num_ranks, config.num_layers, len(config.groups))
         self.weights = 0
-        """Raised when the weights change: nothing computed before is right any more."""
+        """Names the weights that compute now; what others computed has other digests, and yields other tokens."""
+        self.carries_over = False
+        """Whether the engine's own blocks may be of weights before these: they are then right as they are."""
         self.wrong_reads: list[WrongRead] = []
         self._offsets = np.arange(size, dtype=np.int64)
         self._plane_masks = [mask[:, None] for mask in self.masks]
@@ -100,6 +102,45 @@ class ModelRunner:
         self._roots[row] = root
         self._known[row] = self._digested[row] = count
         self._copy_tables(request, 0)
+        if self.carries_over:
+            self._adopt_own(row, request)
+
+    # Other weights under running requests
+
+    def change_weights(self, weights: int) -> None:
+        """These compute from now on. Running requests keep what is in their blocks, as vLLM's do; what they compute on
+        top of it is neither what the old weights nor what the new ones would have computed alone."""
+        self.weights = weights
+        self.carries_over = True
+        for row, request in enumerate(self._requests):
+            if request is not None and request.row == row:
+                self._go_on_from(row, request.num_scheduled_tokens)
+
+    def _adopt_own(self, row: int, request: Request) -> None:
+        """Blocks of the engine's own are taken as they are, by their first plane; loaded ones must be of these
+        weights."""
+        size, own = self.config.block_size, min(request.num_own_tokens, request.num_computed_tokens)
+        positions = np.arange(own, dtype=np.int64)
+        truth = self._truth[row, :own].copy()
+        for group in reversed(range(len(self._tables))):
+            there = self._tables[group, row, positions // size] > 0
+            slots = self._slots(group, np.full(own, row), positions)
+            truth[there] = (self.memory[0, slots] - self.masks[group, 0])[there]
+        if (truth != self._truth[row, :own]).any():
+            self._truth[row, :own] = truth
+            self._go_on_from(row, request.num_computed_tokens + request.num_inflight_external_tokens)
+
+    def _go_on_from(self, row: int, start: int) -> None:
+        """The row's tokens from `start` on are computed by the weights of now, on top of what others computed."""
+        end = int(self._digested[row])
+        root = np.uint64(oracle.word("carried over", int(self._truth[row, start - 1]), self.weights))
+        positions = np.arange(start, end, dtype=np.int64)
+        added = oracle.contributions(self._tokens[row, start:end], positions, root)
+        if row in self._extras:
+            added = oracle.mix(added + self._extras[row][start:end])
+        sums = np.cumsum(added, dtype=np.uint64)
+        self._truth[row, start:end] = oracle.mix(sums ^ root)
+        self._roots[row], self._sums[row] = root, sums[-1] if len(sums) else np.uint64(0)
 
     def _copy_tables(self, request: Request, first: int) -> None:
         size = self.config.block_size

@@ -35,6 +35,8 @@ class Load:
     num_tokens: int
     asynchronous: bool
     void: bool = False
+    spans_update: bool = False
+    """Whether the weights changed since it was committed."""
 
 
 class Admission(Enum):
@@ -117,7 +119,7 @@ class Scheduler:
             self.kv.free(request)
 
     def reset(self) -> None:
-        """Preempt everything, forget all published blocks, here and in the cache. Loads under way end without effect.
+        """Preempt everything; nothing that is held counts as computed. Loads under way end without effect.
 
         Raises RuntimeError, as some releases do, if `reset_refuses_loading` and an asynchronous load is under way.
         """
@@ -133,9 +135,17 @@ class Scheduler:
             self._close_probe(request, EndReason.CACHE_RESET)
         for load in self.loads.values():
             load.void = True
-        self.kv.pool.unpublish_all()
-        if self.cache is not None:
-            self.cache.reset()
+
+    def keep_what_is_there(self) -> None:
+        """Other weights come: what requests have in their blocks, and what is being loaded, is theirs as it is.
+
+        What arrived behind a failed block is computed again: it would stand on what other weights computed.
+        """
+        for request in self.requests.values():
+            request.loaded_ahead = []
+            request.num_own_tokens = request.num_computed_tokens + request.num_inflight_external_tokens
+        for load in self.loads.values():
+            load.spans_update = True
 
     @property
     def has_work(self) -> bool:
