@@ -22,7 +22,8 @@ class MinimalCache(ExternalCache):
         self.place, self.size = place, place.block_size
         self.stored = OrderedDict()  # block key -> slot; the first one is evicted first
         self.holds = Counter()  # slot -> promises and jobs that need it as it is
-        self.plans, self.keys, self.failed_from = {}, {}, {}  # by request
+        self.plans, self.keys, self.failed_from, self.filled = {}, {}, {}, {}  # by request
+        self.resets, self.filled_after = 0, {}  # engine block -> how many resets came before it was filled
         self.jobs, self.new, self.job_ids, self.step = {}, [], count(1), 0
 
     def bind_scheduler_context(self, context):
@@ -30,6 +31,7 @@ class MinimalCache(ExternalCache):
 
     def prepare_external_match(self, request, num_computed_tokens):
         name, start = request.request_id, num_computed_tokens // self.size
+        self.filled[name] = start
         plan = self.plans.get(name)
         if plan is None or plan.start != start:
             self.abort_external_match(name, None, "superseded")
@@ -48,6 +50,7 @@ class MinimalCache(ExternalCache):
         plan, blocks = self.plans.pop(request.request_id), -(-num_tokens // self.size)
         self.holds.subtract(plan.slots[blocks:])
         if blocks:
+            self.fill(request, plan.start + blocks, block_ids)
             self.order(LoadJob, request, plan.start, plan.slots[:blocks], block_ids, False)
         return num_tokens
 
@@ -56,7 +59,9 @@ class MinimalCache(ExternalCache):
             self.holds.subtract(self.plans.pop(request_id).slots)
 
     def note_computed(self, request, num_computed_tokens, block_ids):
-        keys = self.keys_of(request)[: num_computed_tokens // self.size]
+        self.fill(request, -(-num_computed_tokens // self.size), block_ids())
+        sound = list(takewhile(lambda block: self.filled_after.get(block) == self.resets, block_ids()))
+        keys = self.keys_of(request)[: min(num_computed_tokens // self.size, len(sound))]
         for key in (key for key in reversed(keys) if key in self.stored):
             self.stored.move_to_end(key)  # used last, evicted last; and a prompt's head after its tail
         known = {*self.stored, *(key for _, _, saving in self.jobs.values() for key in saving)}
@@ -106,16 +111,23 @@ class MinimalCache(ExternalCache):
         self.abort_external_match(request_id, None, "finished")
         self.keys.pop(request_id, None)
         self.failed_from.pop(request_id, None)
+        self.filled.pop(request_id, None)
 
     def reset(self):
         for name in [*self.plans]:
             self.abort_external_match(name, None, "reset")
+        self.resets += 1
         self.stored.clear()
         self.jobs = {job_id: (job, tally, []) for job_id, (job, tally, _) in self.jobs.items()}
 
     @property
     def has_pending_work(self):
         return bool(self.jobs)
+
+    def fill(self, request, end, block_ids):
+        first = self.filled.get(request.request_id, 0)  # what is filled before a reset is saved by nobody after it
+        self.filled_after.update(dict.fromkeys(block_ids[first:end], self.resets))
+        self.filled[request.request_id] = max(first, end)
 
     def order(self, kind, request, start, slots, block_ids, *synchronous):
         ids, end = tuple(block_ids[start : start + len(slots)]), start + len(slots)

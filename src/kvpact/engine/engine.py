@@ -124,10 +124,11 @@ class Engine:
             pool.unpublish_all()
             self.runner.carries_over = False
         if reset_connector:
-            self._reset_connector()
+            self.reset_connector()
         return emptied
 
-    def _reset_connector(self) -> None:
+    def reset_connector(self) -> None:
+        """Reset the external cache and nothing else: the engine and its requests go on with what they have."""
         if self.scheduler.late_commits:
             self._drain()  # a match is committed before the cache that promised it is reset
         if self.cache is not None:
@@ -147,7 +148,7 @@ class Engine:
             self.reset()
         self.change_weights(self.runner.weights + 1 if weights is None else weights)
         if not clear_cache:
-            self._reset_connector()
+            self.reset_connector()
 
     def change_weights(self, weights: int) -> None:
         """Put other weights in place between two steps; nobody is told."""

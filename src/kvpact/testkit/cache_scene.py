@@ -29,11 +29,11 @@ from kvpact.engine import (
 )
 from kvpact.engine.config import NO_EXTRAS
 from kvpact.engine.ranks import Job
-from kvpact.errors import PactViolation
+from kvpact.errors import PactViolation, WeightsVersionRefused
 from kvpact.testkit.faults import Crash
 from kvpact.testkit.findings import TITLES, Broken, NotObservable
 from kvpact.testkit.subjects import CacheFactory, CachePlace, made_for
-from kvpact.testkit.watch import ContractWatch, StoredBlock
+from kvpact.testkit.watch import ContractWatch, EverStored, StoredBlock
 
 SCRIPT_LINES = 200
 """Steps of a script that are kept; a check that needs more is no longer readable."""
@@ -114,12 +114,19 @@ class CacheScene:
         *,
         weights: int = 0,
         stored: dict[StoredBlock, int] | None = None,
+        ever_stored: EverStored | None = None,
+        shared_directory: Path | None = None,
         clock: StepClock | None = None,
     ) -> None:
+        """The engine starts from the files of `weights`, whatever weights are put in place later.
+
+        Its cache's own things are in `directory`; what engines share is in `shared_directory`, by default there too.
+        """
         self.factory, self.directory, self.settings = factory, directory, settings
         self.script: deque[str] = deque(maxlen=SCRIPT_LINES) if script is None else script
         self.quirks = settings.quirks or EngineQuirks.presets()[settings.mode]
         self.clock = clock or StepClock()
+        self.weights_of_files = weights
         self.conducts: dict[int, deque[JobConduct]] = {rank: deque() for rank in range(settings.ranks)}
         """How each rank treats its next jobs; faithfully when there is none left."""
         self.load_conducts: dict[int, deque[JobConduct]] = {rank: deque() for rank in range(settings.ranks)}
@@ -147,6 +154,7 @@ class CacheScene:
             slot_bytes=settings.layers * config.page_bytes,
             clock=self.clock,
             directory=directory,
+            shared_directory=shared_directory or directory,
             weights=f"weights-{weights}",
             write_queue_bytes=settings.write_queue_bytes,
         )
@@ -163,6 +171,7 @@ class CacheScene:
             whole_answers=self.quirks.ignores_commit_answer,
             own_workers=bool(self.subject.workers),
             stored=stored,
+            ever_stored=ever_stored,
             say=lambda words: self.script.append(f"    {words}"),
         )
         self.workers: list[StagedWorker] = []
@@ -355,15 +364,41 @@ class CacheScene:
 
     def reset(self) -> bool:
         """Reset the prefix caches, here and outside; False if this engine refuses it now."""
-        return self._reset(self.engine.reset, "reset the prefix caches")
+        return self._reset(self.engine.reset, "reset the prefix caches", clear_cache=True)
 
-    def update_weights(self) -> bool:
-        """Put other weights in place; False if this engine refuses it now."""
-        return self._reset(self.engine.update_weights, "put other weights in place")
+    def reset_connector(self) -> None:
+        """Reset the external cache alone: running requests go on with what is in their blocks."""
+        self._reset(self.engine.reset_connector, "reset the external cache; requests run on", clear_cache=False)
 
-    def _reset(self, reset: Callable[[], None], words: str) -> bool:
+    def update_weights(self, weights: int | None = None, *, clear_cache: bool = True) -> bool:
+        """Put other weights in place, by default ones never seen; False if this engine refuses it now.
+
+        Without `clear_cache` requests run on with what is in their blocks, and no engine refuses it.
+        """
+        weights = self.engine.runner.weights + 1 if weights is None else weights
+        words = f"put weights {weights} in place{'' if clear_cache else '; requests run on'}"
+        return self._reset(
+            lambda: self.engine.update_weights(weights, clear_cache=clear_cache), words, clear_cache=clear_cache
+        )
+
+    def weights_version(self, version: str) -> bool:
+        """Say a word for the weights that are in place; False if the cache refuses it.
+
+        Raises NotObservable if the cache takes no words.
+        """
+        if not self.watch.knows_words:
+            raise NotObservable("the cache takes no word for its weights (`set_weights_version`)")
+        self.say(f"the weights are called {version}")
+        try:
+            self.watch.set_weights_version(version)
+        except WeightsVersionRefused:
+            self.say("    the word is refused")
+            return False
+        return True
+
+    def _reset(self, reset: Callable[[], None], words: str, *, clear_cache: bool) -> bool:
         loading = any(load.asynchronous for load in self.engine.scheduler.loads.values())
-        if loading and self.quirks.reset_refuses_loading:
+        if clear_cache and loading and self.quirks.reset_refuses_loading:
             return False
         self.say(words)
         with self.judged():
@@ -439,6 +474,41 @@ class CacheScene:
         directory = self.directory / "twin"
         directory.mkdir()
         scene = CacheScene(self.factory, directory, self.settings)
+        try:
+            yield scene
+        finally:
+            scene.close()
+
+    @contextmanager
+    def neighbour(self) -> Iterator[CacheScene]:
+        """Another engine, started from the same files: it shares whatever engines can share."""
+        self.say("another engine starts beside this one")
+        directory = self.directory / f"neighbour-{len([*self.directory.glob('neighbour-*')])}"
+        directory.mkdir()
+        with self._another(directory) as scene:
+            yield scene
+
+    @contextmanager
+    def restarted(self) -> Iterator[CacheScene]:
+        """After `shut_down`: the same engine, started again from its files."""
+        self.say("the engine starts again")
+        with self._another(self.directory) as scene:
+            yield scene
+
+    @contextmanager
+    def _another(self, directory: Path) -> Iterator[CacheScene]:
+        self.watch.has_neighbours = True
+        scene = CacheScene(
+            self.factory,
+            directory,
+            self.settings,
+            self.script,
+            weights=self.weights_of_files,
+            ever_stored=self.watch.ever_stored,
+            shared_directory=self.place.shared_directory,
+            clock=self.clock,
+        )
+        scene.watch.has_neighbours = True
         try:
             yield scene
         finally:

@@ -1,4 +1,4 @@
-"""`CacheConformance`: the properties P1 to P12 and the hazards of a cache, as checks that its author inherits.
+"""`CacheConformance`: the properties P1 to P13 and the hazards of a cache, as checks that its author inherits.
 
 Owns what an author says of his cache; the checks themselves stand in the modules beside this one, by subject. pytest
 collects them from a subclass named `Test...`; `run_conformance` runs them without pytest. Floor 4.
@@ -13,6 +13,7 @@ from pathlib import Path
 from kvpact.contract import ExternalCache
 from kvpact.engine import EngineQuirks
 from kvpact.testkit.cache_checks_bounds import BoundChecks
+from kvpact.testkit.cache_checks_epochs import EpochChecks
 from kvpact.testkit.cache_checks_failures import FailureChecks
 from kvpact.testkit.cache_checks_promises import PromiseChecks
 from kvpact.testkit.cache_lab import CacheLab
@@ -23,7 +24,7 @@ from kvpact.testkit.verdict import Check, ConformanceReport
 __all__ = ["CacheConformance", "CacheFactory", "CachePlace", "CacheUnderTest", "run_conformance", "run_suite_as_report"]
 
 
-class CacheConformance(PromiseChecks, FailureChecks, BoundChecks):
+class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks):
     """Inherit this, say how your cache is made, and the whole pact is checked on the embedded engine.
 
         class TestMyCache(CacheConformance):

@@ -135,11 +135,28 @@ class PactMachine(RuleBasedStateMachine):
         else:
             self._do("tier_fault", **arguments)
 
-    @rule(
-        which=st.sampled_from(("reset", "update_weights", "restart", "tier_crash", "damage")), how=st.integers(0, 999)
-    )
+    @rule(clear=st.booleans())
+    def reset(self, clear: bool) -> None:
+        """Caches are reset, or the external one alone while requests run on."""
+        self._do("reset" if clear else "reset_connector")
+
+    @rule(word=st.booleans(), times=st.integers(0, 6), **_arguments("update_weights"))
+    def update_weights(self, word: bool, times: int, **arguments: int) -> None:
+        """Other weights are put in place; some steps later they may be called by their name."""
+        self._do("update_weights", **arguments)
+        if times:
+            self._do("step", times=times)
+        if word:
+            self._do("weights_version")
+
+    @rule()
+    def weights_version(self) -> None:
+        """A word for the weights comes at any time, with a reset before it or without."""
+        self._do("weights_version")
+
+    @rule(which=st.sampled_from(("restart", "tier_crash", "damage")), how=st.integers(0, 999))
     def disaster(self, which: str, how: int) -> None:
-        """Caches are reset, weights change, the process ends or dies, files are damaged."""
+        """The process ends or dies, files are damaged."""
         arguments = {"restart": {"crash": how % 2}, "tier_crash": {"after": how % 4}, "damage": {"at": how}}
         self._do(which, **arguments.get(which, {}))
 

@@ -22,7 +22,7 @@ from kvpact.testkit.cache_scene import SCRIPT_LINES, CacheScene, SceneSettings
 from kvpact.testkit.faults import Crash, Fault, Operation
 from kvpact.testkit.findings import Broken
 from kvpact.testkit.subjects import CacheFactory
-from kvpact.testkit.watch import StoredBlock
+from kvpact.testkit.watch import EverStored, StoredBlock
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -94,8 +94,8 @@ class Play:
         self.figures = Figures(plays=1)
         self._folder = tempfile.TemporaryDirectory(prefix="kvpact-play-", dir=parent, ignore_cleanup_errors=True)
         self._stored: dict[StoredBlock, int] = {}
+        self._ever_stored: EverStored = {}
         self._clock = StepClock()
-        self._weights = 0
         self._names = 0
         self._alive: list[Request] = []
         self._script: deque[str] = deque(maxlen=SCRIPT_LINES)
@@ -107,8 +107,8 @@ class Play:
             Path(self._folder.name),
             self.settings,
             self._script,
-            weights=self._weights,
             stored=self._stored,
+            ever_stored=self._ever_stored,
             clock=self._clock,
         )
 
@@ -178,12 +178,21 @@ class Play:
         """The prefix caches are reset."""
         self.figures.counts["resets"] += self.scene.reset()
 
-    def update_weights(self) -> None:
-        """Other weights are put in place."""
-        if self.scene.update_weights():
-            self._weights += 1
-            self.scene.watch.ever_stored.clear()
-            self.figures.counts["weight updates"] += 1
+    def reset_connector(self) -> None:
+        """The external cache is reset while requests run on."""
+        self.scene.reset_connector()
+        self.figures.counts["resets while requests run on"] += 1
+
+    def update_weights(self, to: int = 1, clear: int = 1) -> None:
+        """Other weights are put in place, perhaps some that were there before."""
+        if self.scene.update_weights(to, clear_cache=bool(clear)):
+            self.figures.counts["weight updates" if clear else "weight updates while requests run on"] += 1
+
+    def weights_version(self) -> None:
+        """The weights that are in place are called by their name."""
+        if self.scene.watch.knows_words:
+            believed = self.scene.weights_version(f"v{self.scene.engine.runner.weights}")
+            self.figures.counts["words" if believed else "words refused"] += 1
 
     def forget_local(self) -> None:
         """The engine's own prefix cache is emptied."""
@@ -289,13 +298,15 @@ class Play:
             for queue in self.scene.place.queues:
                 queue.drop()
             self.scene.close()
-            self._stored = self.scene.watch.ever_stored
+            self._stored = self._ever_stored[""]
         else:
             self.scene.release()
             stalled = any(queue.stalled_steps for queue in self.scene.place.queues)
             self.scene.shut_down()
-            # A tier that hangs to the end never hears of what was dropped: then it is as after a crash.
-            self._stored = self.scene.watch.ever_stored if stalled else self.scene.watch.stored
+            # A tier that hangs to the end never hears of what was dropped: then it is as after a crash. So it is after
+            # a reset, which deletes nothing: started again, the engine has the weights and the epoch of its files.
+            as_after_a_crash = stalled or self.scene.watch.resets > 0
+            self._stored = self._ever_stored[""] if as_after_a_crash else self.scene.watch.stored
         self.figures.counts["crashes" if crash else "shutdowns"] += 1
         self.scene.say("it is back")
         self._alive = []
@@ -368,7 +379,9 @@ CHANCES: tuple[tuple[str, int, dict[str, tuple[int, int]]], ...] = (
     ("tier_crash", 1, {"after": (0, 3)}),
     ("damage", 3, {"at": (0, 999)}),
     ("reset", 1, {}),
-    ("update_weights", 1, {}),
+    ("reset_connector", 1, {}),
+    ("update_weights", 2, {"to": (0, 2), "clear": (0, 1)}),
+    ("weights_version", 2, {}),
     ("restart", 1, {"crash": (0, 1)}),
 )
 """The calls of a random play: name, weight, and the bounds of each argument, both included."""

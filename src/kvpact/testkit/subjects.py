@@ -45,7 +45,8 @@ class CachePlace:
 
     `block_size` is in tokens, `slot_bytes` what one rank copies of one block. The cache gives its jobs slots below
     `num_slots` and keeps no more blocks than that in memory. Two caches made for one `directory` and one `weights` are
-    the same engine before and after a restart; other weights, other content.
+    the same engine before and after a restart; other weights, other content. Caches of one `shared_directory` are on
+    engines that share a store, if the cache has such a thing.
     """
 
     block_size: int
@@ -55,6 +56,7 @@ class CachePlace:
     slot_bytes: int
     clock: Callable[[], float]
     directory: Path
+    shared_directory: Path
     weights: str = "weights-0"
     faults: Faults = field(default_factory=Faults)
     """Decides what goes wrong with tiers made by `queue`."""
@@ -130,7 +132,7 @@ def pact_cache(
         with suppress(TierError):  # an engine serves on without a tier that cannot be opened
             tiers = [place.queue(DiskTier.open(place.directory, namespace, block_bytes, capacity))]
     if shared:
-        store = DictionaryStore(_records_at(place.directory), place.faults)
+        store = DictionaryStore(_records_at(place.shared_directory), place.faults)
         tiers.append(place.queue(SharedTier(store, namespace, place.num_ranks * slot_bytes)))
     # How fast the scene's time passes says nothing about what is worth loading.
     defaults = {"plan_lifetime": 0.05, "prepare_deadline": 0.5, "load_deadline": 0.5, "recompute_if_faster": False}

@@ -27,12 +27,16 @@ from kvpact.contract import (
     WorkerReport,
     blocks_touched,
 )
+from kvpact.errors import WeightsVersionRefused
 from kvpact.testkit.findings import Broken
 
 WATCH_NAMESPACE = bytes(32)
 
 StoredBlock = tuple[BlockKey, int]
 """A block's content, and the KV cache group it belongs to."""
+
+EverStored = dict[str, dict[StoredBlock, int]]
+"""What caches over one store have stored, in which save, by the word of the epoch; "" for the first one."""
 
 
 @dataclass(slots=True)
@@ -108,8 +112,8 @@ class CallTimes:
 
 
 class ContractWatch(ExternalCache):
-    """A cache as the engine sees it, watched. `stored` is what ranks saved, and in which save: shared by caches over
-    one store.
+    """A cache as the engine sees it, watched. `stored` is what earlier caches of this place left to it, and
+    `ever_stored` is shared by all that were ever made for it.
 
     `patience` is how long, in seconds of `clock`, prepare may say "ask again later" for one request. With
     `whole_answers` the engine counts on every token that it commits. `say` is told the calls that matter.
@@ -126,15 +130,24 @@ class ContractWatch(ExternalCache):
         whole_answers: bool,
         own_workers: bool = False,
         stored: dict[StoredBlock, int] | None = None,
+        ever_stored: EverStored | None = None,
         say: Callable[[str], None] = lambda words: None,
     ) -> None:
         self.cache = cache
-        self.stored: dict[StoredBlock, int] = {} if stored is None else stored
-        self.ever_stored: dict[StoredBlock, int] = dict(self.stored)
-        """With what was dropped or reset since: a process that dies before its tiers heard of it finds it again."""
+        self.stored: dict[StoredBlock, int] = dict(stored or {})
+        """What ranks saved in this epoch and was not dropped since, and in which save."""
+        self.ever_stored: EverStored = {} if ever_stored is None else ever_stored
+        """With what was dropped since: a process that dies before its tiers heard of it finds it again."""
+        self.has_neighbours = False
+        """Whether other engines store at the same place now: what they stored may be promised too."""
+        self.resets = 0
+        self._of_epoch = self.ever_stored.setdefault("", dict(self.stored))
+        self._forgotten: set[StoredBlock] = set()
+        """What was stored before the last reset, by this cache."""
+        self._word, self._old_word, self._awaits_word = "", "", False
         self.times: dict[str, CallTimes] = {}
         self.promised_tokens = 0
-        self._saves = max(self.stored.values(), default=0)
+        self._saves = max((save for stored in self.ever_stored.values() for save in stored.values()), default=0)
         self.loads_failed_by_ranks = 0
         self.open: dict[str, Promise] = {}
         self.commits: dict[str, Commit] = {}
@@ -241,16 +254,25 @@ class ContractWatch(ExternalCache):
         groups = range(len(self._tables(name)) or 1) if self.cache.supports_kv_cache_groups else range(1)
         # Workers of the cache's own may have been told of saves in `StepWork.extra`: the oracle judges those.
         for block in range(first, min(end, len(keys))) if not self._own_workers else ():
-            self._require(
-                any((keys[block], group) in self.stored for group in groups),
-                "P8 H26",
-                f"request {name} is promised block {block}, which not all ranks have reported as saved "
-                "(or which was dropped since)",
-            )
+            content = [(keys[block], group) for group in groups]
+            if not any(self._is_stored(one) for one in content):
+                self._require(
+                    self._forgotten.isdisjoint(content),
+                    "P13 H32",
+                    f"request {name} is promised block {block}, which was stored before the last reset",
+                )
+                raise Broken(
+                    f"request {name} is promised block {block}, which not all ranks have reported as saved "
+                    "(or which was dropped since)",
+                    protects=("P8", "H26"),
+                )
         self.promised_tokens += tokens
         contents = [(key, group) for key in keys[:end] for group in groups]
         copies = {content: self.stored[content] for content in contents if content in self.stored}
         self.open[name] = Promise(computed, tokens, copies)
+
+    def _is_stored(self, content: StoredBlock) -> bool:
+        return content in self.stored or (self.has_neighbours and content in self._of_epoch)
 
     def _tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
         if self._context is not None and request_id in self._requests:
@@ -410,7 +432,7 @@ class ContractWatch(ExternalCache):
         for block, content in zip(entry.job.blocks, entry.contents, strict=False):
             if all(block in entry.said.get(rank, _SILENT)[0] for rank in range(self._num_ranks)):
                 self._saves += 1
-                self.stored[content] = self.ever_stored[content] = self._saves
+                self.stored[content] = self._of_epoch[content] = self._saves
 
     def _settle(self, settlement: LoadSettlement) -> None:
         name = settlement.request_id
@@ -502,13 +524,39 @@ class ContractWatch(ExternalCache):
         self.cache.bind_scheduler_context(context)
 
     def reset(self) -> None:
-        """See `ExternalCache`: nothing stored up to now may be promised any more (H32)."""
+        """See `ExternalCache`: nothing stored up to now may be promised any more (P13, H32)."""
+        self.resets += 1
+        self._forgotten.update(self.stored, self._of_epoch)
         self.stored.clear()
+        self._of_epoch = {}
+        self._word, self._old_word, self._awaits_word = "", self._word or self._old_word, True
         self.open.clear()
         for entry in self._jobs.values():
             entry.void = True
         with self._timed("reset"):
             self.cache.reset()
+
+    @property
+    def knows_words(self) -> bool:
+        """Whether the cache takes a word for its weights at all."""
+        return type(self.cache).set_weights_version is not ExternalCache.set_weights_version
+
+    def set_weights_version(self, version: str) -> None:
+        """See `ExternalCache`: a word is believed after a reset, once, and not the one from before it (P13)."""
+        why = "" if self._awaits_word else "no reset came since the last word"
+        if version == self._old_word:
+            why = "it is the word from before the last reset"
+        try:
+            with self._timed("set_weights_version"):
+                self.cache.set_weights_version(version)
+        except WeightsVersionRefused:
+            self._require(bool(why), "P13", f"the word {version!r} is refused, though a reset came since the last one")
+            raise
+        self._require(not why, "P13", f"the word {version!r} is believed, though {why}")
+        self._word, self._awaits_word = version, False
+        self._of_epoch = self.ever_stored.setdefault(version, {})
+        self.stored.update(self._of_epoch)
+        self._forgotten.difference_update(self._of_epoch)
 
     @property
     def supports_kv_cache_groups(self) -> bool:
@@ -538,4 +586,4 @@ def _answer(match: ExternalKVMatch | None) -> str:
     return "ask again later" if match is None else f"{match.num_tokens} tokens"
 
 
-__all__ = ["CallTimes", "ContractWatch", "StoredBlock"]
+__all__ = ["CallTimes", "ContractWatch", "EverStored", "StoredBlock"]
