@@ -1,5 +1,7 @@
-"""Nothing of other weights is served, on real tiers: each hazard of resets, with the embedded engine, which tells weights
-apart, above a disk and a Redis server. The kit has the same for caches of anybody (`cache_checks_epochs.py`)."""
+"""Nothing of other weights is served on real tiers: each hazard of resets, above a disk and a Redis server.
+
+The embedded engine tells weights apart. The kit has the same for anybody's cache (`cache_checks_epochs.py`).
+"""
 
 from __future__ import annotations
 
