@@ -32,6 +32,7 @@ from kvpact.engine.config import EngineConfig
 from kvpact.engine.engine import Engine
 from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.ranks import ByteSegment, Job, JobConduct, SimulatedWorker
+from kvpact.epochs import Epochs
 from kvpact.errors import ConfigError
 
 PLAN_LIFETIME_STEPS = 4
@@ -81,6 +82,7 @@ class ReferenceCache(ExternalCache):
         self._asynchronous = asynchronous
         self._keys: dict[str, BlockKeys] = {}
         self._failed_from: dict[str, int] = {}
+        self._epochs = Epochs()
         self._resets = 0
         self._written_after: dict[int, int] = {}
         """Engine block -> how many resets came before it was filled last."""
@@ -316,6 +318,7 @@ class ReferenceCache(ExternalCache):
 
     def reset(self) -> None:
         """See `ExternalCache`."""
+        self._epochs.reset()
         self._resets += 1
         for request_id in list(self.plans):
             self._release(request_id)
@@ -328,6 +331,10 @@ class ReferenceCache(ExternalCache):
     def has_pending_work(self) -> bool:
         """While blocks are copied out."""
         return bool(self._saves or self.loading)
+
+    def set_weights_version(self, version: str) -> None:
+        """See `ExternalCache`; what was stored since the reset stays, for there is no store to share."""
+        self._epochs.name(version)
 
 
 def _runs(blocks: Iterator[int] | list[int]) -> Iterator[tuple[int, int]]:
