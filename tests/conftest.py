@@ -18,6 +18,7 @@ ENGINES = (
     "tests/testkit/test_conformance_command.py",
     "tests/under_vllm/test_engine_documents.py",
     "tests/under_vllm/test_engine_faults.py",
+    "tests/under_vllm/test_engine_fleet.py",
     "tests/under_vllm/test_engine_identity.py",
     "tests/under_vllm/test_engine_limits.py",
     "tests/under_vllm/test_engine_keys.py",
