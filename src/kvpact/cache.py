@@ -722,13 +722,13 @@ class PactCache(ExternalCache):
         if record is not None:
             record.failed_from = min(first, record.failed_from if record.failed_from is not None else first)
             record.offered = min(record.offered, first)
-        self._drop_stored(load.job.request_id, load.keys[first:], first)
+        self._drop_stored(load.keys[first:])
+        self._copies.distrust(load.job.request_id, load.keys[first], first)
 
-    def _drop_stored(self, request_id: str, keys: Sequence[BlockKey], first: int) -> None:
-        """Blocks `keys` of a request, from its block `first` on, go everywhere, with all behind them."""
+    def _drop_stored(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks go everywhere, with all behind them."""
         self.index.drop(keys[0])
         self.staging.delete(keys)
-        self._copies.distrust(request_id, keys[0], first)
         if self.saves.lazy is not None:
             self.saves.lazy.forget(keys)
 
@@ -843,18 +843,33 @@ class PactCache(ExternalCache):
         from the first of these blocks on, is dropped everywhere.
         """
         self._tags.fill(block_ids, NO_TAG)
+        first_of: dict[str, int] = {}
         for save in self._copies.saves.values():
-            save.trusted &= not any(block_id in block_ids for block_id in save.job.block_ids)
+            places = zip(save.job.blocks, save.job.block_ids, strict=True)
+            first = next((place for place, block_id in places if block_id in block_ids), None)
+            if first is not None:
+                first_of[save.job.request_id] = min(first, first_of.get(save.job.request_id, first))
         for request_id, table in tables.items():
             first = next((place for place, block_id in enumerate(table) if block_id in block_ids), None)
-            record = self._requests.get(request_id)
-            if first is None or record is None or record.keys is None:
-                continue
-            self._tags.fill(table[first:], NO_TAG)
+            if first is not None:
+                first_of[request_id] = min(first, first_of.get(request_id, first))
+                self._tags.fill(table[first:], NO_TAG)
+        for request_id, first in first_of.items():
+            self._distrust_from(request_id, first)
+
+    def _distrust_from(self, request_id: str, first: int) -> None:
+        """Nobody knows what a request's blocks from `first` on hold. It may have ended."""
+        for save in self._copies.saves.values():
+            if save.job.request_id == request_id:
+                save.garbage_from = min(save.garbage_from, first)
+                if len(save.keys) > first:
+                    self._drop_stored(save.keys[first:])
+        record = self._requests.get(request_id)
+        if record is not None and record.keys is not None:
             record.sound, record.offered = min(record.sound, first), min(record.offered, first)
             record.computed = min(record.computed, first * self._block_size)
-            if lost := record.keys.keys[first:]:
-                self._drop_stored(request_id, lost, first)
+            if len(record.keys.keys) > first:
+                self._drop_stored(record.keys.keys[first:])
 
     def observe(self) -> Snapshot:
         """All counts as they are now, the ledger's and the tiers' included."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from sys import maxsize
 
 from kvpact.blocks import BlockKey, BlockRange, RangeSet
 from kvpact.contract import Inquiry, JobOutcome, JobTally, LoadJob, SaveJob, StepWork, WorkerReport
@@ -35,7 +36,9 @@ class Load:
 
 @dataclass(slots=True)
 class Save:
-    """Computed blocks on their way into the arena. `pin` keeps their chain; `trusted` falls if a load failed.
+    """Computed blocks on their way into the arena. `pin` keeps their chain.
+
+    `trusted` falls if a load failed; of the request's blocks from `garbage_from` on nobody knows what they hold.
 
     Of blocks saved because the engine is about to evict them, `leaving` are those to be evicted first afterwards.
     """
@@ -47,6 +50,7 @@ class Save:
     ask_at: float
     leaving: frozenset[int] | None = None
     trusted: bool = True
+    garbage_from: int = maxsize
 
 
 @dataclass(slots=True)

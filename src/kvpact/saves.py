@@ -96,6 +96,7 @@ class Saves:
         if self._context is not None:
             self._give_back(self._context, save)
         done = outcome.done.prefix_from(job.start_block)
+        done = max(0, min(done, save.garbage_from - job.start_block))
         self._index.complete(job.slots[:done])
         self._index.abandon(job.slots[done:])
         self._index.unpin(save.pin)

@@ -178,6 +178,29 @@ class FailsForEver(SimpleConnector):
         return failed
 
 
+class LosesOnce(SimpleConnector):
+    """Right, but of its first load one block does not arrive, which it says; from then on it has nothing (H48)."""
+
+    lost: set[int] | None = None
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (0, False) if request.request_id.startswith("after") else (tokens, later)
+
+    def start_load_kv(self, /, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        if orders.loads and self.lost is None:
+            self.lost = {orders.loads[2].block_id}
+            for tensor in self.layers.values():
+                tensor[orders.loads[2].block_id] = 77
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        said, self.lost = self.lost or set(), set() if self.lost is not None else None
+        return said
+
+
 class Raises(SimpleConnector):
     """H13: does not expect a request to end before it was looked up."""
 

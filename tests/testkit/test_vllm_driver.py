@@ -11,6 +11,7 @@ from kvpact.errors import ConfigError
 from kvpact.testkit.verdict import Check, ConformanceReport, Verdict, as_text
 from kvpact.testkit.vllm_driver import SCENARIOS, VllmDriver
 from kvpact.testkit.vllm_engine import VllmEngine
+from kvpact.testkit.vllm_lab import Lab, prompt, under_multi_connector
 from kvpact.testkit.vllm_registry import Scenario
 from kvpact.testkit.vllm_scenarios_context import CONTEXTS
 from kvpact.testkit.vllm_seams import EngineSettings
@@ -118,6 +119,32 @@ def test_the_simple_connector_breaks_nothing(asynchronous: bool) -> None:
     report = VllmDriver("kvpact.testkit.simple_connector:SimpleConnector", config).run()
     assert not report.broken, as_text(report)
     assert sum(check.verdict is Verdict.KEPT for check in report.checks) >= 30
+
+
+def another_connector_loses_a_block(lab: Lab) -> None:
+    """Under MultiConnector the first one loads, and fails; what the engine computed from that is in its blocks."""
+    first = {"kv_connector": "LosesOnce", "kv_connector_module_path": "broken_connectors"}
+    with lab.engine(under_multi_connector(first, lab.subject.transfer(lab.folder))) as engine:
+        tokens = prompt(1, 10)
+        lab.store(engine, tokens)
+        engine.connector.reset_cache()  # kvpact forgets it as well; the first one is to have it again alone
+        lab.store(engine, prompt(2, 1))
+        (losing, _) = engine.connector._connectors
+        losing.generation -= 1
+        engine.add("again", [*tokens, *prompt(3, 4)])
+        lab.finish(engine)
+        assert engine.observed.committed_tokens("again")
+        lab.forget(engine)
+        engine.add("after", [*tokens, *prompt(3, 4), 5])
+        lab.finish(engine)
+        lab.require_promise(engine, "after")
+
+
+@pytest.mark.parametrize("configuration", ["synchronous", "asynchronous"])
+def test_h48_garbage_of_another_connector_is_not_stored(configuration: str) -> None:
+    scenario = Scenario("h48", ("P9", "H48"), "", another_connector_loses_a_block)
+    check = VllmDriver(PACT, CONFIGURATIONS[configuration]).check(scenario)
+    assert check.verdict is Verdict.KEPT, _said(check)
 
 
 def test_two_pact_connectors_in_one_engine_are_refused() -> None:

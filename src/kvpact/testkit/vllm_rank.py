@@ -71,7 +71,8 @@ class Rank:
         self._vllm_config = vllm_config
         self.connector = make_worker_connector(settings, vllm_config, rank)
         self._attention = self._decorated_attention()
-        self._set_layers()
+        # All ranks share one configuration here, and shake hands when the last of them is there.
+        vllm_config.compilation_config.static_forward_context.update(self._layers())
         with self.acting():
             self.connector.register_kv_caches(dict(self.memory.tensors))
 
@@ -86,7 +87,7 @@ class Rank:
         from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Runner
 
         vllm_config = self._vllm_config
-        self._set_layers()
+        vllm_config.compilation_config.static_forward_context = self._layers()
         self.wrong = []
         with self.acting():
             if self.mute:
@@ -112,10 +113,8 @@ class Rank:
             kv_connector_output=connector_output,
         )
 
-    def _set_layers(self) -> None:
-        """Each rank names its layers before it acts, because here all share one configuration."""
-        layers = {layer: OracleLayer(tensor) for layer, tensor in self.memory.tensors.items()}
-        self._vllm_config.compilation_config.static_forward_context.update(layers)
+    def _layers(self) -> dict[str, OracleLayer]:
+        return {layer: OracleLayer(tensor) for layer, tensor in self.memory.tensors.items()}
 
     def _execute_mute(self, scheduler_output: Any, identities: dict[str, str]) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput
