@@ -16,7 +16,7 @@ from hub_cache import add_commit
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.metrics import TierName, series
 
-pytestmark = [pytest.mark.engine, pytest.mark.proof]
+pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
 MODEL = "kvpact-tests/tiny"
@@ -64,6 +64,7 @@ def cached(outputs: list[Output]) -> list[int]:
     return [output.cached_tokens for output in outputs]
 
 
+@pytest.mark.proof
 def test_h39_an_engine_serves_before_its_weights_are_told_and_a_restart_finds_what_it_computed_then(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_h39_an_engine_serves_before_its_weights_are_told_and_a_restart_finds_wh
         engine.discard()
 
 
+@pytest.mark.proof
 def test_h39_where_rows_of_the_embedding_have_changed_nothing_of_the_old_weights_is_served(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_h39_where_rows_of_the_embedding_have_changed_nothing_of_the_old_weights
     assert_nothing_in_common(lambda: str(model), model, tmp_path, {})
 
 
+@pytest.mark.soak
 def test_h39_after_a_branch_of_the_hub_has_moved_nothing_of_the_old_weights_is_served(
     tiny_model: Path, tmp_path: Path
 ) -> None:
