@@ -12,7 +12,20 @@ SOURCE = Path(kvpact.__file__).parent
 
 FLOORS = {
     0: ["errors", "blocks", "contract", "config", "tier_urls", "metrics", "weights", "background", "epochs"],
-    1: ["ledger", "lifecycle", "tags", "index", "policies", "prefault", "arena", "notices", "costs", "holds", "tiers"],
+    1: [
+        "ledger",
+        "lifecycle",
+        "tags",
+        "index",
+        "policies",
+        "prefault",
+        "arena",
+        "notices",
+        "loaded_adapters",
+        "costs",
+        "holds",
+        "tiers",
+    ],
     2: ["staging", "step_match", "idle_steps", "cache", "copies", "lazy", "saves", "paged", "transfer"],
     3: ["vllm", "engine"],
     4: ["testkit", "replay", "demo", "cli"],

@@ -871,6 +871,23 @@ class PactCache(ExternalCache):
             if len(record.keys.keys) > first:
                 self._drop_stored(record.keys.keys[first:])
 
+    def distrust_adapter(self, adapter: str) -> None:
+        """What the engine computed under `adapter`, as identities name it, may be another's.
+
+        None of it that is not saved yet is saved. What was reported as saved before is the adapter's.
+        """
+        tag = self._tags.withdraw(adapter)
+        for save in self._copies.saves.values():
+            save.trusted &= tag != NO_TAG and not self._tags.same_prefix(save.job.block_ids, 0, tag)
+        if self.saves.lazy is not None:
+            if tag == NO_TAG:
+                self.saves.lazy.clear()
+            else:
+                self.saves.lazy.disown(self._tags.blocks_with(tag))
+        for record in self._requests.values():
+            if record.identity is not None and record.identity.adapter == adapter:
+                record.tag, record.sound = self._tags.tag_of(self._epochs.generation, adapter), 0
+
     def observe(self) -> Snapshot:
         """All counts as they are now, the ledger's and the tiers' included."""
         for name, total, label in self.ledger.totals.counts():

@@ -1,7 +1,7 @@
 """What a rank says of its weights in its segment's last page: that they change, what they are, that it woke with them.
 
-Owns the page's layout. A worker writes it while the scheduler's half is between two hooks or in one; that half compares
-a number a rank in every hook, without a system call. Floor 1.
+Owns the page's layout up to `WORD_END`. A worker writes it while the scheduler's half is between two hooks or in one;
+that half compares a number a rank in every hook, without a system call. Floor 1.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ SAID, CHANGES, WAKES, WORDS, WORD_CHANGES, WORD_LENGTH, WORD_CHECK = range(7)
 
 MOST_WORD_BYTES = 1024
 """A word for weights in UTF-8: a commit, a path, the name of a training run with its step."""
+
+WORD_END = HEAD_BYTES + MOST_WORD_BYTES
+"""What lies behind it in the page belongs to `kvpact.loaded_adapters`."""
 
 
 NOT_SEEN = -1
@@ -47,7 +50,7 @@ class NoticeWriter:
 
     def __init__(self, page: memoryview) -> None:
         self._head = page[:HEAD_BYTES].cast("Q")
-        self._text = page[HEAD_BYTES : HEAD_BYTES + MOST_WORD_BYTES]
+        self._text = page[HEAD_BYTES:WORD_END]
         self._lock = threading.Lock()
 
     @property
@@ -96,7 +99,7 @@ class NoticeReader:
 
     def __init__(self, pages: Sequence[memoryview]) -> None:
         self._heads = [page[:HEAD_BYTES].cast("Q") for page in pages]
-        self._texts = [page[HEAD_BYTES : HEAD_BYTES + MOST_WORD_BYTES] for page in pages]
+        self._texts = [page[HEAD_BYTES:WORD_END] for page in pages]
         self._seen = [NOT_SEEN] * len(pages)
 
     def look(self) -> tuple[Notice, ...] | None:

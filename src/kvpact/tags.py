@@ -40,6 +40,14 @@ class BlockTags:
             tag = self._known[adapter] = self._last
         return tag
 
+    def withdraw(self, adapter: str) -> Tag:
+        """No block has this adapter's tag any more, whatever it says; the tag that it was. `NO_TAG` if unknown."""
+        return self._known.pop(adapter, NO_TAG)
+
+    def blocks_with(self, tag: Tag) -> list[int]:
+        """All blocks that have this tag; looks at each block of the engine."""
+        return [block_id for block_id, found in enumerate(self._of_block) if found == tag]
+
     def fill(self, block_ids: Iterable[int], tag: Tag) -> None:
         """These blocks have been filled, or are about to be."""
         for block_id in block_ids:

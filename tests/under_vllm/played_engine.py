@@ -70,12 +70,12 @@ def read(layers: Sequence[bytes]) -> int:
     return int.from_bytes(digest.digest(), "little") % VOCABULARY
 
 
-def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What the model says to `prompt` with no cache at all."""
+def answer(prompt: Sequence[int], max_tokens: int, adapter: bytes = b"") -> list[int]:
+    """What the model says to `prompt` with no cache at all, with an adapter of these weights."""
     tokens, layers = list(prompt), [bytearray() for _ in range(LAYERS)]
     for place in range(len(prompt) + max_tokens - 1):
         for layer, memory in enumerate(layers):
-            memory += write(bytes(memory[-SLOT:]), tokens[place], layer)
+            memory += write(adapter + bytes(memory[-SLOT:]), tokens[place], layer)
         if place >= len(prompt) - 1:
             tokens.append(read([bytes(memory) for memory in layers]))
     return tokens[len(prompt) :]
@@ -332,7 +332,7 @@ class PlayedEngine:
                 tokens, slots = self._slots(request_id, name)
                 end = self.scheduler.requests[request_id].num_computed_tokens
                 for place in range(end - num_tokens, end):
-                    before = bytes(slots(place - 1)) if place else b""
+                    before = self.adapter_of(request_id) + (bytes(slots(place - 1)) if place else b"")
                     slots(place)[:] = write(before, tokens[place], layer)
             self.worker.save_kv_layer(name, self.kv[name], None)
         sampled: dict[str, list[int]] = {}
@@ -342,6 +342,10 @@ class PlayedEngine:
             memory = [self._memory(request_id, name, request.num_tokens) for name in self.kv]
             sampled[request_id] = [read(memory)] if complete else []
         return sampled
+
+    def adapter_of(self, request_id: str) -> bytes:
+        """The weights of the adapter with which the request is computed; for engines that have some."""
+        return b""
 
     def _slots(self, request_id: str, name: str) -> tuple[Sequence[int], Callable[[int], memoryview]]:
         pages = memoryview(self.kv[name].numpy())

@@ -3,29 +3,38 @@
 Owns the digests of adapters and the rule when a file's content is what the engine computes with. Files are looked at
 and read on a thread of its own, never on the caller's. Floor 3.
 
-The rule: **an adapter counts only if nothing about its files has changed since this engine started.** vLLM reads them
-at moments that nobody tells the scheduler's process: ahead (`add_lora`, `/v1/load_lora_adapter`, `--lora-modules`),
-when the first request with the id runs, and again after its own cache of `max_cpu_loras` has dropped the id. In between
-it computes with what it read, whatever the files have become. If the files are as they were before the engine could
-read any, each of these readings gave the bytes that are digested here. Else any of them may have given other bytes,
-and the requests are neither stored nor served. What says when a file changed is its ctime, which no program can set
-back: `mtime` goes with a copy. A file server's clock may be behind this machine's; what is found otherwise than at an
-earlier request has changed, whatever the clocks say.
+vLLM reads an adapter's files at moments that nobody tells the scheduler's process: ahead (`add_lora`,
+`/v1/load_lora_adapter`, `--lora-modules`), when the first request with the id runs, and again after its own cache of
+`max_cpu_loras` has dropped the id. In between it computes with what it read, whatever the files have become. So an
+adapter counts in two cases only:
+
+- **Nothing about its files has changed since this engine started**, and no rank says that it has loaded the id from
+  files in another state. Each reading since the start gave the bytes that are digested here.
+- **Every rank says that it has loaded the id from the files in the very state in which they were digested here.** The
+  ranks say so if their worker is `KvpactWorker` (`kvpact.vllm.adapter_watch`). A request that is the first one to have
+  vLLM load the adapter comes before that; those behind it are cached.
+
+Else the requests are neither stored nor served. What a rank says may change when a step is under way that was ordered
+for what it said before. `look` tells of it before the step's report is taken in, so that nothing the step computed is
+stored, and `WorkerSide` calls blocks invalid that were loaded for an adapter which the step did not run with.
+
+What says when a file changed is its ctime, which no program can set back: `mtime` goes with a copy. A file server's
+clock may be behind this machine's; what is found otherwise than at an earlier request has changed, whatever the clocks
+say.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvpact.loaded_adapters import LoadedAdapters
+from kvpact.vllm.adapter_files import FilesSeen, look_at_files, look_at_rest
 from kvpact.vllm.digest_thread import DigestThread, Pending
 from kvpact.weights import adapter_digest
 
@@ -39,32 +48,39 @@ RETRY_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class FilesSeen:
-    """An adapter's files as they were found: which they are, and when anything about them changed the last time."""
+class AdapterFound:
+    """An adapter's content: a digest of all its files, and in which state they had it."""
 
-    stamps: tuple[tuple[str, int, int, int, int, int], ...]
-    """Name, device, inode, size, mtime and ctime of each, links on the way included."""
-    changed_ns: int
-    """In the clock of `time.time_ns`."""
+    digest: str
+    stamp: bytes
+    """See `FilesSeen`."""
+    is_unchanged: bool
+    """Whether the files have been in this state since the engine started."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSeen:
-    """What came of digesting an adapter's files; `digest` is None if they could not be read, at `at` (monotonic)."""
+    """What came of digesting an adapter's files, at `at` (monotonic). `found` is None if they could not be read."""
 
     files: FilesSeen | None
-    digest: str | None
+    found: AdapterFound | None
     at: float
+    is_unchanged: bool
 
 
 class AdapterUse:
     """What an engine calls by one adapter id. `is_disputed` once two paths were given for it: see `AdapterDigests`."""
 
-    __slots__ = ("is_disputed", "path")
+    __slots__ = ("counted", "found", "is_disputed", "number", "path")
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, number: int, path: str) -> None:
+        self.number = number
         self.path = path
         self.is_disputed = False
+        self.found: AdapterFound | None = None
+        """What counts for the id now; None before anything does."""
+        self.counted: set[str] = set()
+        """What requests with it were said to compute with."""
 
 
 class AdapterDigests:
@@ -78,101 +94,112 @@ class AdapterDigests:
         self._uses: OrderedDict[int, AdapterUse] = OrderedDict()
         self._seen: OrderedDict[str, AdapterSeen] = OrderedDict()
         """By path; the thread's own."""
-        self.disputes = 0
-        """Ids found to stand for two paths so far."""
+        self._loaded: LoadedAdapters | None = None
+        self._withdrawn: set[str] = set()
+        self.revision = 0
+        """Goes up when what was said of an adapter before may be void, and when more may be said."""
 
     def __len__(self) -> int:
         return max(len(self._uses), len(self._seen))
 
-    def ask(self, lora_request: Any) -> tuple[AdapterUse, Pending[str]]:
-        """The digest of a request's adapter, as its files are now: no answer if it cannot be told.
+    def bind(self, loaded: LoadedAdapters | None) -> None:
+        """Where the ranks say what they have loaded; None once they are gone, with all that was cached."""
+        if self._loaded is not None:
+            self._loaded.close()
+        self._loaded = loaded
+        self.revision += 1
+        for use in self._uses.values():
+            use.found = None
+            use.counted.clear()
+        self._withdrawn.clear()
+
+    def look(self) -> set[str]:
+        """Take in what the ranks say; which of the `counted` names may stand for something else by now."""
+        if self._uses and self._loaded is not None and self._loaded.look():
+            self.revision += 1
+            for use in self._uses.values():
+                if use.found is not None and not self._holds(use.number, use.found):
+                    self._withdraw(use)
+        withdrawn, self._withdrawn = self._withdrawn, set()
+        return withdrawn
+
+    def ask(self, lora_request: Any) -> tuple[AdapterUse, Pending[AdapterFound]]:
+        """What is in the files of a request's adapter, as they are now: no answer if it cannot be told.
 
         vLLM goes by the id alone once it is loaded. An id that came with another path before may stand for either, so
         neither path's requests are cached as long as the id is remembered.
         """
         path, number = str(lora_request.lora_path), int(lora_request.lora_int_id)
-        use = self._uses.setdefault(number, AdapterUse(path))
+        use = self._uses.setdefault(number, AdapterUse(number, path))
         self._uses.move_to_end(number)
         if len(self._uses) > self._most:
-            self._uses.popitem(last=False)
+            self._withdraw(self._uses.popitem(last=False)[1])  # nobody would hear that it is loaded again
         if use.path != path and not use.is_disputed:
             use.is_disputed = True
-            self.disputes += 1
+            self.revision += 1
         if lora_request.load_inplace or use.is_disputed:
             return use, Pending()  # in place: the weights behind the id may change with every request
         return use, self._thread.ask(partial(self._look, path))
+
+    def counts(self, use: AdapterUse, found: AdapterFound) -> bool:
+        """Whether a request with this id computes with what was found, as far as the last `look` tells."""
+        if use.is_disputed or self._uses.get(use.number) is not use or not self._holds(use.number, found):
+            return False
+        if use.found is not None and use.found.stamp != found.stamp:
+            self._withdraw(use)
+        use.found = found
+        return True
+
+    def _holds(self, number: int, found: AdapterFound) -> bool:
+        if self._loaded is None:
+            return found.is_unchanged
+        if found.is_unchanged:
+            return self._loaded.none_has_other(number, found.stamp)
+        return self._loaded.all_have(number, found.stamp)
+
+    def _withdraw(self, use: AdapterUse) -> None:
+        self._withdrawn |= use.counted
+        use.found, use.counted = None, set()
+        self.revision += 1
 
     def close(self) -> None:
         """End the thread."""
         self._thread.close()
 
-    def _look(self, path: str) -> str | None:
+    def _look(self, path: str) -> AdapterFound | None:
         known = self._seen.get(path)
-        found = self._digest(path, known)
-        self._seen[path] = found
+        seen = self._digest(path, known)
+        self._seen[path] = seen
         self._seen.move_to_end(path)
         if len(self._seen) > self._most:
             self._seen.popitem(last=False)
-        return found.digest
+        return seen.found
 
     def _digest(self, path: str, known: AdapterSeen | None) -> AdapterSeen:
-        now = time.monotonic()
+        now, directory = time.monotonic(), Path(path).expanduser()
+        was_unchanged = known is None or known.is_unchanged
         try:
-            files = look_at_files(Path(path).expanduser())
-            if known is not None and known.files == files:
+            files = look_at_files(directory)
+            if known is not None and known.files == files and known.found is not None:
                 return known
-            was_seen = known is not None and known.files is not None
-            if was_seen or files.changed_ns >= self._began_ns:
-                logger.warning(
-                    "kvpact: requests with the adapter at %s are not cached: its files have changed since this engine "
-                    "started, so it cannot be told which state of them the engine has loaded; an engine that is "
-                    "started after the change caches them",
-                    path,
-                )
-                return AdapterSeen(files, None, now)
             if known is not None and known.files is None and now < known.at + RETRY_SECONDS:
                 return known
-            digest = adapter_digest(Path(path).expanduser())
-            files_read = look_at_files(Path(path).expanduser())
-            return AdapterSeen(files_read, digest if files_read == files else None, now)
+            was_seen = known is not None and known.files not in (None, files)
+            is_unchanged = was_unchanged and not was_seen and files.changed_ns < self._began_ns
+            if was_unchanged and not is_unchanged:
+                logger.warning(
+                    "kvpact: the files of the adapter at %s have changed since this engine started. Requests with it "
+                    "are cached once all workers say that they have loaded the files as they are; they say so with "
+                    "--worker-cls kvpact.vllm.worker.KvpactWorker, and else an engine that is started after the change "
+                    "caches them",
+                    path,
+                )
+            at_rest = look_at_rest(directory)
+            digest = adapter_digest(directory) if at_rest == files else None
+            is_whole = digest is not None and look_at_files(directory) == files
+            found = AdapterFound(digest, files.stamp, is_unchanged) if digest is not None and is_whole else None
+            return AdapterSeen(files, found, now, is_unchanged)
         except OSError as error:
             if known is None or known.files is not None:
                 logger.warning("kvpact: requests with the adapter at %s are not cached: %s", path, error)
-        return AdapterSeen(None, None, now)
-
-
-def look_at_files(directory: Path) -> FilesSeen:
-    """An adapter's files as they are now, each link on the way to them included.
-
-    A folder above that was renamed counts as changed as well: such a folder's ctime is later than its mtime. Raises
-    OSError if the directory cannot be read.
-    """
-    stamps, changed_ns = [], 0
-    resolved = directory.resolve(strict=True)
-    places = [*_places(directory), resolved]
-    for file in sorted(resolved.iterdir()):
-        places += _places(file, below=resolved)
-    for place in dict.fromkeys(places):
-        found = os.lstat(place)
-        is_above = stat.S_ISDIR(found.st_mode) and place != resolved
-        if is_above:
-            if found.st_ctime_ns > found.st_mtime_ns:
-                changed_ns = max(changed_ns, found.st_ctime_ns)
-            continue  # what else lies in it is not the adapter's
-        changed_ns = max(changed_ns, found.st_ctime_ns)
-        stamps.append((str(place), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-    return FilesSeen(tuple(stamps), changed_ns)
-
-
-def _places(path: Path, below: Path | None = None) -> Iterator[Path]:
-    """The path, all folders above it (up to `below`), and the same of what each link on the way points to."""
-    todo, done = [path.absolute()], set()
-    while todo:
-        way = todo.pop()
-        for place in (way, *way.parents):
-            if place == below or place in done:
-                break
-            done.add(place)
-            yield place
-            if place.is_symlink():
-                todo.append(place.parent / os.readlink(place))
+        return AdapterSeen(None, None, now, was_unchanged)

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvpact.config import load_config
 from kvpact.contract import WorkerReport
 from kvpact.errors import ConfigError, StepLoadLost
+from kvpact.loaded_adapters import LoadedAdaptersWriter
 from kvpact.metrics import Metrics
 from kvpact.notices import NoticeWriter
 from kvpact.vllm.context import VllmContext
@@ -110,6 +111,11 @@ class PactConnector(KVConnectorBase_V1):
         """Where a rank says what becomes of its weights; None on the scheduler's half, and before the KV memory."""
         return self._worker.notices if self._worker is not None else None
 
+    @property
+    def loaded_adapters(self) -> LoadedAdaptersWriter | None:
+        """Where a rank says which adapters it has loaded; None as `weights_notices`."""
+        return self._worker.adapters if self._worker is not None else None
+
     @guarded(dict)
     def _find_hits(self, scheduler_output: SchedulerOutput) -> Mapping[str, int]:
         """Look for what the step is to compute, in the shared tiers."""
@@ -170,6 +176,7 @@ class PactConnector(KVConnectorBase_V1):
         """Begin the step's loads."""
         message = self._message()
         try:
+            self._worker_side.use_adapters(message.adapters)
             self._worker_side.report_broken(message.broken)
             if self._worker_side.is_outdated(message):
                 self._worker_side.give_up((*message.work.loads, *message.work.saves))

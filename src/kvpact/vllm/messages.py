@@ -43,6 +43,15 @@ class StoreAddress:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUsed:
+    """These blocks were loaded for adapter `number`, as its files of this `stamp` are."""
+
+    number: int
+    stamp: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepMessage:
     """One scheduler step, as the workers get it."""
 
@@ -51,6 +60,8 @@ class StepMessage:
     lookups: tuple[StepLookup, ...] = ()
     store: StoreAddress | None = None
     """Where to look; with every step that has `lookups`."""
+    adapters: tuple[AdapterUsed, ...] = ()
+    """What requests that run with loaded blocks for the first time must run with."""
     changes: tuple[int, ...] = ()
     """With loads or saves: how often each rank had said that its weights change, when they were ordered."""
 

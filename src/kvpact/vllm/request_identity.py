@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvpact.blocks import MediaSpan, RequestIdentity
-from kvpact.vllm.adapter_digests import MOST_ADAPTERS, AdapterDigests, AdapterUse
+from kvpact.vllm.adapter_digests import MOST_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.vllm.content_digests import embedding_digests
 from kvpact.vllm.digest_thread import DigestThread, Pending
 from kvpact.vllm.media_contents import LEAST_NAMES, MediaContent, MediaContents
@@ -43,9 +43,9 @@ class RequestIdentities:
         self._said: set[str] = set()
 
     @property
-    def disputes(self) -> int:
-        """How often a name turned out to stand for more than one thing. What was known before may be void."""
-        return self.adapters.disputes + self.media.disputes
+    def revision(self) -> int:
+        """Goes up when what was known of a name before may be void, or more may be known."""
+        return self.adapters.revision + self.media.disputes
 
     def refuse(self, reason: str) -> None:
         """Say once why requests of a kind are not cached. `reason` completes a sentence and is one of a few."""
@@ -91,11 +91,11 @@ class VllmRequest:
         self._is_open = True
         """Whether a digest of which the identity depends is still under way."""
         self._read_at = (-1, -1)
-        """How many items of media it had, and how many disputes there were, when the identity was read."""
+        """How many items of media it had, and the revision of what is known, when the identity was read."""
         self._known_end: int | None = None
         """Tokens up to the first new item of media that is not in `_identity`."""
         self._wait_until: float | None = None
-        self._adapter: tuple[AdapterUse, Pending[str]] | None = None
+        self._adapter: tuple[AdapterUse, Pending[AdapterFound]] | None = None
         self._media: list[MediaContent | None] = []
         self._embeddings: Pending[dict[int, bytes]] | None = None
 
@@ -118,14 +118,14 @@ class VllmRequest:
 
         It is None at first where digests come from a thread. It is another one once the request has more media (a
         streaming session) and their digests are there; until then the blocks before them keep what they have. It may be
-        None again: when a name that it goes by turns out to stand for two things.
+        None again: when a name that it goes by turns out to stand for two things, or for other weights than were read.
         """
-        if self._is_open or self._read_at != (len(self.request.mm_features), self._identities.disputes):
+        if self._is_open or self._read_at != (len(self.request.mm_features), self._identities.revision):
             self._renew()
         return self._identity
 
     def _renew(self) -> None:
-        self._read_at = (len(self.request.mm_features), self._identities.disputes)
+        self._read_at = (len(self.request.mm_features), self._identities.revision)
         self._known_end = None
         identity = self._read()
         if identity is None and (known := self._identity) is not None and self._has_grown(known):
@@ -202,10 +202,19 @@ class VllmRequest:
             self._adapter = self._identities.adapters.ask(lora)
         use, pending = self._adapter
         self._is_open |= not pending.is_done
-        if pending.value is None or use.is_disputed:
+        if pending.value is None or not self._identities.adapters.counts(use, pending.value):
             return None
         layout = ":3d" if getattr(lora, "is_3d_lora_weight", False) else ""
-        return f"{pending.value}:{self._identities.adapter_kind}{layout}"
+        name = f"{pending.value.digest}:{self._identities.adapter_kind}{layout}"
+        use.counted.add(name)
+        return name
+
+    @property
+    def adapter_in_use(self) -> tuple[int, bytes] | None:
+        """The id of its adapter, and the stamp of the files that `identity` is of; None without an adapter."""
+        if self._adapter is None or (found := self._adapter[1].value) is None:
+            return None
+        return self._adapter[0].number, found.stamp
 
     def _read_media(self) -> tuple[MediaSpan, ...] | None:
         spans = self._known_media()

@@ -18,6 +18,7 @@ from kvpact.cache import PactCache
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalKVMatch, WorkerReport
 from kvpact.errors import ConfigError, KvpactError, PactViolation
+from kvpact.loaded_adapters import LoadedAdapters
 from kvpact.metrics import Metrics, explain_misses
 from kvpact.tiers.kinds import load_seal
 from kvpact.tiers.queue import TierQueue
@@ -27,7 +28,15 @@ from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_credit import HitCredit
 from kvpact.vllm.identity import engine_namespace
 from kvpact.vllm.late_tiers import LateTiers, OpenTiers
-from kvpact.vllm.messages import BrokenLoad, PactMetadata, RanksMessage, StepMessage, StoreAddress, WorkerHello
+from kvpact.vllm.messages import (
+    AdapterUsed,
+    BrokenLoad,
+    PactMetadata,
+    RanksMessage,
+    StepMessage,
+    StoreAddress,
+    WorkerHello,
+)
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.stats_file import StatsFile
@@ -79,6 +88,8 @@ class SchedulerSide:
         """Requests with a broken load of which the engine has not heard yet: what they compute is worthless."""
         self._loading: dict[str, tuple[int, ...]] = {}
         """Request id -> its blocks, from the first on that a load is to fill, until the workers have reported."""
+        self._loaded_for: dict[str, AdapterUsed] = {}
+        """Request id -> what its blocks were loaded for, until a step has run with them."""
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=bool(getattr(vllm_config, "use_v2_model_runner", False)))
         self._credit = HitCredit()
@@ -143,6 +154,7 @@ class SchedulerSide:
         if opened is not None:
             self._use(opened)
         self._weights = WeightsWatch([segment.notice for segment in arena.segments], self.cache)
+        self._identities.adapters.bind(LoadedAdapters([segment.notice for segment in arena.segments]))
         self._attached = segments
         if not all(hello.watches_weights for hello in hellos):
             logger.warning(BLIND)
@@ -194,6 +206,9 @@ class SchedulerSide:
 
     def _may_use_cache(self) -> bool:
         """The first question of every hook: what the ranks say of their weights comes before what is stored."""
+        if self.cache is not None:
+            for adapter in self._identities.adapters.look():
+                self.cache.distrust_adapter(adapter)
         return self._weights is not None and self._weights.look()
 
     def _view(self, request: Any) -> VllmRequest:
@@ -264,6 +279,8 @@ class SchedulerSide:
             if num_tokens:
                 self._break(order)
             raise
+        if num_tokens and (used := self._view(request).adapter_in_use) is not None:
+            self._loaded_for[request.request_id] = AdapterUsed(*used, order.block_ids)
         if num_tokens:
             self._ordered_at = self._ordered_at or self._weights_said()
             self._ordered.append(order)
@@ -305,7 +322,9 @@ class SchedulerSide:
         work = self.cache.end_step()
         changes = (self._ordered_at or self._weights_said()) if work.loads or work.saves else ()
         store = self._store if lookups else None
-        metadata = PactMetadata.of(StepMessage(work, tuple(self._broken), lookups, store, changes))
+        run = self._loaded_for.keys() & scheduler_output.num_scheduled_tokens.keys()
+        adapters = tuple(self._loaded_for.pop(request_id) for request_id in run)
+        metadata = PactMetadata.of(StepMessage(work, tuple(self._broken), lookups, store, adapters, changes))
         self._broken.clear()
         self._ordered.clear()
         self._ordered_at = ()
@@ -403,6 +422,7 @@ class SchedulerSide:
         if (view := self._requests.pop(request_id, None)) is not None:
             view.release()
         self._answers.pop(request_id, None)
+        self._loaded_for.pop(request_id, None)
         self._credit.request_finished(request_id)
         if self.cache is not None:
             self.cache.request_finished(request_id)
@@ -450,6 +470,8 @@ class SchedulerSide:
         if self._weights is not None:
             self._weights.close()
             self._weights = None
+        self._identities.adapters.bind(None)
+        self._loaded_for.clear()
         self.cache.shutdown()
         if self._stats_file is not None:
             self._stats_file.close(snapshot)

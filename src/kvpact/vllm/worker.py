@@ -13,6 +13,7 @@ from typing import Any
 
 from kvpact.errors import ConfigError
 from kvpact.notices import NoticeWriter
+from kvpact.vllm.adapter_watch import watch_adapters
 from kvpact.vllm.model_watch import ModelWatch, extension_methods
 from kvpact.vllm.platforms import base_worker
 from kvpact.vllm.step_hook import Minimum, StepHook
@@ -168,6 +169,8 @@ class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[
 
     step_hook: StepHook | None = None
     _kvpact_watch: ModelWatch | None = None
+    _kvpact_adapters: Any = None
+    """vLLM's manager of adapters that says what it loads."""
     _kvpact_touched = False
     """Whether anybody has asked for the model runner since the last step: through it lead all ways to the weights."""
 
@@ -193,6 +196,7 @@ class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[
         with self.kvpact_watch.changing():
             answer = super().load_model(*arguments, **named)
             self.kvpact_watch.watch_loading()
+        self._watch_adapters(pact_connector(_connector()))
         return answer
 
     def kvpact_weights_changed(self) -> None:
@@ -213,6 +217,7 @@ class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[
             tell(self.get_model)
         self.step_hook = bind_step_hook(self, connector, kv_cache_config)
         self._watch_weights(pact_connector(connector))
+        self._watch_adapters(pact_connector(connector))
         return answer
 
     def _watch_weights(self, connector: Any) -> None:
@@ -224,6 +229,14 @@ class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[
         for name in extension_methods(type(self)):
             if name not in vars(self):
                 setattr(self, name, self._compared(getattr(self, name)))
+
+    def _watch_adapters(self, connector: Any) -> None:
+        manager, table = getattr(self.model_runner, "lora_manager", None), getattr(connector, "loaded_adapters", None)
+        if manager is None or table is None or manager is self._kvpact_adapters:
+            return
+        self._kvpact_adapters = manager
+        if not watch_adapters(manager, table):
+            logger.warning("kvpact: %s does not show when it loads adapters", type(manager).__name__)
 
     def _compared(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

@@ -15,11 +15,12 @@ from kvpact.blocks import RangeSet
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCacheWorker, JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.errors import StepLoadLost
+from kvpact.loaded_adapters import LoadedAdaptersWriter
 from kvpact.notices import NoticeWriter
 from kvpact.prefault import START_SECONDS
 from kvpact.step_match import StepRead, load_id
 from kvpact.transfer import PagedKV, TransferWorker
-from kvpact.vllm.messages import BrokenLoad, StepMessage, WorkerHello
+from kvpact.vllm.messages import AdapterUsed, BrokenLoad, StepMessage, WorkerHello
 from kvpact.vllm.step_reader import StepReader, Wanted
 from kvpact.vllm.worker_identity import layer_pages, worker_facts
 
@@ -53,6 +54,10 @@ class WorkerSide(ExternalCacheWorker):
         """Whether the engine's worker asks before each step."""
         self.notices: NoticeWriter | None = None
         """Where this rank says what becomes of its weights; None before `register_kv_caches`."""
+        self.adapters: LoadedAdaptersWriter | None = None
+        """Where this rank says which adapters it has loaded."""
+        self._adapters_used: tuple[AdapterUsed, ...] = ()
+        """What the running step must run with."""
         self.watches_weights = False
         """Whether the engine's worker says it there."""
         self._block_size = 0
@@ -78,6 +83,7 @@ class WorkerSide(ExternalCacheWorker):
         slots = slots_for(self._config.memory, slot_bytes, self._place.world_size)
         self._segment = ArenaSegment.create(slots, slot_bytes, self._place.world_size)
         self.notices = NoticeWriter(self._segment.notice)
+        self.adapters = LoadedAdaptersWriter(self._segment.notice)
         self._segment.start_prefault()
         self._segment.wait_for_first_pages(START_SECONDS)  # else the first prompt pays for them
         self._transfer = TransferWorker(paged, self._segment, self._place.rank, layerwise=self._config.layerwise)
@@ -191,6 +197,17 @@ class WorkerSide(ExternalCacheWorker):
             elif inquiry.job_id not in self._jobs:
                 self._outcomes[inquiry.job_id] = JobOutcome(failed=RangeSet.of(inquiry.blocks))
 
+    def use_adapters(self, adapters: tuple[AdapterUsed, ...]) -> None:
+        """The step runs requests with blocks that were loaded for these adapters."""
+        self._adapters_used = adapters
+
+    def _check_adapters(self) -> None:
+        """The step has run: blocks whose adapter was another one by then are invalid, and so is what it answered."""
+        used, self._adapters_used = self._adapters_used, ()
+        for one in used:
+            if self.adapters is not None and self.adapters.stamp(one.number) not in (None, one.stamp):
+                self._invalid_blocks.update(one.block_ids)
+
     def report_broken(self, broken: tuple[BrokenLoad, ...]) -> None:
         """Report loads as failed that nobody will carry out, so that the engine recomputes them."""
         for load in broken:
@@ -234,6 +251,7 @@ class WorkerSide(ExternalCacheWorker):
 
     def poll(self) -> None:
         """The step is over: take in what the transfer threads finished."""
+        self._check_adapters()
         if self._transfer is None or self._segment is None:
             return
         self._segment.step_ended()
@@ -280,5 +298,8 @@ class WorkerSide(ExternalCacheWorker):
         if self.notices is not None:
             self.notices.close()
             self.notices = None
+        if self.adapters is not None:
+            self.adapters.close()
+            self.adapters = None
         if self._segment is not None:
             self._segment.close()

@@ -1,0 +1,69 @@
+"""A worker's watch over the adapters that vLLM loads: from which state of their files, said before a step uses them.
+
+Owns the wrapper around vLLM's loading; `kvpact.vllm.worker` puts it on. Floor 3.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from kvpact.loaded_adapters import NO_STAMP, LoadedAdaptersWriter
+from kvpact.vllm.adapter_files import FilesSeen, look_at_rest
+
+logger = logging.getLogger(__name__)
+
+METHOD = "_load_adapter"
+"""Of vLLM's `WorkerLoRAManager`: reads an adapter's files, and nothing else does."""
+
+
+def watch_adapters(manager: Any, table: LoadedAdaptersWriter) -> bool:
+    """Have `manager`, vLLM's `WorkerLoRAManager`, say in `table` what it loads; whether it can be made to."""
+    load = getattr(manager, METHOD, None)
+    if load is None:
+        return False
+    setattr(manager, METHOD, _saying_so(load, table))
+    return True
+
+
+def _saying_so(load: Callable[..., Any], table: LoadedAdaptersWriter) -> Callable[..., Any]:
+    @wraps(load)
+    def load_adapter(lora_request: Any, *arguments: Any, **named: Any) -> Any:
+        before, stamp = _look(lora_request), NO_STAMP
+        try:
+            answer = load(lora_request, *arguments, **named)
+            if before is not None and _look(lora_request) == before:
+                stamp = before.stamp
+            else:
+                logger.warning(
+                    "kvpact: %s is not cached: it was not loaded from local files that stay as they are",
+                    lora_request.lora_path,
+                )
+            return answer
+        finally:
+            _say(table, lora_request, stamp)
+
+    return load_adapter
+
+
+def _say(table: LoadedAdaptersWriter, lora_request: Any, stamp: bytes) -> None:
+    try:
+        table.loaded(int(lora_request.lora_int_id), stamp)
+    except Exception:
+        logger.exception("kvpact: it could not be said that the adapter %s was loaded", lora_request)
+
+
+def _look(lora_request: Any) -> FilesSeen | None:
+    """The adapter's files as they are now; None if a later change may look the same."""
+    if getattr(lora_request, "tensorizer_config_dict", None):
+        return None  # its weights come from elsewhere
+    try:
+        return look_at_rest(Path(lora_request.lora_path).expanduser())
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+__all__ = ["watch_adapters"]
