@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_promp
 
 from kvpact.errors import WeightsVersionRefused
 from kvpact.notices import NoticeWriter
-from kvpact.vllm.messages import PactHandshake
+from kvpact.vllm.messages import PactHandshake, PactMetadata, StepMessage
 from kvpact.vllm.weights_watch import BLIND, WeightsWatch
 
 BLOCKS = 6
@@ -256,6 +257,45 @@ def test_h32_a_worker_loads_nothing_that_was_ordered_for_other_weights(engine: P
     assert engine.generate(STORED).said == answer(STORED, 3)
     assert engine.computed_tokens - computed >= len(STORED)
     assert cached_blocks(engine) == BLOCKS, "what was computed instead is of the new weights"
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("sync_load_limit", [0])
+@pytest.mark.parametrize("when", ["while it copies", "when it has ended", "when the report is on its way"])
+def test_p13_what_a_load_under_way_at_a_reset_brings_is_computed_again(engine: PlayedEngine, when: str) -> None:
+    """A reset by the engine itself: the worker hears of it with the next step."""
+    ask(engine)
+    engine.forget()
+    transfer = engine.worker._worker_side._transfer
+    assert transfer is not None
+    goes_on = threading.Event()
+    transfer._fault = lambda job, block: goes_on.wait(10.0) and None
+    computed = engine.computed_tokens
+    again = engine.add(STORED)
+    if when == "when the report is on its way":
+        goes_on.set()
+        execute = engine.execute
+
+        def execute_late(scheduled: Any) -> Any:
+            engine.worker._worker_side.start_loads(scheduled.kv_connector_metadata.message().work)
+            assert transfer.drain(10.0)
+            scheduled.kv_connector_metadata = PactMetadata.of(StepMessage())
+            return execute(scheduled)
+
+        engine.execute = execute_late  # type: ignore[method-assign]
+        engine.step(before_update=engine.connector.reset_cache)
+        engine.execute = execute  # type: ignore[method-assign]
+    else:
+        engine.step()
+        if when == "when it has ended":
+            goes_on.set()
+            assert transfer.drain(10.0)
+        engine.connector.reset_cache()
+        goes_on.set()
+    engine.run()
+    assert again.said == answer(STORED, 3)
+    assert engine.computed_tokens - computed >= len(STORED)
+    assert [cached_blocks(engine) for _ in range(2)][-1] == BLOCKS
     engine.assert_at_rest()
 
 

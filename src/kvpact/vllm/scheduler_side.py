@@ -394,12 +394,14 @@ class SchedulerSide:
             tables = {name: self._block_ids_or_none(name) for name in self._requests}
             self.cache.distrust_blocks(invalid_block_ids, tables)
         settlements = self.cache.apply_report(self._unsettled)
-        for job in self.cache.take_stale_loads():
-            self._break(BrokenLoad(job.request_id, job.block_ids, synchronous=True))
+        stale = {job.request_id: job for job in self.cache.take_stale_loads() if job.request_id in self._requests}
+        for request_id, job in stale.items():  # the engine is told with the next report
+            self._break(BrokenLoad(request_id, job.block_ids, synchronous=True))
         self._credit.credit(self.cache.take_step_hits())
         self._unsettled = WorkerReport({})
         for settlement in settlements:
-            self._loading.pop(settlement.request_id, None)
+            if settlement.request_id not in stale:
+                self._loading.pop(settlement.request_id, None)
             self._credit.step_reported(settlement.request_id)
 
     def _spoilt_by(self, invalid_block_ids: set[int]) -> set[int]:
