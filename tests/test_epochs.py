@@ -6,6 +6,7 @@ The embedded engine tells weights apart. The kit has the same for anybody's cach
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from epoch_engine import EpochEngine, disk, prompt, store
 from kvpact.contract import WorkerReport
 from kvpact.engine import RequestStatus
+from kvpact.epochs import Epoch
 from kvpact.tiers.base import Tier
 from kvpact.tiers.shared import NAMESPACE_RECORD, RecordPieces, SharedTier, StoreError
 from scenes import Scene, SceneRequest, open_disk, tokens
@@ -154,6 +156,81 @@ def test_h37_engines_that_say_the_same_word_share_again(redis_url: str, started:
     engines[0].store(DOCUMENT)
     assert engines[1].serve(DOCUMENT) == STORED
     require_right(engines[1])
+
+
+def test_p13_under_a_drawn_epoch_shared_stores_are_not_written(
+    server: RedisServer, redis_url: str, tmp_path: Path, started: Callable[..., EpochEngine]
+) -> None:
+    """A training run would fill a bucket for ever. Memory and the engine's own disk have the blocks."""
+    engine = started(disk(tmp_path), store(redis_url))
+    engine.engine.update_weights(1)
+    engine.store(DOCUMENT)
+    assert records(server) == 0
+    engine.forget_memory(1)
+    assert engine.serve(DOCUMENT) == STORED
+    assert records(server) == 0
+    engine.engine.update_weights(2)
+    engine.cache.set_weights_version("v2")
+    engine.store(OTHER)
+    assert records(server) == 8
+    require_right(engine)
+
+
+def test_p13_who_shares_drawn_epochs_deletes_them_when_the_engine_ends(
+    server: RedisServer, redis_url: str, started: Callable[..., EpochEngine]
+) -> None:
+    engine = started(store(redis_url), share_drawn_epochs=True)
+    engine.store(DOCUMENT)
+    engine.engine.update_weights(1)
+    engine.store(OTHER)
+    assert records(server) == 16
+    engine.forget_memory(2)
+    assert engine.serve(OTHER) == STORED, "from the store"
+    require_right(engine)
+    engine.close()
+    assert records(server) == 8, "those of the first epoch, which others may have as well"
+
+
+def test_p13_every_record_names_its_epoch(redis_url: str, tmp_path: Path, started: Callable[..., EpochEngine]) -> None:
+    tiers = disk(tmp_path), store(redis_url)
+    engine = started(*tiers, weights_version="v1")
+    engine.store(DOCUMENT)
+    engine.engine.update_weights(1)
+    engine.cache.set_weights_version("v2")
+    engine.store(OTHER)
+    for tier in tiers:
+        epochs = Counter(header.epoch for header in tier.scan())
+        assert epochs == {Epoch.of_word("v1"): 8, Epoch.of_word("v2"): 8}
+
+
+def test_p13_blocks_of_older_epochs_go_first_when_room_is_needed(
+    tmp_path: Path, started: Callable[..., EpochEngine]
+) -> None:
+    """A reset itself frees nothing: it may be the beginning of a sleep."""
+    engine = started(disk(tmp_path), num_slots=24)
+    engine.store(DOCUMENT)
+    held = engine.cache.index.held_count
+    engine.engine.update_weights(1)
+    assert engine.cache.index.held_count == held == 8
+    newer = [prompt(8, seed) for seed in (11, 12, 13)]
+    engine.store(*newer)
+    assert engine.cache.index.held_count == 24
+    assert [engine.serve(tokens) for tokens in newer] == [STORED] * 3, "nothing of this epoch was evicted for the old"
+    require_right(engine)
+
+
+def test_p13_a_reset_that_turns_out_to_be_none_is_taken_back(tier: Tier, started: Callable[..., EpochEngine]) -> None:
+    """As after a sleep from which the same weights wake: what was stored before is served, what came since is not."""
+    engine = started(tier)
+    engine.store(DOCUMENT)
+    engine.engine.update_weights(1)
+    engine.serve(OTHER)
+    engine.engine.change_weights(0)
+    assert engine.cache.take_back_reset()
+    assert engine.serve(DOCUMENT) == STORED
+    assert engine.serve(OTHER) == 0
+    assert not engine.cache.take_back_reset()
+    require_right(engine)
 
 
 @pytest.mark.parametrize("preset", ["native", "vllm-0.32"])
