@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.testkit.verdict import as_text
+from kvpact.testkit.verdict import ConformanceReport, as_text
 from kvpact.testkit.vllm_driver import VllmDriver
 from kvpact.testkit.vllm_engine import VllmEngine
 from kvpact.testkit.vllm_lab import prompt
@@ -28,6 +28,11 @@ def _load(path: str) -> ModuleType:
     return module
 
 
+def broken(report: ConformanceReport) -> dict[str, str]:
+    """Scenario -> the properties that are broken in it."""
+    return {check.name: ", ".join(violation.broken for violation in check.violations) for check in report.broken}
+
+
 @pytest.mark.parametrize("subject", ["example", "offloading"])
 def test_the_tables_say_what_is_broken(subject: str) -> None:
     """Each line of the table, and no other, is found again."""
@@ -35,7 +40,10 @@ def test_the_tables_say_what_is_broken(subject: str) -> None:
     written = PAGE[PAGE.index(f"<!-- {subject}:begin -->") : PAGE.index(f"<!-- {subject}:end -->")]
     table = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", written, re.MULTILINE))
     report = VllmDriver(connector, config, patience=3.0).run()
-    found = {check.name: ", ".join(violation.broken for violation in check.violations) for check in report.broken}
+    found = broken(report)
+    if slow := sorted(found.keys() - table.keys()):  # on a busy machine three seconds may be short
+        found = {name: what for name, what in found.items() if name in table}
+        found |= broken(VllmDriver(connector, config, patience=30.0).run(slow))
     # What a random walk shrinks to depends on how far it gets in its time.
     assert found.keys() == table.keys(), as_text(report)
     assert {**found, "everything_at_once": ""} == {**table, "everything_at_once": ""}, as_text(report)

@@ -38,9 +38,10 @@ class SlabSurgery:
         return found
 
     @property
-    def namespace(self) -> Namespace:
-        """Whose blocks they are."""
-        return self._superblock.namespace
+    def keys_namespace(self) -> bytes:
+        """The namespace in the root of the block keys: without the weights, which may be told after the first keys."""
+        fields = self._superblock.namespace.fields
+        return Namespace({name: value for name, value in fields.items() if name != "weights"}).digest
 
     def payload(self, key: BlockKey) -> bytes | None:
         """A block's bytes, None if the slab does not hold it."""
@@ -48,7 +49,7 @@ class SlabSurgery:
 
     def slot(self, tokens: Sequence[int], block: int) -> int:
         """Where block `block` of a prompt lies."""
-        keys = BlockKeys(self._superblock.namespace.digest, BLOCK, RequestIdentity()).extend(tokens)
+        keys = BlockKeys(self.keys_namespace, BLOCK, RequestIdentity()).extend(tokens)
         return self._slots[keys[block]]
 
     def _payload(self, slot: int) -> slice:
@@ -80,12 +81,12 @@ class SlabSurgery:
 
     def prefix_without(self, tokens: Sequence[int], lost: set[BlockKey]) -> int:
         """How many blocks of a prompt come before the first one in `lost`, of those that the slab holds."""
-        keys = BlockKeys(self._superblock.namespace.digest, BLOCK, RequestIdentity()).extend(tokens)
+        keys = BlockKeys(self.keys_namespace, BLOCK, RequestIdentity()).extend(tokens)
         return next((block for block, key in enumerate(keys) if key in lost or key not in self._slots), len(keys))
 
     def key(self, tokens: Sequence[int], block: int) -> BlockKey:
         """The key of a prompt's block."""
-        return BlockKeys(self._superblock.namespace.digest, BLOCK, RequestIdentity()).extend(tokens)[block]
+        return BlockKeys(self.keys_namespace, BLOCK, RequestIdentity()).extend(tokens)[block]
 
     def write(self) -> None:
         """Put the changed bytes on disk."""

@@ -27,7 +27,7 @@ def saved_blocks(slabs: Path, texts: Iterable[Sequence[int]], block: int, salt: 
     slab = SlabSurgery(path)
     found = {}
     for text in texts:
-        keys = BlockKeys(slab.namespace.digest, block, RequestIdentity(salt=salt)).extend(text)
+        keys = BlockKeys(slab.keys_namespace, block, RequestIdentity(salt=salt)).extend(text)
         for number, key in enumerate(keys, 1):
             if (payload := slab.payload(key)) is not None:
                 found[tuple(text[: number * block])] = np.frombuffer(payload, np.float32)
