@@ -595,8 +595,10 @@ class PactCache(ExternalCache):
     def _write_used(self, keys: Sequence[BlockKey]) -> None:
         """Blocks of the arena are used: tiers that get what is used twice, or may have lost them, are offered them."""
         held = self.index.held_prefix(keys)
-        if self._config.admit == "second-use" or (held and self.staging.lacks(keys[:held], self._epochs.current)):
+        if self._config.admit == "second-use":
             self.staging.write_behind(keys, held, self._epochs.current)
+        elif held and self.staging.lacks(keys[:held], self._epochs.current):
+            self._unwritten.append(keys[:held])  # which waits for a step that has time
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, most_tokens: int) -> None:
         """Have the workers look in the shared tiers, when the running step begins, for what it computes and saves.
