@@ -96,7 +96,7 @@ def test_h39_an_engine_serves_before_its_weights_are_told_and_a_restart_finds_wh
         engine.discard()
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_h39_where_rows_of_the_embedding_have_changed_nothing_of_the_old_weights_is_served(
     tiny_model: Path, tmp_path: Path
 ) -> None:
