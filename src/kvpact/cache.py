@@ -163,7 +163,6 @@ class PactCache(ExternalCache):
             share_drawn_epochs=config.share_drawn_epochs,
         )
         self._epochs = Epochs(config.weights_version)
-        self._resets = 0
         self._tags = BlockTags()
         self._stale_loads: list[LoadJob] = []
         self._backlog = range(0)
@@ -594,10 +593,9 @@ class PactCache(ExternalCache):
 
     def _write_used(self, keys: Sequence[BlockKey]) -> None:
         """Blocks of the arena are used: tiers that get what is used twice, or may have lost them, are offered them."""
-        held = self.index.held_prefix(keys)
         if self._config.admit == "second-use":
-            self.staging.write_behind(keys, held, self._epochs.current)
-        elif held and self.staging.lacks(keys[:held], self._epochs.current):
+            self._offer(keys)
+        elif (held := self.index.held_prefix(keys)) and self.staging.lacks(keys[:held], self._epochs.current):
             self._unwritten.append(keys[:held])  # which waits for a step that has time
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, most_tokens: int) -> None:
@@ -658,10 +656,13 @@ class PactCache(ExternalCache):
         One is offered in any case, and all but `MOST_UNWRITTEN`; the others while the step is not late.
         """
         while self._unwritten:
-            keys = self._unwritten.popleft()
-            self.staging.write_behind(keys, self.index.held_prefix(keys), self._epochs.current)
+            self._offer(self._unwritten.popleft())
             if len(self._unwritten) <= MOST_UNWRITTEN and self.is_late():
                 break
+
+    def _offer(self, keys: Sequence[BlockKey]) -> None:
+        """Have the tiers store what they lack of a chain of this epoch, as far as memory holds it."""
+        self.staging.write_behind(keys, self.index.held_prefix(keys), self._epochs.current)
 
     def _write_backlog(self) -> None:
         """Offer some more of what memory held when tiers were opened late, while they have room for it."""
@@ -671,8 +672,7 @@ class PactCache(ExternalCache):
             self._backlog = self._backlog[1:]
             key = self.index.key_at(slot)
             if key is not None and self.index.is_last(key):
-                keys = self.index.chain(key)
-                self.staging.write_behind(keys, self.index.held_prefix(keys), self._epochs.current)
+                self._offer(self.index.chain(key))
 
     def abandon_step(self) -> None:
         """What was to be ordered with the running step never reaches the workers: it ends as if all had failed it."""
@@ -804,7 +804,7 @@ class PactCache(ExternalCache):
         least recently used ones from now on.
         """
         self._epochs.reset()
-        self._resets += 1
+        self.metrics.add("resets")
         self._begin_epoch()
 
     def set_weights_version(self, version: str) -> None:
@@ -894,7 +894,6 @@ class PactCache(ExternalCache):
         """All counts as they are now, the ledger's and the tiers' included."""
         for name, total, label in self.ledger.totals.counts():
             self.metrics.raise_to(name, total, label)
-        self.metrics.raise_to("resets", self._resets)
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
         self.metrics.set("open_plans", len(self.ledger.open_plans()))
         self.metrics.set("leases_held", self.ledger.leases_held)
