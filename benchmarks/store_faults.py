@@ -37,7 +37,7 @@ from shared_store import IDLE_SECONDS, at_rest, engines, print_table
 from watched_steps import HOOKS
 
 from engines import TOKENIZER_TEXT, kvpact_transfer_config, prompt
-from kvpact.demo.engine import PINNED_ENVIRONMENT, EngineProcess, Output
+from kvpact.demo.engine import EngineProcess, Output, one_core_each
 from kvpact.demo.model import TINY_SHAPE, ensure_model
 from kvpact.metrics import STEP_BOUNDS, STEP_SECONDS
 from object_server import CREDENTIALS, Spoiled, Traffic, object_server
@@ -344,7 +344,7 @@ def engines_have_a_core() -> Iterator[None]:
 
     Clients and stores are other machines in life; here they would have the scheduler's core in the middle of its steps.
     """
-    worker, allowed = int(PINNED_ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"]), os.sched_getaffinity(0)
+    worker, allowed = int(one_core_each()), os.sched_getaffinity(0)
     _bind_all_but_engines(allowed - {worker} or allowed, niceness=19, policy=os.SCHED_BATCH)
     try:
         yield

@@ -1,7 +1,8 @@
 """The heavy proofs, `pytest -m proof`: python scripts/run_proofs.py [ARGUMENTS FOR PYTEST]
 
-A busy machine must not refuse good work, so a proof that failed is run once more, alone in a pytest of its own, and
-counts as failed only if it fails again. Both runs are printed, and at the end what counts, in pytest's form.
+Two lanes take them file by file, each with a core of its own for its engines; then come those that need both cores. A
+busy machine must not refuse good work, so a proof that failed is run once more, alone in a pytest of its own, and
+counts as failed only if it fails again. All runs are printed, and at the end what counts, in pytest's form.
 """
 
 from __future__ import annotations
@@ -12,17 +13,26 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from closing_line import closing_line, good, shown
 
-SOME_FAILED = 1
-"""pytest's exit code when all tests were run; what is neither this nor 0 is no run that could be judged."""
+SOME_FAILED, NONE_FOUND = 1, 5
+"""pytest's exit codes when all tests were run, and when there were none; another one but 0 is no run to judge by."""
+
+LANES = ("-m", "proof and not both_cores", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")
+ALONE = ("-m", "proof and both_cores")
+SLOWEST = ("--durations", "0", "--durations-min", "1")
+
+
+class Unjudged(Exception):
+    """A run that never came to its end."""
 
 
 def run_pytest(cache: Path, *arguments: str) -> tuple[int, tuple[Counter[str], float] | None]:
     """Its exit code and its closing line, None if it never came to that. Prints the output as it comes."""
-    command = [sys.executable, "-m", "pytest", "-m", "proof", "-o", f"cache_dir={cache}", *arguments]
+    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments]
     output = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -34,22 +44,41 @@ def run_pytest(cache: Path, *arguments: str) -> tuple[int, tuple[Counter[str], f
     return run.returncode, closing_line("".join(output))
 
 
+def run_twice(directory: Path, *arguments: str) -> Counter[str]:
+    """How many proofs ended how, those that failed after their second run. Raises `Unjudged`."""
+    code, closing = run_pytest(directory / "cache", *SLOWEST, *arguments)
+    if code not in (0, SOME_FAILED, NONE_FOUND) or (closing is None and code != NONE_FOUND):
+        raise Unjudged(f"the proofs could not be run to their end: pytest's exit code is {code}")
+    counts = closing[0] if closing else Counter[str]()
+    if code == SOME_FAILED:
+        counts["failed"] = counts["error"] = 0
+        for proof in failed(directory / "cache"):
+            print(f"\nonce more, alone: {proof}", flush=True)
+            code, closing = run_pytest(directory / "again", "-m", "proof", proof)
+            counts["passed" if code == 0 and closing else "failed"] += 1
+    return counts
+
+
+def failed(cache: Path) -> Iterator[str]:
+    """The names of the proofs that failed in the run with this cache; more than none, as some did."""
+    names = json.loads((cache / "v/cache/lastfailed").read_text())
+    if not names:
+        raise Unjudged("pytest says that a proof failed, but not which")
+    yield from names
+
+
 def main(arguments: list[str]) -> int:
     """Run them all, and those that failed again."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvpact-proofs-") as directory:
-        cache = Path(directory, "cache")
-        code, closing = run_pytest(cache, "--durations", "0", "--durations-min", "1", *arguments)
-        if code not in (0, SOME_FAILED) or closing is None:
-            print(f"\nthe proofs could not be run to their end: pytest's exit code is {code}")
-            return 1
-        counts, _ = closing
-        if code == SOME_FAILED:
-            counts["failed"] = counts["error"] = 0
-            for proof in json.loads((cache / "v/cache/lastfailed").read_text()):
-                print(f"\nonce more, alone: {proof}", flush=True)
-                code, closing = run_pytest(Path(directory, "again"), proof)
-                counts["passed" if code == 0 and closing else "failed"] += 1
+    counts = Counter[str]()
+    for lanes in (LANES, ALONE):
+        with tempfile.TemporaryDirectory(prefix="kvpact-proofs-") as directory:
+            try:
+                counts += run_twice(Path(directory), *lanes, *arguments)
+            except Unjudged as error:
+                print(f"\n{error}")
+                return 1
+    del counts["deselected"]  # each run's are the other's
     print(f"\n{shown(counts, time.monotonic() - began)}")
     return 0 if good(counts) else 1
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from kvpact.demo.engine import CORES
 
 # An example's time says more about a busy machine than about the code; pytest-timeout ends what hangs.
 settings.register_profile("kvpact", deadline=None)
 settings.load_profile("kvpact")
 
 pytest_plugins = ["engines"]
+
+
+def core_of_worker(worker: str) -> int:
+    """Of "gw0", "gw1", ..., each of which binds its engines to a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[int(worker.removeprefix("gw")) % len(cores)]
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ[CORES] = str(core_of_worker(os.environ["PYTEST_XDIST_WORKER"]))
 
 ENGINES = (
     "tests/test_demo.py",
@@ -36,8 +49,11 @@ ENGINES = (
 """Files whose tests start real engines.
 
 One worker runs them, one after another: they share engines, all of which are bound to one core. Meanwhile other workers
-run the other files, each in one of them.
+run the other files, each in one of them. Of the proofs each worker takes one file after another, with engines or not.
 """
+
+LONGEST = ("tests/under_vllm/test_store_faults.py",)
+"""Of the proofs. They begin first, or a worker would have nothing to do in the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,21 +62,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needs_engine = item.get_closest_marker("engine") or "tiny_model" in getattr(item, "fixturenames", ())
         if needs_engine and not item.nodeid.startswith(ENGINES):
             raise pytest.UsageError(f"{item.nodeid} starts an engine; its file must be among ENGINES in {__file__}")
-    items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), not item.nodeid.startswith(ENGINES)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadscope`: a worker gets a file, or all engines."""
+    """With `--dist loadscope`: a worker gets a file, or all engines, of the proofs a file only."""
     if config.getvalue("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
+
+    proofs = config.getoption("markexpr").startswith("proof")
 
     class FilesAndEngines(LoadScopeScheduling):
         """See `ENGINES`."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return "engines" if nodeid.startswith(ENGINES) else nodeid.split("::", 1)[0]
+            return "engines" if not proofs and nodeid.startswith(ENGINES) else nodeid.split("::", 1)[0]
 
     return FilesAndEngines(config, log)
 

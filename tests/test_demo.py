@@ -17,6 +17,7 @@ from rich.console import Console
 
 from engines import prompt
 from kvpact.demo.engine import (
+    CORES,
     EngineError,
     EngineProcess,
     EngineSettings,
@@ -118,15 +119,19 @@ def test_a_request_that_failed_alike_in_both_phases_is_no_identical_answer():
 
 def test_several_ranks_share_the_room_and_have_a_core_each(tiny_model, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5})
+    monkeypatch.delenv(CORES, raising=False)
     plan = Plan.for_this_machine(ranks=2)
     arguments = plan.engine_arguments()
     assert arguments["tensor_parallel_size"] == 2
     assert arguments["kv_cache_memory_bytes"] * 2 == plan.kv_cache_bytes
     assert plan.document_tokens < Plan().document_tokens
-    assert EngineSettings(tiny_model, arguments=arguments).process_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "3|5"
+    two = EngineSettings(tiny_model, arguments=arguments)
+    assert two.process_environment()[CORES] == "3|5"
     alone = EngineSettings(tiny_model, arguments=Plan().engine_arguments())
-    assert alone.process_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "0"
+    assert alone.process_environment()[CORES] == "3"
     assert "tensor_parallel_size" not in alone.llm_arguments()
+    monkeypatch.setenv(CORES, "7")
+    assert [one.process_environment()[CORES] for one in (alone, two)] == ["7", "3|5"], "the user chose for one rank"
 
 
 def replace_reason(output: Output, reason: str) -> Output:
@@ -261,6 +266,7 @@ def test_a_small_run_on_real_engines_passes(tiny_model, tmp_path):
 
 
 @pytest.mark.proof
+@pytest.mark.both_cores
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_a_small_run_with_two_ranks_passes(tiny_model, tmp_path):

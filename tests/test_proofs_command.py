@@ -14,6 +14,7 @@ REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "scripts"
 
 GOOD = """
+import os
 import pytest
 from pathlib import Path
 RUNS = Path(__file__).with_name("runs")
@@ -21,6 +22,12 @@ RUNS = Path(__file__).with_name("runs")
 @pytest.mark.proof
 def test_good():
     pass
+
+@pytest.mark.proof
+@pytest.mark.both_cores
+def test_good_with_both_cores(request):
+    assert len(request.session.items) == 1
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "nothing runs beside it"
 
 def test_no_proof():
     assert False, "never run"
@@ -70,12 +77,22 @@ def test_leaves():
 """
 
 
+def of_both_cores(proof: str) -> str:
+    """The same, run in pytest's own process."""
+    return proof.replace("@pytest.mark.proof", "@pytest.mark.proof\n@pytest.mark.both_cores")
+
+
 def run_proofs(directory: Path, *parts: str) -> tuple[int, list[str]]:
     """The exit code and the lines printed for a test file of these parts."""
-    (directory / "pytest.ini").write_text("[pytest]\nmarkers = proof\naddopts = -p no:xdist -m 'not proof'\n")
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers =\n proof\n both_cores\naddopts = -m 'not proof'\n")
     (directory / "test_it.py").write_text("".join(parts))
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "run_proofs.py"], cwd=directory, capture_output=True, text=True, timeout=120
+        [sys.executable, SCRIPTS / "run_proofs.py"],
+        cwd=directory,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stderr == ""
     return done.returncode, done.stdout.splitlines()
@@ -84,20 +101,20 @@ def run_proofs(directory: Path, *parts: str) -> tuple[int, list[str]]:
 def test_proofs_that_pass_are_run_once(tmp_path: Path) -> None:
     code, lines = run_proofs(tmp_path, GOOD)
     assert code == 0
-    assert lines[-1].startswith("1 passed, 1 deselected in ")
+    assert lines[-1].startswith("2 passed in ")
     assert not any("once more" in line for line in lines)
 
 
 def test_a_proof_that_fails_once_passes_and_both_runs_are_printed(tmp_path: Path) -> None:
     code, lines = run_proofs(tmp_path, GOOD, FAILS_ONCE)
     assert code == 0
-    assert lines[-1].startswith("2 passed")
+    assert lines[-1].startswith("3 passed in ")
     assert (tmp_path / "runs").read_text() == "xx"
     assert sum("AssertionError" in line for line in lines) > 0, "the first run is printed"
     assert any(line.startswith("once more, alone: test_it.py::test_fails_once") for line in lines)
 
 
-@pytest.mark.parametrize("bad", [FAILS_TWICE, ENDS_BADLY, LEAVES_WHEN_ALONE])
+@pytest.mark.parametrize("bad", [FAILS_TWICE, ENDS_BADLY, LEAVES_WHEN_ALONE, CRASHES])
 def test_a_proof_that_fails_twice_fails(tmp_path: Path, bad: str) -> None:
     code, lines = run_proofs(tmp_path, GOOD, FAILS_ONCE, bad)
     assert code == 1
@@ -105,7 +122,9 @@ def test_a_proof_that_fails_twice_fails(tmp_path: Path, bad: str) -> None:
     assert sum(line.startswith("once more, alone:") for line in lines) == 2
 
 
-@pytest.mark.parametrize("end", [CRASHES, LEAVES, "\nimport a_module_that_is_not_there\n"])
+@pytest.mark.parametrize(
+    "end", [of_both_cores(CRASHES), of_both_cores(LEAVES), "\nimport a_module_that_is_not_there\n"]
+)
 def test_a_run_that_does_not_come_to_its_end_fails(tmp_path: Path, end: str) -> None:
     code, lines = run_proofs(tmp_path, GOOD, end)
     assert code == 1

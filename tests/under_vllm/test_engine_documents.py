@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 import kvpact
 from documents import ROOT, block_with, filled_in
 from engines import BLOCK
-from kvpact.demo.engine import PINNED_ENVIRONMENT
+from kvpact.demo.engine import CORES, PINNED_ENVIRONMENT, one_core_each
 
 ASK = """
     [output] = llm.generate("Is a prompt prefix computed twice?")
@@ -36,7 +36,7 @@ def run_python(directory: Path, *command: str | Path) -> str:
     ran = subprocess.run(
         [sys.executable, *command],
         cwd=directory,
-        env={**os.environ, **PINNED_ENVIRONMENT, **small},
+        env={**os.environ, **PINNED_ENVIRONMENT, CORES: one_core_each(), **small},
         capture_output=True,
         text=True,
         timeout=500,

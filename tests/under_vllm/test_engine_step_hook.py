@@ -40,7 +40,6 @@ class StepEngine:
         }
         environment = {
             "STEP_CONTROL": str(directory),
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         }
         self.process = EngineProcess(EngineSettings(model, transfer, arguments, environment), directory / "log")
@@ -198,6 +197,7 @@ def test_vllms_example_connector_works_when_it_is_asked_on_the_worker(
 
 
 @pytest.mark.proof
+@pytest.mark.both_cores
 def test_h70_two_ranks_of_kvpact_find_in_a_shared_tier_what_the_step_is_to_compute(
     tmp_path: Path, start_engine: Callable[..., EngineProcess]
 ) -> None:
@@ -216,7 +216,6 @@ def test_h70_two_ranks_of_kvpact_find_in_a_shared_tier_what_the_step_is_to_compu
             "scheduler_cls": "kvpact.vllm.scheduler.KvpactScheduler",
             "tensor_parallel_size": 2,
         },
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )
 
     def ask(tokens: list[int], local: bool = False) -> Output:

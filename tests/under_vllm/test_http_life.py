@@ -23,7 +23,7 @@ from documents import block_with, filled_in
 from engines import BLOCK, prompt
 from http_server import Answer, Server
 from hub_cache import add_commit
-from kvpact.demo.engine import one_core_each
+from kvpact.demo.engine import CORES, one_core_each
 from leftovers import slabs_still_locked
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -77,7 +77,7 @@ def house(tiny_model: Path, tmp_path: Path) -> House:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        CORES: one_core_each(),
         "VLLM_NO_USAGE_STATS": "1",
         "KVPACT_RECOMPUTE_IF_FASTER": "false",  # a tiny model computes faster than a busy disk reads
     }
@@ -149,12 +149,13 @@ def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, sta
 
 
 @pytest.mark.proof
+@pytest.mark.both_cores
 def test_two_ranks_of_kvpact_serve_are_killed_and_vllm_serve_answers_the_same_from_disk(
     house: House, start: Callable[..., Server]
 ) -> None:
     """The README's second command gets the metadata that a distribution called `vllm` has."""
     ranks = ["--tensor-parallel-size", "2"]
-    server = start([*house.command("kvpact serve"), *ranks], VLLM_CPU_OMP_THREADS_BIND=one_core_each(2))
+    server = start([*house.command("kvpact serve"), *ranks], **{CORES: one_core_each(2)})
     answers = first_life(server)
     server.kill()
     assert slabs_still_locked(house.disk) == []
@@ -163,6 +164,6 @@ def test_two_ranks_of_kvpact_serve_are_killed_and_vllm_serve_answers_the_same_fr
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     environment = {
         "PYTHONPATH": os.pathsep.join([str(metadata.parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_CPU_OMP_THREADS_BIND": one_core_each(2),
+        CORES: one_core_each(2),
     }
     second_life(start([*house.command("vllm serve"), *ranks], **environment), answers)

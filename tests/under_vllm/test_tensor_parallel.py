@@ -184,6 +184,7 @@ def test_after_kill_9_nothing_is_left(ranks: Ranks, seen: Seen) -> None:
 
 
 @pytest.mark.proof  # for the time that it takes to start
+@pytest.mark.both_cores
 def test_after_kill_9_the_next_engine_loads_all_from_disk(ranks: Ranks, seen: Seen) -> None:
     if ranks.engine.process.processes():
         settle(ranks.engine.process)

@@ -127,17 +127,18 @@ class EngineError(KvpactError):
     """The engine did not start, died, or did not answer in time; the message carries the end of its log."""
 
 
-# Equal in every engine that is compared with another. vLLM keeps one more core free as soon as a connector is set,
-# which changes the number of threads and with it times and logits, so the binding is given. A GPU engine ignores it.
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+"""Which cores each CPU rank of vLLM computes on, such as "0" or "0|1". A GPU engine ignores it."""
+
 PINNED_ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
+"""Equal in every engine that is compared with another."""
 
 BASE_ARGUMENTS: Mapping[str, Any] = {
     "dtype": "bfloat16",
@@ -172,12 +173,18 @@ class EngineSettings:
         ranks = int(self.arguments.get("tensor_parallel_size", 1)) * int(
             self.arguments.get("pipeline_parallel_size", 1)
         )
-        binding = {"VLLM_CPU_OMP_THREADS_BIND": one_core_each(ranks)} if ranks > 1 else {}
-        return {**PINNED_ENVIRONMENT, **binding, **self.environment}
+        return {**PINNED_ENVIRONMENT, CORES: one_core_each(ranks), **self.environment}
 
 
-def one_core_each(ranks: int) -> str:
-    """The binding of vLLM's CPU ranks to cores, such as "0|1"; where cores are too few, ranks share them."""
+def one_core_each(ranks: int = 1) -> str:
+    """The binding of vLLM's CPU ranks to cores, such as "0|1"; where cores are too few, ranks share them.
+
+    A binding in this process's environment counts if it is for so many ranks. One is always given: vLLM keeps one more
+    core free as soon as a connector is set, which changes the number of threads and with it times and logits.
+    """
+    chosen = os.environ.get(CORES)
+    if chosen and chosen.count("|") == ranks - 1:
+        return chosen
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
 
