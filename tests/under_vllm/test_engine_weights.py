@@ -6,30 +6,39 @@ What the weights of the moment say is asked with a salt that nobody has used: no
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer import ARGUMENTS, ENVIRONMENT, Trainer
 
 from documents import block_with
-from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
+from engines import BLOCK, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings, Output
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(300)]
 
 BLOCKS = 3
+ALL = BLOCKS * BLOCK
+LONG = 24
+"""Blocks of a prompt that takes long enough to be paused in."""
+
 SALTS = count()
+SEEDS = count(100)
+"""Of prompts and of weights."""
+
 UNSAID = "the weights have changed and nobody has said so"
 
 
-class Trained:
-    """An engine with kvpact whose weights a test may change as it likes."""
+def new_seed() -> int:
+    """For a prompt that no test has asked for, or weights that none has had."""
+    return next(SEEDS)
 
-    def __init__(self, process: EngineProcess) -> None:
-        self.process = process
+
+class Trained(Trainer):
+    """An engine with kvpact whose weights a test may change as it likes."""
 
     def ask(self, asked: list[int]) -> Output:
         """The answer, nothing of which comes from the engine's own prefix cache."""
@@ -52,11 +61,11 @@ class Trained:
         assert output.same_answer(self.computed(asked))
         return asked, output
 
-    def rpc(self, method: str, *arguments: object) -> None:
-        self.process.call("collective_rpc", method, None, list(arguments))
-
-    def overwrite(self, seed: int) -> None:
-        self.rpc("overwrite_weights", seed)
+    def pause_behind(self, blocks: int) -> None:
+        """Pause the engine in a prompt of which at least so many blocks are computed, as vLLM keeps its requests."""
+        self.wait_until_computing(blocks * BLOCK)
+        self.process.call("sleep", 0, "keep")
+        self.rpc("assert_computing", blocks * BLOCK)
 
     def assert_change_is_seen(self, seed: int, change: Callable[[], object]) -> None:
         """After `change`, what was stored before is not served, and what comes after is."""
@@ -76,19 +85,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    settings = EngineSettings(
-        tiny_model,
-        kvpact_transfer_config(memory="64MiB"),
-        {
-            **BLOCK_BY_BLOCK,
-            "worker_cls": "kvpact.vllm.worker.KvpactWorker",
-            "worker_extension_cls": "weights_extension.Overwrites",
-        },
-        {
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-        },
-    )
+    settings = EngineSettings(tiny_model, kvpact_transfer_config(memory="64MiB"), ARGUMENTS, ENVIRONMENT)
     with EngineProcess(settings, tmp_path_factory.mktemp("weights") / "engine.log") as process:
         yield Trained(process.wait_ready())
 
@@ -118,6 +115,84 @@ def test_h32_an_extension_fails_when_it_has_overwritten_the_weights(trained: Tra
 def test_h32_apply_model_overwrites_the_weights(trained: Trained) -> None:
     change = "weights_extension:overwrite_model"
     trained.assert_change_is_seen(5, lambda: trained.process.call("apply_model", function=change))
+
+
+FORMS = pytest.mark.parametrize("form", ["layerwise", "in place"])
+
+
+@FORMS
+def test_h32_a_weight_transfer_engine_updates_the_weights(trained: Trained, form: str) -> None:
+    trained.assert_change_is_seen(new_seed(), lambda: trained.transfer(new_seed(), form))
+    trained.assert_change_is_seen(new_seed(), lambda: trained.transfer(new_seed(), form))
+    assert UNSAID not in trained.log()
+
+
+def test_h32_blocks_computed_before_a_weight_transfer_is_finished_are_not_served(trained: Trained) -> None:
+    """The first of them when half of the weights are new. In a layerwise reload vLLM itself cannot compute."""
+    asked, seed = [prompt(new_seed(), BLOCKS) for _ in range(2)], new_seed()
+    trained.start_transfer("in place")
+    for part in range(2):
+        trained.deliver(seed, part=part, parts=2)
+        trained.ask(asked[part])
+        assert trained.ask(asked[part]).cached_tokens == ALL
+    trained.finish_transfer()
+    for tokens in asked:
+        after = trained.ask(tokens)
+        assert after.same_answer(trained.computed(tokens))
+        assert after.cached_tokens == 0
+    assert UNSAID not in trained.log()
+
+
+def test_h32_a_weight_transfer_fails_when_half_of_the_weights_are_there(trained: Trained) -> None:
+    def fail() -> None:
+        trained.start_transfer("in place")
+        with pytest.raises(EngineError, match="the trainer is gone"):
+            trained.deliver(new_seed(), parts=2, fails=True)
+
+    trained.assert_change_is_seen(new_seed(), fail)
+
+
+@FORMS
+def test_h38_a_request_that_runs_across_a_weight_transfer_stores_nothing(trained: Trained, form: str) -> None:
+    """Its first blocks are of the old weights, so none of what it computes is stored under the new ones' word."""
+    asked = prompt(new_seed(), LONG)
+    trained.transfer(new_seed(), form)
+    trained.process.reset_prefix_cache()
+    trained.process.call("enqueue", [{"prompt_token_ids": asked}])
+    trained.pause_behind(3)
+    trained.transfer(new_seed(), form)
+    trained.say(f"across {form}")
+    trained.process.call("wake_up", ["scheduling"])
+    trained.rpc("assert_computing", 3 * BLOCK)
+    trained.process.call("wait_for_completion")
+    after = trained.ask(asked)
+    assert after.same_answer(trained.computed(asked))
+    assert after.cached_tokens == 0
+    again = trained.ask(asked)
+    assert again.cached_tokens == LONG * BLOCK, "the new weights' own blocks are served"
+    assert again.same_answer(after)
+
+
+@FORMS
+def test_h37_an_engine_whose_weights_were_transferred_shares_under_their_word(trained: Trained, form: str) -> None:
+    """The same weights come again: what was stored of them is served once their word is said, and no sooner."""
+    stored, (first, second) = [], (new_seed(), new_seed())
+    for seed in (first, second):
+        trained.transfer(seed, form)
+        trained.say(f"weights {seed}")
+        stored.append(trained.store(new_seed()))
+    (of_first, answer), (of_second, other_answer) = stored
+    trained.transfer(first, form)
+    assert trained.ask(of_first).cached_tokens == 0, "before the word"
+    assert trained.ask(of_second).cached_tokens == 0, "of other weights"
+    trained.rpc("kvpact_weights_changed")
+    trained.say(f"weights {first}")
+    again = trained.ask(of_first)
+    assert again.cached_tokens == ALL
+    assert again.same_answer(answer)
+    after = trained.ask(of_second)
+    assert after.cached_tokens == 0
+    assert not after.same_answer(other_answer)
 
 
 def test_h32_reload_weights(trained: Trained) -> None:
