@@ -1,4 +1,4 @@
-"""Two real engines over one Redis server, whose weights are updated one after the other.
+"""Three real engines over one Redis server, whose weights are updated one after the other while they answer.
 
 The weights of each word are told apart by the answers: what an engine is given must be what its weights say now.
 """
@@ -7,133 +7,238 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
+from trainer import ARGUMENTS, ENVIRONMENT, Trainer
 
-from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
-from kvpact.demo.engine import EngineProcess, EngineSettings, Output
-from servers import redis_server
+from engines import BLOCK, kvpact_transfer_config, prompt
+from kvpact.demo.engine import EngineProcess, EngineSettings, Output, loading_on_all_cores
+from servers import RedisServer, redis_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
 
+ENGINES = 3
 BLOCKS = 3
 ALL = BLOCKS * BLOCK
+LONG = 24
+"""Blocks of a prompt in which an engine can be killed."""
+
 SALTS = count()
-PATIENCE_S = 30.0
+SEEDS = count(40)
+"""Of prompts and of weights."""
+
+FILES = "the files"
+"""The word for the weights with which all engines start."""
+
+WRITTEN_S, NOT_WRITTEN_S, QUIET_S = 15.0, 1.0, 0.2
+"""A write of three blocks to the store takes a few milliseconds, on a busy machine more. What is not shared is not."""
 
 
-class Member:
+class Member(Trainer):
     """One engine of the fleet."""
 
     def __init__(self, process: EngineProcess) -> None:
-        self.process = process
+        super().__init__(process)
+        self._computed: dict[int, Output] = {}
+        """The answers of the weights as they are to the prompts of these seeds."""
 
-    def ask(self, asked: list[int]) -> Output:
-        """The answer, of which nothing comes from the engine's own prefix cache and nothing of other weights."""
+    def begin(self, seed: int, blocks: int = BLOCKS) -> None:
+        """Ask the prompt of this seed, with nothing in the engine's own prefix cache; `end` gives the answer."""
         self.process.reset_prefix_cache()
-        (output,) = self.process.generate([asked])
-        (computed,) = self.process.generate([asked], cache_salt=f"salt {next(SALTS)}")
-        assert computed.cached_tokens == 0
-        assert output.same_answer(computed), "a wrong token"
+        self.process.send_prompts([prompt(seed, blocks)])
+
+    def end(self, seed: int, blocks: int = BLOCKS) -> Output:
+        """The answer that was begun, of which nothing comes from other weights."""
+        (output,) = self.process.receive_outputs()
+        if seed not in self._computed:
+            (computed,) = self.process.generate([prompt(seed, blocks)], cache_salt=f"salt {next(SALTS)}")
+            assert computed.cached_tokens == 0
+            self._computed[seed] = computed
+        assert output.same_answer(self._computed[seed]), "a wrong token"
         return output
 
-    def ask_until_found(self, asked: list[int]) -> Output:
-        """As soon as the other engine's writes have arrived. What it computes itself is given a tail of its own."""
-        deadline = time.monotonic() + PATIENCE_S
-        while (output := self.ask(asked)).cached_tokens < ALL and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return output
+    def ask(self, seed: int, blocks: int = BLOCKS) -> Output:
+        self.begin(seed, blocks)
+        return self.end(seed, blocks)
 
-    def update(self, weights: int, word: str | None, *, clear_cache: bool) -> None:
-        """By a method of an extension that kvpact does not know; from the files with `reload_weights` for 0."""
-        if clear_cache:
+    def reset(self) -> None:
+        """vLLM's pause with `clear_cache`, twice in a row."""
+        for _ in range(2):
             self.process.reset_prefix_cache(reset_connector=True)
-        if weights:
-            self.rpc("overwrite_weights", weights)
-        else:
-            self.rpc("reload_weights")
-        if word is not None:
-            self.rpc("kvpact_set_weights_version", word)
 
-    def rpc(self, method: str, *arguments: object) -> None:
-        self.process.call("collective_rpc", method, None, list(arguments))
+    def update(self, how: str, weights: int) -> None:
+        """New weights, without a word; those of the files by `reload_weights`."""
+        self._computed.clear()
+        if how == "reload_weights":
+            self.rpc("reload_weights")
+        elif how == "update_weights":
+            self.transfer(weights, "layerwise")
+        else:
+            self.overwrite(weights)
+
+    def update_and_say(self, how: str, weights: int) -> None:
+        """New weights, and a word that is theirs."""
+        self.update(how, weights)
+        self.say(FILES if how == "reload_weights" else f"{how} {weights}")
+
+
+class Fleet:
+    """The engines, each on a core where there are enough, and their store."""
+
+    def __init__(self, settings: EngineSettings, directory: Path, server: RedisServer, left: ExitStack) -> None:
+        self._settings, self._directory, self._left = settings, directory, left
+        self._store = left.enter_context(server.client())
+        self._logs = count()
+        processes = [self._start(number) for number in range(ENGINES)]
+        with loading_on_all_cores(*processes):
+            self.members = [Member(process.wait_ready()) for process in processes]
+
+    def _start(self, number: int) -> EngineProcess:
+        cores = sorted(os.sched_getaffinity(0))
+        binding = {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
+        settings = replace(self._settings, environment={**self._settings.environment, **binding})
+        process = EngineProcess(settings, self._directory / f"engine-{next(self._logs)}.log")
+        self._left.callback(process.discard)
+        return process
+
+    def restart(self, number: int) -> None:
+        """Begin to start an engine whose processes are gone; `wait_ready` of its process waits for it."""
+        self.members[number] = Member(self._start(number))
+
+    def have_weights(self) -> None:
+        """All have the same new weights, under a word."""
+        weights = next(SEEDS)
+        for member in self.members:
+            member.update_and_say("overwrite_weights", weights)
+
+    def ask(self, seed: int) -> list[Output]:
+        """Every engine, one after the other, so that what one computes the next can find."""
+        return [self.ask_one(member, seed) for member in self.members]
+
+    def ask_one(self, member: Member, seed: int) -> Output:
+        """One engine. Waits until the store has what it computes."""
+        keys = self._store.dbsize()
+        output = member.ask(seed)
+        if output.cached_tokens == 0:
+            self._wait_for(keys + BLOCKS, WRITTEN_S)
+        return output
+
+    def shares(self, giver: Member, taker: Member) -> bool:
+        """Whether one engine finds what the other has just stored under a prompt that neither has seen."""
+        seed, keys = next(SEEDS), self._store.dbsize()
+        giver.ask(seed)
+        assert giver.ask(seed).cached_tokens == ALL
+        self._wait_for(keys + BLOCKS, NOT_WRITTEN_S)
+        return taker.ask(seed).cached_tokens == ALL
+
+    def _wait_for(self, keys: int, seconds: float) -> None:
+        """Until the store has so many keys and no more come, or for so long."""
+        deadline = time.monotonic() + seconds
+        while (now := self._store.dbsize()) < keys and time.monotonic() < deadline:
+            time.sleep(0.02)
+        before = None
+        while now != before:
+            time.sleep(QUIET_S)
+            before, now = now, self._store.dbsize()
+
+
+def found(outputs: Iterable[Output]) -> list[int]:
+    return [output.cached_tokens // BLOCK for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Member, Member]]:
+def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     directory = tmp_path_factory.mktemp("fleet")
-    with redis_server(directory) as server:
-        settings = EngineSettings(
-            tiny_model,
-            kvpact_transfer_config(
-                memory="64MiB",
-                tiers=[f"redis://{server.address}?timeout=20s"],
-                weights_version="v1",
-                prepare_deadline="20s",
-            ),
-            {
-                **BLOCK_BY_BLOCK,
-                "worker_cls": "kvpact.vllm.worker.KvpactWorker",
-                "worker_extension_cls": "weights_extension.Overwrites",
-            },
-            {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])},
+    with redis_server(directory) as server, ExitStack() as left:
+        transfer = kvpact_transfer_config(
+            memory="64MiB",
+            tiers=[f"redis://{server.address}?timeout=20s"],
+            weights_version=FILES,
+            prepare_deadline="20s",
         )
-        with (
-            EngineProcess(settings, directory / "first.log") as first,
-            EngineProcess(settings, directory / "second.log") as second,
-        ):
-            yield Member(first.wait_ready()), Member(second.wait_ready())
-            first.kill()  # an orderly end of two engines takes half a minute, and is tested elsewhere
-            second.kill()
+        yield Fleet(EngineSettings(tiny_model, transfer, ARGUMENTS, ENVIRONMENT), directory, server, left)
 
 
-def shares(giver: Member, taker: Member, seed: int) -> bool:
-    """Whether one engine finds what the other has just stored under a prompt that neither has seen."""
-    asked = prompt(seed, BLOCKS)
-    giver.ask(asked)
-    assert giver.ask(asked).cached_tokens == ALL
-    time.sleep(1.0)  # the write to the store takes a few milliseconds
-    return taker.ask(asked).cached_tokens == ALL
+@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize("how", ["update_weights", "reload_weights", "overwrite_weights"])
+def test_p13_a_rolling_update_serves_no_wrong_token(fleet: Fleet, how: str, clear_cache: bool) -> None:
+    """By vLLM's transfer, by its reload, by an extension's method. Only the first one to be updated finds nothing."""
+    asked, weights = next(SEEDS), next(SEEDS)
+    fleet.have_weights()
+    before = fleet.ask(asked)
+    assert found(before) == [0, BLOCKS, BLOCKS]
+    first, _, third = fleet.members
+    during = []
+    for member in fleet.members:
+        others = [other for other in fleet.members if other is not member]
+        for other in others:
+            other.begin(asked)
+        if clear_cache:
+            member.reset()
+        member.update_and_say(how, weights)
+        assert found(other.end(asked) for other in others) == [BLOCKS, BLOCKS], "nobody deletes what others have"
+        during.append(fleet.ask_one(member, asked))
+    assert found(during) == [0, BLOCKS, BLOCKS], "the first one's blocks of the new weights"
+    for old, new in zip(before, during, strict=True):
+        assert not new.same_answer(old), "the weights are the same, so this test tells nothing"
+        assert new.same_answer(during[0])
+    after = fleet.ask(asked)
+    assert found(after) == [BLOCKS] * ENGINES
+    assert fleet.shares(third, first)
 
 
-def test_p13_a_rolling_update_of_two_engines_serves_no_wrong_token(fleet: tuple[Member, Member]) -> None:
-    """The hit rate falls for the engine that is updated first, and is back when both say the new word."""
-    first, second = fleet
-    asked = prompt(40, BLOCKS)
-    first.ask(asked)
-    of_v1 = second.ask_until_found(asked)
-    assert of_v1.cached_tokens == ALL
-    for weights, word, clear_cache in ((21, "v2", False), (22, "v3", True)):
-        before = second.ask(asked)
-        first.update(weights, word, clear_cache=clear_cache)
-        assert first.ask(asked).cached_tokens == 0, "what it had is of the old weights"
-        assert second.ask(asked).cached_tokens == ALL, "nobody has deleted what the other one has"
-        second.update(weights, word, clear_cache=clear_cache)
-        after = second.ask_until_found(asked)
-        assert after.cached_tokens == ALL, "the first one's blocks of the new weights"
-        assert not after.same_answer(before), "the weights are the same, so this test tells nothing"
-        assert shares(first, second, 100 + weights)
-    for member in fleet:  # back to the files: what both stored under the first word is right again
-        member.update(0, "v1", clear_cache=False)
-    assert first.ask(asked).cached_tokens == ALL
-    assert second.ask(asked).same_answer(of_v1)
+def test_p13_an_engine_crashes_in_a_rolling_update(fleet: Fleet) -> None:
+    """In the middle of its transfer, with a request that runs. It starts again with the files' weights."""
+    asked, of_files, unfinished, weights = next(SEEDS), next(SEEDS), next(SEEDS), next(SEEDS)
+    for member in fleet.members:
+        member.update_and_say("reload_weights", 0)
+    fleet.ask(of_files)
+    fleet.have_weights()
+    fleet.ask(asked)
+    first, second, third = fleet.members
+    first.update_and_say("update_weights", weights)
+    assert found(fleet.ask(asked)) == [0, BLOCKS, BLOCKS]
+    second.start_transfer("in place")
+    second.deliver(weights, parts=2)
+    second.process.call("enqueue", [{"prompt_token_ids": prompt(unfinished, LONG)}])
+    second.wait_until_computing(3 * BLOCK)
+    second.process.kill()
+    fleet.restart(1)
+    assert found([first.ask(asked), third.ask(asked)]) == [BLOCKS, BLOCKS]
+    assert third.ask(unfinished, LONG).cached_tokens == 0, "what was computed with half of the new weights"
+    third.update_and_say("update_weights", weights)
+    assert first.ask(unfinished, LONG).cached_tokens == 0
+    assert found([first.ask(asked), third.ask(asked)]) == [BLOCKS, BLOCKS]
+    _, second, _ = fleet.members
+    second.process.wait_ready()
+    assert found([second.ask(asked), second.ask(of_files)]) == [0, BLOCKS], "its weights are those of the first word"
+    second.update_and_say("update_weights", weights)
+    assert found(fleet.ask(asked)) == [BLOCKS] * ENGINES
+    assert fleet.shares(second, first)
+    assert fleet.shares(third, second)
 
 
-def test_h37_engines_whose_weights_have_no_word_share_with_nobody(fleet: tuple[Member, Member]) -> None:
-    """Two resets in a row on one engine, an update without a word on both."""
-    first, second = fleet
-    assert shares(first, second, 50)
-    for _ in range(2):
-        first.process.reset_prefix_cache(reset_connector=True)
-    assert not shares(first, second, 51)
-    for member in fleet:
-        member.update(31, None, clear_cache=True)
-    assert not shares(second, first, 52)
-    for member in fleet:
+def test_h37_engines_whose_weights_have_no_word_share_with_nobody(fleet: Fleet) -> None:
+    """Two resets in a row on one engine, then an update without a word on all."""
+    fleet.have_weights()
+    first, second, third = fleet.members
+    first.reset()
+    assert not fleet.shares(first, second)
+    assert fleet.shares(second, third)
+    weights = next(SEEDS)
+    for member in fleet.members:
+        member.reset()
+        member.update("overwrite_weights", weights)
+    assert not fleet.shares(second, third)
+    assert not fleet.shares(third, first)
+    for member in fleet.members:
         member.rpc("kvpact_weights_changed")
-        member.rpc("kvpact_set_weights_version", "v4")
-    assert shares(first, second, 53)
-    assert shares(second, first, 54)
+        member.say(f"at last {weights}")
+    assert fleet.shares(first, second)
+    assert fleet.shares(second, third)
+    assert fleet.shares(third, first)
