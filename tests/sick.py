@@ -1,0 +1,137 @@
+"""A real tier that falls ill: it hangs, slows down, lies, refuses, answers with numbers out of all measure, or raises.
+
+What an ill store does to its client is tested with the stores themselves; this is the client being ill, as a plug-in is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+from kvpact.blocks import BlockKey
+from kvpact.epochs import FIRST_EPOCH, Epoch
+from kvpact.errors import TierError
+from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
+
+SLOW_SECONDS = 0.05
+BEYOND_MEASURE = 10**12
+
+T = TypeVar("T")
+
+
+class Sickness(StrEnum):
+    """What it has."""
+
+    HANG = "hang"
+    """Every operation waits until the tier is cured."""
+    SLOW = "slow"
+    LIE = "lie"
+    """It holds everything that anybody asks for, and nothing of it arrives; what it is given it throws away."""
+    REFUSE = "refuse"
+    """Every operation raises TierError, and it says that it is not well."""
+    HUGE = "huge"
+    """It names more blocks than it was asked for, in every answer."""
+    RAISE = "raise"
+    """Every method raises what nobody expects."""
+
+
+class SickTier(Tier):
+    """The tier below, but for what its `sickness` makes of each operation; None while it is well."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.name, self.exclusive = tier.name, tier.exclusive
+        self.sickness: Sickness | None = None
+        self.is_empty = False
+        """It holds nothing and takes nothing: so that what a test stores is in the other tiers only."""
+        self._cured = threading.Event()
+
+    def fall_ill(self, sickness: Sickness) -> None:
+        """From the next operation on."""
+        self._cured.clear()
+        self.sickness = sickness
+
+    def cure(self) -> None:
+        """Whatever hangs goes on."""
+        self.sickness = None
+        self._cured.set()
+
+    def _do(self, work: Callable[[], T], *, lie: T, huge: T) -> T:
+        match self.sickness:
+            case Sickness.HANG:
+                self._cured.wait()
+            case Sickness.SLOW:
+                time.sleep(SLOW_SECONDS)
+            case Sickness.LIE:
+                return lie
+            case Sickness.HUGE:
+                return huge
+            case Sickness.REFUSE:
+                raise TierError("the store refuses")
+            case Sickness.RAISE:
+                raise ZeroDivisionError("a defect of the plug-in")
+        return work()
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        if self.exclusive and self.sickness in (Sickness.HANG, Sickness.SLOW):
+            return self._held(keys)  # from memory, on the scheduler's thread: what hangs is the disk
+        return self._do(lambda: self._held(keys), lie=len(keys), huge=BEYOND_MEASURE)
+
+    def _held(self, keys: Sequence[BlockKey]) -> int:
+        return 0 if self.is_empty else self.tier.lookup(keys)
+
+    def get(
+        self,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        on_progress: Progress | None = None,
+    ) -> int:
+        return self._do(
+            lambda: 0 if self.is_empty else self.tier.get(keys, start, buffers, on_progress),
+            lie=0,
+            huge=BEYOND_MEASURE,
+        )
+
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
+        return self._do(
+            lambda: 0 if self.is_empty else self.tier.put(keys, start, buffers, epoch),
+            lie=len(buffers),
+            huge=BEYOND_MEASURE,
+        )
+
+    def delete(self, keys: Iterable[BlockKey]) -> int:
+        return self._do(lambda: self.tier.delete(keys), lie=BEYOND_MEASURE, huge=BEYOND_MEASURE)
+
+    def clear(self) -> None:
+        self._do(self.tier.clear, lie=None, huge=None)
+
+    def capacity(self) -> TierCapacity:
+        huge = TierCapacity(BEYOND_MEASURE, 1, BEYOND_MEASURE)
+        return self._told(self.tier.capacity, huge)
+
+    def counts(self) -> TierCounts:
+        return self._told(self.tier.counts, TierCounts(*[BEYOND_MEASURE] * 4))
+
+    def health(self) -> TierHealth:
+        if self.sickness is Sickness.REFUSE:
+            return TierHealth(ok=False, reason="the store refuses")
+        return self._told(self.tier.health, TierHealth(ok=True, reason="x" * 1_000_000))
+
+    def _told(self, work: Callable[[], T], huge: T) -> T:
+        """Of what is asked on the scheduler's thread, which no tier may hold up: it answers or raises."""
+        if self.sickness is Sickness.RAISE:
+            raise ZeroDivisionError("a defect of the plug-in")
+        return huge if self.sickness in (Sickness.LIE, Sickness.HUGE) else work()
+
+    def scan(self) -> Iterator[RecordHeader]:
+        return self.tier.scan()
+
+    def close(self) -> None:
+        self.cure()
+        self.tier.close()
