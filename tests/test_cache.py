@@ -10,8 +10,9 @@ import pytest
 
 from kvpact.blocks import BlockKey, MediaSpan, RequestIdentity
 from kvpact.cache import MOST_IDLE_LOADS
-from kvpact.contract import ExternalKVMatch, JobOutcome, WorkerReport
+from kvpact.contract import ExternalKVMatch, JobOutcome, StepWork, WorkerReport
 from kvpact.errors import PactViolation
+from kvpact.index import State
 from kvpact.metrics import EndReason, MissReason, explain_misses, series
 from kvpact.tiers.base import BlockBuffer, Progress
 from kvpact.tiers.disk import DiskTier
@@ -432,13 +433,19 @@ def test_h21_slots_of_a_late_read_are_not_reused_before_it_ended(tmp_path: Path)
     scene.cache.index.clear()
     late = SceneRequest("b", tokens(33))
     assert scene.cache.prepare_external_match(late, 0) is None
+    reading = {slot for slot in range(8) if scene.cache.index.state(slot) == State.RESERVED}
+    assert len(reading) == 4
     scene.now += 2.0
     assert scene.prepare(late).num_tokens == 0
     scene.cache.request_finished("b")
     other = SceneRequest("c", tokens(33, seed=3))
     scene.compute(other)
     scene.cache.note_computed(other, 33, lambda: scene.tables["c"])
-    assert scene.cache.end_step().saves == ()  # every slot still belongs to the read
+    (save,) = scene.cache.end_step().saves
+    assert len(save.slots) == 4, "half of the slots may be lent to one tier"
+    assert not reading & {*save.slots}, "the read may still write to a slot that is given away"
+    scene.report(StepWork(saves=(save,)))
+    scene.cache.request_finished("c")
     gate.set()
     scene.settle_tiers()
     scene.run_cold(SceneRequest("d", tokens(33, seed=4)))

@@ -342,8 +342,8 @@ def test_h60_what_is_computed_sooner_than_it_arrives_is_not_waited_for(make_scen
     scene = make_scene(store, recompute_if_faster=True)
     (source,) = scene.cache.staging._sources
     assert scene.prepare(SceneRequest("measured", tokens(33))).num_tokens == 32
-    source.costs.latency.add(1e9, 1.0)  # quick to say what it has,
-    source.costs.note_read(1, 100.0, scene.now)  # slow to give it
+    source.client.costs.latency.add(1e9, 1.0)  # quick to say what it has,
+    source.client.costs.note_read(1, 100.0, scene.now)  # slow to give it
     fast = SceneRequest("computes", tokens(65, 9))
     for step in range(3):  # a fast engine
         fast.request_id = f"computes-{step}"

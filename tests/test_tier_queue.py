@@ -16,7 +16,7 @@ from kvpact.blocks import BlockKey
 from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import PactViolation
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
-from kvpact.tiers.queue import Done, GetDone, PutDone, TierQueue
+from kvpact.tiers.queue import ControlDone, Done, GetDone, PutDone, TierQueue
 from slab_scenes import SLOT, bytes_of, chain, content, filled, memory, open_tier, served
 
 KEYS = chain("document", 8)
@@ -156,11 +156,11 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
         while slow.began.acquire(blocking=False):
             pass
     called = threading.Event()
-    queue.submit_errand(lambda tier: called.set())
-    assert called.wait(PATIENCE), "after an errand no step may follow that would wake anybody"
+    queue.submit_control("control", lambda tier: called.set())
+    assert called.wait(PATIENCE), "after a control operation no step may follow that would wake anybody"
     put(queue, "not announced")
     assert queue.close(PATIENCE), "closing wakes them in any case"
-    assert drain(queue, 1) == [PutDone("not announced", 1)]
+    assert drain(queue, 2) == [ControlDone("control", True), PutDone("not announced", 1)]
 
 
 def test_reads_go_before_writes_that_came_earlier(slow: SlowTier) -> None:

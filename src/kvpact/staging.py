@@ -17,13 +17,11 @@ from math import inf
 
 from kvpact.arena import Arena
 from kvpact.blocks import BlockKey
-from kvpact.costs import TierCosts, new_tier_costs
 from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.index import ROOT, BlockIndex, Pin
 from kvpact.metrics import Metrics, TierName
-from kvpact.tiers.base import Tier
-from kvpact.tiers.breaker import Breaker
-from kvpact.tiers.queue import Done, GetDone, LookupDone, PutDone, Ticket, TierQueue
+from kvpact.tiers.client import LentSlots, TierClient
+from kvpact.tiers.queue import GetDone, LookupDone, PutDone, Ticket, TierQueue
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +30,6 @@ FETCH_BYTES = 16 << 20
 
 WRITE_BYTES = 128 << 20
 """Bytes of one write request: each costs the scheduler's thread a wake-up, and nobody waits for its end."""
-
-IN_FLIGHT_SHARE = 0.5
-"""Of the arena's slots, so many may wait for shared tiers: a store that hangs leaves the rest to everybody else."""
 
 POLL_SECONDS = 0.2e-3
 """So much of a scheduler step may go into taking in what the tiers have finished; a step gets 1 ms in all (P11)."""
@@ -114,39 +109,30 @@ class RecentKeys:
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """A tier below the arena, with all that is known of it on the scheduler's thread."""
+    """A tier below the arena, with what is known of the blocks in it."""
 
-    queue: TierQueue
-    name: TierName
+    client: TierClient
     known: RecentKeys
     """What a shared tier was found to hold, and when. It may have evicted it since: then the next look-up tells."""
     offered_again: RecentKeys
     """Chains that it should have, and was offered once more; see `Staging.lacks`."""
     unshareable: RecentKeys
     """What was written to a shared tier under a drawn epoch, to be deleted when the engine ends."""
-    breaker: Breaker = field(default_factory=Breaker)
-    costs: TierCosts = field(default_factory=new_tier_costs)
     writing: set[BlockKey] = field(default_factory=set)
-    deleting: set[BlockKey] = field(default_factory=set)
-    blamed: set[Ticket] = field(default_factory=set)
-    """Operations that were already counted as failures because they were too late."""
+
+    @property
+    def name(self) -> TierName:
+        """The tier's name in metrics."""
+        return self.client.name
 
     @property
     def shared(self) -> bool:
-        """Whether others write and evict there, so that only the tier itself can say what it holds."""
-        return not self.queue.tier.exclusive
-
-    def held(self, keys: Sequence[BlockKey]) -> int:
-        """How many of `keys` an exclusive tier holds in a row."""
-        return self.without_deleted(keys, self.queue.tier.lookup(keys))
-
-    def without_deleted(self, keys: Sequence[BlockKey], held: int) -> int:
-        """Up to where the first `held` of `keys` stay: what is about to be deleted is held no more."""
-        return next((at for at in range(held) if keys[at] in self.deleting), held) if self.deleting else held
+        """Whether others write and evict there."""
+        return self.client.shared
 
     def first_to_write(self, keys: Sequence[BlockKey], now: float) -> int:
         """The first block of `keys` that is neither held, as far as is known, nor being written."""
-        start = 0 if self.shared else self.held(keys)
+        start = 0 if self.shared else self.client.held(keys, now)
         while start < len(keys) and (keys[start] in self.writing or (self.shared and self.believes(keys[start], now))):
             start += 1
         return start
@@ -181,6 +167,7 @@ class Staging:
         self._metrics = metrics
         self._clock = clock
         self._patience = patience
+        self._lent = LentSlots(arena.num_slots)
         most = KNOWN_SHARE * arena.num_slots
         self._seen_once = RecentKeys(most) if second_use else None
         self._share_drawn_epochs = share_drawn_epochs
@@ -195,18 +182,23 @@ class Staging:
         self._lookups: dict[Ticket, Inquest] = {}
         self._fetches: dict[Ticket, Fetch] = {}
         self._filling: set[int] = set()
-        self._filling_shared = 0
         self._writes: dict[Ticket, Write] = {}
         self._fetch_blocks = max(1, FETCH_BYTES // arena.slot_bytes)
-        self._write_blocks = max(1, WRITE_BYTES // arena.slot_bytes)
-        self._in_flight_slots = max(1, int(IN_FLIGHT_SHARE * arena.num_slots))
+        self._write_blocks = max(1, min(WRITE_BYTES // arena.slot_bytes, arena.num_slots // 2))
 
     def open(self, queues: Sequence[TierQueue]) -> None:
         """These tiers, in the user's order, are below the arena from now on. Said once."""
         most = KNOWN_SHARE * self._arena.num_slots
         for queue in queues:
-            memories = (RecentKeys(most), RecentKeys(most), RecentKeys(most))
-            self._sources.append(Source(queue, TierName.of(queue.tier.name), *memories))
+            client = TierClient(
+                queue,
+                self._lent,
+                timeout=self._patience,
+                clock=self._clock,
+                metrics=self._metrics,
+                max_deleted_keys=2 * most,
+            )
+            self._sources.append(Source(client, RecentKeys(most), RecentKeys(most), RecentKeys(most)))
         self._shared = [source for source in self._sources if source.shared]
 
     # Finding
@@ -220,40 +212,33 @@ class Staging:
         """Begin to find out what the shared tiers hold of `keys`. Tiers that are ill are not asked."""
         inquest, now = Inquest(keys), self._clock()
         for source in self._shared:
-            if not source.breaker.allows(now):
-                self._metrics.add("skipped_lookups", label=source.name)
-                continue
             ticket = next(self._tickets)
-            inquest.waiting[source] = ticket
-            self._lookups[ticket] = inquest
-            source.queue.submit_lookup(ticket, keys)
+            if source.client.submit_lookup(ticket, keys, now):
+                inquest.waiting[source] = ticket
+                self._lookups[ticket] = inquest
+            else:
+                self._metrics.add("skipped_lookups", label=source.name)
         return inquest
 
     def give_up(self, inquest: Inquest, *, late: bool) -> None:
         """Nobody waits for the answers that are missing; if they are `late`, it is the tiers' fault."""
         for source, ticket in inquest.waiting.items():
-            if late:
-                self._blame(source, ticket)
-            source.queue.cancel(ticket)
+            source.client.give_up(ticket, late=late)
         inquest.waiting.clear()
 
     def find(self, keys: Sequence[BlockKey], inquest: Inquest | None = None) -> int:
         """How many blocks of `keys` are held in a row by the tier that has most. Memory only; nothing is waited for."""
-        return max((self._held_by(source, keys, inquest) for source in self._sources), default=0)
-
-    def _held_by(self, source: Source, keys: Sequence[BlockKey], inquest: Inquest | None) -> int:
-        if not source.shared:
-            return source.held(keys)
-        return source.without_deleted(keys, min(inquest.held.get(source, 0), len(keys))) if inquest is not None else 0
+        now = self._clock()
+        return max((_held_by(source, keys, inquest, now) for source in self._sources), default=0)
 
     def seconds_to_load(self, keys: Sequence[BlockKey], start: int, end: int, inquest: Inquest | None) -> float | None:
         """How long blocks [start, end) should take to arrive; None if that is not known."""
         seconds, now = 0.0, self._clock()
         for source in self._sources:
-            blocks = max(0, min(end, self._held_by(source, keys, inquest)) - start)
+            blocks = max(0, min(end, _held_by(source, keys, inquest, now)) - start)
             if not blocks:
                 continue
-            needed = source.costs.seconds_for(blocks * self._arena.slot_bytes, now)
+            needed = source.client.costs.seconds_for(blocks * self._arena.slot_bytes, now)
             if needed is None:
                 return None
             seconds += needed
@@ -263,7 +248,7 @@ class Staging:
     @property
     def lookup_seconds(self) -> float:
         """How long the quickest shared tier takes to say what it holds; 0 if that is not known."""
-        return min((source.costs.lookup_seconds for source in self._shared), default=0.0)
+        return min((source.client.costs.lookup_seconds for source in self._shared), default=0.0)
 
     # Fetching
 
@@ -274,32 +259,35 @@ class Staging:
         is read: one read a block, however many wait for it. The answer is smaller than `end` if there is no room.
         """
         known = self._index.known_prefix(keys[:end])
+        now = self._clock()
         while known < end:
-            source, held = self._source_of(keys[:end], known, inquest)
+            source, held = self._source_of(keys[:end], known, inquest, now)
             if source is None:
                 break
             parent = keys[known - 1] if known else ROOT
-            stop = min(held, known + self._fetch_blocks, known + self._index.reservable(parent))
-            if source.shared:
-                stop = min(stop, known + self._in_flight_slots - self._filling_shared)
+            room = min(self._fetch_blocks, source.client.room, self._index.reservable(parent))
+            stop = min(held, known + room)
             reservation = self._index.reserve(keys, known, stop) if stop > known else None
             if reservation is None:
                 break
             self._metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
             ticket = next(self._tickets)
+            views = [self._arena.slot_views(slot) for slot in reservation.slots]
+            if not source.client.submit_get(ticket, keys[:stop], known, views, now):
+                self._index.abandon(reservation.slots)
+                break
             run = tuple(keys[known:stop])
             self._fetches[ticket] = Fetch(run, reservation.slots, self._index.pin(run[-1]))
             self._filling.update(reservation.slots)
-            self._filling_shared += len(run) if source.shared else 0
-            views = [self._arena.slot_views(slot) for slot in reservation.slots]
-            source.queue.submit_get(ticket, keys[:stop], known, views)
             known = stop
         return known
 
-    def _source_of(self, keys: Sequence[BlockKey], block: int, inquest: Inquest | None) -> tuple[Source | None, int]:
+    def _source_of(
+        self, keys: Sequence[BlockKey], block: int, inquest: Inquest | None, now: float
+    ) -> tuple[Source | None, int]:
         """The first tier that holds `block` of `keys` and all before it, and up to where it goes on."""
         for source in self._sources:
-            if (held := self._held_by(source, keys, inquest)) > block:
+            if (held := _held_by(source, keys, inquest, now)) > block:
                 return source, held
         return None, 0
 
@@ -321,7 +309,7 @@ class Staging:
         now, last, found = self._clock(), keys[-1], False
         for source in self._shared if self.shares(epoch) else ():
             known = source.believes(last, now) or last in source.writing
-            if not known and not source.breaker.is_open:
+            if not known and source.client.may_write:
                 offered = source.offered_again.added_since(last, now - ASK_AGAIN_SECONDS)
                 source.offered_again.add((last,), now)
                 found |= not offered
@@ -330,7 +318,7 @@ class Staging:
     @property
     def has_room(self) -> bool:
         """Whether every tier would take a write of `WRITE_BYTES` now."""
-        return all(source.queue.has_room(WRITE_BYTES) for source in self._sources)
+        return all(source.client.executor.has_room(WRITE_BYTES) for source in self._sources)
 
     def write_behind(self, keys: Sequence[BlockKey], end: int, epoch: Epoch = FIRST_EPOCH) -> None:
         """Have every tier store what it lacks of `keys[:end]`, blocks of `epoch` that are all held in the arena.
@@ -347,7 +335,7 @@ class Staging:
             if source.shared and not self.shares(epoch):
                 continue
             start = source.first_to_write(keys, now)
-            if start < len(keys) and source.shared and source.breaker.is_open:
+            if start < len(keys) and not source.client.may_write:
                 self._metrics.add("dropped_writes", len(keys) - start, source.name)
                 continue
             self._write(source, keys, start, epoch)
@@ -361,7 +349,7 @@ class Staging:
             source.writing.update(run)
             buffers = [self._arena.slot_views(slot) for slot in self._index.slots_of(run)]
             nbytes = len(run) * self._arena.slot_bytes
-            if not source.queue.submit_put(ticket, keys[:stop], start, buffers, nbytes, epoch):
+            if not source.client.submit_put(ticket, keys[:stop], start, buffers, nbytes, epoch):
                 self._end_write(ticket, source)
                 self._metrics.add("dropped_writes", len(keys) - start, source.name)
                 break
@@ -372,7 +360,7 @@ class Staging:
     @property
     def has_news(self) -> bool:
         """Whether `poll` would take in anything now."""
-        return self._polled < POLL_SECONDS and any(source.queue.has_news for source in self._sources)
+        return self._polled < POLL_SECONDS and any(source.client.has_completions for source in self._sources)
 
     def poll(self) -> None:
         """Take in what the tiers' threads have finished since the last call, for `POLL_SECONDS` of a step at most."""
@@ -385,7 +373,7 @@ class Staging:
 
     def _take(self, seconds: float) -> None:
         began = now = self._clock()
-        finished = [(source, source.queue.poll()) for source in self._sources if source.queue.has_news]
+        finished = [(source, source.client.poll()) for source in self._sources if source.client.has_completions]
         while finished and now - began < seconds:
             source, its = finished.pop(0)  # each in its turn, so that none waits for the others for ever
             if (done := next(its, None)) is not None:
@@ -393,12 +381,11 @@ class Staging:
                 self.news += 1
                 self._end(done, source, now)
                 now = self._clock()
-        for source in self._shared:
-            for ticket in source.queue.running_longer_than(self._patience):
-                self._blame(source, ticket)
+        for source in self._sources:
+            source.client.check(now)
         self._polled += now - began
 
-    def _end(self, done: Done, source: Source, now: float) -> None:
+    def _end(self, done: LookupDone | GetDone | PutDone, source: Source, now: float) -> None:
         if isinstance(done, LookupDone):
             self._end_lookup(done, source, now)
         elif isinstance(done, GetDone):
@@ -406,38 +393,9 @@ class Staging:
         else:
             self._count_write(source, self._end_write(done.ticket, source), done)
 
-    def _judge(self, source: Source, done: LookupDone | GetDone, now: float) -> None:
-        """What an operation says of its tier's health; one that was too late has been judged already."""
-        blamed = done.ticket in source.blamed
-        source.blamed.discard(done.ticket)
-        if not done.seconds:
-            source.breaker.not_tried()
-        if not source.shared or blamed or not done.seconds:
-            return
-        if done.ok:
-            if source.breaker.is_open:
-                logger.warning("kvpact: the %s tier works again", source.name)
-            source.breaker.succeeded()
-        else:
-            self._fail(source, now)
-
-    def _blame(self, source: Source, ticket: Ticket) -> None:
-        """An operation is too late; it counts as a failure once."""
-        if ticket not in source.blamed:
-            source.blamed.add(ticket)
-            self._fail(source, self._clock())
-
-    def _fail(self, source: Source, now: float) -> None:
-        self._metrics.add("tier_failures", label=source.name)
-        if source.breaker.failed(now):
-            reason = source.queue.tier.health().reason or "it does not answer in time"
-            logger.warning("kvpact: the %s tier is left alone for a while: %s", source.name, reason)
-
     def _end_lookup(self, done: LookupDone, source: Source, now: float) -> None:
         inquest = self._lookups.pop(done.ticket)
-        self._judge(source, done, now)
         if done.ok and done.seconds:
-            source.costs.note_lookup(done.seconds)
             source.known.add(inquest.keys[: done.held], now)
             source.known.discard(inquest.keys[done.held :])
         if inquest.waiting.pop(source, None) is not None:
@@ -445,21 +403,18 @@ class Staging:
 
     def _end_fetch(self, done: GetDone, source: Source, now: float) -> None:
         fetch = self._fetches.pop(done.ticket)
-        self._judge(source, done, now)
         self._filling.difference_update(fetch.slots)
-        self._filling_shared -= len(fetch.slots) if source.shared else 0
         self._index.complete(fetch.slots[: done.arrived])
         self._index.abandon(fetch.slots[done.arrived :])
         self._index.unpin(fetch.pin)
         source.known.discard(fetch.keys[done.arrived :])
         nbytes = done.arrived * self._arena.slot_bytes
         if done.seconds and nbytes:
-            source.costs.note_read(nbytes, done.seconds, now)
+            source.client.costs.note_read(nbytes, done.seconds, now)
         self._metrics.add("read_blocks", done.arrived, source.name)
         self._metrics.add("read_bytes", nbytes, source.name)
 
     def _end_write(self, ticket: Ticket, source: Source) -> Write:
-        source.blamed.discard(ticket)
         write = self._writes.pop(ticket)
         source.writing.difference_update(write.keys)
         self._index.unpin(write.pin)
@@ -480,14 +435,8 @@ class Staging:
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Have every tier drop these blocks and all that need them: a load of them failed. None is held from now on."""
         for source in self._sources:
-            source.deleting.update(keys)
             source.known.discard(keys)
-
-            def delete(tier: Tier, source: Source = source) -> None:
-                tier.delete(keys)
-                source.deleting.difference_update(keys)
-
-            source.queue.submit_errand(delete)
+            source.client.delete(keys)
 
     # What workers read by themselves
 
@@ -498,7 +447,8 @@ class Staging:
 
     def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
         """How many of `keys` in a row workers may read by themselves: a tier would still give what it is to forget."""
-        return min((source.without_deleted(keys, len(keys)) for source in self._shared), default=0)
+        now = self._clock()
+        return min((source.client.readable(keys, len(keys), now) for source in self._shared), default=0)
 
     def note_read_elsewhere(self, tier: int, keys: Sequence[BlockKey]) -> None:
         """A worker has read blocks from the tier at this position: count them, and do not write them there again."""
@@ -518,16 +468,20 @@ class Staging:
         """Bring the tiers' gauges and totals up to date; tiers of one kind share their series."""
         for name in {source.name for source in self._sources}:
             sources = [source for source in self._sources if source.name == name]
-            capacities = [source.queue.tier.capacity() for source in sources]
-            counts = [source.queue.tier.counts() for source in sources]
+            capacities = [source.client.capacity() for source in sources]
+            counts = [source.client.counts() for source in sources]
             slots = sum(capacity.capacity_bytes for capacity in capacities) // self._arena.slot_bytes
             self._metrics.set("capacity_blocks", slots, name)
             self._metrics.set("held_blocks", sum(capacity.blocks for capacity in capacities), name)
             self._metrics.set("used_bytes", sum(capacity.used_bytes for capacity in capacities), name)
-            self._metrics.set("queued_write_bytes", sum(source.queue.pending_write_bytes for source in sources), name)
-            self._metrics.set("open_breakers", sum(source.breaker.is_open for source in sources), name)
-            self._metrics.set("lookup_seconds", max(source.costs.lookup_seconds for source in sources), name)
-            self._metrics.set("read_bytes_per_second", max(source.costs.bytes_per_second for source in sources), name)
+            self._metrics.set(
+                "queued_write_bytes", sum(source.client.executor.pending_write_bytes for source in sources), name
+            )
+            self._metrics.set("open_breakers", sum(source.client.is_open for source in sources), name)
+            self._metrics.set("lookup_seconds", max(source.client.costs.lookup_seconds for source in sources), name)
+            self._metrics.set(
+                "read_bytes_per_second", max(source.client.costs.bytes_per_second for source in sources), name
+            )
             self._metrics.raise_to("damaged_records", sum(count.damaged for count in counts), name)
             self._metrics.raise_to("evicted_blocks", sum(count.evicted for count in counts), name)
 
@@ -538,10 +492,19 @@ class Staging:
         """
         for source in self._shared:
             if keys := [*source.unshareable]:
-                source.queue.submit_errand(lambda tier, keys=keys: tier.delete(keys))  # type: ignore[misc]
+                source.client.delete(keys)
         share = timeout / max(1, len(self._sources))
-        flushed = [source.queue.close(share) for source in self._sources]
+        flushed = [source.client.close(share) for source in self._sources]
         self._take(inf)
         for source in self._sources:
-            source.queue.tier.close()
+            if undeleted := source.client.undeleted:
+                logger.warning("kvpact: %d blocks are still in the %s tier that it should drop", undeleted, source.name)
         return all(flushed)
+
+
+def _held_by(source: Source, keys: Sequence[BlockKey], inquest: Inquest | None, now: float) -> int:
+    """How many of `keys` in a row can be read from a tier; from a shared one, if `inquest` has found that out."""
+    if not source.shared:
+        return source.client.held(keys, now)
+    held = inquest.held.get(source, 0) if inquest is not None else 0
+    return source.client.readable(keys, min(held, len(keys)), now)

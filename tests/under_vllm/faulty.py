@@ -144,7 +144,7 @@ class FaultyConnector(PactConnector):
         cache.ledger.history = PlanLog()
         cache.end_step = checked(cache.end_step, cache)
         for source in cache.staging._sources:
-            tier = source.queue.tier
+            tier = source.client.tier
             for name in ("get", "put", "delete") if tier.exclusive else ("lookup", "get", "put", "delete"):
                 setattr(tier, name, slowed(getattr(tier, name)))  # an exclusive tier's lookup touches memory only
 

@@ -76,13 +76,13 @@ def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
     assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])]) == {1: 4}
     slots.clear()
     source = reader._sources[0]
-    get = type(source.queue.tier).get
+    get = type(source.client.tier).get
 
     def slow(*arguments: Any, **options: Any) -> int:
         time.sleep(0.8)
         return get(*arguments, **options)
 
-    monkeypatch.setattr(type(source.queue.tier), "get", slow)
+    monkeypatch.setattr(type(source.client.tier), "get", slow)
     began = time.monotonic()
     assert reader.read(store.address, [Wanted(2, KEYS[:4], 0, [4, 5, 6, 7])]) == {2: 0}
     assert time.monotonic() - began >= 0.3

@@ -8,13 +8,23 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpact.blocks import BlockKey
 from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import PactViolation
 from kvpact.tiers.base import BlockBuffer, Tier
-from kvpact.tiers.queue import Done, GetDone, LookupDone, PutDone, Ticket, TierQueue
+from kvpact.tiers.queue import (
+    NOTHING_OVERDUE,
+    ControlDone,
+    Done,
+    GetDone,
+    LookupDone,
+    Overdue,
+    PutDone,
+    Ticket,
+    TierQueue,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,22 +35,24 @@ _INSTANT = 1e-6
 @dataclass(slots=True, eq=False)
 class _Task:
     ticket: Ticket
-    run: Callable[[], Done | None]
-    given_up: Done | None
+    run: Callable[[], Done]
+    given_up: Done
+    since: float
     write_bytes: int = 0
-    arrived: int = 0
 
 
 class SteppedQueue(TierQueue):
     """See `TierQueue`. Nothing happens but in `advance`, and not even there while `stalled_steps` is above 0."""
 
-    def __init__(self, tier: Tier, max_write_bytes: int) -> None:
+    def __init__(self, tier: Tier, max_write_bytes: int, clock: Callable[[], float] = float) -> None:
+        """`clock` gives the scene's seconds; without one, nothing takes too long."""
         self.tier = tier
         self.stalled_steps = 0
         """Calls of `advance` that do nothing: how slow the tier is from now on."""
         self.reads = 0
         """Reads submitted so far."""
         self._most = max_write_bytes
+        self._clock = clock
         self._gets: deque[_Task] = deque()
         self._puts: deque[_Task] = deque()
         self._finished: deque[Done] = deque()
@@ -57,7 +69,7 @@ class SteppedQueue(TierQueue):
             self._run(self._puts.popleft())
 
     def _run(self, task: _Task) -> None:
-        done = task.given_up
+        done = replace(task.given_up, ok=False, seconds=_INSTANT)
         try:
             done = task.run()
         except Exception as error:  # as in TierQueue: a tier's defect costs this ticket and nothing else
@@ -65,31 +77,33 @@ class SteppedQueue(TierQueue):
         finally:
             self._end(task, done)
 
-    def _end(self, task: _Task, done: Done | None) -> None:
+    def _end(self, task: _Task, done: Done) -> None:
         self._write_bytes -= task.write_bytes
-        if done is not None:
-            self._finished.append(done)
+        self._finished.append(done)
+
+    def _task(self, ticket: Ticket, run: Callable[[], Done], given_up: Done, write_bytes: int = 0) -> _Task:
+        if any(task.ticket == ticket for task in (*self._gets, *self._puts)):
+            raise PactViolation(f"ticket {ticket!r} is under way already; a ticket names one read or write")
+        return _Task(ticket, run, given_up, self._clock(), write_bytes)
 
     def submit_lookup(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
         """See `TierQueue`."""
-        self._require_new(ticket)
 
         def run() -> Done:
             held = self.tier.lookup(keys)
             return LookupDone(ticket, held, self.tier.health().readable, _INSTANT)
 
-        self._gets.append(_Task(ticket, run, LookupDone(ticket, 0)))
+        self._gets.append(self._task(ticket, run, LookupDone(ticket, 0)))
 
     def submit_get(self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
         """See `TierQueue`."""
-        self._require_new(ticket)
         self.reads += 1
 
         def run() -> Done:
             arrived = self.tier.get(keys, start, buffers, lambda arrived: True)
             return GetDone(ticket, arrived, self.tier.health().readable, _INSTANT)
 
-        self._gets.append(_Task(ticket, run, GetDone(ticket, 0)))
+        self._gets.append(self._task(ticket, run, GetDone(ticket, 0)))
 
     def submit_put(
         self,
@@ -103,40 +117,46 @@ class SteppedQueue(TierQueue):
         """See `TierQueue`."""
         if not self.has_room(nbytes):
             return False
-        self._require_new(ticket)
 
         def run() -> Done:
             return PutDone(ticket, self.tier.put(keys, start, buffers, epoch))
 
         self._write_bytes += nbytes
-        self._puts.append(_Task(ticket, run, PutDone(ticket, 0), nbytes))
+        self._puts.append(self._task(ticket, run, PutDone(ticket, 0), nbytes))
         return True
 
-    def submit_errand(self, errand: Callable[[Tier], object]) -> None:
+    def submit_control(self, ticket: Ticket, operation: Callable[[Tier], object]) -> None:
         """See `TierQueue`."""
 
-        def run() -> None:
-            errand(self.tier)
+        def run() -> Done:
+            operation(self.tier)
+            return ControlDone(ticket, True, _INSTANT)
 
-        self._puts.append(_Task(object(), run, None))
+        self._puts.append(self._task(ticket, run, ControlDone(ticket, False)))
 
-    def _require_new(self, ticket: Ticket) -> None:
-        if any(task.ticket == ticket for task in (*self._gets, *self._puts)):
-            raise PactViolation(f"ticket {ticket!r} is under way already; a ticket names one read or write")
+    def overdue(self, seconds: float) -> Overdue:
+        """See `TierQueue`: a tier is busy between two steps only while it is stalled, and then with all it was told."""
+        if not self.stalled_steps:
+            return NOTHING_OVERDUE
+        before = self._clock() - seconds
+        reads = tuple(task.ticket for task in self._gets if task.since < before)
+        return Overdue(reads, writes=any(task.since < before for task in self._puts))
 
-    def running_longer_than(self, seconds: float) -> list[Ticket]:
-        """See `TierQueue`: nothing runs between two steps."""
-        return []
+    def cancel_waiting_reads(self) -> None:
+        """See `TierQueue`; while the tier is stalled, it has begun with all of them."""
 
     def progress(self, ticket: Ticket) -> int:
         """See `TierQueue`: a read is done in one piece."""
         return 0
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: Ticket) -> bool:
         """See `TierQueue`."""
-        for task in [task for task in self._gets if task.ticket == ticket]:
-            self._gets.remove(task)
-            self._end(task, task.given_up)
+        for tasks in (self._gets, self._puts):
+            for task in [task for task in tasks if task.ticket == ticket]:
+                tasks.remove(task)
+                self._end(task, task.given_up)
+                return True
+        return False
 
     @property
     def has_news(self) -> bool:

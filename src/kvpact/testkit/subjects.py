@@ -65,7 +65,7 @@ class CachePlace:
 
     def queue(self, tier: Tier) -> TierQueue:
         """A queue for a cache's tier that the kit can slow down and let fail."""
-        queue = SteppedQueue(FaultyTier(tier, self.faults), self.write_queue_bytes)
+        queue = SteppedQueue(FaultyTier(tier, self.faults), self.write_queue_bytes, self.clock)
         self.queues.append(queue)
         return queue
 

@@ -37,12 +37,14 @@ class Breaker:
 
     def allows(self, now: float) -> bool:
         """Whether something may be asked of the tier at `now`; if it is open, a True is the one try."""
-        if self._retry_at is None:
-            return True
-        if self._trying or now < self._retry_at:
+        if not self.is_ready(now):
             return False
-        self._trying = True
+        self._trying = self.is_open
         return True
+
+    def is_ready(self, now: float) -> bool:
+        """What `allows` would answer at `now`; asking this is no try."""
+        return self._retry_at is None or (not self._trying and now >= self._retry_at)
 
     def not_tried(self) -> None:
         """What was allowed was not asked after all; somebody else may try."""

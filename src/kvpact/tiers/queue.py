@@ -11,16 +11,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from queue import SimpleQueue
 from typing import TypeAlias
 
 from kvpact.background import start_background
 from kvpact.blocks import BlockKey
 from kvpact.epochs import FIRST_EPOCH, Epoch
-from kvpact.errors import PactViolation
+from kvpact.errors import PactViolation, TierError
 from kvpact.tiers.base import BlockBuffer, Tier
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,29 @@ class PutDone:
     seconds: float = field(default=0.0, compare=False)
 
 
-Done: TypeAlias = LookupDone | GetDone | PutDone
+@dataclass(frozen=True, slots=True)
+class ControlDone:
+    """A control operation has ended. `ok` is False if the tier refused it, raised, or was never asked."""
+
+    ticket: Ticket
+    ok: bool = False
+    seconds: float = field(default=0.0, compare=False)
+
+
+Done: TypeAlias = LookupDone | GetDone | PutDone | ControlDone
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """Operations that take too long: these reads and look-ups, whether a write is among them, and what is left."""
+
+    reads: tuple[Ticket, ...] = ()
+    writes: bool = False
+    everything: bool = False
+    """Whether every thread is stuck in one, so that nothing else can begin."""
+
+
+NOTHING_OVERDUE = Overdue()
 
 
 @dataclass(eq=False, slots=True)
@@ -74,19 +96,29 @@ class _Job:
     buffers: Sequence[BlockBuffer]
     write_bytes: int = 0
     kind: type[Done] = GetDone
-    errand: Callable[[Tier], object] | None = None
+    control: Callable[[Tier], object] | None = None
     epoch: Epoch = FIRST_EPOCH
     began: float | None = None
+    moved: float = inf
+    """When the tier last gave a sign of life: it was asked, or blocks arrived."""
     arrived: int = 0
     cancelled: bool = False
 
     @property
-    def is_put(self) -> bool:
-        return self.kind is PutDone
+    def words(self) -> str:
+        """What it is, for logs."""
+        return {PutDone: "write", ControlDone: "control operation"}.get(self.kind, "read")
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes what the tier holds; such jobs run one after another."""
+        return self.kind is PutDone or self.kind is ControlDone
 
     def done(self, blocks: int, ok: bool) -> Done:
         seconds = 0.0 if self.began is None else time.monotonic() - self.began
-        return self.kind(self.ticket, blocks, ok, seconds)
+        if self.kind is LookupDone or self.kind is GetDone or self.kind is PutDone:
+            return self.kind(self.ticket, blocks, ok, seconds)
+        return ControlDone(self.ticket, ok and self.began is not None, seconds)
 
 
 @dataclass(slots=True)
@@ -165,13 +197,13 @@ class TierQueue:
         self._submit(_Job(ticket, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch))
         return True
 
-    def submit_errand(self, errand: Callable[[Tier], object]) -> None:
-        """Call `errand(tier)` after the writes that were submitted before it; nothing is reported.
+    def submit_control(self, ticket: Ticket, operation: Callable[[Tier], object]) -> None:
+        """Call `operation(tier)` after the writes that were submitted before it.
 
-        It is begun at once, also by an owner who wakes threads himself: nobody waits for its end, and so perhaps no
-        other step follows.
+        It is begun at once, also by an owner who wakes threads himself: no request waits for its end, and so perhaps no
+        other step follows. Raises PactViolation if the ticket is under way.
         """
-        self._submit(_Job(object(), (), 0, (), kind=PutDone, errand=errand))
+        self._submit(_Job(ticket, (), 0, (), kind=ControlDone, control=operation))
         self.wake()
 
     def _submit(self, job: _Job) -> None:
@@ -179,12 +211,11 @@ class TierQueue:
         if job.ticket in shared.under_way:
             raise PactViolation(f"ticket {job.ticket!r} is under way already; a ticket names one read or write")
         if shared.closing:
-            if job.errand is None:
-                shared.done.append(job.done(0, True))
+            shared.done.append(job.done(0, True))
             return
         shared.under_way[job.ticket] = job
         shared.accepted_bytes += job.write_bytes
-        (shared.puts if job.is_put else shared.gets).append(job)
+        (shared.puts if job.changes else shared.gets).append(job)
         self._unannounced += 1
         if not self._woken_by_owner:
             self.wake()
@@ -200,23 +231,37 @@ class TierQueue:
         job = self._shared.under_way.get(ticket)
         return job.arrived if job is not None else 0
 
-    def cancel(self, ticket: Ticket) -> None:
-        """The read or look-up is wanted no more. It ends early, or is never begun, and is reported like any other."""
-        job = self._shared.under_way.get(ticket)
-        if job is None or job.is_put:
-            return
-        job.cancelled = True
-        with suppress(ValueError):  # a thread has it
-            self._shared.gets.remove(job)
-            _finish(self._shared, job, 0)
+    def cancel(self, ticket: Ticket) -> bool:
+        """It is wanted no more; whether it is never begun. If it has begun, a read may end early, and a write goes on.
 
-    def running_longer_than(self, seconds: float) -> list[Ticket]:
-        """Reads and look-ups that the tier itself has been busy with for more than so many seconds."""
+        It is reported like any other. Control operations cannot be cancelled.
+        """
+        shared = self._shared
+        job = shared.under_way.get(ticket)
+        if job is None or job.kind is ControlDone:
+            return False
+        job.cancelled = True
+        try:
+            (shared.puts if job.changes else shared.gets).remove(job)
+        except ValueError:  # a thread has it
+            return False
+        shared.accepted_bytes -= job.write_bytes
+        _finish(shared, job, 0)
+        return True
+
+    def cancel_waiting_reads(self) -> None:
+        """Cancel all reads and look-ups that no thread has begun."""
+        for job in list(self._shared.gets):
+            self.cancel(job.ticket)
+
+    def overdue(self, seconds: float) -> Overdue:
+        """What the tier has been busy with for more than so many seconds without a sign of life."""
         if not self._shared.under_way:
-            return []
+            return NOTHING_OVERDUE
         before = time.monotonic() - seconds
-        jobs = list(self._shared.under_way.values())  # copied in one go
-        return [job.ticket for job in jobs if not job.is_put and job.began is not None and job.began < before]
+        late = [job for job in list(self._shared.under_way.values()) if job.moved < before]  # copied in one go
+        reads = tuple(job.ticket for job in late if not job.changes)
+        return Overdue(reads, writes=len(reads) < len(late), everything=len(late) >= len(self._threads))
 
     @property
     def has_news(self) -> bool:
@@ -253,7 +298,7 @@ class TierQueue:
         deadline = time.monotonic() + timeout
         shared.closing = True
         for job in list(shared.under_way.values()):
-            job.cancelled = job.cancelled or not job.is_put
+            job.cancelled = job.cancelled or not job.changes
         _drop_waiting(shared, shared.gets)
         for _ in self._threads:
             shared.wakes.put(None)
@@ -281,8 +326,7 @@ def _take(waiting: deque[_Job]) -> _Job | None:
 def _finish(shared: _Shared, job: _Job, blocks: int, ok: bool = True) -> None:
     """Report the end of a job that the caller has, exactly once."""
     del shared.under_way[job.ticket]
-    if job.errand is None:
-        shared.done.append(job.done(blocks, ok))
+    shared.done.append(job.done(blocks, ok))
 
 
 def _next_job(shared: _Shared) -> _Job | None:
@@ -303,35 +347,53 @@ def _next_job(shared: _Shared) -> _Job | None:
 def _work(tier: Tier, shared: _Shared) -> None:
     while (job := _next_job(shared)) is not None:
         blocks, ok = 0, False
-        job.began = time.monotonic()
+        job.began = job.moved = time.monotonic()
         try:
             blocks = _run(tier, job)
-            health = tier.health()
-            ok = health.ok if job.is_put else health.readable
+            ok = job.control is not None or _works(tier, job)
+        except TierError as error:
+            _say_refused(tier, shared, job, error)
         except Exception as error:  # a tier's defect costs this ticket, never the thread or the engine
-            kind = f"{'write' if job.is_put else 'read'} that raised {type(error).__name__}"
+            kind = f"{job.words} that raised {type(error).__name__}"
             if kind not in shared.said:
                 shared.said.add(kind)
                 logger.exception("tier %s: a %s failed; further ones are not logged", tier.name, kind)
-        if job.is_put:
+        if job.changes:
             shared.ended_bytes += job.write_bytes
         _finish(shared, job, blocks, ok)
-        if job.is_put:
+        if job.changes:
             shared.writer.release()
             shared.wakes.put(None)  # a write may have waited for its turn
 
 
+def _works(tier: Tier, job: _Job) -> bool:
+    health = tier.health()
+    return health.ok if job.changes else health.readable
+
+
+def _say_refused(tier: Tier, shared: _Shared, job: _Job, error: TierError) -> None:
+    kind = f"{job.words} refused"
+    if kind not in shared.said:
+        shared.said.add(kind)
+        logger.warning("tier %s: a %s was refused: %s; further ones are not logged", tier.name, job.words, error)
+
+
 def _run(tier: Tier, job: _Job) -> int:
-    if job.errand is not None:
-        job.errand(tier)
+    """How many blocks it was, of those that were asked for, whatever a tier says."""
+    if job.control is not None:
+        job.control(tier)
         return 0
-    if job.is_put:
-        return tier.put(job.keys, job.start, job.buffers, job.epoch)
+    if job.kind is PutDone:
+        return _within(tier.put(job.keys, job.start, job.buffers, job.epoch), len(job.buffers))
     if job.kind is LookupDone:
-        return tier.lookup(job.keys)
+        return _within(tier.lookup(job.keys), len(job.keys))
 
     def progress(arrived: int) -> bool:
-        job.arrived = arrived
+        job.arrived, job.moved = _within(arrived, len(job.buffers)), time.monotonic()
         return not job.cancelled
 
-    return tier.get(job.keys, job.start, job.buffers, progress)
+    return _within(tier.get(job.keys, job.start, job.buffers, progress), len(job.buffers))
+
+
+def _within(blocks: int, most: int) -> int:
+    return max(0, min(int(blocks), most))

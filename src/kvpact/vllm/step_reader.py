@@ -19,7 +19,7 @@ from kvpact.blocks import BlockKey, BlockRange, Namespace
 from kvpact.config import KvpactConfig
 from kvpact.errors import TierError
 from kvpact.step_match import StepRead
-from kvpact.tiers.breaker import Breaker
+from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.kinds import TierPlace, load_seal, open_tier
 from kvpact.tiers.queue import GetDone, TierQueue
 from kvpact.vllm.messages import StoreAddress
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 16 << 20
 """Bytes of one read: what a deadline finds unfinished is lost."""
+
+LENT_BYTES = 256 << 20
+"""Memory that tiers read into, half of it one tier alone; what is given up is theirs until they are done with it."""
 
 PAUSE_SECONDS = 2e-4
 """Between two looks at the tiers' threads."""
@@ -48,10 +51,7 @@ class _Source:
     """A shared tier, as this rank uses it; `position` is the scheduler's half's name for it."""
 
     position: int
-    queue: TierQueue
-    breaker: Breaker = field(default_factory=Breaker)
-    late: set[int] = field(default_factory=set)
-    """Reads that were given up while the tier was busy with them."""
+    client: TierClient
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +86,8 @@ class StepReader:
         self._reads: list[StepRead] = []
         self._tickets = count(1)
         self._walks: dict[int, _Walk] = {}
+        self._crowded: list[_Walk] = []
+        """Which wait until their tier has less to read."""
 
     def read(self, store: StoreAddress, wanted: Sequence[Wanted]) -> dict[int, int]:
         """By job, how many blocks in a row from the start are in their slots now. Takes `step_deadline` at most."""
@@ -99,6 +101,7 @@ class StepReader:
             time.sleep(PAUSE_SECONDS)
         for walk in [*self._walks.values()]:
             self._give_up(walk)
+        self._crowded.clear()
         return {walk.wanted.job_id: walk.at - walk.wanted.start for walk in walks}
 
     def take_reads(self) -> tuple[StepRead, ...]:
@@ -108,56 +111,52 @@ class StepReader:
 
     def _go_on(self, walk: _Walk) -> None:
         """Ask the next tier, in the user's order, for the next blocks."""
-        left = len(walk.wanted.keys) - walk.at
+        left, now = len(walk.wanted.keys) - walk.at, self._clock()
         while left and walk.tier < len(self._sources):
-            source = self._sources[walk.tier]
-            if source.breaker.allows(self._clock()):
-                number = min(left, max(1, READ_BYTES // self._block_bytes))
-                memory = memoryview(bytearray(number * self._block_bytes))
-                walk.buffers = [
-                    [memory[block + first : block + last] for first, last in self._bounds]
-                    for block in range(0, len(memory), self._block_bytes)
-                ]
-                walk.ticket = next(self._tickets)
+            client = self._sources[walk.tier].client
+            number = min(left, max(1, READ_BYTES // self._block_bytes), client.room)
+            walk.buffers = self._new_buffers(number) if client.may_read(now) else []
+            walk.ticket = next(self._tickets)
+            keys = walk.wanted.keys[: walk.at + number]
+            if walk.buffers and client.submit_get(walk.ticket, keys, walk.at, walk.buffers, now):
                 self._walks[walk.ticket] = walk
-                source.queue.submit_get(walk.ticket, walk.wanted.keys[: walk.at + number], walk.at, walk.buffers)
+                return
+            if not number and any(other.tier == walk.tier for other in self._walks.values()):
+                self._crowded.append(walk)
                 return
             walk.tier += 1
+
+    def _new_buffers(self, number: int) -> list[list[memoryview]]:
+        memory = memoryview(bytearray(number * self._block_bytes))
+        return [
+            [memory[block + first : block + last] for first, last in self._bounds]
+            for block in range(0, len(memory), self._block_bytes)
+        ]
 
     def _poll(self) -> bool:
         """Take in what has ended; whether anything is still to come."""
         for source in self._sources:
-            for done in source.queue.poll():
+            for done in source.client.poll():
                 assert isinstance(done, GetDone)
                 assert isinstance(done.ticket, int)
                 walk = self._walks.pop(done.ticket, None)
-                if done.ticket in source.late:
-                    source.late.discard(done.ticket)  # it was a failure already
-                elif not done.seconds:
-                    source.breaker.not_tried()
-                elif done.ok:
-                    source.breaker.succeeded()
-                else:
-                    source.breaker.failed(self._clock())
                 if walk is not None:
                     asked = len(walk.buffers)
                     self._take(walk, source, done.arrived)
                     walk.tier += done.arrived < asked
-                    self._go_on(walk)
+                    crowded, self._crowded = self._crowded, []
+                    for ready in (walk, *crowded):
+                        self._go_on(ready)
+            source.client.check(self._clock())
         return bool(self._walks)
 
     def _give_up(self, walk: _Walk) -> None:
         """The deadline has passed; what has arrived by now counts."""
         source = self._sources[walk.tier]
-        arrived = source.queue.progress(walk.ticket)
+        arrived = source.client.executor.progress(walk.ticket)
         self._take(walk, source, arrived)
         del self._walks[walk.ticket]
-        source.late.add(walk.ticket)
-        source.queue.cancel(walk.ticket)
-        if arrived:
-            source.breaker.succeeded()  # it works; the prompt was too long for one step
-        elif source.breaker.failed(self._clock()):
-            logger.warning("kvpact: rank %d leaves the %s tier alone for a while", self._rank, source.queue.tier.name)
+        source.client.give_up(walk.ticket, late=not arrived)  # else it works; the prompt was too long for one step
 
     def _take(self, walk: _Walk, source: _Source, arrived: int) -> None:
         """Blocks are there, verified: this rank's part of each goes into its slot."""
@@ -185,6 +184,7 @@ class StepReader:
         try:
             seal = load_seal(self._config.record_key_file)
             place = TierPlace(Namespace.parse(store.namespace), self._block_bytes, seal)
+            lent = LentSlots(max(1, LENT_BYTES // self._block_bytes))
             for position, number in store.tiers:
                 url = self._config.tiers[number]
                 try:
@@ -192,12 +192,13 @@ class StepReader:
                 except TierError as error:
                     logger.error("kvpact: rank %d looks up without the tier %s: %s", self._rank, url, error)
                     continue
-                self._sources.append(_Source(position, TierQueue(tier, self._config.io_threads, 1)))
+                executor = TierQueue(tier, self._config.io_threads, 1)
+                timeout, clock = self._config.step_deadline, self._clock
+                self._sources.append(_Source(position, TierClient(executor, lent, timeout=timeout, clock=clock)))
         finally:
             self._opening.set()
 
     def close(self, timeout: float) -> None:
         """Stop the threads and let go of the tiers, in bounded time."""
         for source in self._sources:
-            source.queue.close(timeout / len(self._sources))
-            source.queue.tier.close()
+            source.client.close(timeout / len(self._sources))
