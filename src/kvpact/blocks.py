@@ -10,6 +10,7 @@ import json
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -179,9 +180,12 @@ class BlockKeys:
     bytes; zeros where there is one). Each key is the BLAKE3 of 64 bytes, the key before it and a digest of what the
     block has besides tokens (zeros if nothing), and of the block's token ids, 4 bytes each, little endian: frames of
     one length, so that one call could digest many of them.
+
+    What cannot be written so (a token id below 0 or from 2^32 on, text that is no Unicode) has no name: the keys end
+    before the first block with it, and nothing is raised (P14).
     """
 
-    __slots__ = ("_identity", "_root", "block_size", "keys")
+    __slots__ = ("_identity", "_root", "block_size", "ended", "keys")
 
     def __init__(
         self,
@@ -195,7 +199,14 @@ class BlockKeys:
             raise ValueError(f"block_size must be at least 1 token, not {block_size}")
         self.block_size = block_size
         self.keys: list[BlockKey] = []
+        self.ended = False
+        """Whether a block was met that has no name: no further key is made, whatever the request brings later."""
         self._identity = identity
+        try:
+            adapter, salt = identity.adapter.encode(), identity.salt.encode()
+        except UnicodeEncodeError:
+            adapter = salt = b""
+            self.ended = True
         root = _framed(
             b"kvpact-key",
             KEY_FORMAT.to_bytes(2, "little"),
@@ -203,31 +214,42 @@ class BlockKeys:
             epoch.value,
             group,
             block_size.to_bytes(8, "little"),
-            identity.adapter.encode(),
-            identity.salt.encode(),
+            adapter,
+            salt,
         )
         self._root = blake3(root).digest()
 
     def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys."""
         size, first, last = self.block_size, len(self.keys), len(token_ids) // self.block_size
-        if first == last:
+        if first == last or self.ended:
             return self.keys
-        # The scheduler's thread waits for this: tokens are packed all at once.
-        tokens = array("I", token_ids[first * size : last * size])
+        tokens = self._packable(token_ids[first * size : last * size])
         if sys.byteorder == "big":
             tokens.byteswap()
         packed, nbytes = tokens.tobytes(), size * tokens.itemsize
         plain = not self._identity.media and not self._identity.embeddings
         extras = _NO_EXTRAS
         parent = self.keys[-1] if first else self._root
-        for block in range(first, last):
-            at = (block - first) * nbytes
+        for at in range(0, len(packed), nbytes):
             if not plain:
-                extras = self._extras(block)
+                try:
+                    extras = self._extras(self._identity, len(self.keys))
+                except _NAMELESS:
+                    self.ended = True
+                    break
             parent = blake3(parent + extras + packed[at : at + nbytes]).digest()
             self.keys.append(parent)
         return self.keys
+
+    def _packable(self, token_ids: Sequence[int]) -> array[int]:
+        """The token ids of whole blocks, up to the first block with one that does not fit into 4 bytes."""
+        try:
+            return array("I", token_ids)  # the scheduler's thread waits for this: all at once
+        except _NAMELESS:
+            self.ended = True
+            sound = next((at for at, token in enumerate(token_ids) if not _fits(token)), 0)
+            return array("I", token_ids[: sound - sound % self.block_size])
 
     def renew(self, identity: RequestIdentity) -> int:
         """The request brings more than it did, or something else; returns how many keys stay as they are.
@@ -237,26 +259,35 @@ class BlockKeys:
         """
         if not identity.same_root(self._identity):
             raise ValueError("a request keeps its adapter and its salt; one with others has other block keys")
-        was = [self._extras(block) for block in range(len(self.keys))]
+        before, kept = self._identity, 0
+        with suppress(*_NAMELESS):
+            while kept < len(self.keys) and self._extras(identity, kept) == self._extras(before, kept):
+                kept += 1
         self._identity = identity
-        kept = next((block for block, extras in enumerate(was) if self._extras(block) != extras), len(was))
         del self.keys[kept:]
         return kept
 
-    def _extras(self, block: int) -> bytes:
+    def _extras(self, identity: RequestIdentity, block: int) -> bytes:
         """32 bytes over all that the block has besides its tokens."""
         start, end = block * self.block_size, (block + 1) * self.block_size
         parts = [
             _framed(b"media", span.content.encode(), (span.start - start).to_bytes(8, "little", signed=True))
-            for span in self._identity.media
+            for span in identity.media
             if span.start < end and span.start + span.count > start
         ]
-        if block in self._identity.embeddings:
-            parts.append(_framed(b"embeddings", self._identity.embeddings[block]))
+        if block in identity.embeddings:
+            parts.append(_framed(b"embeddings", identity.embeddings[block]))
         return blake3(_framed(*parts)).digest() if parts else _NO_EXTRAS
 
 
 _NO_EXTRAS = bytes(KEY_BYTES)
+
+_NAMELESS = (OverflowError, TypeError, UnicodeEncodeError)
+"""What is raised by writing down what has no name."""
+
+
+def _fits(token: object) -> bool:
+    return isinstance(token, int) and 0 <= token < 1 << 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,9 +319,7 @@ class PactCache(ExternalCache):
         self, request_id: str, record: RequestRecord, keys: Sequence[BlockKey], start: int, now: float
     ) -> ExternalKVMatch | None:
         if len(keys) - start < self._config.min_match_blocks:
-            failed_here = record.failed_from == len(keys)
-            reason = MissReason.FAILED_BEFORE if failed_here else MissReason.TOO_SHORT
-            return self._miss(request_id, record, start, reason)
+            return self._miss(request_id, record, start, self._why_so_few(record, len(keys)))
         held = self.index.held_prefix(keys)
         reason = MissReason.ASKED_AT_STEP if self._looks_up_at_step else MissReason.NOT_STORED
         if self._config.prepare_deadline > 0 and (record.waits_until is None or now < record.waits_until):
@@ -350,6 +348,14 @@ class PactCache(ExternalCache):
         if held - start < self._config.min_match_blocks:
             return self._miss(request_id, record, start, reason)
         return self._match(self._open(request_id, record, BlockRange(start, held - start), keys, now, promised=True))
+
+    @staticmethod
+    def _why_so_few(record: RequestRecord, keys: int) -> MissReason:
+        """Why no more than so many blocks of a request may be promised."""
+        if record.failed_from == keys:
+            return MissReason.FAILED_BEFORE
+        ended = record.keys is not None and record.keys.ended
+        return MissReason.UNKNOWN_IDENTITY if ended else MissReason.TOO_SHORT
 
     def _is_asking(self, record: RequestRecord, keys: Sequence[BlockKey]) -> bool:
         """Whether an answer of the shared tiers is still to come; the first time, they are asked."""
@@ -559,13 +565,14 @@ class PactCache(ExternalCache):
             return
         first, record.offered = record.offered, full
         keys = record.keys.extend(request.token_ids)
-        known = self.index.known_prefix(keys[:full])
-        if known and (known == full or lazy is not None):
+        named = min(full, len(keys))
+        known = self.index.known_prefix(keys[:named])
+        if known and (known == named or lazy is not None):
             self.index.touch(keys[known - 1])
-            self._write_used(keys[:full])
-        if lazy is None and known == full:
+            self._write_used(keys[:named])
+        if lazy is None and known == named:
             return
-        sound = record.sound = self._tags.same_prefix(held()[:full], min(record.sound, full), record.tag)
+        sound = record.sound = self._tags.same_prefix(held()[:named], min(record.sound, named), record.tag)
         if lazy is not None:
             lazy.disown(held()[max(first, sound) : full])
             lazy.note(request.request_id, keys, first, max(first, sound), held())

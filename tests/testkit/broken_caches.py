@@ -479,6 +479,15 @@ def made_of(kind: type[ReferenceCache], *, asynchronous: bool = True) -> CacheFa
     return factory
 
 
+class NamesWhatHasNoName(ReferenceCache):
+    """Token ids are written in 4 bytes, whatever a request brings."""
+
+    def _keys_of(self, request: EngineRequest) -> list[BlockKey]:
+        for token in request.token_ids:
+            token.to_bytes(4, "little")
+        return super()._keys_of(request)
+
+
 BROKEN: dict[type[ReferenceCache], str] = {
     ForgetsAborts: "P1 H01",
     PromisesWithoutHolding: "P2",
@@ -502,6 +511,7 @@ BROKEN: dict[type[ReferenceCache], str] = {
     SavesAsOneRange: "H42",
     CountsReports: "H45",
     CommitsTheOldRange: "H03",
+    NamesWhatHasNoName: "H62",
     CountsHits: "H20",
     ForgetsLoadsOfEndedRequests: "H07",
     SettlesAtOnceWhenCancelled: "H07",

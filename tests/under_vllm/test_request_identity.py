@@ -559,6 +559,11 @@ def test_h62_a_salt_that_is_no_text_is_one_requests_trouble(identities: RequestI
     assert read(identities, make(cache_salt="Käse")) is not None
 
 
+def test_h62_a_request_whose_id_is_no_text_is_not_told_to_workers(identities: RequestIdentities) -> None:
+    request = Request("\ud800", TOKENS, SamplingParams(max_tokens=8), None)
+    assert read(identities, request) is None
+
+
 # On vLLM's scheduler
 
 

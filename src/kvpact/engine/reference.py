@@ -201,7 +201,7 @@ class ReferenceCache(ExternalCache):
         if self._context is None or not keys:
             return
         blocks = self._context.blocks_of(request.request_id)
-        full = min(full, self._note_filled(request.request_id, blocks, num_computed_tokens))
+        full = min(full, len(keys), self._note_filled(request.request_id, blocks, num_computed_tokens))
         if request.request_id in self.loading or not full:
             return
         chain = [(key, group) for key in reversed(keys[:full]) for group in range(self._num_groups)]

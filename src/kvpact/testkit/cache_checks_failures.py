@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpact.blocks import BlockRange, RangeSet
+from kvpact.blocks import BlockRange, RangeSet, RequestIdentity
 from kvpact.contract import LoadJob
 from kvpact.engine import JobConduct
 from kvpact.engine.ranks import Job
@@ -99,6 +99,30 @@ class FailureChecks(Suite[CacheLab]):
         seen_failing(scene)
         scene.conduct = None
         scene.as_good_as_new("H09")
+
+    # Requests
+
+    @protects("H62")
+    @in_every_mode(prefix_caching=False)
+    def test_h62_a_request_without_names_costs_itself_its_hits(self, scene: CacheScene) -> None:
+        """Beside a prompt that is stored run requests with token ids below 0 and above 2^32, and a salt that is no
+        Unicode: no call raises, all end, and the healthy one is promised what it was promised without them."""
+        scene.warm(DOCUMENT)
+        alone = scene.request("alone", DOCUMENT, held=True)
+        wanted = scene.probe(alone).num_tokens
+        scene.cancel("alone")
+        if not wanted:
+            raise NotObservable("nothing is promised for a prompt that was stored")
+        healthy = scene.request("healthy", DOCUMENT, 6, held=True)
+        with scene.judged("H62"):
+            sick = [scene.request(f"sick-{bad}", [*DOCUMENT[:6], bad, *DOCUMENT[7:]], 6) for bad in (-1, 2**32)]
+            sick.append(scene.request("sick-salt", DOCUMENT, 6, identity=RequestIdentity(salt="\ud800")))
+            scene.step(2)
+            found = scene.probe(healthy).num_tokens
+            scene.let_go(healthy)
+            scene.run(healthy, *sick)
+        require(found == wanted, f"{found} tokens are promised beside the others; {wanted} are without them")
+        scene.as_good_as_new("H62")
 
     # Saves
 

@@ -80,6 +80,7 @@ TITLES = MappingProxyType({
     "H57": "the tracker's bound has nothing to do with the cache's size",
     "H58": "a slow store stalls the scheduler's thread",
     "H59": "a restart loses what is stored",
+    "H62": "a request whose blocks cannot be named ends the step of all",
     "H69": "a write that was given up lands after a reset",
     "H70": "hits are counted when promised and not when used",
     "H71": "a counter goes back",

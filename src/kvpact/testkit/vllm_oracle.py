@@ -31,9 +31,9 @@ class TokenChain:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
-        last = self._digests[-1] if self._digests else _digest(self._identity.encode())
+        last = self._digests[-1] if self._digests else _digest(self._identity.encode(errors="surrogatepass"))
         for token in tokens:
-            last = _digest(last.to_bytes(8, "little") + token.to_bytes(8, "little"))
+            last = _digest(last.to_bytes(8, "little") + token.to_bytes(8, "little", signed=True))
             self._digests.append(last)
             self.tokens.append(token)
 

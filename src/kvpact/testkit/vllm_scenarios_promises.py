@@ -353,3 +353,29 @@ def h32_new_weights_make_old_blocks_useless(lab: Lab) -> None:
         engine.add("again", tokens)
         engine.add("saved again", saving)
         lab.finish(engine)
+
+
+@scenario("H62", "H13")
+def h62_requests_without_names_cost_only_themselves(lab: Lab) -> None:
+    """Token ids below 0 and above 2^32 run beside a stored prompt and a new one: both keep their hits and answers."""
+    with lab.engine() as engine:
+        stored, new = prompt(1, 10), prompt(2, 10)
+        lab.store(engine, stored)
+        sick = [[*prompt(seed, 6), token, *prompt(seed, 4)] for seed, token in ((3, -1), (4, 2**32), (5, 2**40))]
+        engine.add("again", stored, max_tokens=8)
+        engine.add("new", new, max_tokens=8)
+        for number, tokens in enumerate(sick):
+            engine.add(f"sick{number}", tokens, max_tokens=8)
+        lab.finish(engine)
+        lab.require_promise(engine, "again")
+        if engine.observed.invalid_blocks:
+            raise BrokenError("H62", f"blocks {engine.observed.invalid_blocks} are not loaded beside them")
+        lab.forget(engine)
+        engine.add("new again", new)
+        for number, tokens in enumerate(sick):
+            engine.add(f"sick again{number}", tokens, max_tokens=8)
+        lab.finish(engine)
+        for name in ("again", "new again"):
+            found = engine.observed.committed_tokens(name)
+            if found < 10 * BLOCK:
+                raise BrokenError("H62", f"{name} loads {found} tokens of {10 * BLOCK} beside requests without names")

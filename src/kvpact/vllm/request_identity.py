@@ -180,11 +180,9 @@ class VllmRequest:
 
     def _can_be_told(self) -> bool:
         request, identities = self.request, self._identities
-        if request.cache_salt and not request.cache_salt.isascii():
-            try:
-                request.cache_salt.encode()
-            except UnicodeEncodeError:
-                identities.refuse("whose cache_salt is no Unicode text")
+        for name in ("cache_salt", "request_id"):  # the workers are told of a request by its id
+            if not _is_unicode(getattr(request, name) or ""):
+                identities.refuse(f"whose {name} is no Unicode text")
                 return False
         if request.mm_features and identities.media_come_from_elsewhere:
             identities.refuse("that have media, because ec_transfer_config lets another process encode them by name")
@@ -249,3 +247,11 @@ class VllmRequest:
             self._embeddings = self._identities.contents.ask(partial(embedding_digests, rows, is_token, block_size))
         self._is_open |= not self._embeddings.is_done
         return self._embeddings.value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: it has no lone surrogate."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
