@@ -40,6 +40,10 @@ _MOST_PART: Final = 512 << 20
 _LEAST_PART: Final = 4 << 10
 _MOST_PARTS: Final = 1 << 16
 
+_FIRST_PARTS: Final = 16
+"""So many parts of a record are asked for at once; if all are there, four times as many: what claims to have parts and
+has none costs no more than one that has a few (P14)."""
+
 _SPLIT: Final = struct.Struct("<8s16sQQ")
 _SPLIT_MAGIC: Final = b"kvpactSP"
 _SPLIT_BYTES: Final = _SPLIT.size + HEADER_BYTES
@@ -64,7 +68,7 @@ class _SplitHead:
         if len(raw) != _SPLIT_BYTES or not raw.startswith(_SPLIT_MAGIC):
             return None
         _, nonce, nbytes, part_bytes = _SPLIT.unpack_from(raw)
-        if not part_bytes or nbytes > part_bytes * _MOST_PARTS:
+        if not _LEAST_PART <= part_bytes <= _MOST_PART or nbytes > part_bytes * _MOST_PARTS:
             return None
         return cls(nonce, nbytes, part_bytes, raw[_SPLIT.size :][:nbytes])
 
@@ -72,12 +76,27 @@ class _SplitHead:
         head = _SPLIT.pack(_SPLIT_MAGIC, self.nonce, self.nbytes, self.part_bytes) + self.first
         return head.ljust(_SPLIT_BYTES, b"\0")
 
-    def parts(self, name: bytes) -> list[tuple[bytes, int]]:
-        """Each part's key and length."""
-        return [
-            (b"%b%b:%b:%d" % (_PART_PREFIX, name, self.nonce.hex().encode(), at), min(self.part_bytes, left))
-            for at, left in enumerate(range(self.nbytes, 0, -self.part_bytes))
-        ]
+    @property
+    def part_count(self) -> int:
+        """How many parts there are."""
+        return -(-self.nbytes // self.part_bytes)
+
+    def part(self, name: bytes, number: int) -> tuple[bytes, int]:
+        """A part's key and length."""
+        key = b"%b%b:%b:%d" % (_PART_PREFIX, name, self.nonce.hex().encode(), number)
+        return key, min(self.part_bytes, self.nbytes - number * self.part_bytes)
+
+
+def _stages(heads: dict[int, _SplitHead]) -> Iterator[list[tuple[int, int]]]:
+    """Parts as (record, number), a few of each record at first; those of records that leave `heads` do not follow."""
+    first, count = 0, _FIRST_PARTS
+    while stage := [
+        (index, number)
+        for index, head in heads.items()
+        for number in range(first, min(first + count, head.part_count))
+    ]:  # fmt: skip
+        yield stage
+        first, count = first + count, 4 * count
 
 
 class RedisStore(RecordStore):
@@ -141,14 +160,19 @@ class RedisStore(RecordStore):
         self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], heads: dict[int, _SplitHead], deadline: float
     ) -> set[int]:
         """Read split records; which of them were there in full."""
-        parts = [
-            (index, key, pieces)
-            for index, head in heads.items()
-            for (key, _), pieces in zip(
-                head.parts(keys[index]), _cut(buffers[index], head.part_bytes), strict=True
-            )
-        ]  # fmt: skip
-        whole = set(heads)
+        whole = dict(heads)
+        pieces = {index: _cut(buffers[index], head.part_bytes) for index, head in heads.items()}
+        for stage in _stages(whole):
+            parts = [
+                (index, heads[index].part(keys[index], number)[0], pieces[index][number]) for index, number in stage
+            ]
+            self._read_stage(parts, whole, deadline)
+        return set(whole)
+
+    def _read_stage(
+        self, parts: Sequence[tuple[int, bytes, list[memoryview]]], whole: dict[int, _SplitHead], deadline: float
+    ) -> None:
+        """Read some parts; records of which one is missing leave `whole`."""
 
         def ask(wire: Wire, at: int) -> None:
             _, key, pieces = parts[at]
@@ -160,26 +184,23 @@ class RedisStore(RecordStore):
             value = wire.value_into(pieces)
             self._prolonged(wire)
             if not value:
-                whole.discard(index)
+                whole.pop(index, None)
 
         self._each([key for _, key, _ in parts], ask, take, deadline)
-        return whole
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         with self._call() as deadline:
             keys = _keys(names)
             heads = {index: head for index, record in enumerate(records) if (head := self._split(record)) is not None}
             parts = [
-                (key, pieces)
+                (head.part(keys[index], number)[0], pieces)
                 for index, head in heads.items()
-                for (key, _), pieces in zip(
-                    head.parts(keys[index]), _cut(records[index], head.part_bytes), strict=True
-                )
-            ]  # fmt: skip
+                for number, pieces in enumerate(_cut(records[index], head.part_bytes))
+            ]
             self._write_parts(parts, deadline)
             outdated = self._write_heads(keys, records, heads, deadline)
             self._keep_parts([key for key, _ in parts], deadline)
-            self._unlink(outdated, deadline)
+            self._unlink_parts(keys, outdated, deadline)
 
     def _split(self, record: RecordPieces) -> _SplitHead | None:
         nbytes = length_of(record)
@@ -203,9 +224,9 @@ class RedisStore(RecordStore):
         records: Sequence[RecordPieces],
         heads: dict[int, _SplitHead],
         deadline: float,
-    ) -> list[bytes]:
-        """Write what stands under the records' own names; return the parts of those that stood there before."""
-        outdated: list[bytes] = []
+    ) -> dict[int, _SplitHead]:
+        """Write what stands under the records' own names; return the heads that stood there before."""
+        outdated: dict[int, _SplitHead] = {}
         expire = (b"PX", self._lifetime) if self._lifetime else ()
 
         def ask(wire: Wire, index: int) -> None:
@@ -219,7 +240,7 @@ class RedisStore(RecordStore):
             reply = wire.reply()
             old = _SplitHead.decode(reply) if index in heads and isinstance(reply, bytes) else None
             if old is not None and old.nonce != heads[index].nonce:  # asked once more, it is our own
-                outdated.extend(key for key, _ in old.parts(keys[index]))
+                outdated[index] = old
 
         self._each(keys, ask, take, deadline)
         return outdated
@@ -237,7 +258,7 @@ class RedisStore(RecordStore):
 
     def remove(self, names: Sequence[str]) -> int:
         removed = 0
-        parts: list[bytes] = []
+        heads: dict[int, _SplitHead] = {}
 
         def ask(wire: Wire, index: int) -> None:
             wire.send(b"GETRANGE", keys[index], b"0", b"%d" % _SPLIT_BYTES)
@@ -248,16 +269,32 @@ class RedisStore(RecordStore):
             head = wire.reply(lenient=True)
             removed += wire.reply() == 1
             if isinstance(head, bytes) and (split := _SplitHead.decode(head)) is not None:
-                parts.extend(key for key, _ in split.parts(keys[index]))
+                heads[index] = split
 
         with self._call() as deadline:
             keys = _keys(names)
             self._each(keys, ask, take, deadline)
-            self._unlink(parts, deadline)
+            self._unlink_parts(keys, heads, deadline)
         return removed
 
-    def _unlink(self, keys: Sequence[bytes], deadline: float) -> None:
-        self._each(keys, lambda wire, at: wire.send(b"UNLINK", keys[at]), _take_reply, deadline)
+    def _unlink_parts(self, keys: Sequence[bytes], heads: dict[int, _SplitHead], deadline: float) -> None:
+        """Remove the parts of records, some at a time, as long as there are any."""
+        left = dict(heads)
+        for stage in _stages(left):
+            parts = [(index, heads[index].part(keys[index], number)[0]) for index, number in stage]
+            for index in left.keys() - self._unlink(parts, deadline):
+                del left[index]
+
+    def _unlink(self, parts: Sequence[tuple[int, bytes]], deadline: float) -> set[int]:
+        """Remove some parts; the records of which there were any."""
+        found: set[int] = set()
+
+        def take(wire: Wire, at: int) -> None:
+            if wire.reply() == 1:
+                found.add(parts[at][0])
+
+        self._each([key for _, key in parts], lambda wire, at: wire.send(b"UNLINK", parts[at][1]), take, deadline)
+        return found
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
         with self._call() as deadline:
@@ -345,16 +382,27 @@ class RedisStore(RecordStore):
     def _split_sizes(
         self, keys: Sequence[bytes], heads: dict[int, _SplitHead], deadline: float
     ) -> dict[int, int | None]:
-        parts = [(index, *part) for index, head in heads.items() for part in head.parts(keys[index])]
+        """What is claimed; None where a part is missing. Nothing is asked of what is no record of this length."""
         sizes: dict[int, int | None] = {index: head.nbytes for index, head in heads.items()}
+        asked = {index: head for index, head in heads.items() if self.record_bytes in (None, head.nbytes)}
+        for stage in _stages(asked):
+            parts = [(index, *asked[index].part(keys[index], number)) for index, number in stage]
+            for index in self._in_part(parts, deadline):
+                sizes[index] = None
+                del asked[index]
+        return sizes
+
+    def _in_part(self, parts: Sequence[tuple[int, bytes, int]], deadline: float) -> set[int]:
+        """Which of the records are not there in full, by these parts."""
+        missing: set[int] = set()
 
         def take(wire: Wire, at: int) -> None:
             index, _, nbytes = parts[at]
             if wire.reply(lenient=True) != nbytes:
-                sizes[index] = None
+                missing.add(index)
 
         self._each([key for _, key, _ in parts], lambda wire, at: wire.send(b"STRLEN", parts[at][1]), take, deadline)
-        return sizes
+        return missing
 
     def _beginnings(self, keys: Sequence[bytes], deadline: float) -> list[bytes | None]:
         """The first bytes of what stands under each key, enough to know a split head; None where nothing is."""

@@ -88,6 +88,12 @@ class RecordStore(ABC):
     evicted: int = 0
     """Records that it has removed to make room since it was opened; 0 where a server evicts by itself."""
 
+    record_bytes: int | None = None
+    """Length of every block's record, framing included; the tier that uses the store sets it. None: of any length.
+
+    Whatever a store claims of another length is there, so that it is removed, and never asked for or read (P14).
+    """
+
     tears_reads: bool = False
     """Whether a record that is removed while it is read may arrive in part, or as another one that took its place."""
 
@@ -184,6 +190,7 @@ class SharedTier(Tier):
         """`slot_bytes` is a block's size over all ranks. Takes over `store`, which it closes."""
         self.name = store.kind
         self.store = store
+        store.record_bytes = HEADER_BYTES + slot_bytes
         self._namespace = namespace
         self._digest = namespace.digest
         self._group = group_name(namespace, seal)
