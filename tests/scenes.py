@@ -64,7 +64,7 @@ class SceneBlocks:
         for block_id in block_ids:
             self.held[block_id] = self.held.get(block_id, 0) + 1
 
-    def free_blocks(self, block_ids: Sequence[int]) -> None:
+    def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
         """Give blocks back."""
         for block_id in block_ids:
             if not self.held.get(block_id):

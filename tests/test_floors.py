@@ -26,7 +26,7 @@ FLOORS = {
         "holds",
         "tiers",
     ],
-    2: ["staging", "step_match", "idle_steps", "cache", "copies", "lazy", "saves", "paged", "transfer"],
+    2: ["staging", "step_match", "idle_steps", "cache", "copies", "overdue", "lazy", "saves", "paged", "transfer"],
     3: ["vllm", "engine"],
     4: ["testkit", "replay", "demo", "cli"],
 }

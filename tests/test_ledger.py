@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -253,21 +254,6 @@ def test_a_promise_ends_in_the_last_block_of_its_match(tokens: int) -> None:
         Scene().ledger.open_plan("r", BlockRange(0, 10), block_size=16, intent="", now=0, promised_tokens=tokens)
 
 
-def test_h10_a_load_past_its_deadline_is_named_until_it_is_settled() -> None:
-    scene = Scene()
-    plan = scene.plan()
-    scene.ledger.commit(plan, 160, now=0, deadline=2.0)
-    staging = scene.ledger.open_plan("s", BlockRange(0, 1), block_size=16, intent="", now=0, deadline=1.0)
-    assert scene.ledger.overdue(1.0) == []
-    assert scene.ledger.overdue(1.5) == [staging]
-    assert scene.ledger.overdue(2.5) == [plan, staging]
-    scene.ledger.settle(plan, loaded=RangeSet.span(0, 4), failed=RangeSet.span(4, 10))
-    scene.ledger.abort(staging, EndReason.DEADLINE)
-    assert scene.ledger.overdue(3) == []
-    assert (plan.state, plan.loaded_tokens, plan.failed) == (State.SHORT, 64, RangeSet.span(4, 10))
-    assert scene.number_held == 0
-
-
 def test_a_plan_that_waits_only_for_the_engine_has_no_deadline() -> None:
     scene = Scene()
     ready = scene.ledger.open_plan(
@@ -275,7 +261,7 @@ def test_a_plan_that_waits_only_for_the_engine_has_no_deadline() -> None:
     )
     staged = scene.ledger.open_plan("s", BlockRange(0, 1), block_size=16, intent="", now=0, deadline=1)
     scene.ledger.ready(staged, promised_tokens=16, leases=[], now=0)
-    assert scene.ledger.overdue(100) == []
+    assert {ready.deadline, staged.deadline} == {inf}
     assert {ready.state, staged.state} == {State.PLANNED}
 
 

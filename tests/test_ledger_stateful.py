@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -157,8 +158,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 2))
     def step(self, seconds: float) -> None:
         self.now += seconds
-        overdue = self.ledger.overdue(self.now)
-        assert all(plan.deadline < self.now and plan.state is not State.PLANNED for plan in overdue)
+        assert all(plan.deadline == inf for plan in self.ledger.open_plans() if plan.state is State.PLANNED)
         for plan in self.ledger.expire(self.now):
             assert plan.reason is EndReason.NOT_RENEWED
             assert self.now - plan.seen_at > LIFETIME_SECONDS

@@ -36,6 +36,7 @@ from kvpact.index import BlockIndex, Pin
 from kvpact.lazy import LEAST_WINDOW
 from kvpact.ledger import Ledger, State
 from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
+from kvpact.overdue import OverdueLoads
 from kvpact.saves import Saves
 from kvpact.staging import Inquest, Staging
 from kvpact.step_match import StepLookup, StepMatches, StepRead
@@ -180,6 +181,7 @@ class PactCache(ExternalCache):
         self._requests: dict[str, RequestRecord] = {}
         self._copies = Copies(len(arena.segments), config.load_deadline / 3)  # time to ask twice before the deadline
         self.saves = Saves(self.index, self._copies, self.metrics)
+        self._overdue = OverdueLoads(self._copies, self.metrics)
         self._steps = StepMatches(
             self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
@@ -215,7 +217,8 @@ class PactCache(ExternalCache):
         return self.staging.has_shared and self.staging.shares(self._epochs.current)
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
-        """Blocks are held through `context` while they are copied out; its free queue says when to save lazily."""
+        """Blocks are held through `context` while ranks copy them; its free queue says when to save lazily."""
+        self._overdue.bind(context)
         self.saves.bind(context, lazy_window=self._lazy_window if self._config.save == "lazy" else None)
 
     def on_new_request(self, request: EngineRequest) -> None:
@@ -280,6 +283,8 @@ class PactCache(ExternalCache):
             return self._miss(request.request_id, record, start, MissReason.DISABLED)
         if record.idle_loads >= MOST_IDLE_LOADS:
             return self._miss(request.request_id, record, start, MissReason.CROWDED)
+        if self._overdue.is_stuck:
+            return self._miss(request.request_id, record, start, MissReason.OVERDUE)
         keys = self._usable_keys(request, record)
         plan = self.ledger.find(request.request_id)
         if plan is not None and plan.state is State.LOADING:
@@ -522,7 +527,7 @@ class PactCache(ExternalCache):
         record.tail_tag = record.tag
         keep = self._leases_on(plan, blocks, keys)
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self._config.load_deadline)
-        self._copies.order_load(plan, blocks, keys, block_ids, now)
+        self._overdue.begin(self._copies.order_load(plan, blocks, keys, block_ids, now))
         return num_tokens
 
     def _leases_on(self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey]) -> list[Pin]:
@@ -655,6 +660,7 @@ class PactCache(ExternalCache):
         self.saves.order_what_is_leaving(taken, now)
         self._computing = self._loading = 0
         self.ledger.expire(now)
+        self._overdue.end_step(now)
         return self._copies.end_step(now)
 
     def _write_behind(self) -> None:
@@ -696,7 +702,9 @@ class PactCache(ExternalCache):
         self._computing -= sum(skipped.values())
         self._step_hits.update(skipped)
         # Loads first: what a request saved from a failed load on is not to be trusted.
-        settlements = [self._settle_load(load) for load in self._copies.take_loads(report)]
+        settlements = [settled for load in self._copies.take_loads(report) if (settled := self._settle_load(load))]
+        self._overdue.give_up(self._clock())
+        settlements += [self._settle_late(load) for load in self._overdue.take_late()]
         for save in self._copies.take_saves():
             self._unwritten.append(save.keys[: self.saves.settle(save)])
         if not self.is_late():
@@ -704,7 +712,24 @@ class PactCache(ExternalCache):
         self._steps.end_saves(self._copies.saves.__contains__)
         return settlements
 
-    def _settle_load(self, load: Load) -> LoadSettlement:
+    def _settle_late(self, load: Load) -> LoadSettlement:
+        """The engine goes on without a load that ranks may still carry out; nothing of what is stored is at fault."""
+        job = load.job
+        self._overdue.failed()
+        self._not_again(job.request_id, job.start_block)
+        if job.synchronous:
+            self._copies.distrust(job.request_id, load.keys[job.start_block], job.start_block)
+        else:
+            self._tags.fill(job.block_ids, NO_TAG)
+        return LoadSettlement(job.request_id, RangeSet(), RangeSet.of(job.blocks), not job.synchronous, late=True)
+
+    def _settle_load(self, load: Load) -> LoadSettlement | None:
+        """No rank can write the load's blocks any more; None if the engine was told before."""
+        self._overdue.end(load)
+        if load.told:
+            self.ledger.settle(load.plan, loaded=RangeSet(), failed=RangeSet.of(load.job.blocks), used_tokens=0)
+            self._drop_if_gone(load.job.request_id)
+            return None
         outcome = load.tally.loaded()
         plan, failed = load.plan, outcome.failed.hull()
         used = None
@@ -719,6 +744,9 @@ class PactCache(ExternalCache):
         if load.recalled:  # whether it failed or not says nothing of what is stored
             if outcome.done.ranges and not load.job.synchronous:
                 self._stale_loads.append(load.job)
+        elif failed is not None and load.given_up:
+            self._overdue.failed()
+            self._not_again(load.job.request_id, failed.start)
         elif failed is not None:
             self._forget(load, failed.start)
         self._drop_if_gone(load.job.request_id)
@@ -727,12 +755,16 @@ class PactCache(ExternalCache):
     def _forget(self, load: Load, first: int) -> None:
         """A load failed from block `first` on: the entry and all behind it go everywhere, never promised again."""
         logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", first, load.job.request_id)
-        record = self._requests.get(load.job.request_id)
+        self._not_again(load.job.request_id, first)
+        self._drop_stored(load.keys[first:])
+        self._copies.distrust(load.job.request_id, load.keys[first], first)
+
+    def _not_again(self, request_id: str, first: int) -> None:
+        """A load failed the request from block `first` on: it is not promised that again (H09)."""
+        record = self._requests.get(request_id)
         if record is not None:
             record.failed_from = min(first, record.failed_from if record.failed_from is not None else first)
             record.offered = min(record.offered, first)
-        self._drop_stored(load.keys[first:])
-        self._copies.distrust(load.job.request_id, load.keys[first], first)
 
     def _drop_stored(self, keys: Sequence[BlockKey]) -> None:
         """Blocks go everywhere, with all behind them."""

@@ -151,6 +151,9 @@ class StepWork:
     inquiries: tuple[Inquiry, ...] = ()
     recalls: tuple[int, ...] = ()
     """Loads under way that must not be used: a worker reports all of such a job's blocks as failed when it ends."""
+    overdue: tuple[int, ...] = ()
+    """Loads that did not end by their deadline. A worker lets the engine go on without those that have not ended by
+    now; it reports all blocks of such a job as failed, and that only when it can no longer write to them."""
     extra: object = None
 
 
@@ -236,6 +239,9 @@ class LoadSettlement:
     loaded: RangeSet
     failed: RangeSet
     asynchronous: bool
+    late: bool = False
+    """The deadline has passed and ranks may still write to the blocks, all of which count as failed. The cache holds
+    them until no rank can; the request must be given other blocks."""
 
 
 class ExternalCache(ABC):
@@ -280,8 +286,9 @@ class ExternalCache(ABC):
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """Take in the workers' report; returns the loads that it settled.
 
-        A load is settled only when no rank can still write its blocks, because the engine may then give them away
-        (H07): a deadline alone settles nothing.
+        A load is settled when no rank can still write its blocks, because the engine may then give them away (H07). A
+        load that has not ended by its deadline is settled as `late`, while the cache holds its blocks through the
+        scheduler context (P11); without a context it is waited for.
         """
 
     @abstractmethod

@@ -32,6 +32,10 @@ class Load:
     ask_at: float
     recalled: bool = False
     """Whether the weights it is of have gone meanwhile."""
+    given_up: bool = False
+    """Whether its deadline has passed: the workers let the engine go on without it."""
+    told: bool = False
+    """Whether it was settled as late. What the ranks say of it later is for the cache alone."""
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class _Outbox:
     saves: list[SaveJob] = field(default_factory=list)
     inquiries: list[Inquiry] = field(default_factory=list)
     recalls: list[int] = field(default_factory=list)
+    overdue: list[int] = field(default_factory=list)
 
     def has(self, job: LoadJob | SaveJob) -> bool:
         """Whether the workers are told of this job with this step, and so have not heard of it."""
@@ -68,10 +73,13 @@ class _Outbox:
 
     def take(self) -> StepWork:
         """All of it; the next step begins empty."""
-        if not (self.loads or self.saves or self.inquiries or self.recalls):
+        if not (self.loads or self.saves or self.inquiries or self.recalls or self.overdue):
             return _NOTHING
-        work = StepWork(tuple(self.loads), tuple(self.saves), tuple(self.inquiries), tuple(self.recalls))
+        work = StepWork(
+            tuple(self.loads), tuple(self.saves), tuple(self.inquiries), tuple(self.recalls), tuple(self.overdue)
+        )
         self.recalls.clear()
+        self.overdue.clear()
         self.loads.clear()
         self.saves.clear()
         self.inquiries.clear()
@@ -95,7 +103,7 @@ class Copies:
 
     def order_load(
         self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float
-    ) -> None:
+    ) -> Load:
         """With this step, `blocks` of a committed plan go from its slots into the engine's blocks."""
         job = LoadJob(
             next(self._ids),
@@ -106,8 +114,9 @@ class Copies:
             not plan.asynchronous,
         )
         tally = JobTally(blocks, self._ranks)
-        self.loads[job.job_id] = Load(job, plan, tuple(keys[: blocks.end]), tally, now + self._patience)
+        load = self.loads[job.job_id] = Load(job, plan, tuple(keys[: blocks.end]), tally, now + self._patience)
         self._outbox.loads.append(job)
+        return load
 
     def order_save(
         self, request_id: str, start: int, slots: Slots, block_ids: tuple[int, ...], keys: Sequence[BlockKey], pin: Pin,
@@ -133,7 +142,24 @@ class Copies:
             task.ask_at = now + self._patience  # a report was lost, or its worker is slow: it is asked, no more
             if not self._outbox.has(task.job):  # who has not heard of a job calls it failed, and copies it afterwards
                 self._outbox.inquiries.append(Inquiry(task.job.job_id, task.job.blocks))
+                if isinstance(task, Load) and task.given_up:
+                    self._outbox.overdue.append(task.job.job_id)  # whoever has not heard it yet
         return self._outbox.take()
+
+    def give_up(self, now: float) -> list[Load]:
+        """Loads whose deadline has passed: with this step the workers are told so, once, and again as they are asked.
+
+        Not in the step that orders the load.
+        """
+        overdue = [
+            load
+            for load in self.loads.values()
+            if now > load.plan.deadline and not load.given_up and not self._outbox.has(load.job)
+        ]
+        for load in overdue:
+            load.given_up = True
+            self._outbox.overdue.append(load.job.job_id)
+        return overdue
 
     def abandon_step(self) -> WorkerReport:
         """What was to be ordered with the running step never reaches the workers: a report that all have failed it."""

@@ -447,10 +447,6 @@ class Ledger(Generic[Lease, Intent]):
             self.abort(plan, EndReason.NOT_RENEWED)
         return stale
 
-    def overdue(self, now: float) -> list[Plan[Lease, Intent]]:
-        """The plans past their deadline, unchanged: PENDING ones to shrink or abort, LOADING ones to settle."""
-        return [plan for plan in self._open.values() if plan.deadline < now]
-
     def finish_request(self, request_id: str) -> Plan[Lease, Intent] | None:
         """The request is gone. Its open plan is returned: aborted, or as it is if it is loading and not settled yet.
 

@@ -71,6 +71,7 @@ class MissReason(StrEnum):
     RECOMPUTE_FASTER = "recompute_faster"
     CROWDED = "crowded"
     ASKED_AT_STEP = "asked_at_step"
+    OVERDUE = "overdue"
 
 
 MISS_HINTS: Mapping[MissReason, str] = {
@@ -83,6 +84,7 @@ MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.CROWDED: "requests are preempted again and again before they use what was loaded: too few KV blocks",
     MissReason.RECOMPUTE_FASTER: "the engine computes faster than the tier below memory delivers; see prefill_speed",
     MissReason.ASKED_AT_STEP: "shared tiers are asked when the step begins; see step_lookups and step_hits",
+    MissReason.OVERDUE: "a copy into the engine's memory did not end by `load_deadline`; nothing is loaded behind it",
     MissReason.DEADLINE: "the lower tier did not answer in time; it is too slow, or the deadline is too short",
 }
 
@@ -123,6 +125,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("failed_tokens", "counter", "tokens", "committed ones that did not arrive and were recomputed"),
     Metric("used_tokens", "counter", "tokens", "really skipped by the engine; each position of a request once"),
     Metric("used_again_tokens", "counter", "tokens", "skipped a second time by the same request, after a preemption"),
+    Metric("overdue_loads", "counter", "loads", "that had not ended by their deadline, so that all was computed"),
     Metric("plans_opened", "counter", "plans", "opened, each of which ends exactly once"),
     Metric("plans_ended", "counter", "plans", "ended, by reason", "reason", EndReason),
     Metric("lookups", "counter", "lookups", "prompts looked up; the same found again is not counted"),

@@ -116,7 +116,7 @@ class ResultIntake:
             self._loaded(request, load)
         else:
             scheduler.counts.failed_loads += 1
-            self._failed(request, load, valid, arrived)
+            self._failed(request, load, valid, arrived, late=settlement.late)
 
     def _account(self, load: Load, settlement: LoadSettlement) -> tuple[int, list[tuple[int, int]]]:
         """Check that the settlement names every committed block once (P7); the valid prefix in tokens, all that
@@ -155,7 +155,8 @@ class ResultIntake:
             scheduler.resume(request)
         request.num_inflight_external_tokens = 0
 
-    def _failed(self, request: Request, load: Load, valid: int, arrived: list[tuple[int, int]]) -> None:
+    def _failed(self, request: Request, load: Load, valid: int, arrived: list[tuple[int, int]], *, late: bool) -> None:
+        """Compute what did not arrive: into other blocks, from the start on, if the load may still write to these."""
         scheduler, quirks = self._scheduler, self._scheduler.quirks
         several_groups = len(scheduler.config.groups) > 1 or scheduler.kv.has_windows
         trusted = quirks.trusts_sync_loads and not load.asynchronous
@@ -168,7 +169,7 @@ class ResultIntake:
         if request.status is RequestStatus.RUNNING:
             self._unlist(request)
         whole = quirks.group_loads_fail_whole and several_groups
-        if whole or (quirks.probes_after_failed_load and load.start + valid == 0):
+        if late or whole or (quirks.probes_after_failed_load and load.start + valid == 0):
             scheduler.kv.free(request)
             request.rewind(0)
         else:

@@ -99,7 +99,8 @@ class MultiCache(ExternalCache):
         saves = tuple(self._numbered(job, i) for i, work in enumerate(works) for job in work.saves)
         inquiries = tuple(self._numbered(inquiry, i) for i, work in enumerate(works) for inquiry in work.inquiries)
         recalls = tuple(job_id * len(works) + i for i, work in enumerate(works) for job_id in work.recalls)
-        return StepWork(loads, saves, inquiries, recalls, extra=tuple(work.extra for work in works))
+        overdue = tuple(job_id * len(works) + i for i, work in enumerate(works) for job_id in work.overdue)
+        return StepWork(loads, saves, inquiries, recalls, overdue, extra=tuple(work.extra for work in works))
 
     def _numbered(self, job: AnyJob, index: int) -> AnyJob:
         return replace(job, job_id=job.job_id * len(self.caches) + index)
@@ -198,8 +199,11 @@ class MultiWorker(ExternalCacheWorker):
         def own(jobs: Sequence[AnyJob]) -> tuple[AnyJob, ...]:
             return tuple(replace(job, job_id=job.job_id // count) for job in jobs if job.job_id % count == index)
 
-        recalls = tuple(job_id // count for job_id in work.recalls if job_id % count == index)
-        return StepWork(own(work.loads), own(work.saves), own(work.inquiries), recalls, extra=extras[index])
+        recalls, overdue = (
+            tuple(job_id // count for job_id in jobs if job_id % count == index)
+            for jobs in (work.recalls, work.overdue)
+        )
+        return StepWork(own(work.loads), own(work.saves), own(work.inquiries), recalls, overdue, extra=extras[index])
 
     def start_loads(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`."""

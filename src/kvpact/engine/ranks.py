@@ -6,7 +6,7 @@ this module knows no chance and no clock but the engine's steps. Floor 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -41,6 +41,9 @@ class JobConduct:
 
 
 FAITHFUL = JobConduct()
+
+NEVER = 1 << 40
+"""As `copy_after_steps`: a copy that hangs until `SimulatedWorker.go_on`."""
 
 REMEMBERED_JOBS = 1024
 """Finished jobs of which a worker can still say what became of them; more than any cache has open."""
@@ -110,7 +113,7 @@ class SimulatedWorker(ExternalCacheWorker):
         """See `ExternalCacheWorker`."""
         self._step += 1
         self._synchronous = []
-        self._recalled.update(work.recalls)
+        self._recalled.update(work.recalls, self._under_way(work.overdue))
         for inquiry in work.inquiries:
             self._answer(inquiry)
         for job in work.loads:
@@ -149,6 +152,16 @@ class SimulatedWorker(ExternalCacheWorker):
                 outcomes[job_id] = outcomes.get(job_id, JobOutcome()).merge(outcome)
         self._reports = later
         return WorkerReport({self.rank: outcomes})
+
+    def go_on(self) -> None:
+        """Copies that hang, or that were to be made later, are made with the next report."""
+        for task in self._tasks:
+            task.copy_at = self._step
+
+    def _under_way(self, job_ids: Sequence[int]) -> list[int]:
+        """Those of these jobs that are still to be copied."""
+        waiting = {task.job.job_id for task in self._tasks}
+        return [job_id for job_id in job_ids if job_id in waiting]
 
     def _answer(self, inquiry: Inquiry) -> None:
         """Say again what became of a job; a job that is still to be copied is reported when it is."""
