@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from kvpact import __version__
 from kvpact.cli.demo import demo
+from kvpact.cli.screen import shown
 from kvpact.errors import ConfigError, KvpactError
 
 
@@ -26,7 +27,7 @@ class _OneLineErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except KvpactError as error:
-            typer.echo(f"kvpact: {error}", err=True)
+            typer.echo(f"kvpact: {shown(str(error))}", err=True)
             raise typer.Exit(2) from None
 
 

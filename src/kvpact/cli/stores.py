@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-from kvpact.cli.slabs import RECORDS_SHOWN, age, console, print_json, progress, table
+from kvpact.cli.screen import age, console, print_json, progress, table
+from kvpact.cli.slabs import RECORDS_SHOWN
 from kvpact.errors import ConfigError, TierError
 from kvpact.metrics import TierName, series
 from kvpact.tier_urls import TierURL, format_size, parse_tier_url
@@ -84,9 +85,9 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
     if not groups:
         output.print(f"nothing of kvpact's in {url}")
         return
-    shown = table(["namespace", "sealed", "model"], ["blocks", "bytes", "newest", "oldest"])
+    rows = table(["namespace", "sealed", "model"], ["blocks", "bytes", "newest", "oldest"])
     for group in groups:
-        shown.add_row(
+        rows.add_row(
             group.group.partition("-")[0],
             "yes" if group.sealed else "no",
             group.fields.get("model", group.fields.get("weights", ""))[:40],
@@ -95,7 +96,7 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
             age(group.newest_age),
             age(group.oldest_age),
         )
-    output.print(shown)
+    output.print(rows)
 
 
 def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -> bool:
@@ -113,10 +114,10 @@ def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -
         print_json({"place": str(url), **{name: value for name, value in asdict(report).items() if name != "place"}})
         return not report.damaged
     output = console()
-    shown = table(["store"], ["records", "sound", "damaged", "other seal", "gone meanwhile"])
+    rows = table(["store"], ["records", "sound", "damaged", "other seal", "gone meanwhile"])
     counts = (report.records, report.sound, len(report.damaged), report.unsealed, report.gone)
-    shown.add_row(str(url), *map(str, counts))
-    output.print(shown)
+    rows.add_row(str(url), *map(str, counts))
+    output.print(rows)
     for record in report.damaged[:RECORDS_SHOWN]:
         output.print(f"{record.name[:50]}: {record.reason}")
     if len(report.damaged) > RECORDS_SHOWN:
@@ -206,16 +207,16 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
                 "no tiers are configured; name a URL, a file with --config, or an engine's stats_file with --stats"
             )
         if rows:
-            shown = table(["tier", "state"], ["look-up", "used", "capacity"])
+            asked = table(["tier", "state"], ["look-up", "used", "capacity"])
             for row in rows:
-                shown.add_row(row["tier"], row["state"], row["lookup"], row["used"], row["capacity"])
-            output.print(shown)
+                asked.add_row(row["tier"], row["state"], row["lookup"], row["used"], row["capacity"])
+            output.print(asked)
         if engine:
             output.print("as the engine sees them:" if rows else f"as the engine of {stats_file} sees them:")
-            shown = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
+            counted = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
             for row in engine:
-                shown.add_row(*(str(row[name]) for name in _COUNTED))
-            output.print(shown)
+                counted.add_row(*(str(row[name]) for name in _COUNTED))
+            output.print(counted)
     return all(row["state"] == "works" for row in rows)
 
 

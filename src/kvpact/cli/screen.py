@@ -1,0 +1,75 @@
+"""What commands show: on a person's terminal, where no text that came from elsewhere may act, and as JSON.
+
+Owns the rule that names, keys, paths and messages are shown and never obeyed: a store may hold what others wrote into
+it. Every command that shows them prints through `console` and `table`. Floor 4.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+from rich.table import Column, Table
+
+TABLE_WIDTH: Final = 2000
+"""Columns, at most; a terminal wraps longer lines by itself, and a file has no width."""
+
+
+def shown(text: str) -> str:
+    r"""The text with everything that a terminal would obey, or not show, written as an escape such as `\x1b`.
+
+    That is what Unicode does not count as printable: control characters with ESC, newline and tab, marks that turn the
+    direction of writing, what has no width, halves of surrogate pairs (bytes of a file name that are no UTF-8).
+    """
+    return "".join(sign if sign.isprintable() else _escaped(sign) for sign in text)
+
+
+def _escaped(sign: str) -> str:
+    return ascii(sign)[1:-1]
+
+
+class Screen(Console):
+    """Prints text as `shown` has it, a line each."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(shown(item) if isinstance(item, str) else item for item in objects), **options)
+
+
+class Rows(Table):
+    """A table whose cells are text as `shown` has it."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(shown(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
+def console() -> Screen:
+    """Standard output, without rich's guesses about what a path or a number means; no cell is cut short."""
+    return Screen(highlight=False, markup=False, soft_wrap=True, width=TABLE_WIDTH)
+
+
+def table(names: list[str], numbers: list[str]) -> Rows:
+    """Columns of text on the left, columns of numbers on the right."""
+    columns = [Column(name, no_wrap=True) for name in names]
+    columns += [Column(name, no_wrap=True, justify="right") for name in numbers]
+    return Rows(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def progress(*columns: ProgressColumn) -> Progress:
+    """A bar on standard error, while something goes on; nothing where nobody looks."""
+    screen = Console(stderr=True)
+    return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
+
+
+def print_json(document: dict[str, object]) -> None:
+    """One JSON document on standard output, in ASCII, with DEL escaped too, which JSON lets through."""
+    print(json.dumps(document, indent=2, default=str).replace("\x7f", "\\u007f"))
+
+
+def age(seconds: float) -> str:
+    """A time for a person to read."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
