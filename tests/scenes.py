@@ -92,6 +92,7 @@ class Scene:
         engine_blocks: int = 256,
         tiers: Sequence[Tier | TierQueue] = (),
         write_queue: int = 1 << 30,
+        namespace: Namespace = NAMESPACE,
         **settings: object,
     ) -> None:
         self.now = 0.0
@@ -102,7 +103,7 @@ class Scene:
         self.queues = [t if isinstance(t, TierQueue) else TierQueue(t, 2, write_queue) for t in tiers]
         self.cache = PactCache(
             self.config,
-            namespace=NAMESPACE.digest,
+            namespace=namespace.digest,
             block_size=BLOCK_SIZE,
             arena=Arena(self.segments),
             tiers=self.queues,
