@@ -1,4 +1,4 @@
-"""What a step costs the scheduler's thread inside the cache's hooks: CPU seconds, and seconds by the clock.
+"""What a step costs the scheduler's thread inside the cache's hooks, and how long what has a time-out takes at least.
 
 A step of one run may be unlucky (another process, a page that is touched first); what a hook really costs or waits for
 comes back in every run. So a scene that costs too much is played again, and of each step the cheapest one counts.
@@ -70,7 +70,7 @@ class HookTime:
 
 
 def cheapest_steps(play: Callable[[], HookTime], is_enough: Callable[[list[StepTime]], bool]) -> list[StepTime]:
-    """Play a scene, always with the same steps, until `is_enough` or `MOST_RUNS` times; what each step cost at least."""
+    """Play a scene, always with the same steps, until `is_enough` or `MOST_RUNS` times; what each step cost at best."""
     steps: list[StepTime] = []
     for _ in range(MOST_RUNS):
         gc.collect()
@@ -107,3 +107,11 @@ def assert_all_steps_cost(play: Callable[[], HookTime], cpu_seconds: float) -> N
 
     spent = cost(cheapest_steps(play, lambda steps: cost(steps) <= cpu_seconds))
     assert spent <= cpu_seconds, f"{spent * 1e3:.2f} ms, not {cpu_seconds * 1e3:.2f} ms"
+
+
+def assert_ends_within(play: Callable[[], float], least: float, most: float) -> None:
+    """What plays for so many seconds, as it says itself, takes no less, and at best no more than this."""
+    seconds: list[float] = []
+    while len(seconds) < MOST_RUNS and min(seconds, default=most + 1) > most:
+        seconds.append(play())
+    assert least <= min(seconds) <= most, seconds

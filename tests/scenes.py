@@ -7,7 +7,8 @@ tokens up to its end, so a test that compares bytes finds any stale, foreign, to
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -140,11 +141,9 @@ class Scene:
 
     def prepare(self, request: SceneRequest, computed: int = 0, seconds: float = 5.0) -> ExternalKVMatch:
         """Ask until there is an answer; real time passes for the tiers' threads, the scene's clock stands still."""
-        import time
-
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while (match := self.cache.prepare_external_match(request, computed)) is None:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise AssertionError("prepare still says 'ask again later'")
             self.cache.end_step()
             time.sleep(0.002)
@@ -190,10 +189,8 @@ class Scene:
 
     def settle_tiers(self, seconds: float = 5.0) -> None:
         """Wait until the tiers' threads have nothing left to do."""
-        import time
-
-        until = time.monotonic() + seconds
-        while self.cache.staging.pending and time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while self.cache.staging.pending and time.monotonic() < deadline:
             self.cache.end_step()
             time.sleep(0.002)
         assert not self.cache.staging.pending
@@ -226,3 +223,11 @@ def open_disk(path: Path, slots: int = 64) -> Tier:
     from kvpact.tiers.disk import DiskTier
 
     return DiskTier.open(path, NAMESPACE, PAGE, 4096 * 4 + slots * (PAGE + 512))
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until this is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

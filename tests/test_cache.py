@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
+from hook_time import LONG, LONG_BLOCKS, HookTime, assert_ends_within, assert_no_step_is_slow
 from kvpact.blocks import BlockKey, MediaSpan, RequestIdentity
 from kvpact.cache import MOST_IDLE_LOADS
 from kvpact.contract import ExternalKVMatch, JobOutcome, StepWork, WorkerReport
+from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import PactViolation
 from kvpact.index import State
 from kvpact.metrics import EndReason, MissReason, explain_misses, series
 from kvpact.tiers.base import BlockBuffer, Progress
 from kvpact.tiers.disk import DiskTier
-from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, done, failed, open_disk, tokens
+from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, done, failed, open_disk, tokens, until
 
 
 @pytest.fixture
@@ -336,9 +340,13 @@ def test_h09_what_failed_once_is_not_promised_again() -> None:
 
 
 class SlowTier(DiskTier):
-    """A disk whose reads wait for a signal."""
+    """A disk whose reads wait for a signal, and its writes for another."""
 
     gate: threading.Event
+    writes_go: threading.Event
+    reads: threading.Semaphore
+    """Released by each read that begins; `writes` by each write."""
+    writes: threading.Semaphore
 
     def get(
         self,
@@ -347,18 +355,28 @@ class SlowTier(DiskTier):
         buffers: Sequence[BlockBuffer],
         on_progress: Progress | None = None,
     ) -> int:
+        self.reads.release()
         self.gate.wait(20)
         return super().get(keys, start, buffers, on_progress)
 
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
+        self.writes.release()
+        self.writes_go.wait(20)
+        return super().put(keys, start, buffers, epoch)
 
-def slow_disk(path: Path) -> tuple[SlowTier, threading.Event]:
-    """A slow disk and the signal that lets its reads go on."""
-    open_disk(path).close()
+
+def slow_disk(path: Path, slots: int = 64) -> tuple[SlowTier, threading.Event]:
+    """A slow disk and the signal that lets its reads go on; its writes go on until they are told not to."""
+    open_disk(path, slots).close()
     from scenes import NAMESPACE
 
-    tier = SlowTier.open(path, NAMESPACE, PAGE, 4096 * 4 + 64 * (PAGE + 512))
+    tier = SlowTier.open(path, NAMESPACE, PAGE, 4096 * 4 + slots * (PAGE + 512))
     assert isinstance(tier, SlowTier)
-    tier.gate = threading.Event()
+    tier.gate, tier.writes_go = threading.Event(), threading.Event()
+    tier.reads, tier.writes = threading.Semaphore(0), threading.Semaphore(0)
+    tier.writes_go.set()
     return tier, tier.gate
 
 
@@ -506,6 +524,60 @@ def test_h29_tokens_in_flight_are_not_served_to_others(scene: Scene) -> None:
     assert scene.prepare(SceneRequest("c", tokens(17))).num_tokens == 16
 
 
+def test_h29_a_load_in_flight_is_neither_counted_nor_served_nor_saved() -> None:
+    scene = Scene(ranks=2, sync_load_limit=0)
+    scene.run_cold(SceneRequest("a", tokens(16)))
+    request, other = SceneRequest("b", tokens(25)), SceneRequest("c", tokens(25))
+    match = scene.prepare(request)
+    assert (match.num_tokens, match.load_kv_async) == (16, True)
+    scene.cache.commit_external_match(request, match, 16, scene.allocate(request))
+    work = scene.cache.end_step()
+    for ranks in ((), (0,), ()):  # no rank has reported, then one of two
+        report = WorkerReport({rank: scene.execute(work, rank) for rank in ranks})
+        assert scene.cache.apply_report(report) == []
+        assert (value(scene, "loaded_tokens"), value(scene, "used_tokens")) == (0, 0)
+        assert scene.prepare(request).num_tokens == 0, "what its blocks are to get is not promised once more"
+        assert scene.prepare(other).num_tokens == 16, "what is stored is, and nothing of the 24 tokens' blocks"
+        assert scene.cache.end_step().saves == ()
+    (settlement,) = scene.cache.apply_report(WorkerReport({1: scene.execute(work, 1)}))
+    assert len(settlement.loaded) == 4
+    assert (value(scene, "loaded_tokens"), value(scene, "used_tokens")) == (16, 0), (
+        "it has arrived; nobody computes yet"
+    )
+    scene.compute(request, 4)
+    scene.cache.note_computed(request, 24, lambda: scene.tables["b"])
+    assert value(scene, "used_tokens") == 16
+    scene.report(scene.cache.end_step())
+    again = SceneRequest("d", tokens(25))
+    assert scene.prepare(again).num_tokens == 24
+    scene.close()
+
+
+def test_h29_what_a_tier_is_still_reading_is_promised_to_nobody(tmp_path: Path) -> None:
+    tier, gate = slow_disk(tmp_path)
+    scene = Scene(tiers=[tier], prepare_deadline="2s")
+    scene.run_cold(SceneRequest("a", tokens(33)))
+    scene.settle_tiers()
+    scene.cache.index.clear()
+    first, second = SceneRequest("b", tokens(33)), SceneRequest("c", tokens(33))
+    for _ in range(3):
+        for request in (first, second):
+            assert scene.cache.prepare_external_match(request, 0) is None
+        scene.cache.end_step()
+        scene.now += 0.5
+    assert (value(scene, "promised_tokens"), scene.cache.index.held_prefix(_chain(33))) == (0, 0)
+    scene.now += 1.0
+    assert scene.cache.prepare_external_match(first, 0) == ExternalKVMatch(0), "its blocks are still being read"
+    gate.set()
+    scene.settle_tiers()
+    again = SceneRequest("d", tokens(33))
+    match = scene.prepare(again)
+    assert match.num_tokens == 32
+    scene.load(again, match)
+    assert scene.holds_content(again, range(8))
+    scene.close()
+
+
 def test_h31_a_job_that_nobody_reports_is_not_loaded(scene: Scene) -> None:
     scene.run_cold(SceneRequest("a", tokens(16)))
     request = SceneRequest("b", tokens(17))
@@ -591,37 +663,70 @@ def test_h54_a_full_cache_gives_up_tails_before_heads() -> None:
     scene.close()
 
 
-def test_h56_shutdown_ends_in_time_although_a_read_hangs(tmp_path: Path) -> None:
-    import time
+@pytest.mark.parametrize("stuck", ["a read", "a write"])
+def test_h56_shutdown_ends_in_time_whatever_hangs(tmp_path: Path, stuck: str) -> None:
+    """In the time that it may take for all tiers together."""
 
-    tier, gate = slow_disk(tmp_path)
-    scene = Scene(tiers=[tier], shutdown_timeout="300ms")
-    scene.run_cold(SceneRequest("a", tokens(33)))
-    scene.settle_tiers()
-    scene.cache.index.clear()
-    assert scene.cache.prepare_external_match(SceneRequest("b", tokens(33)), 0) is None
-    began = time.monotonic()
-    scene.cache.shutdown()
-    assert time.monotonic() - began < 5.0
-    assert value(scene, "leases_held") == 0
-    gate.set()
+    def play() -> float:
+        directory = Path(mkdtemp(dir=tmp_path))
+        disks = [slow_disk(directory / name) for name in ("one", "two")]
+        scene = Scene(tiers=[tier for tier, _ in disks], shutdown_timeout="300ms")
+        if stuck == "a read":
+            scene.run_cold(SceneRequest("a", tokens(33)))
+            scene.settle_tiers()
+            scene.cache.index.clear()
+            assert scene.cache.prepare_external_match(SceneRequest("b", tokens(33)), 0) is None
+            scene.cache.end_step()
+            assert disks[0][0].reads.acquire(timeout=10)
+        else:
+            for tier, _ in disks:
+                tier.writes_go.clear()
+            scene.run_cold(SceneRequest("a", tokens(33)))
+            scene.cache.end_step()
+            assert all(tier.writes.acquire(timeout=10) for tier, _ in disks)
+        began = time.monotonic()
+        scene.cache.shutdown()
+        seconds = time.monotonic() - began
+        assert value(scene, "leases_held") == 0
+        for tier, gate in disks:
+            gate.set()
+            tier.writes_go.set()
+        return seconds
+
+    assert_ends_within(play, 0.14, 0.45)
 
 
-def test_h58_prepare_does_not_wait_for_a_slow_tier(tmp_path: Path) -> None:
-    import time
+def test_h58_no_step_does_a_disks_work_or_waits_for_it(tmp_path: Path) -> None:
+    def play() -> HookTime:
+        tier, gate = slow_disk(Path(mkdtemp(dir=tmp_path)), slots=4 * LONG_BLOCKS)
+        scene = Scene(3 * LONG_BLOCKS, engine_blocks=1024, tiers=[tier])
+        scene.run_cold(SceneRequest("there", tokens(LONG)))
+        scene.settle_tiers()
+        scene.cache.index.clear()
+        hooks, request, own = HookTime(scene.cache), SceneRequest("b", tokens(LONG)), SceneRequest("c", tokens(LONG, 1))
+        tier.writes_go.clear()
+        scene.compute(own)
+        for _ in range(3):
+            assert scene.cache.prepare_external_match(request, 0) is None
+            scene.cache.end_step()
+        scene.run_cold(own)
+        scene.cache.end_step()
+        gate.set()
+        until(lambda: scene.queues[0].under_way == 1)  # the write
+        scene.cache.end_step()
+        match = scene.cache.prepare_external_match(request, 0)
+        assert match is not None
+        assert match.num_tokens == LONG - 1
+        scene.load(request, match)
+        tier.writes_go.set()
+        until(lambda: scene.queues[0].under_way == 0)
+        scene.cache.end_step()
+        assert not scene.cache.staging.pending
+        assert value(scene, "written_blocks", "disk") == 2 * LONG_BLOCKS
+        scene.close()
+        return hooks
 
-    tier, gate = slow_disk(tmp_path)
-    scene = Scene(tiers=[tier])
-    scene.run_cold(SceneRequest("a", tokens(33)))
-    scene.settle_tiers()
-    scene.cache.index.clear()
-    began = time.monotonic()
-    assert scene.cache.prepare_external_match(SceneRequest("b", tokens(33)), 0) is None
-    scene.cache.end_step()
-    assert time.monotonic() - began < 1.0  # the read itself hangs for up to 20 s
-    gate.set()
-    scene.settle_tiers()
-    scene.close()
+    assert_no_step_is_slow(play)
 
 
 # Accounts

@@ -18,7 +18,7 @@ from kvpact.staging import POLL_SECONDS
 from kvpact.testkit.dictionary_store import DictionaryStore
 from kvpact.tiers.base import UNSEALED, RecordSeal
 from kvpact.tiers.shared import RecordBuffer, RecordPieces, SharedTier, StoreError, key_of
-from scenes import NAMESPACE, PAGE, Scene, SceneRequest
+from scenes import NAMESPACE, PAGE, Scene, SceneRequest, until
 
 PATIENCE = 10.0
 SHARED = TierName.OTHER
@@ -101,13 +101,6 @@ def computed_elsewhere(make_scene: Callable[..., Scene], *lengths: int, **settin
 
 def count(scene: Scene, name: str, label: str = "") -> float:
     return scene.cache.observe()[series(name, label)]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_what_one_engine_computed_another_one_loads(make_scene: Callable[..., Scene]) -> None:
