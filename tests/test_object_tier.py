@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from hook_time import assert_ends_within
 from kvpact.blocks import BlockKey, Namespace
 from kvpact.errors import TierError
 from kvpact.metrics import TierName
@@ -301,14 +302,23 @@ def test_a_server_that_is_ill_for_a_moment_is_asked_again(scene: Scene, status: 
 def test_h10_a_server_that_stays_ill_is_a_miss_in_time(scene: Scene, status: int, code: str) -> None:
     stored(scene.tier())
     tier = scene.tier("600ms")
+    calls: dict[Callable[[], int], float] = {
+        lambda: tier.lookup(DOCUMENT.keys): 0.9,
+        lambda: served(tier): 0.9,
+        lambda: stored(tier): 1.5,  # it looks what is there first, and then writes
+    }
     with scene.traffic.spoiled(lambda request: Spoiled(status, code)):
-        for call in (lambda: tier.lookup(DOCUMENT.keys), lambda: served(tier), lambda: stored(tier)):
-            began = time.monotonic()
-            assert call() == 0
-            assert time.monotonic() - began < 4
+        for call, most in calls.items():
+            assert_ends_within(lambda call=call: seconds_of_a_miss(call), 0.0, most)
         assert f"HTTP {status} ({code})" in tier.health().reason or "within 0.6 s" in tier.health().reason
     assert tier.counts().failed_reads > 0
     assert (served(tier), stored(tier), tier.health().ok) == (8, 8, True)
+
+
+def seconds_of_a_miss(call: Callable[[], int]) -> float:
+    began = time.monotonic()
+    assert call() == 0
+    return time.monotonic() - began
 
 
 def test_h10_a_delayed_answer_is_waited_for_no_longer_than_the_timeout(scene: Scene) -> None:
@@ -317,9 +327,7 @@ def test_h10_a_delayed_answer_is_waited_for_no_longer_than_the_timeout(scene: Sc
     assert tier.lookup(DOCUMENT.keys) == 8
     buffers = empty_buffers(8, SLOT, 2)
     with scene.traffic.spoiled(lambda request: Spoiled(delay_s=5.0)):
-        began = time.monotonic()
-        assert tier.get(DOCUMENT.keys, 0, buffers) == 0
-        assert time.monotonic() - began < 2.0
+        assert_ends_within(lambda: seconds_of_a_miss(lambda: tier.get(DOCUMENT.keys, 0, buffers)), 0.45, 0.75)
     assert all(not any(piece) or bytes(piece) == bytes([CANARY]) * len(piece) for buffer in buffers for piece in buffer)
     assert "0.5 s" in tier.health().reason
     assert served(tier) == 8

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hook_time import assert_ends_within
 from kvpact.blocks import BlockKey
 from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import PactViolation
@@ -308,19 +309,31 @@ def test_h56_closing_finishes_writes_and_drops_reads(slow: SlowTier) -> None:
     assert queue.close(0)
 
 
-def test_h56_closing_gives_up_on_a_stuck_write_in_time(slow: SlowTier) -> None:
-    queue = TierQueue(slow, threads=2, max_write_bytes=1 << 20)
-    put(queue, "stuck")
-    put(queue, "waiting", 1)
-    assert slow.began.acquire(timeout=PATIENCE)
-    began = time.monotonic()
-    assert not queue.close(0.2)
-    assert 0.15 < time.monotonic() - began < 5
-    assert [*queue.poll()] == [PutDone("waiting", 0)]
-    assert queue.under_way == 1, "the stuck write's buffers are still not the caller's"
-    slow.writes_go.set()
-    assert queue.close(PATIENCE)
-    assert [*queue.poll()] == [PutDone("stuck", 1)]
+@pytest.mark.parametrize("threads", [1, 4])
+def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
+    """However many threads are stuck, in writes and in reads."""
+
+    def play() -> float:
+        slow = SlowTier()
+        queue = TierQueue(slow, threads=threads, max_write_bytes=1 << 20)
+        put(queue, "stuck")
+        assert slow.began.acquire(timeout=PATIENCE)
+        put(queue, "waiting", 1)
+        for number in range(1, threads):
+            queue.submit_get(f"stuck {number}", KEYS, 0, memory(1))
+            assert slow.began.acquire(timeout=PATIENCE)
+        began = time.monotonic()
+        assert not queue.close(0.2)
+        seconds = time.monotonic() - began
+        assert [*queue.poll()] == [PutDone("waiting", 0)]
+        assert queue.under_way == threads, "the buffers of what is stuck are still not the caller's"
+        slow.writes_go.set()
+        slow.reads_go.set()
+        assert queue.close(PATIENCE)
+        assert {item.ticket for item in queue.poll()} == {"stuck", *(f"stuck {number}" for number in range(1, threads))}
+        return seconds
+
+    assert_ends_within(play, 0.19, 0.3)
 
 
 def test_h20_the_queue_reports_the_unbroken_prefix_that_the_tier_found(tmp_path: Path) -> None:
