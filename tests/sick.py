@@ -1,6 +1,6 @@
 """A real tier that falls ill: it hangs, slows down, lies, refuses, answers with numbers out of all measure, or raises.
 
-What an ill store does to its client is tested with the stores themselves; this is the client being ill, as a plug-in is.
+What an ill store does to its client is tested with the stores; here the client itself is ill, as a plug-in may be.
 """
 
 from __future__ import annotations

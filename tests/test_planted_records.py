@@ -3,13 +3,11 @@ allocated (H63)."""
 
 from __future__ import annotations
 
-import os
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 

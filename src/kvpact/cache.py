@@ -431,8 +431,9 @@ class PactCache(ExternalCache):
         if held < plan.blocks.end and not late and self.staging.is_arriving(keys[held]):
             self.ledger.renew(plan, now)
             return None
-        if held == plan.blocks.end and not late and self.staging.find(keys, record.inquest) > held:
-            return self._plan(plan.request_id, record, keys, plan.blocks.start, now)  # there may be room for more now
+        if not late and self.staging.find(keys, record.inquest) > held:
+            # there may be room for more now, or another tier has what the first one did not deliver
+            return self._plan(plan.request_id, record, keys, plan.blocks.start, now)
         blocks = BlockRange(plan.blocks.start, max(0, held - plan.blocks.start))
         if held < plan.blocks.end:
             record.waits_until = now  # the tiers had their chance; a blocked request does not ask them every step (H02)

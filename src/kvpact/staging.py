@@ -37,6 +37,9 @@ POLL_SECONDS = 0.2e-3
 ASK_AGAIN_SECONDS = 60.0
 """What a shared tier was found to hold is believed for so long: others may evict, delete, or restart it (H46)."""
 
+REFUTED_SECONDS = 5.0
+"""A block that a tier said it holds and did not deliver is not read from it again for so long: others may have it."""
+
 KNOWN_SHARE = 2
 """For each slot of the arena, so many blocks are remembered as stored in a shared tier, or as seen once: what is
 written comes from the arena."""
@@ -106,6 +109,15 @@ class RecentKeys:
         for key in keys:
             self._keys.pop(key, None)
 
+    def discard_older(self, time: float) -> None:
+        """What was added before `time` is not known any more; each call takes the oldest ones only."""
+        while self._keys and next(iter(self._keys.values())) < time:
+            self._keys.popitem(last=False)
+
+    def first_of(self, keys: Sequence[BlockKey], end: int) -> int:
+        """The position of the first of `keys[:end]` that is known, else `end`."""
+        return next((at for at in range(end) if keys[at] in self._keys), end) if self._keys else end
+
 
 @dataclass(eq=False, slots=True)
 class Source:
@@ -116,6 +128,8 @@ class Source:
     """What a shared tier was found to hold, and when. It may have evicted it since: then the next look-up tells."""
     offered_again: RecentKeys
     """Chains that it should have, and was offered once more; see `Staging.lacks`."""
+    refuted: RecentKeys
+    """What it said it holds and did not deliver; see `REFUTED_SECONDS`."""
     unshareable: RecentKeys
     """What was written to a shared tier under a drawn epoch, to be deleted when the engine ends."""
     writing: set[BlockKey] = field(default_factory=set)
@@ -136,6 +150,16 @@ class Source:
         while start < len(keys) and (keys[start] in self.writing or (self.shared and self.believes(keys[start], now))):
             start += 1
         return start
+
+    def readable(self, keys: Sequence[BlockKey], inquest: Inquest | None, now: float) -> int:
+        """How many of `keys` in a row can be read from it; of a shared tier, if `inquest` has found that out."""
+        if self.shared:
+            held = inquest.held.get(self, 0) if inquest is not None else 0
+            held = self.client.readable(keys, min(held, len(keys)), now)
+        else:
+            held = self.client.held(keys, now)
+        self.refuted.discard_older(now - REFUTED_SECONDS)
+        return self.refuted.first_of(keys, held)
 
     def believes(self, key: BlockKey, now: float) -> bool:
         """Whether a shared tier was found to hold this block not long ago."""
@@ -198,7 +222,8 @@ class Staging:
                 metrics=self._metrics,
                 max_deleted_keys=2 * most,
             )
-            self._sources.append(Source(client, RecentKeys(most), RecentKeys(most), RecentKeys(most)))
+            known, offered_again, refuted, unshareable = (RecentKeys(most) for _ in range(4))
+            self._sources.append(Source(client, known, offered_again, refuted, unshareable))
         self._shared = [source for source in self._sources if source.shared]
 
     # Finding
@@ -229,13 +254,13 @@ class Staging:
     def find(self, keys: Sequence[BlockKey], inquest: Inquest | None = None) -> int:
         """How many blocks of `keys` are held in a row by the tier that has most. Memory only; nothing is waited for."""
         now = self._clock()
-        return max((_held_by(source, keys, inquest, now) for source in self._sources), default=0)
+        return max((source.readable(keys, inquest, now) for source in self._sources), default=0)
 
     def seconds_to_load(self, keys: Sequence[BlockKey], start: int, end: int, inquest: Inquest | None) -> float | None:
         """How long blocks [start, end) should take to arrive; None if that is not known."""
         seconds, now = 0.0, self._clock()
         for source in self._sources:
-            blocks = max(0, min(end, _held_by(source, keys, inquest, now)) - start)
+            blocks = max(0, min(end, source.readable(keys, inquest, now)) - start)
             if not blocks:
                 continue
             needed = source.client.costs.seconds_for(blocks * self._arena.slot_bytes, now)
@@ -287,7 +312,7 @@ class Staging:
     ) -> tuple[Source | None, int]:
         """The first tier that holds `block` of `keys` and all before it, and up to where it goes on."""
         for source in self._sources:
-            if (held := _held_by(source, keys, inquest, now)) > block:
+            if (held := source.readable(keys, inquest, now)) > block:
                 return source, held
         return None, 0
 
@@ -408,6 +433,8 @@ class Staging:
         self._index.abandon(fetch.slots[done.arrived :])
         self._index.unpin(fetch.pin)
         source.known.discard(fetch.keys[done.arrived :])
+        if done.seconds:
+            source.refuted.add(fetch.keys[done.arrived : done.arrived + 1], now)
         nbytes = done.arrived * self._arena.slot_bytes
         if done.seconds and nbytes:
             source.client.costs.note_read(nbytes, done.seconds, now)
@@ -426,6 +453,7 @@ class Staging:
             source.known.discard(write.keys[done.stored :])
             if write.epoch.is_drawn:
                 source.unshareable.add(write.keys[: done.stored])
+        source.refuted.discard(write.keys[: done.stored])
         self._metrics.add("written_blocks", done.stored, source.name)
         self._metrics.add("written_bytes", done.stored * self._arena.slot_bytes, source.name)
         self._metrics.add("dropped_writes", len(write.keys) - done.stored, source.name)
@@ -500,11 +528,3 @@ class Staging:
             if undeleted := source.client.undeleted:
                 logger.warning("kvpact: %d blocks are still in the %s tier that it should drop", undeleted, source.name)
         return all(flushed)
-
-
-def _held_by(source: Source, keys: Sequence[BlockKey], inquest: Inquest | None, now: float) -> int:
-    """How many of `keys` in a row can be read from a tier; from a shared one, if `inquest` has found that out."""
-    if not source.shared:
-        return source.client.held(keys, now)
-    held = inquest.held.get(source, 0) if inquest is not None else 0
-    return source.client.readable(keys, min(held, len(keys)), now)

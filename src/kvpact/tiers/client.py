@@ -22,7 +22,16 @@ from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.base import BlockBuffer, Tier, TierCapacity, TierCounts
 from kvpact.tiers.breaker import Breaker
-from kvpact.tiers.queue import ControlDone, Done, GetDone, LookupDone, PutDone, Ticket, TierQueue
+from kvpact.tiers.queue import (
+    ControlDone,
+    Done,
+    GetDone,
+    LookupDone,
+    PutDone,
+    Ticket,
+    TierQueue,
+    checked_answer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +192,7 @@ class TierClient:
         self._timed_out.discard(done.ticket)
         if not done.seconds:
             breaker.not_tried()
-        elif not timed_out and not done.ok:
+        elif not timed_out and (not done.ok or _brought_nothing(done)):
             self._fail(breaker, now)
         elif not timed_out:
             was_open = self.is_open
@@ -212,12 +221,12 @@ class TierClient:
         if not self.may_read(now):
             return 0
         try:
-            held = self.tier.lookup(keys)
+            held = checked_answer(self.tier.lookup(keys), len(keys))
         except Exception as error:
             self._warn_once("lookup", error)
             self._fail(self._reads, now)
             return 0
-        return self._without_deleted(keys, max(0, min(held, len(keys))))
+        return self._without_deleted(keys, held)
 
     def readable(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
         """Up to where the first `held` of `keys` may be read: not from an ill tier, or one that is to forget them."""
@@ -396,6 +405,11 @@ class TierClient:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("tier %s: %s raised; further ones are not logged", self.name, what, exc_info=error)
+
+
+def _brought_nothing(done: LookupDone | GetDone) -> bool:
+    """Whether a tier was read, because it said that it holds the blocks, and not one has arrived."""
+    return isinstance(done, GetDone) and not done.arrived
 
 
 def _carry_out(deletion: _Deletion, tier: Tier) -> None:

@@ -379,21 +379,24 @@ def _say_refused(tier: Tier, shared: _Shared, job: _Job, error: TierError) -> No
 
 
 def _run(tier: Tier, job: _Job) -> int:
-    """How many blocks it was, of those that were asked for, whatever a tier says."""
+    """How many blocks it was, of those that were asked for."""
     if job.control is not None:
         job.control(tier)
         return 0
     if job.kind is PutDone:
-        return _within(tier.put(job.keys, job.start, job.buffers, job.epoch), len(job.buffers))
+        return checked_answer(tier.put(job.keys, job.start, job.buffers, job.epoch), len(job.buffers))
     if job.kind is LookupDone:
-        return _within(tier.lookup(job.keys), len(job.keys))
+        return checked_answer(tier.lookup(job.keys), len(job.keys))
 
     def progress(arrived: int) -> bool:
-        job.arrived, job.moved = _within(arrived, len(job.buffers)), time.monotonic()
+        job.arrived, job.moved = checked_answer(arrived, len(job.buffers)), time.monotonic()
         return not job.cancelled
 
-    return _within(tier.get(job.keys, job.start, job.buffers, progress), len(job.buffers))
+    return checked_answer(tier.get(job.keys, job.start, job.buffers, progress), len(job.buffers))
 
 
-def _within(blocks: int, most: int) -> int:
-    return max(0, min(int(blocks), most))
+def checked_answer(blocks: int, most: int) -> int:
+    """How many of `most` blocks that it was asked for a tier has. Raises TierError for what cannot be."""
+    if not 0 <= blocks <= most:
+        raise TierError(f"of {most} blocks it names {blocks}")
+    return int(blocks)
