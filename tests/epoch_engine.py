@@ -6,14 +6,15 @@ One engine of one rank; its weights are a number, its files another. Time is the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from kvpact.arena import Arena, ArenaSegment
 from kvpact.blocks import Namespace
 from kvpact.cache import PactCache
 from kvpact.config import load_config
-from kvpact.engine import Engine, EngineConfig, EngineQuirks, Request, SimulatedWorker
+from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobConduct, Request, SimulatedWorker
+from kvpact.engine.ranks import Job
 from kvpact.tiers.base import Tier
 from kvpact.tiers.disk import DiskTier
 from kvpact.tiers.kinds import TierPlace, open_tier
@@ -45,7 +46,14 @@ def prompt(blocks: int, seed: int = 0) -> list[int]:
 class EpochEngine:
     """An engine that was started from the files of weights 0."""
 
-    def __init__(self, *tiers: Tier, preset: str = "vllm-0.32", num_slots: int = 64, **settings: object) -> None:
+    def __init__(
+        self,
+        *tiers: Tier,
+        preset: str = "vllm-0.32",
+        num_slots: int = 64,
+        conduct: Callable[[int, Job], JobConduct] | None = None,
+        **settings: object,
+    ) -> None:
         self.skew = 0.0
         """Seconds that have passed besides those that really have."""
         segment = ArenaSegment.create(num_slots, SLOT_BYTES)
@@ -59,7 +67,7 @@ class EpochEngine:
             clock=lambda: time.monotonic() + self.skew,
         )
         config = EngineConfig(num_blocks=256, block_size=BLOCK_SIZE, max_tokens_per_step=128, on_violation="record")
-        workers = [SimulatedWorker(0, segment.slot_view)]
+        workers = [SimulatedWorker(0, segment.slot_view, conduct)]
         self.engine = Engine(config, EngineQuirks.presets()[preset], self.cache, workers)
         self.names = 0
 

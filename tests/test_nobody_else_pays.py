@@ -14,7 +14,10 @@ import pytest
 
 from epoch_engine import BLOCK_SIZE, EpochEngine, disk, prompt, store
 from hook_time import STEP_CPU_SECONDS, HookTime, StepTime
-from kvpact.engine import RequestStatus
+from kvpact.blocks import BlockRange, RangeSet, RequestIdentity
+from kvpact.contract import LoadJob
+from kvpact.engine import JobConduct, Request, RequestStatus, SimulatedWorker
+from kvpact.engine.ranks import NEVER, Job
 from kvpact.tiers.base import Tier
 from object_server import CREDENTIALS, object_server
 from servers import redis_server
@@ -24,16 +27,22 @@ BLOCKS = 8
 STORED = BLOCKS * BLOCK_SIZE
 SOON = 20
 """Requests after which an ill tier must have been left alone."""
+LOAD_DEADLINE_S = 0.3
 AT_REST = 500
 """Steps in which the healthy tier has written what it was given, or its writes would hold the slots."""
+
+
+FAITHFUL = JobConduct()
 
 
 class Ward(EpochEngine):
     """An engine whose steps are measured, and that knows prompts which only the healthy tier holds."""
 
     def __init__(self, ill: SickTier, healthy: Tier, **settings: object) -> None:
-        super().__init__(ill, healthy, num_slots=96, **settings)
+        super().__init__(ill, healthy, num_slots=96, conduct=self._conduct, **settings)
         self.ill = ill
+        self.next_load = FAITHFUL
+        """How the rank treats the next load; all others it carries out as it should."""
         self.hooks = HookTime(self.cache)
         ill.is_empty = True
         self.below = [prompt(BLOCKS, 10 + number) for number in range(12)]
@@ -41,6 +50,12 @@ class Ward(EpochEngine):
         self.forget_memory(1)
         ill.is_empty = False
         assert self.serve(self.below.pop()) == STORED
+
+    def _conduct(self, rank: int, job: Job) -> JobConduct:
+        if not isinstance(job, LoadJob):
+            return FAITHFUL
+        conduct, self.next_load = self.next_load, FAITHFUL
+        return conduct
 
     def slowest_step(self, tokens: Sequence[int]) -> float:
         """CPU seconds of the hooks in one step, while this is served from the healthy tier."""
@@ -90,7 +105,7 @@ def ill(request: pytest.FixtureRequest, urls: dict[str, Callable[[], str]], tmp_
 @pytest.fixture
 def ward(ill: SickTier, urls: dict[str, Callable[[], str]]) -> Iterator[Ward]:
     with ExitStack() as ends:
-        ward = Ward(ill, store(urls["dir"]()))
+        ward = Ward(ill, store(urls["dir"]()), load_deadline=LOAD_DEADLINE_S)
         ends.callback(ward.close)
         ends.callback(ill.cure)
         yield ward
@@ -109,15 +124,60 @@ def test_p14_an_ill_tier_costs_its_own_hits_only(ward: Ward, sickness: Sickness)
     assert ward.cache.ledger.is_quiescent
 
 
+RANKS = {
+    Sickness.HANG: JobConduct(copy_after_steps=NEVER),
+    Sickness.SLOW: JobConduct(copy_after_steps=100),
+    Sickness.LIE: JobConduct(times_reported=2),
+    Sickness.REFUSE: JobConduct(failed_blocks=RangeSet.of(BlockRange(0, BLOCKS))),
+    Sickness.RAISE: JobConduct(times_reported=0),
+}
+
+
+@pytest.mark.parametrize("sickness", RANKS)
+@pytest.mark.parametrize("ill", ["dir"], indirect=True)
+def test_p14_a_load_that_a_rank_does_not_carry_out_costs_its_own_hits_only(ward: Ward, sickness: Sickness) -> None:
+    ward.next_load = RANKS[sickness]
+    ward.forget_local()
+    patient = ward.add(ward.below.pop())
+    while ward.next_load is not FAITHFUL:
+        ward.step()
+    ward.require_that_others_pay_nothing()
+    ward.run(patient)
+    assert patient.status is RequestStatus.FINISHED
+    for worker in ward.engine.workers:
+        assert isinstance(worker, SimulatedWorker)
+        worker.go_on()
+    ward.settle()
+    assert ward.cache.ledger.is_quiescent
+    assert ward.wrong == []
+
+
+@pytest.mark.parametrize("ill", ["dir"], indirect=True)
+def test_p14_blocks_that_another_connector_failed_to_load_cost_their_own_request_only(ward: Ward) -> None:
+    """They are named in the middle of its life, when what was computed behind them is being saved."""
+    patient = ward.add(prompt(BLOCKS, 300), outputs=40)
+    while patient.num_computed_tokens < STORED:
+        ward.step()
+    (blocks,) = patient.block_ids
+    ward.cache.distrust_blocks([blocks[2]], {patient.request_id: blocks})
+    ward.require_that_others_pay_nothing()
+    ward.run(patient)
+    ward.settle()
+    assert ward.cache.ledger.is_quiescent
+
+
 UNKEYABLE = {
-    "a negative token": lambda ward: ward.add([-1, *prompt(2, 7)]),
-    "a token beyond 32 bits": lambda ward: ward.add([2**40, *prompt(2, 7)]),
+    "a negative token": ([-1, *prompt(2, 7)], RequestIdentity()),
+    "a token beyond 32 bits": ([2**40, *prompt(2, 7)], RequestIdentity()),
+    "a salt with half a character": (prompt(2, 7), RequestIdentity(salt="\ud800")),
 }
 
 
 @pytest.mark.parametrize("what", UNKEYABLE)
+@pytest.mark.parametrize("ill", ["dir"], indirect=True)
 def test_p14_a_request_without_keys_costs_its_own_hits_only(ward: Ward, what: str) -> None:
-    patients = [UNKEYABLE[what](ward) for _ in range(3)]
+    tokens, identity = UNKEYABLE[what]
+    patients = [ward.engine.add_request(Request(f"patient {n}", tokens, 2, identity=identity)) for n in range(3)]
     ward.run(*patients)
     assert {patient.status for patient in patients} == {RequestStatus.FINISHED}
     ward.require_that_others_pay_nothing()
