@@ -61,6 +61,8 @@ class Traffic:
     server: str
     """The server's own URL, past the proxy."""
     requests: list[Request] = field(default_factory=list)
+    answered_bytes: int = 0
+    """In the bodies of all answers."""
     spoil: Spoil = field(default=lambda request: None)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -114,6 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.close()
 
     def _answer(self, status: int, headers: dict[str, str], body: bytes, part: float) -> None:
+        self.traffic.answered_bytes += len(body)
         self.send_response_only(status)
         for name, text in headers.items():
             self.send_header(name, text)

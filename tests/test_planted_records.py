@@ -3,21 +3,29 @@ allocated (H63)."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import struct
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvpact.testkit.sample_blocks import document, empty_buffers, filled_buffers
 from kvpact.testkit.tier_scene import NAMESPACE
 from kvpact.tier_urls import parse_tier_url
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED
+from kvpact.tiers.object import ObjectStore, open_objects
+from kvpact.tiers.object_packs import encode_pack
 from kvpact.tiers.redis import open_redis
 from kvpact.tiers.redis_wire import Wire
 from kvpact.tiers.shared import SharedTier, group_name, record_name
+from object_server import CREDENTIALS, Traffic, object_server
 from servers import RedisServer, redis_server
 
 SLOT = 64 << 10
@@ -162,3 +170,124 @@ def test_h63_a_record_of_many_parts_is_there_with_all_of_them_only(parts_there: 
         assert tier.delete(DOCUMENT.keys[:2]) == 2
         assert not client.keys("kvpact-part:*")
     tier.close()
+
+
+# Objects
+
+HUGE = 32 << 20
+MOST_READ = 3 << 20
+"""Bytes, of tables and of the records of one honest object, that a call may read."""
+PLACES = ("s3", "file")
+FIRST = record_name(GROUP, DOCUMENT.keys[0])
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Traffic]:
+    with object_server() as traffic, pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        for name, text in CREDENTIALS.items():
+            patch.setenv(name, text)
+        yield traffic
+
+
+def honest_pack(tier: SharedTier, spoilt: int = SICK) -> dict[str, bytes]:
+    """The document's records, of which one is damaged in its payload."""
+    assert isinstance(tier.store, ObjectStore)
+    whole = tier.store.bucket.get(FIRST)
+    assert whole is not None
+    records = {}
+    for key in DOCUMENT.keys:
+        name = record_name(GROUP, key)
+        at, length = tier.store.memory.locate([name])[name].records[name]
+        records[name] = bytes(whole.data[at : at + length])
+    name = record_name(GROUP, DOCUMENT.keys[spoilt])
+    records[name] = records[name][:-1] + bytes([records[name][-1] ^ 1])
+    return records
+
+
+def with_a_giant_behind(tier: SharedTier) -> bytes:
+    return encode_pack({name: [data] for name, data in honest_pack(tier).items()}) + bytes(HUGE)
+
+
+def with_a_giant_inside(tier: SharedTier) -> bytes:
+    giant = record_name(GROUP, document("giant", 1).keys[0])
+    return encode_pack({**{name: [data] for name, data in honest_pack(tier).items()}, giant: [bytes(HUGE)]})
+
+
+def with_the_sick_one_a_giant(tier: SharedTier) -> bytes:
+    return encode_pack({**{name: [data] for name, data in honest_pack(tier).items()}, NAME: [bytes(HUGE)]})
+
+
+def with_no_table(tier: SharedTier) -> bytes:
+    return bytes(HUGE)
+
+
+def with_a_table_of_trifles(tier: SharedTier) -> bytes:
+    """4 MiB of entries, each a name of three letters and no bytes."""
+    letters = [chr(one) for one in range(33, 127)]
+    table = b"".join(struct.pack("<HQ", 3, 0) + (a + b + c).encode() for a in letters for b in letters for c in letters)
+    table = table[: (4 << 20) // 13 * 13 - 13 * 4]
+    head = struct.pack("<8sIIQ", b"kvpactPK", 1, len(table) // 13, len(table))
+    return head + xxh3_64_intdigest(head + table).to_bytes(8, "little") + table
+
+
+PLANTS = [
+    with_a_giant_behind,
+    with_a_giant_inside,
+    with_the_sick_one_a_giant,
+    with_no_table,
+    with_a_table_of_trifles,
+]
+
+
+@contextmanager
+def most_memory() -> Iterator[Cost]:
+    """The most memory of this process at once, native code's too, beyond what it had."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    cost = Cost()
+    yield cost
+    cost.memory = _memory("VmHWM") - before
+
+
+def _memory(name: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) << 10
+
+
+def object_tier(place: str, s3: Traffic, directory: Path, *, counted: bool) -> SharedTier:
+    url = f"file://{directory}/objects?timeout=20s"
+    if place == "s3":
+        endpoint = s3.endpoint if counted else s3.server
+        url = f"s3://bucket/{directory.name}?endpoint={endpoint}&allow_http=true&timeout=20s"
+    return SharedTier(open_objects(parse_tier_url(url)), NAMESPACE, SLOT)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("call", ["get", "delete", "scan", "a tool's removal"])
+def test_h63_nothing_larger_than_an_honest_object_is_read_to_judge_or_remove_a_planted_one(
+    call: str, plant: Callable[[SharedTier], bytes], place: str, s3: Traffic, tmp_path: Path
+) -> None:
+    writer = object_tier(place, s3, tmp_path, counted=False)
+    assert stored(writer) == len(DOCUMENT)
+    assert isinstance(writer.store, ObjectStore)
+    planted = plant(writer)
+    writer.store.bucket._api.put(writer.store.bucket._store, FIRST, planted)
+    del planted
+    writer.close()
+    reader = object_tier(place, s3, tmp_path, counted=False)
+    with most_memory() as most:
+        CALLS[call](reader)
+    assert most.memory < HUGE // 2
+    with contextlib.closing(object_tier(place, s3, tmp_path, counted=True)) as counted:
+        before = s3.answered_bytes
+        with costs() as cost:
+            assert served(counted) <= len(DOCUMENT)
+            assert counted.delete([DOCUMENT.keys[SICK]]) <= 1
+        assert s3.answered_bytes - before < MOST_READ
+        assert cost.memory < 32 << 20
+        assert served(counted) <= SICK
+        assert stored(counted) == served(counted) == len(DOCUMENT), "a write does not mend it"
+    reader.close()

@@ -7,7 +7,8 @@ Floor 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby, takewhile
@@ -15,19 +16,19 @@ from typing import Final
 
 from kvpact.tier_urls import TierURL
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.object_bucket import Bucket, ObjectChanged, open_bucket
+from kvpact.tiers.object_bucket import Bucket, ObjectChanged, Part, open_bucket
 from kvpact.tiers.object_packs import (
     Pack,
     PackError,
     PackMemory,
-    PackVersion,
     Span,
     decode_pack,
     encode_pack,
     spans,
-    table_end,
+    table_size,
 )
 from kvpact.tiers.shared import (
+    GROUP_BYTES,
     RecordBuffer,
     RecordPieces,
     RecordStore,
@@ -40,11 +41,14 @@ from kvpact.tiers.shared import (
 FIRST_READ_BYTES: Final = 16 << 10
 """Read of an object to learn what is in it: a table of 200 blocks, in one request."""
 
-TABLE_BYTES: Final = 4 << 20
-"""More than any table of ours has."""
-
 GAP_BYTES: Final = 128 << 10
 """Bytes that are read for nothing rather than asking again: a request takes as long as some megabytes do."""
+
+MOST_KEPT_BYTES: Final = 4 * GROUP_BYTES
+"""What is kept of an object when a record is taken out of it or added: more than any of ours has, if it has several."""
+
+CHANGE_REQUESTS: Final = 5
+"""To replace an object: its table, in one or two, what it keeps, in one or two, and the new one."""
 
 TRIES: Final = 8
 """How often an object may change under our hands before a write is given up."""
@@ -119,7 +123,7 @@ class ObjectStore(RecordStore):
         """What an object holds: nothing, if it is damaged; None if there is no such object."""
         part = self.bucket.get(name, 0, FIRST_READ_BYTES)
         try:
-            if part is not None and FIRST_READ_BYTES < (end := table_end(part.data)) <= TABLE_BYTES:
+            if part is not None and (end := self._table_end(part)) > FIRST_READ_BYTES:
                 part = self.bucket.get(name, 0, end, part.version)
             if part is not None:
                 pack = decode_pack(name, part.data, part.object_bytes, part.version)
@@ -131,6 +135,13 @@ class ObjectStore(RecordStore):
             pass
         self.memory.forget(name)
         return None if part is None else Pack(name, {}, part.version)
+
+    def _table_end(self, part: Part) -> int:
+        """Where the table of an object ends. Raises PackError for one that is large, and for more than there is."""
+        count, end = table_size(part.data)
+        if end > FIRST_READ_BYTES and end + count * (self.record_bytes or 0) > part.object_bytes:
+            raise PackError(f"{count} records do not fit into {part.object_bytes} bytes")
+        return end
 
     # Reading
 
@@ -213,36 +224,59 @@ class ObjectStore(RecordStore):
                 return list(takewhile(pack.records.__contains__, waiting))
             # Its first record was removed, or it is damaged. The copy is for a thread that may outlast this call.
             ours: dict[str, RecordPieces] = {name: [b"".join(record)] for name, record in waiting.items()}
-            self.bucket.each(
-                partial(self._change, edit=lambda held: held if first in held else {**ours, **held}),  # noqa: B023
-                [first],
-                requests=3,
-            )
+            self.bucket.each(partial(self._change, added=ours), [first], requests=CHANGE_REQUESTS)
         raise self._too_many_writers(first)
 
     def _change(
-        self, name: str, edit: Callable[[dict[str, RecordPieces]], Mapping[str, RecordPieces]]
-    ) -> dict[str, RecordPieces]:
-        """Replace an object by one with what `edit` makes of its records; what it held before."""
+        self, name: str, *, doomed: Collection[str] = (), added: Mapping[str, RecordPieces] | None = None
+    ) -> Collection[str]:
+        """Replace an object by one without the `doomed` records, and with `added` ones before those that it had.
+
+        One that has the first of `added` stays as it is. Returns the names that it had.
+        """
+        added = added or {}
         for _ in range(TRIES):
-            whole = self.bucket.get(name)
-            if whole is None:
-                self.memory.forget(name)
-                return {}
-            held = _records(name, whole.data, whole.version)
-            left = edit(held)
-            if left and left.keys() == held.keys():
-                return held
-            if not left:
-                self.bucket.delete(name)
-                self.memory.forget(name)
-                return held
-            data = encode_pack(left)
-            version = self.bucket.put(name, data, whole.version)
-            if version is not None:
-                self.memory.learn(decode_pack(name, data, len(data), version))
-                return held
+            pack = self._table(name)
+            if pack is None:
+                return ()
+            kept = [record for record in pack.records if record not in doomed]
+            if next(iter(added)) in kept if added else kept == [*pack.records] != []:
+                return kept
+            left = self._read_kept(pack, kept)
+            if left is not None and self._replace(pack, {**added, **left}):
+                return pack.records.keys()
         raise self._too_many_writers(name)
+
+    def _read_kept(self, pack: Pack, names: Sequence[str]) -> dict[str, RecordPieces] | None:
+        """These records of an object, but none that is none of ours, for whatever it claims. None if it has changed."""
+        kept: dict[str, Pack] = {}
+        lengths = Counter(length for _, length in pack.records.values())
+        usual = self.record_bytes or max(lengths, key=lengths.__getitem__, default=0)
+        room = max(MOST_KEPT_BYTES, 4 * (self.record_bytes or 0))
+        for name in names[: room // max(1, usual)]:
+            if key_of(name) and pack.records[name][1] == usual:
+                kept[name] = pack
+        left: dict[str, RecordPieces] = {}
+        for span in spans(kept, gap=GAP_BYTES):
+            data = self._read_span(span)
+            if len(data) < span.end - span.start:
+                return None
+            for name in span.names:
+                offset, length = pack.records[name]
+                left[name] = [data[offset - span.start :][:length]]
+        return left
+
+    def _replace(self, pack: Pack, records: Mapping[str, RecordPieces]) -> bool:
+        """Store an object with these records instead of a pack; whether it was still there."""
+        if not records:
+            self.bucket.delete(pack.name)
+            self.memory.forget(pack.name)
+            return True
+        data = encode_pack(records)
+        version = self.bucket.put(pack.name, data, pack.version)
+        if version is not None:
+            self.memory.learn(decode_pack(pack.name, data, len(data), version))
+        return version is not None
 
     def remove(self, names: Sequence[str]) -> int:
         """See `RecordStore`. What is behind a removed record stays in its pack; the rest is written anew.
@@ -265,10 +299,9 @@ class ObjectStore(RecordStore):
             packs |= dict.fromkeys(self.memory.holders(name))
 
         def take_out(pack: str) -> set[str]:
-            held = self._change(pack, lambda held: {name: held[name] for name in held if name not in doomed})
-            return held.keys() & doomed
+            return doomed.intersection(self._change(pack, doomed=doomed))
 
-        return len(set[str]().union(*self.bucket.each(take_out, list(packs), requests=3)))
+        return len(set[str]().union(*self.bucket.each(take_out, list(packs), requests=CHANGE_REQUESTS)))
 
     # Telling
 
@@ -299,15 +332,6 @@ class ObjectStore(RecordStore):
 
     def _too_many_writers(self, name: str) -> StoreError:
         return StoreError(f"{self.place}: object {name[-16:]} keeps changing; given up after {TRIES} tries")
-
-
-def _records(name: str, data: memoryview, version: PackVersion) -> dict[str, RecordPieces]:
-    """What an object holds; nothing, if it is damaged."""
-    try:
-        pack = decode_pack(name, data, len(data), version)
-    except PackError:
-        return {}
-    return {name: [data[offset : offset + length]] for name, (offset, length) in pack.records.items()}
 
 
 def open_objects(url: TierURL) -> ObjectStore:

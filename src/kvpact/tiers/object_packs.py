@@ -24,9 +24,11 @@ _HEAD: Final = struct.Struct("<8sIIQ")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEAD_BYTES: Final = _HEAD.size + _CHECKSUM.size
 _ENTRY: Final = struct.Struct("<HQ")
+_LONGEST_NAME: Final = 255
+"""Bytes of a record's name behind its group's; a block's has 64."""
 
 REMEMBERED_RECORDS: Final = 65_536
-"""Places of records that are remembered: some 20 MB of memory, for tens of gigabytes of blocks."""
+"""Places of records that are remembered: some 20 MB of memory, for tens of gigabytes of blocks. No pack has more."""
 
 
 class PackError(ValueError):
@@ -68,14 +70,16 @@ def encode_pack(records: Mapping[str, RecordPieces]) -> bytes:
     return b"".join(pieces)
 
 
-def table_end(start: bytes | memoryview) -> int:
-    """Where the table ends in an object that begins with `start`. Raises PackError."""
+def table_size(start: bytes | memoryview) -> tuple[int, int]:
+    """How many records an object that begins with `start` says it has, and where its table ends. Raises PackError."""
     if len(start) < HEAD_BYTES:
         raise PackError(f"{len(start)} bytes, less than a pack's head")
-    magic, version, _, table_bytes = _HEAD.unpack_from(start)
+    magic, version, count, table_bytes = _HEAD.unpack_from(start)
     if magic != PACK_MAGIC or version != PACK_FORMAT:
         raise PackError(f"no pack of format {PACK_FORMAT}: it starts with {bytes(start[:12])!r}")
-    return int(HEAD_BYTES + table_bytes)
+    if count > REMEMBERED_RECORDS or table_bytes > count * (_ENTRY.size + _LONGEST_NAME):
+        raise PackError(f"a table of {table_bytes} bytes for {count} records is none of ours")
+    return count, HEAD_BYTES + table_bytes
 
 
 def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version: PackVersion) -> Pack:
@@ -83,7 +87,7 @@ def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version
 
     Raises PackError.
     """
-    end = table_end(start)
+    count, end = table_size(start)
     if len(start) < end:
         raise PackError(f"cut off in its table, at byte {len(start)} of {end}")
     table = bytes(start[HEAD_BYTES:end])
@@ -94,7 +98,7 @@ def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version
     records: dict[str, tuple[int, int]] = {}
     at, offset = 0, end
     try:
-        while at < len(table):
+        while at < len(table) and len(records) < count:
             name_bytes, length = _ENTRY.unpack_from(table, at)
             at += _ENTRY.size + name_bytes
             if offset + length > object_bytes:
