@@ -78,14 +78,14 @@ def block_of(tensor: Any, block: int) -> Any:
 class Scene:
     """An engine's KV memory, a segment and a worker over both."""
 
-    def __init__(self, layout: str = "[B,H,N,C] contiguous", layerwise: bool = True, fault: Any = None) -> None:
+    def __init__(self, layout: str = "[B,H,N,C] contiguous", layerwise: bool = True, **settings: Any) -> None:
         make = LAYOUTS[layout]()
         self.tensors = {f"layer.{layer}": make(layer) for layer in range(LAYERS)}
         for layer, tensor in enumerate(self.tensors.values()):
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(layer)))
         self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
         self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)
-        self.worker = TransferWorker(self.paged, self.segment, rank=0, layerwise=layerwise, fault=fault)
+        self.worker = TransferWorker(self.paged, self.segment, rank=0, layerwise=layerwise, **settings)
         self.jobs = 0
 
     def copies(self) -> list[Any]:
@@ -424,6 +424,76 @@ def _shut_down_under_way() -> float:
     assert scene.worker.idle
     scene.close()
     return seconds
+
+
+PATIENCE = 0.2
+
+
+def failed_whole(job: LoadJob) -> JobOutcome:
+    return JobOutcome(failed=RangeSet.of(job.blocks))
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_h10_a_synchronous_load_that_hangs_is_left_by_its_deadline(layerwise: bool) -> None:
+    scene = Scene(layerwise=layerwise, patience=PATIENCE)
+    scene.save([0, 1, 2], [0, 1, 2])
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    scene.clear()
+    hangs = scene.load_job([0, 1], [3, 4], synchronous=True)
+    began = time.monotonic()
+    scene.worker.start_loads([hangs])
+    for name in scene.tensors:
+        scene.worker.wait_for_layer(name)
+    scene.worker.wait_for_loads()
+    assert PATIENCE <= time.monotonic() - began < 2 * PATIENCE, "once, not for each layer"
+    assert scene.worker.poll() == {}, "it may still write"
+    scene.worker.start_saves([SaveJob(99, "r", 0, (5,), (5,))])
+    until = time.monotonic() + 5
+    while not (ended := scene.worker.poll()):
+        assert time.monotonic() < until, "saves go on"
+        time.sleep(0.001)
+    assert list(ended) == [99]
+    engine.gate.release(1)
+    assert scene.worker.drain(5)
+    assert scene.worker.poll() == {hangs.job_id: failed_whole(hangs)}
+    assert engine.calls == [("gather", layer) for layer in range(LAYERS)] + [("scatter", 0)], "no layer more"
+    engine.gate.release(LAYERS)
+    assert scene.load([0], [6], synchronous=True).failed == RangeSet()
+    scene.close()
+
+
+def test_h10_a_synchronous_load_behind_a_copy_that_hangs_is_left_and_never_begins() -> None:
+    scene = Scene(patience=PATIENCE)
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    hangs = scene.load_job([0], [0])
+    scene.worker.start_loads([hangs])
+    time.sleep(0.02)
+    behind = scene.load_job([1], [1], synchronous=True)
+    scene.worker.start_loads([behind])
+    scene.worker.wait_for_loads()
+    assert scene.worker.poll() == {behind.job_id: failed_whole(behind)}
+    engine.gate.release(LAYERS)
+    assert scene.worker.drain(5)
+    assert scene.worker.poll()[hangs.job_id].failed == RangeSet()
+    assert len(engine.calls) == LAYERS
+    scene.close()
+
+
+def test_h10_loads_that_are_left_go_no_farther_and_end_once() -> None:
+    scene = Scene()
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    hangs, queued, wanted = scene.load_job([0, 1], [0, 1]), scene.load_job([2], [2]), scene.load_job([3], [3])
+    scene.worker.start_loads([hangs, queued, wanted])
+    time.sleep(0.02)
+    scene.worker.leave([hangs.job_id, queued.job_id, 99])
+    assert scene.worker.poll() == {queued.job_id: failed_whole(queued)}
+    engine.gate.release(1 + LAYERS)
+    assert scene.worker.drain(5)
+    ended = scene.worker.poll()
+    assert ended[hangs.job_id] == failed_whole(hangs)
+    assert ended[wanted.job_id].failed == RangeSet()
+    assert len(engine.calls) == 1 + LAYERS
+    scene.close()
 
 
 def test_shutdown_frees_whoever_waits_for_a_layer() -> None:

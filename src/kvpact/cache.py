@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -872,6 +872,16 @@ class PactCache(ExternalCache):
             self.saves.lazy.clear()
         self._unwritten.clear()
         self._backlog = range(0)
+
+    @property
+    def has_overdue_loads(self) -> bool:
+        """Whether a load's deadline has passed and ranks may still write to its blocks."""
+        return self._overdue.is_stuck
+
+    def loads_under_way(self, job_ids: Iterable[int]) -> list[LoadJob]:
+        """Those of these jobs that are not settled, and for which the engine waits."""
+        loads = (self._copies.loads.get(job_id) for job_id in job_ids)
+        return [load.job for load in loads if load is not None and not load.job.synchronous and not load.told]
 
     def take_stale_loads(self) -> list[LoadJob]:
         """Loads that arrived although they had been recalled: what they brought must be computed again."""

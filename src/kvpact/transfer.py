@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -40,7 +40,7 @@ class TransferCounts:
     save_seconds: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Progress:
     """A background job under way: blocks below `position` have been tried, `failed` are those that did not arrive."""
 
@@ -48,6 +48,8 @@ class _Progress:
     fence: Callable[[], None]
     position: int = 0
     failed: list[int] = field(default_factory=list)
+    left: bool = False
+    """Whether nobody waits for it any more: what is not being copied in this moment is not copied."""
 
     def outcome(self) -> JobOutcome:
         """The job's end: what was not tried has failed too."""
@@ -64,8 +66,9 @@ class TransferWorker:
 
     `start_loads`, `wait_for_layer`, `wait_for_loads` and `start_saves` are for the computing thread; nothing here
     raises because of a job: what cannot be copied is reported as failed. With `layerwise`, synchronous loads run beside
-    the forward pass, else `start_loads` returns when they are done. `fault(job, block)`, for tests, is called before
-    each block of an asynchronous load, in the request's numbering; if it raises, that block fails.
+    the forward pass, else `start_loads` returns when they are done. They are waited for at most `patience` seconds
+    (None: without end); then they are left, and end as failed when the copy does. `fault(job, block)`, for tests, is
+    called before each block of an asynchronous load, in the request's numbering; if it raises, that block fails.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class TransferWorker:
         rank: int,
         layerwise: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        patience: float | None = None,
         fault: Callable[[LoadJob, int], None] | None = None,
     ) -> None:
         self.rank = rank
@@ -86,12 +90,16 @@ class TransferWorker:
         self._block_bytes = sum(paged.layout.layer_page_bytes)
         self._layerwise = layerwise
         self._clock = clock
+        self._patience = patience
         self._fault = fault
         self._changed = threading.Condition()
         # All below is guarded by _changed; a job stays in its queue until its outcome is recorded.
         self._loads: deque[_Progress] = deque()
         self._saves: deque[_Progress] = deque()
         self._synchronous: list[_Progress] = []
+        self._copying: list[_Progress] = []
+        """What the loading thread is at: some synchronous loads, or one of the others."""
+        self._leave_at = 0.0
         self._layers_arrived = self._num_layers
         self._outcomes: dict[int, JobOutcome] = {}
         self._stopping = False
@@ -116,6 +124,7 @@ class TransferWorker:
             self._loads.extend(progress for progress in started if not _is_synchronous(progress.job))
             if self._synchronous:
                 self._layers_arrived = 0
+                self._leave_at = time.monotonic() + (self._patience or 0.0)
             self._changed.notify_all()
         if not self._layerwise:
             self.wait_for_loads()
@@ -125,15 +134,38 @@ class TransferWorker:
         if self._layers_arrived == self._num_layers:  # the usual case, once per layer and step: no lock
             return
         layer = self._layer_index.get(layer_name, self._num_layers - 1)
-        with self._changed:
-            self._changed.wait_for(lambda: self._layers_arrived > layer)
+        self._wait_until(lambda: self._layers_arrived > layer)
 
     def wait_for_loads(self) -> None:
-        """Return when all synchronous loads have ended; their outcomes are then there to `poll`."""
+        """Return when all synchronous loads have ended; their outcomes are then there to `poll`, but for those left."""
         if self._layers_arrived == self._num_layers:
             return
+        self._wait_until(lambda: self._layers_arrived == self._num_layers)
+
+    def _wait_until(self, arrived: Callable[[], bool]) -> None:
+        """Wait for layers of synchronous loads, or leave those loads when patience ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._layers_arrived == self._num_layers)
+            timeout = None if self._patience is None else max(0.0, self._leave_at - time.monotonic())
+            if self._changed.wait_for(arrived, timeout):
+                return
+            if self._copying is not self._synchronous:
+                self._settle(self._synchronous)  # the loading thread hangs elsewhere and never began
+            for progress in self._synchronous:
+                progress.left = True
+            self._end_synchronous()
+
+    def leave(self, job_ids: Collection[int]) -> None:
+        """Nobody waits for these asynchronous loads any more: they end as failed, at once unless they are being copied.
+
+        What is being copied goes no farther than the call that copies now, which may never return.
+        """
+        with self._changed:
+            for progress in self._loads:
+                progress.left |= progress.job.job_id in job_ids
+            kept = [progress for progress in self._loads if not progress.left or progress in self._copying]
+            self._settle(progress for progress in self._loads if progress not in kept)
+            self._loads.clear()
+            self._loads.extend(kept)
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """Begin saves in the background, after what the caller has computed. They make way for synchronous loads."""
@@ -157,7 +189,7 @@ class TransferWorker:
     @property
     def idle(self) -> bool:
         """Whether every job has ended."""
-        return not (self._synchronous or self._loads or self._saves)
+        return not (self._synchronous or self._loads or self._saves or self._copying)
 
     def drain(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until every job has ended; whether that is so."""
@@ -184,6 +216,7 @@ class TransferWorker:
                     self._end_synchronous()
                     return
                 progress = None if self._synchronous else self._loads[0]
+                self._copying = [] if progress is None else [progress]
             if progress is None:
                 self._load_synchronous()
             else:
@@ -205,16 +238,21 @@ class TransferWorker:
         """Load the step's synchronous jobs, if any, layer by layer over all of them."""
         if not self._synchronous:
             return
+        with self._changed:
+            loads, before = self._synchronous, self._copying
+            if not loads:  # they were left meanwhile
+                return
+            self._copying = loads
         began = self._clock()
         copying = []
-        for progress in self._synchronous:
+        for progress in loads:
             try:
                 progress.fence()
                 copying.append((progress, CopyPlan.of(progress.job.block_ids, progress.job.slots)))
             except Exception as error:
                 self._log_once("a synchronous load", error)
         for layer in range(self._num_layers):
-            for progress, plan in list(copying):
+            for progress, plan in [(progress, plan) for progress, plan in copying if not progress.left]:
                 try:
                     self._engine.scatter(layer, plan)
                 except Exception as error:
@@ -222,14 +260,19 @@ class TransferWorker:
                     copying.remove((progress, plan))
             if layer < self._num_layers - 1:
                 with self._changed:
-                    self._layers_arrived = layer + 1
-                    self._changed.notify_all()
-        for progress, _ in copying:
-            progress.position = len(progress.job.slots)
+                    if self._synchronous is loads:
+                        self._layers_arrived = layer + 1
+                        self._changed.notify_all()
         with self._changed:
-            self._count_load(sum(len(progress.job.slots) for progress, _ in copying), began)
-            self._settle(self._synchronous)
-            self._end_synchronous()
+            arrived = [progress for progress, _ in copying if not progress.left]
+            for progress in arrived:
+                progress.position = len(progress.job.slots)
+            self._count_load(sum(len(progress.job.slots) for progress in arrived), began)
+            self._settle(loads)
+            self._copying = before
+            if self._synchronous is loads:
+                self._end_synchronous()
+            self._changed.notify_all()
 
     def _let_loads_pass(self) -> None:
         """Hold the save thread while a synchronous load wants the memory bus."""
@@ -253,11 +296,12 @@ class TransferWorker:
         progress.position = end
         with self._changed:
             if queue is self._loads:
+                self._copying = []
                 self._count_load(len(arrived), began)
             else:
                 self.counts.save_bytes += len(arrived) * self._block_bytes
                 self.counts.save_seconds += self._clock() - began
-            if end == len(progress.job.slots):
+            if end == len(progress.job.slots) or progress.left:
                 self._settle([queue.popleft()])
                 self._changed.notify_all()
 
@@ -277,11 +321,13 @@ class TransferWorker:
             plan = CopyPlan.of([progress.job.block_ids[block] for block in blocks], slots)
             for layer in range(self._num_layers):
                 make_way()
+                if progress.left:
+                    return []
                 copy(layer, plan)
-            return list(blocks)
+            return [] if progress.left else list(blocks)
         except Exception as error:
             self._log_once("a load" if isinstance(progress.job, LoadJob) else "a save", error)
-            if len(blocks) == 1:
+            if len(blocks) == 1 or progress.left:
                 return []
             return [block for one in blocks for block in self._copy(progress, [one], copy, make_way)]
 

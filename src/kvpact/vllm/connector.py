@@ -30,6 +30,7 @@ from kvpact.notices import NoticeWriter
 from kvpact.vllm.context import VllmContext
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata, RanksMessage, StepMessage
+from kvpact.vllm.releases import transfer_results
 from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
 from kvpact.vllm.support import check_engine, check_match_at, log_like_vllm, worker_place
@@ -38,6 +39,7 @@ from kvpact.vllm.worker_side import WorkerSide
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
@@ -181,6 +183,7 @@ class PactConnector(KVConnectorBase_V1):
             if self._worker_side.is_outdated(message):
                 self._worker_side.give_up((*message.work.loads, *message.work.saves))
             self._worker_side.start_loads(self._worker_side.usable_work(message))
+            self._worker_side.go_on_without(message.work.overdue, message.spoilt)
         except Exception as error:
             self._worker_side.give_up(message.work.loads)
             if self._worker_side.has_step_loads:
@@ -218,6 +221,12 @@ class PactConnector(KVConnectorBase_V1):
             self._worker_side.give_up(self._worker_side.synchronous)  # in the next step it would be too late to say so
             raise
         return None, self._worker_side.take_arrived() or None
+
+    @guarded(lambda: transfer_results(set(), set()))
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same, and those of them to which nothing of their load is to count. Releases from 0.30 on ask so."""
+        _, arrived = self.get_finished(finished_req_ids)
+        return transfer_results(arrived or set(), self._worker_side.take_lost() if arrived else set())
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -301,7 +310,8 @@ class PactConnector(KVConnectorBase_V1):
         """Settlement: what the workers reported, combined over ranks."""
         metadata = connector_output.kv_connector_worker_meta
         message = metadata.message() if isinstance(metadata, PactWorkerMetadata) else RanksMessage(WorkerReport({}))
-        self._scheduler_side.take_report(message, set(connector_output.invalid_block_ids))
+        failed = getattr(connector_output, "failed_recving", ())
+        self._scheduler_side.take_report(message, set(connector_output.invalid_block_ids), failed)
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -64,6 +64,8 @@ class StepMessage:
     """What requests that run with loaded blocks for the first time must run with."""
     changes: tuple[int, ...] = ()
     """With loads or saves: how often each rank had said that its weights change, when they were ordered."""
+    spoilt: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """With overdue loads, where vLLM can only be told of blocks: by job, those to be named."""
 
 
 @dataclass(frozen=True, slots=True)

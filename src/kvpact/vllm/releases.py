@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.kv_cache_utils import get_group_id
+
+_TRANSFER_RESULTS: Any = getattr(base, "KVConnectorTransferResults", None)
+
+TAKES_FAILED_REQUESTS = _TRANSFER_RESULTS is not None
+"""Whether a connector can say that a request's load failed as a whole: from 0.30 on. Earlier it names blocks."""
+
+
+def transfer_results(arrived: set[str], failed: set[str]) -> Any:
+    """What vLLM is told of asynchronous loads: requests whose load is over, and those of them that got nothing."""
+    return _TRANSFER_RESULTS(finished_recving=arrived, failed_recving=failed & arrived)
 
 
 class BlockTables(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_credit import HitCredit
 from kvpact.vllm.identity import engine_namespace
+from kvpact.vllm.late_loads import LateLoads
 from kvpact.vllm.late_tiers import LateTiers, OpenTiers
 from kvpact.vllm.messages import (
     AdapterUsed,
@@ -88,6 +89,7 @@ class SchedulerSide:
         """Requests with a broken load of which the engine has not heard yet: what they compute is worthless."""
         self._loading: dict[str, tuple[int, ...]] = {}
         """Request id -> its blocks, from the first on that a load is to fill, until the workers have reported."""
+        self._late = LateLoads()
         self._loaded_for: dict[str, AdapterUsed] = {}
         """Request id -> what its blocks were loaded for, until a step has run with them."""
         self._unsettled = WorkerReport({})
@@ -324,7 +326,10 @@ class SchedulerSide:
         store = self._store if lookups else None
         run = self._loaded_for.keys() & scheduler_output.num_scheduled_tokens.keys()
         adapters = tuple(self._loaded_for.pop(request_id) for request_id in run)
-        metadata = PactMetadata.of(StepMessage(work, tuple(self._broken), lookups, store, adapters, changes))
+        spoilt = {}
+        if work.overdue and self.context is not None:
+            spoilt = self._late.name(self.cache.loads_under_way(work.overdue), self.context, self._block_ids_or_none)
+        metadata = PactMetadata.of(StepMessage(work, tuple(self._broken), lookups, store, adapters, changes, spoilt))
         self._broken.clear()
         self._ordered.clear()
         self._ordered_at = ()
@@ -372,15 +377,22 @@ class SchedulerSide:
         except (PactViolation, KeyError, ValueError):
             return ()
 
-    def take_report(self, message: RanksMessage, invalid_block_ids: set[int]) -> None:
+    def take_report(
+        self, message: RanksMessage, invalid_block_ids: set[int], failed_requests: Collection[str] = ()
+    ) -> None:
         """`update_connector_output`: settle what the workers say is done.
 
         Blocks that a synchronous load left invalid are in the engine's prefix cache already, and what was computed from
         them is as well. All are taken out: the request that would recompute them may be gone before it does (H28).
+        Of `failed_requests` nothing was loaded.
         """
         self._stepped = True
-        if not (message.report.says_something or self._unsettled.says_something or message.reads or invalid_block_ids):
+        says_something = message.report.says_something or self._unsettled.says_something or message.reads
+        overdue = self.cache is not None and self.cache.has_overdue_loads
+        if not (says_something or invalid_block_ids or failed_requests or overdue):
             return
+        for request_id in failed_requests:
+            self._credit.load_failed(request_id, 0)
         self._unsettled = self._unsettled.aggregate(message.report)  # with what an exception left over the last time
         if invalid_block_ids:
             spoilt = self._spoilt_by(invalid_block_ids)
@@ -390,9 +402,10 @@ class SchedulerSide:
             return
         self._may_use_cache()  # what is reported as saved may be of weights that are gone
         self.cache.note_step_reads(message.reads)
-        if invalid_block_ids and self.context is not None:
+        doubtful = self._late.take_out(invalid_block_ids, overdue=overdue)
+        if doubtful and self.context is not None:
             tables = {name: self._block_ids_or_none(name) for name in self._requests}
-            self.cache.distrust_blocks(invalid_block_ids, tables)
+            self.cache.distrust_blocks(doubtful, tables)
         settlements = self.cache.apply_report(self._unsettled)
         stale = {job.request_id: job for job in self.cache.take_stale_loads() if job.request_id in self._requests}
         for request_id, job in stale.items():  # the engine is told with the next report

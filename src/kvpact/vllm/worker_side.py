@@ -73,7 +73,11 @@ class WorkerSide(ExternalCacheWorker):
         """Loads under way whose blocks are of other weights than the engine's."""
         self._outcomes: dict[int, JobOutcome] = {}
         self._ended: dict[int, JobOutcome] = {}
+        self._left: set[int] = set()
+        """Loads without which the engine goes on, though this rank may still write to their blocks."""
         self._arrived: set[str] = set()
+        self._lost: set[str] = set()
+        """Of those that arrived, requests that are to compute everything, in other blocks."""
         self._invalid_blocks: set[int] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -86,7 +90,13 @@ class WorkerSide(ExternalCacheWorker):
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
         self._segment.start_prefault()
         self._segment.wait_for_first_pages(START_SECONDS)  # else the first prompt pays for them
-        self._transfer = TransferWorker(paged, self._segment, self._place.rank, layerwise=self._config.layerwise)
+        self._transfer = TransferWorker(
+            paged,
+            self._segment,
+            self._place.rank,
+            layerwise=self._config.layerwise,
+            patience=self._config.load_deadline,
+        )
         self._pages = layer_pages(kv_caches, self._place.num_blocks)
 
     def hello(self) -> WorkerHello | None:
@@ -105,7 +115,7 @@ class WorkerSide(ExternalCacheWorker):
         """Request -> tokens that this rank can supply in the step, from where the engine is: they lie in slots now."""
         self._found = {}
         store = message.store
-        if self._reader is None or store is None or not message.lookups or self.is_outdated(message):
+        if self._reader is None or store is None or not message.lookups or self.is_outdated(message) or self._left:
             return {}
         saves = {job.job_id: job for job in message.work.saves}
         wanted = [
@@ -197,6 +207,24 @@ class WorkerSide(ExternalCacheWorker):
             elif inquiry.job_id not in self._jobs:
                 self._outcomes[inquiry.job_id] = JobOutcome(failed=RangeSet.of(inquiry.blocks))
 
+    def go_on_without(self, overdue: Iterable[int], spoilt: Mapping[int, tuple[int, ...]]) -> None:
+        """Of these loads the engine waits no longer for those that have not ended by now.
+
+        `spoilt` has, by job, the blocks to be named where vLLM takes no word of a whole request.
+        """
+        if self._transfer is None:
+            return
+        self._transfer.leave(tuple(overdue))
+        self._take_ended()
+        for job_id in overdue:
+            job = self._jobs.get(job_id)
+            if isinstance(job, LoadJob) and job_id not in self._left and not job.synchronous:
+                self._left.add(job_id)
+                self._arrived.add(job.request_id)
+                self._invalid_blocks.update(spoilt.get(job_id, ()))
+                if job_id not in spoilt:
+                    self._lost.add(job.request_id)
+
     def use_adapters(self, adapters: tuple[AdapterUsed, ...]) -> None:
         """The step runs requests with blocks that were loaded for these adapters."""
         self._adapters_used = adapters
@@ -255,21 +283,31 @@ class WorkerSide(ExternalCacheWorker):
         if self._transfer is None or self._segment is None:
             return
         self._segment.step_ended()
-        for job_id, outcome in self._transfer.poll().items():
-            if (job := self._jobs.get(job_id)) is not None:
-                self._end(job, outcome)
+        self._take_ended()
+        for job in self.synchronous:  # the step did not wait for them any longer
+            if job.job_id in self._jobs and job.job_id not in self._left:
+                self._left.add(job.job_id)
+                self._invalid_blocks.update(job.block_ids)
+
+    def _take_ended(self) -> None:
+        if self._transfer is not None:
+            for job_id, outcome in self._transfer.poll().items():
+                if (job := self._jobs.get(job_id)) is not None:
+                    self._end(job, outcome)
 
     def _end(self, job: LoadJob | SaveJob, outcome: JobOutcome) -> None:
         """The one end of a job (H08)."""
         del self._jobs[job.job_id]
         outcome = JobOutcome(done=self._filled.pop(job.job_id, RangeSet())).merge(outcome)
-        if job.job_id in self._recalled:
+        left = job.job_id in self._left
+        if left or job.job_id in self._recalled:
+            self._left.discard(job.job_id)
             self._recalled.discard(job.job_id)
             outcome = JobOutcome(failed=RangeSet.of(job.blocks))
         self._outcomes[job.job_id] = self._ended[job.job_id] = outcome
         if len(self._ended) > ENDED_JOBS:
             del self._ended[next(iter(self._ended))]
-        if isinstance(job, LoadJob):
+        if isinstance(job, LoadJob) and not left:  # else the engine has been told
             self._invalid_blocks.update(job.block_ids[block - job.start_block] for block in outcome.failed.blocks())
             if not job.synchronous:
                 self._arrived.add(job.request_id)
@@ -278,6 +316,11 @@ class WorkerSide(ExternalCacheWorker):
         """Requests whose asynchronous load ended, in whatever way; each is named once (H08)."""
         arrived, self._arrived = self._arrived, set()
         return arrived
+
+    def take_lost(self) -> set[str]:
+        """Requests of `take_arrived` to which nothing of their load is to count."""
+        lost, self._lost = self._lost, set()
+        return lost
 
     def take_invalid_blocks(self) -> set[int]:
         """The engine's blocks that were to be loaded and were not."""
