@@ -45,7 +45,7 @@ def named_shared_memory(pids: Iterable[int]) -> dict[Path, int]:
 
 def locked_slabs(directory: Path) -> list[Path]:
     """Slabs whose lock somebody holds."""
-    found = [look_at(path) for path in directory.glob("*.slab")]
+    found = [look_at(path) for path in directory.glob("kvpact/*.slab")]
     return [slab.path for slab in found if slab is not None and slab.in_use]
 
 

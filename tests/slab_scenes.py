@@ -63,7 +63,7 @@ def open_tier(directory: Path, slots: int = 64, namespace: Namespace = NAMESPACE
 
 
 def slab_path(directory: Path, namespace: Namespace = NAMESPACE) -> Path:
-    return directory / f"{namespace.name}.slab"
+    return directory / "kvpact" / f"{namespace.name}.slab"
 
 
 def store(tier: DiskTier, keys: Sequence[BlockKey]) -> int:

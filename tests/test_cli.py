@@ -292,7 +292,7 @@ def store_blocks(directory: Path, model: str, capacity: int = 2 << 20) -> Path:
     payloads = [[memoryview(key * (SLOT_BYTES // 32))] for key in keys]
     assert tier.put(keys, 0, payloads) == BLOCKS
     tier.close()
-    return directory / f"{namespace.name}.slab"
+    return directory / "kvpact" / f"{namespace.name}.slab"
 
 
 @pytest.fixture
@@ -313,14 +313,14 @@ def cells(output: str, first: str) -> list[str]:
 
 
 def test_inspect_shows_each_namespace_with_blocks_bytes_and_ages(slab):
-    other = store_blocks(slab.parent, "b", capacity=256 << 20)
-    shown = kvpact("inspect", slab.parent)
+    other = store_blocks(slab.parent.parent, "b", capacity=256 << 20)
+    shown = kvpact("inspect", slab.parent.parent)
     assert shown.exit_code == 0
     for path in (slab, other):
         namespace, state, blocks, _, num_bytes, *_, oldest = cells(shown.stdout, path.stem)
         assert (namespace, state, blocks, num_bytes) == (path.stem, "idle", str(BLOCKS), "40KiB")
         assert re.fullmatch(r"[0-9]+ s", oldest)
-    document = json.loads(kvpact("inspect", slab.parent, "--json").stdout)
+    document = json.loads(kvpact("inspect", slab.parent.parent, "--json").stdout)
     assert {(item["fields"]["model"], item["blocks"], item["payload_bytes"]) for item in document["slabs"]} == {
         ("a", BLOCKS, BLOCKS * SLOT_BYTES),
         ("b", BLOCKS, BLOCKS * SLOT_BYTES),
@@ -329,7 +329,7 @@ def test_inspect_shows_each_namespace_with_blocks_bytes_and_ages(slab):
 
 def test_inspect_says_which_slab_cannot_be_read_and_shows_the_others(slab):
     (slab.parent / "foreign.slab").write_bytes(b"something else" * 1000)
-    shown = kvpact("inspect", slab.parent)
+    shown = kvpact("inspect", slab.parent.parent)
     assert shown.exit_code == 0
     assert cells(shown.stdout, "unreadable")[1] == "unreadable"
     assert "foreign.slab is not a kvpact slab" in shown.stdout
@@ -337,7 +337,7 @@ def test_inspect_says_which_slab_cannot_be_read_and_shows_the_others(slab):
 
 
 def test_verify_finds_a_sound_tier_sound(slab):
-    for path in (slab.parent, slab):
+    for path in (slab.parent.parent, slab):
         result = kvpact("verify", path)
         assert result.exit_code == 0
         assert cells(result.stdout, slab.stem)[1:] == ["5", "5", "0", "0", "0", "0"]
@@ -345,14 +345,14 @@ def test_verify_finds_a_sound_tier_sound(slab):
 
 def test_verify_reports_damage_and_exits_with_1(slab):
     damage_payload(slab, 3)
-    result = kvpact("verify", slab.parent)
+    result = kvpact("verify", slab.parent.parent)
     assert result.exit_code == 1
     assert cells(result.stdout, slab.stem)[1:5] == ["5", "4", "1", "1"]
     assert re.search(
         rf"{slab.stem} slot 3 \(block [0-9a-f]{{16}}\): payload does not match its checksum", result.stdout
     )
 
-    result = kvpact("verify", slab.parent, "--json")
+    result = kvpact("verify", slab.parent.parent, "--json")
     assert result.exit_code == 1
     [report] = json.loads(result.stdout)["slabs"]
     assert (report["sound"], [record["slot"] for record in report["damaged"]]) == (4, [3])
@@ -360,7 +360,7 @@ def test_verify_reports_damage_and_exits_with_1(slab):
 
 def test_verify_exits_with_1_for_a_slab_that_cannot_be_read(slab):
     (slab.parent / "foreign.slab").write_bytes(b"something else" * 1000)
-    result = kvpact("verify", slab.parent)
+    result = kvpact("verify", slab.parent.parent)
     assert result.exit_code == 1
     assert "foreign.slab is not a kvpact slab" in result.stdout
     assert cells(result.stdout, slab.stem)[1:3] == ["5", "5"]

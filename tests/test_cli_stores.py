@@ -165,7 +165,7 @@ def test_gc_removes_an_idle_slab(tmp_path: Path) -> None:
     assert "in use by an engine" in refused.stderr
     tier.close()
     assert kvpact("gc", place, "--namespace", MODELS["llama"].name).stdout == "removed 1 slab\n"
-    assert list((tmp_path / "slabs").glob("*.slab")) == []
+    assert list((tmp_path / "slabs").glob("kvpact/*.slab")) == []
 
 
 def test_tiers_tells_which_store_works(server: RedisServer, tmp_path: Path) -> None:

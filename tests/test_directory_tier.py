@@ -19,6 +19,7 @@ import pytest
 
 from kvpact.blocks import BlockKey, Namespace
 from kvpact.errors import TierError
+from kvpact.own_files import OWN_FOLDER
 from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier import Damage, Place, TierConformance
@@ -72,7 +73,7 @@ def used_bytes(path: Path) -> int:
 
 
 def temporaries(path: Path) -> list[str]:
-    return os.listdir(path / CONTROL / "new")
+    return os.listdir(path / OWN_FOLDER / CONTROL / "new")
 
 
 class TestDirectoryTier(TierConformance):
@@ -125,7 +126,7 @@ class TestDirectoryTier(TierConformance):
             yield
 
     def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
-        group = place.directory / group_name(place.namespace, place.seal)
+        group = place.directory / OWN_FOLDER / group_name(place.namespace, place.seal)
         paths = {path.name: path for path in group.rglob("*") if key_of(f"/{path.name}")}
         path = paths.pop(key.hex())
         record = path.read_bytes()
@@ -297,7 +298,7 @@ def test_h22_writers_killed_at_any_moment_leave_only_sound_records(tmp_path: Pat
     left = 0
     for seed in range(20):
         writer = start_writer(tmp_path, seed, 40)
-        while not (tmp_path / CONTROL / "stocktaking").exists():
+        while not (tmp_path / OWN_FOLDER / CONTROL / "stocktaking").exists():
             time.sleep(0.01)
         time.sleep(chance.uniform(0.02, 0.3))
         deadline = time.monotonic() + 5.0
@@ -313,7 +314,7 @@ def test_h22_writers_killed_at_any_moment_leave_only_sound_records(tmp_path: Pat
         tier.close()
     tier = open_tier(tmp_path, 40)
     assert put(tier, document("after all", 39)) == 39
-    assert len(os.listdir(tmp_path / CONTROL / "writers")) == 1
+    assert len(os.listdir(tmp_path / OWN_FOLDER / CONTROL / "writers")) == 1
     assert left > 0, "no writer was killed in the middle of a write: this test shows nothing"
 
 
@@ -337,7 +338,7 @@ def test_h50_three_processes_that_write_at_once_keep_the_bound(tmp_path: Path) -
 
 
 def lock_collector(path: Path, writer: str) -> Path:
-    lock = path / CONTROL / "collector"
+    lock = path / OWN_FOLDER / CONTROL / "collector"
     lock.write_text(writer)
     return lock
 
@@ -379,7 +380,7 @@ def test_what_a_writer_on_another_host_left_is_removed_after_an_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_tier(tmp_path).close()
-    left = tmp_path / CONTROL / "new" / "elsewhere+1+2+01234567.0"
+    left = tmp_path / OWN_FOLDER / CONTROL / "new" / "elsewhere+1+2+01234567.0"
     left.write_bytes(b"half a rec")
     open_tier(tmp_path).close()
     assert left.exists()

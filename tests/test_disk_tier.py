@@ -16,10 +16,12 @@ import pytest
 
 from hook_time import assert_ends_within
 from kvpact.errors import PactViolation, TierError
+from kvpact.own_files import OWN_FOLDER
 from kvpact.tiers import disk
 from kvpact.tiers.disk import DiskTier
 from kvpact.tiers.inspect import scan_directory, verify_slab
 from kvpact.tiers.slab import Slab, runs
+from kvpact.tiers.slab_directory import LOCK_FILE
 from slab_scenes import (
     NAMESPACE,
     OTHER,
@@ -205,7 +207,7 @@ def test_h50_capacity_is_never_exceeded_however_much_is_stored(tmp_path: Path) -
     for number in range(60):
         keys = chain(f"document {number}", 7)
         assert store(tier, keys) == 7 == served(tier, keys)
-        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= capacity
+        assert sum(path.stat().st_size for path in (tmp_path / "kvpact").iterdir()) <= capacity
         assert tier.capacity().blocks <= 10
         tier.check()
     assert tier.counts().evicted >= 410
@@ -251,7 +253,7 @@ def test_h50_idle_slabs_of_other_models_count_and_go_when_their_room_is_needed(t
     assert slab_path(tmp_path, OTHER).exists(), "kept until its room is needed"
     store(tier, KEYS)
     assert not slab_path(tmp_path, OTHER).exists()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= capacity
+    assert sum(path.stat().st_size for path in (tmp_path / "kvpact").iterdir()) <= capacity
     tier.close()
 
 
@@ -265,7 +267,7 @@ def test_h50_slabs_in_use_reduce_what_is_left(tmp_path: Path) -> None:
     store(first, chain("theirs", 40))
     assert served(first, chain("theirs", 40)) == 12
     assert 8 <= served(second, chain("mine", 40)) <= 12
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * capacity_for(12)
+    assert sum(path.stat().st_size for path in (tmp_path / "kvpact").iterdir()) <= 2 * capacity_for(12)
     first.close()
     second.close()
 
@@ -452,7 +454,7 @@ def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_place_of_the_slab(tmp_path: Path) -> None:
-    slab_path(tmp_path).mkdir()
+    slab_path(tmp_path).mkdir(parents=True)
     with pytest.raises(TierError, match="Is a directory"):
         open_tier(tmp_path)
 
@@ -462,7 +464,7 @@ def test_capacity_below_one_block_names_the_numbers(tmp_path: Path) -> None:
         DiskTier.open(tmp_path, NAMESPACE, SLOT, 10000)
     with pytest.raises(TierError, match="multiple of 4096 bytes, not 5000"):
         DiskTier.open(tmp_path, NAMESPACE, 5000, 1 << 20)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in (tmp_path / OWN_FOLDER).iterdir()] == [LOCK_FILE]
 
 
 def test_a_slab_of_another_format_is_left_alone(tmp_path: Path) -> None:
@@ -475,6 +477,7 @@ def test_a_slab_of_another_format_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_foreign_file_is_left_alone(tmp_path: Path) -> None:
+    slab_path(tmp_path).parent.mkdir()
     slab_path(tmp_path).write_bytes(b"somebody's thesis" * 1000)
     with pytest.raises(TierError, match="is not a kvpact slab"):
         open_tier(tmp_path)
@@ -550,7 +553,7 @@ def test_a_disk_too_full_for_a_superblock(small_disk: Path) -> None:
     subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/ballast"], capture_output=True, check=False)
     with pytest.raises(TierError, match="No space left on device"):
         open_tier(small_disk, slots=24)
-    assert [path.name for path in small_disk.iterdir()] == ["ballast"]
+    assert {path.name for path in small_disk.rglob("*")} == {"ballast", OWN_FOLDER, LOCK_FILE}
 
 
 def test_without_direct_io_everything_works_the_same(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,7 +605,7 @@ def test_an_unwritable_slab(tmp_path: Path) -> None:
 def test_a_directory_is_described_for_people(tmp_path: Path) -> None:
     tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 1 << 20)
     store(tier, KEYS)
-    (tmp_path / "broken.slab").write_bytes(b"no slab")
+    (tmp_path / OWN_FOLDER / "broken.slab").write_bytes(b"no slab")
     broken, mine = sorted(scan_directory(tmp_path, time.time() + 60), key=lambda item: item.problem == "")
     assert "is not a kvpact slab" in broken.problem
     assert (mine.namespace, dict(mine.fields)) == (NAMESPACE.name, dict(NAMESPACE.fields))

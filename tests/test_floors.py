@@ -11,7 +11,18 @@ import kvpact
 SOURCE = Path(kvpact.__file__).parent
 
 FLOORS = {
-    0: ["errors", "blocks", "contract", "config", "tier_urls", "metrics", "weights", "background", "epochs"],
+    0: [
+        "errors",
+        "blocks",
+        "contract",
+        "config",
+        "tier_urls",
+        "metrics",
+        "weights",
+        "background",
+        "epochs",
+        "own_files",
+    ],
     1: [
         "ledger",
         "lifecycle",

@@ -105,6 +105,7 @@ class ArenaSegment:
             )
         descriptor = os.memfd_create("kvpact-arena", os.MFD_CLOEXEC)
         try:
+            os.fchmod(descriptor, 0o600)  # it is made for everybody, and has no name that could be opened but in /proc
             os.ftruncate(descriptor, size + HUGE_BYTES)
             return cls(descriptor, num_slots, rank_slot_bytes)
         except OSError as error:

@@ -169,6 +169,7 @@ def _yes_or_no(text: str) -> bool:
 
 Option = Callable[[str], object]
 _STORE: Final[Mapping[str, Option]] = {"timeout": parse_duration}
+_DIRECTORY: Final[Mapping[str, Option]] = {"capacity": parse_size, "group": _text}
 _REDIS: Final[Mapping[str, Option]] = {
     **_STORE, "expiry": parse_duration, "password_file": _text, "ca_file": _text, "part": parse_size
 }  # fmt: skip
@@ -195,8 +196,8 @@ class UrlRules:
 
 _REDIS_EXAMPLE: Final = "redis://cache:6379/0"
 SCHEMES: Final[Mapping[str, UrlRules]] = {
-    "disk": UrlRules("disk:///var/cache/kvpact?capacity=200GiB", {"capacity": parse_size}, directory=True),
-    "dir": UrlRules("dir:///mnt/shared/kvpact?capacity=1TiB", {"capacity": parse_size}, directory=True),
+    "disk": UrlRules("disk:///var/cache/kvpact?capacity=200GiB", _DIRECTORY, directory=True),
+    "dir": UrlRules("dir:///mnt/shared/kvpact?capacity=1TiB", _DIRECTORY, directory=True),
     "redis": UrlRules(_REDIS_EXAMPLE, _REDIS),
     "rediss": UrlRules("rediss://user@cache:6380/0?password_file=/run/secrets/redis", _REDIS),
     "redis+cluster": UrlRules("redis+cluster://cache-1:6379,cache-2:6379", _REDIS),
@@ -205,7 +206,7 @@ SCHEMES: Final[Mapping[str, UrlRules]] = {
     "s3": UrlRules("s3://bucket/prefix?region=eu-central-1", _OBJECTS),
     "gs": UrlRules("gs://bucket/prefix", _OBJECTS),
     "az": UrlRules("az://container/prefix", _OBJECTS),
-    "file": UrlRules("file:///mnt/objects/kvpact", _OBJECTS),
+    "file": UrlRules("file:///mnt/objects/kvpact", {**_OBJECTS, "group": _text}),
     "mooncake": UrlRules("mooncake://master:50051?metadata_server=P2PHANDSHAKE", _MOONCAKE),
 }
 """The kinds that kvpact brings."""

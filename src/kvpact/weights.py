@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from hashlib import sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Final
 
 from blake3 import blake3
 
 from kvpact.errors import KvpactError
+from kvpact.own_files import PRIVATE, NotOurs, OwnFolder, open_own, replace_own
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -89,7 +89,7 @@ class DigestMemory:
     """SHA-256 digests of files, kept in one small file of the user's for as long as the files stay as they are.
 
     Several processes may use it at once: it is replaced as a whole, and what one of two loses is read again. A damaged
-    file is as good as none, and one that cannot be written is done without.
+    file, or one that somebody else could have written, is as good as none; one that cannot be written is done without.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -121,27 +121,31 @@ class DigestMemory:
         known.pop(name, None)
         known[name] = [list(astuple(stamp)), digest]
         kept = dict(list(known.items())[-MOST_REMEMBERED:])
-        beside: str | None = None
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with NamedTemporaryFile("w", dir=self._path.parent, prefix=".weights-", delete=False) as file:  # 0600
-                beside = file.name
-                json.dump({"format": 1, "files": kept}, file)
-            os.replace(beside, self._path)
-        except OSError:
-            if beside is not None:
-                with suppress(OSError):
-                    os.unlink(beside)
+        folder = self._path.parent
+        with suppress(OSError, NotOurs):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"format": 1, "files": kept}).encode()
+            with OwnFolder.make(folder.parent, PRIVATE, folder.name) as ours:
+                replace_own(ours.held / self._path.name, content, durable=True)
 
     def _read(self) -> dict[str, object]:
         if self._path is None:
             return {}
         try:
-            content = json.loads(self._path.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            folder = self._path.parent
+            with OwnFolder.again(folder.parent, PRIVATE, folder.name) as ours:
+                content = json.loads(_read_if_ours(ours.held / self._path.name))
+        except (OSError, NotOurs, ValueError, RecursionError):
             return {}
         files = content.get("files") if isinstance(content, dict) and content.get("format") == 1 else None
         return files if isinstance(files, dict) else {}
+
+
+def _read_if_ours(path: Path) -> bytes:
+    """What the file holds if nobody else can have written it, else nothing. Raises OSError."""
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        found = os.fstat(file.fileno())
+        return file.read() if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else b""
 
 
 class WeightFiles:

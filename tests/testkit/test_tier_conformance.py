@@ -56,7 +56,7 @@ class TestDiskTier(TierConformance):
         tier._slab.close()
 
     def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
-        path = place.directory / f"{place.namespace.name}.slab"
+        path = place.directory / "kvpact" / f"{place.namespace.name}.slab"
         raw = path.read_bytes()
         layout = Superblock.decode(raw[:PAGE_BYTES], path)
         # A header has its block's key behind magic, format, depth, slot, length, two times and namespace.

@@ -23,7 +23,7 @@ Blocks = Mapping[tuple[int, ...], np.ndarray]
 
 def saved_blocks(slabs: Path, texts: Iterable[Sequence[int]], block: int, salt: str = "") -> Blocks:
     """What the disk tier in this directory holds of the texts, which an engine in float32 asked about with `salt`."""
-    (path,) = slabs.glob("*.slab")
+    (path,) = slabs.glob("kvpact/*.slab")
     slab = SlabSurgery(path)
     found = {}
     for text in texts:

@@ -86,7 +86,7 @@ def fill(start: Callable[..., PlayedEngine], directory: Path, **settings: Any) -
     engine = start(tiers=disk(directory), **settings)
     assert_serves(engine)
     engine.close()
-    (slab,) = set(directory.glob("*.slab"))
+    (slab,) = set(directory.glob("kvpact/*.slab"))
     assert verify_slab(slab).sound == 6
     return slab
 
@@ -150,7 +150,7 @@ def test_a_disk_that_gets_full_keeps_what_fits(
     assert counts['dropped_writes{tier="disk"}'] > 0
     assert counts['queued_write_bytes{tier="disk"}'] == 0, "H52: what could not be written holds nothing"
     engine.close()
-    (slab,) = place.glob("*.slab")
+    (slab,) = place.glob("kvpact/*.slab")
     report = verify_slab(slab)
     assert not report.damaged
     assert report.sound == counts['held_blocks{tier="disk"}']
@@ -217,7 +217,7 @@ def test_h23_two_models_in_one_directory_keep_apart(
         engine = start(tiers=tiers, model_id=model_id)
         assert engine.generate(PROMPT).cached_tokens == 6 * BLOCK
         engine.close()
-    assert len(list((tmp_path / "slabs").glob("*.slab"))) == 2
+    assert len(list((tmp_path / "slabs").glob("kvpact/*.slab"))) == 2
     assert complaints(caplog) == []
 
 

@@ -255,7 +255,7 @@ def test_h09_h28_a_failed_asynchronous_load_is_recomputed_from_there_and_not_tri
     engine.forget()
     assert_right(engine, STORED, cached_blocks=6)  # it was stored anew, in memory and on disk
     engine.run()
-    (slab,) = (tmp_path / "slab").glob("*.slab")
+    (slab,) = (tmp_path / "slab").glob("kvpact/*.slab")
     assert verify_slab(slab).sound == 6
     engine.assert_at_rest()
 

@@ -88,7 +88,7 @@ def live(model: Path, place: Path, number: int, *, killed: bool) -> Life:
     life.processes_left = engine.processes()
     life.memory_left = orphaned_shared_memory(before)
     life.locks_left = slabs_still_locked(slabs)
-    (slab,) = slabs.glob("*.slab")
+    (slab,) = slabs.glob("kvpact/*.slab")
     life.report = verify_slab(slab)
     return life
 
@@ -113,7 +113,7 @@ def lives(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lives:
     story = Lives()
     for number in range(KILLS):
         story.lives.append(live(tiny_model, place, number, killed=True))
-    (slab,) = (place / "slabs").glob("*.slab")
+    (slab,) = (place / "slabs").glob("kvpact/*.slab")
     surgery = SlabSurgery(slab)
     surgery.flip_payload_bit(ASKED[1], 3)
     surgery.flip_header_bit(ASKED[2], 2)

@@ -40,7 +40,7 @@ def test_an_engine_serves_on_without_the_tiers_that_cannot_be_used(
 ) -> None:
     """A file, no directory, a capacity for no block, a full disk, and a slab that another engine is using."""
     faulty_engine.ask(prompt(204, 2))
-    (locked,) = faulty_engine.slabs.glob("*.slab")
+    (locked,) = faulty_engine.slabs.glob("kvpact/*.slab")
     a_file = tmp_path / "a-file"
     a_file.write_text("not a directory")
     orphan = tmp_path / "missing" / "parent" / "slabs"

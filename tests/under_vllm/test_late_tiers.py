@@ -133,7 +133,7 @@ def test_h39_other_weights_find_nothing(start: Callable[..., PlayedEngine], read
         assert_right(engine, PROMPTS, 0)
         flush(engine)
         engine.close()
-    assert len(list((tmp_path / "slabs").glob("*.slab"))) == 2
+    assert len(list((tmp_path / "slabs").glob("kvpact/*.slab"))) == 2
 
 
 def test_workers_look_in_late_stores_too_when_a_step_begins(
@@ -172,7 +172,7 @@ def test_what_was_opened_at_the_end_is_closed(
     engine = start()
     reading.end()
     until = time.monotonic() + 10.0
-    while not list((tmp_path / "slabs").glob("*.slab")) and time.monotonic() < until:
+    while not list((tmp_path / "slabs").glob("kvpact/*.slab")) and time.monotonic() < until:
         time.sleep(0.01)
     engine.close()
     assert_right(start(), PROMPTS, 0)

@@ -155,7 +155,7 @@ def collect_older(place: TierURL | Path, seconds: float, namespace: str | None) 
 
 
 def _collect_old_slabs(path: Path, seconds: float, namespace: str | None) -> int:
-    directory, removed = SlabDirectory(path, 0), 0
+    directory, removed = SlabDirectory(path), 0
     try:
         with directory.locked(_PATIENCE_S):
             for slab in directory.slab_paths():
@@ -178,7 +178,7 @@ def _the_one(names: set[str], wanted: str, place: object) -> str:
 
 
 def _collect_slab(path: Path, namespace: str) -> int:
-    directory = SlabDirectory(path, 0)
+    directory = SlabDirectory(path)
     try:
         with directory.locked(_PATIENCE_S):
             slabs = {slab.name.removesuffix(SLAB_SUFFIX): slab for slab in directory.slab_paths()}
@@ -226,7 +226,7 @@ def _probe(url: TierURL) -> dict[str, str]:
         if url.scheme == "disk":
             if trouble := _trouble_with(Path(url.path)):
                 return row | {"state": trouble}
-            used = sum(path.stat().st_size for path in Path(url.path).glob(f"*{SLAB_SUFFIX}"))
+            used = sum(path.stat().st_size for path in SlabDirectory(Path(url.path)).slab_paths())
             return row | {"used": format_size(used), "capacity": format_size(url.capacity)}
         with opened(url) as store:
             seconds = median(_timed(lambda: store.exists(["0" * 16 + "/" + "0" * 64])) for _ in range(PROBES))

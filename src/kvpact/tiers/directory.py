@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import heapq
+import logging
 import os
 import re
 import struct
@@ -25,6 +26,7 @@ from typing import Final
 import msgspec
 
 from kvpact.errors import TierError
+from kvpact.own_files import PRIVATE, Access, NotOurs, OwnFolder, open_own, replace_own, sync_folder
 from kvpact.tier_urls import TierURL
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.shared import (
@@ -37,6 +39,8 @@ from kvpact.tiers.shared import (
     key_of,
     record_name,
 )
+
+logger = logging.getLogger(__name__)
 
 CONTROL: Final = ".kvpact"
 """Beside the groups: what the writers know of each other, and records that are being written."""
@@ -73,7 +77,7 @@ _PARENT: Final = struct.Struct("112x32s")
 _COUNTER: Final = struct.Struct("<QQ")
 _RETRY_SECONDS: Final = 0.02
 _RENEW_SECONDS: Final = 1.0
-_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
+_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP})
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _WRITER: Final = re.compile(r"(?P<host>.+\+\d+)\+(?P<pid>\d+)\+[0-9a-f]{8}")
@@ -90,7 +94,7 @@ class Stocktaking(msgspec.Struct, frozen=True):
 
 
 class DirectoryStore(RecordStore):
-    """See `RecordStore`. Records are files `<root>/<group>/<first 2 digits>/<digits>`, visible once complete.
+    """See `RecordStore`. Records are files `<group>/<first 2 digits>/<digits>` in our folder, visible once complete.
 
     **Bound.** Before it writes, a writer reserves the bytes in its own counter and then reads all others'; it writes
     only if everything that was found, written since or reserved fits. So `capacity_bytes` is never exceeded, temporary
@@ -107,15 +111,18 @@ class DirectoryStore(RecordStore):
     collects on that host removes them; elsewhere this takes an hour. The lock of a collector that died on another host
     is broken by whoever saw it unmoved for `LEASE_SECONDS`; should two collect at once, they evict more than needed.
 
-    Engines that share the directory run as one user, with one capacity (each keeps to its own), on clocks that agree
-    within seconds: a skew makes records look more or less used and harms nothing else.
+    Engines that share the directory run as one user or as members of one group that the URL names, with one capacity
+    (each keeps to its own), on clocks that agree within seconds: a skew makes records look more or less used and harms
+    nothing else.
     """
 
     kind = "directory"
 
-    def __init__(self, root: Path, capacity_bytes: int) -> None:
-        """Raises StoreError if the directory cannot be used."""
-        self.root = root
+    def __init__(self, folder: OwnFolder, capacity_bytes: int) -> None:
+        """Takes over `folder`. Raises StoreError if it cannot be used."""
+        self._folder = folder
+        self._access = folder.access
+        self.root = root = folder.held
         self.capacity_bytes = capacity_bytes
         self.evicted = 0
         """Records that this store's collector removed to make room."""
@@ -135,14 +142,14 @@ class DirectoryStore(RecordStore):
         self._renewed = 0.0
         with self._reported("open"):
             for directory in (self._control, self._temporaries, self._counters):
-                directory.mkdir(exist_ok=True)
+                self._access.make_folder(directory)
             self._remove_all(self._abandoned(self._temporaries))
             if self._stocktaking() is None:
                 self._collect(0, time.time_ns())
 
     @property
     def place(self) -> str:
-        return f"dir://{self.root}"
+        return f"dir://{self._folder.path.parent}"
 
     # Records
 
@@ -222,10 +229,12 @@ class DirectoryStore(RecordStore):
         temporary = self._temporaries / f"{self._name}.{next(self._numbers)}"
         try:
             self._write_temporary(temporary, pieces, used_ns)
+            if self._access.group is not None:
+                self._access.settle(temporary, self._access.file_mode)
             try:
                 self._publish(temporary, path)
             except FileNotFoundError:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                self._access.make_parents(path, self.root)
                 self._publish(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -233,7 +242,7 @@ class DirectoryStore(RecordStore):
 
     @staticmethod
     def _write_temporary(path: Path, pieces: RecordPieces, used_ns: int) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = PRIVATE.create(path)
         try:
             rest = [memoryview(piece).cast("B") for piece in pieces]
             while rest:
@@ -295,6 +304,7 @@ class DirectoryStore(RecordStore):
         with suppress(OSError), self._lock:
             if self._reserved == self._settled:
                 self._remove_counter_if_counted()
+        self._folder.close()
 
     # The ledger: what all writers together have written and reserved
 
@@ -340,11 +350,15 @@ class DirectoryStore(RecordStore):
             self._reserved += min(reserved, 0)
             counter = _COUNTER.pack(self._reserved + max(reserved, 0), self._settled)
             # Opened anew each time: closing is what makes a file's content visible to the other hosts of an NFS.
-            descriptor = os.open(self._counters / self._name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = self._access.open(self._counters / self._name, os.O_WRONLY)
             try:
                 os.pwrite(descriptor, counter, 0)
+                if reserved > 0:  # what is written now counts, also after a power cut
+                    os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            if reserved > 0 and not self._reserved:
+                sync_folder(self._counters)
             self._reserved += max(reserved, 0)
 
     def _counted(self) -> dict[str, tuple[int, int]]:
@@ -439,14 +453,14 @@ class DirectoryStore(RecordStore):
         return used, sorted(heap, reverse=True)
 
     def _write_stocktaking(self, found: Stocktaking) -> None:
-        temporary = self._temporaries / f"{self._name}.{next(self._numbers)}"
-        temporary.write_bytes(msgspec.json.encode(found))
-        os.rename(temporary, self._stocktaking_path)
+        beside = self._temporaries / f"{self._name}.{next(self._numbers)}"
+        content = msgspec.json.encode(found)
+        replace_own(self._stocktaking_path, content, self._access, beside=beside, durable=True)
 
     def _lock_collector(self) -> bool:
         for _ in range(2):
             try:
-                descriptor = os.open(self._collector_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                descriptor = self._access.create(self._collector_path)
             except FileExistsError:
                 if not self._collector_is_dead():
                     return False
@@ -550,18 +564,14 @@ def open_directory(url: TierURL) -> DirectoryStore:
     """
     path = Path(url.path)
     try:
-        path.mkdir(exist_ok=True)
-    except FileNotFoundError:
-        raise TierError(f"dir tier: {path.parent} does not exist; create it, or correct the path {path}") from None
-    except FileExistsError:
-        raise TierError(f"dir tier: {path} is not a directory; give the path of one") from None
-    except OSError as error:
-        raise TierError(f"dir tier: cannot create {path}: {error.strerror}") from None
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise TierError(f"dir tier: {path} cannot be written by user {os.geteuid()}; give this user the right to")
-    try:
-        return DirectoryStore(path, url.capacity)
-    except StoreError as error:
+        folder = OwnFolder.make(path, Access.of(url.options.get("group")))
+        if (path / CONTROL).exists():
+            logger.warning(
+                "dir tier: the records right in %s, and its %s, are of an older kvpact; nobody reads them and no "
+                "capacity counts them: remove them (records are in %s now)", path, CONTROL, folder.path,
+            )  # fmt: skip
+        return DirectoryStore(folder, url.capacity)
+    except (NotOurs, StoreError) as error:
         raise TierError(f"dir tier: {error}") from None
 
 
@@ -587,7 +597,7 @@ def _list(directory: Path) -> list[str]:
 
 def _open_if_there(path: Path) -> int | None:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_own(path, os.O_RDONLY)
     except OSError as error:
         if error.errno not in _GONE:
             raise

@@ -23,6 +23,7 @@ from kvpact.blocks import BlockKey, Namespace
 from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import PactViolation, TierError
 from kvpact.index import ROOT, BlockIndex, State, StoredBlock
+from kvpact.own_files import PRIVATE, Access
 from kvpact.tiers.base import (
     BlockBuffer,
     Progress,
@@ -100,9 +101,10 @@ class DiskTier(Tier):
         slot_bytes: int,
         capacity_bytes: int,
         *,
+        access: Access = PRIVATE,
         patience: float = LOCK_PATIENCE_S,
     ) -> DiskTier:
-        """Open or create the namespace's slab in `directory`, which is kept below `capacity_bytes` in all.
+        """Open or create the namespace's slab in kvpact's folder inside `directory`, below `capacity_bytes` in all.
 
         Slabs of other namespaces count too: those in use reduce what this one may take, idle ones are removed when
         their room is needed. `slot_bytes` is a block's size over all ranks, a multiple of 4,096. Waits up to `patience`
@@ -113,7 +115,7 @@ class DiskTier(Tier):
         """
         if slot_bytes < 1 or slot_bytes % PAGE_BYTES:
             raise TierError(f"disk tier: a slot must be a multiple of {PAGE_BYTES} bytes, not {slot_bytes}")
-        room = SlabDirectory.prepare(Path(directory), capacity_bytes)
+        room = SlabDirectory.prepare(Path(directory), capacity_bytes, access)
         path = room.path / f"{namespace.name}{SLAB_SUFFIX}"
         deadline = time.monotonic() + patience
         try:

@@ -1,6 +1,6 @@
 """What lies in a directory of slabs, and whether it is sound: for tools and people, beside a running engine.
 
-Owns reports. Never writes, and takes no lock on a slab, so an engine may use it meanwhile. Floor 1.
+Owns reports. Never writes, and waits for nobody's lock, so an engine may use it meanwhile. Floor 1.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpact.errors import TierError
+from kvpact.own_files import OwnFolder, open_own
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header, payload_digest
 from kvpact.tiers.slab import PAGE_BYTES, Superblock, occupied
-from kvpact.tiers.slab_directory import SlabDirectory, look_at
-
-_LOOK_PATIENCE_S = 2.0
+from kvpact.tiers.slab_directory import Neighbour, SlabDirectory, look_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,15 @@ def scan_directory(path: str | os.PathLike[str], now: float | None = None) -> li
     Raises:
         TierError: the directory cannot be read.
     """
-    directory = SlabDirectory(Path(path), 0)
     try:
-        with directory.locked(_LOOK_PATIENCE_S):
-            found = [look_at(slab) for slab in directory.slab_paths()]
+        os.listdir(path)
+        with suppress(FileNotFoundError), OwnFolder.look(Path(path)) as folder:
+            os.listdir(folder.held)
+        found = [look_at(slab) for slab in SlabDirectory(Path(path)).slab_paths()]
         return [
-            _summary(item.path, item.in_use, item.file_bytes, time.time() if now is None else now)
+            summary
             for item in found
-            if item is not None
+            if item is not None and (summary := _summary(item, time.time() if now is None else now)) is not None
         ]
     except OSError as error:
         raise TierError(f"cannot read {path}: {error.strerror}; give the directory of a disk tier") from None
@@ -173,8 +174,13 @@ def _orphans(parents: Mapping[bytes, bytes]) -> int:
     return list(reaches.values()).count(False)
 
 
-def _summary(path: Path, in_use: bool, file_bytes: int, now: float) -> SlabSummary:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _summary(item: Neighbour, now: float) -> SlabSummary | None:
+    """None if the slab is gone by now."""
+    path, in_use, file_bytes = item.path, item.in_use, item.file_bytes
+    try:
+        descriptor = open_own(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
     try:
         superblock = Superblock.read(descriptor, path)
         written: list[float] = []

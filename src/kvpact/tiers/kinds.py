@@ -15,6 +15,7 @@ from typing import Final, TypeAlias, cast
 
 from kvpact.blocks import Namespace
 from kvpact.errors import ConfigError, TierError
+from kvpact.own_files import Access
 from kvpact.tier_urls import ENTRY_POINTS, TierURL
 from kvpact.tiers.base import UNSEALED, RecordSeal, Tier
 from kvpact.tiers.disk import DiskTier
@@ -66,7 +67,8 @@ def open_tier(url: TierURL, place: TierPlace) -> Tier:
         TierError: with one message for people; the engine serves on without this tier.
     """
     if url.scheme == "disk":
-        return DiskTier.open(url.path, place.namespace, place.slot_bytes, url.capacity)
+        access = Access.of(url.options.get("group"))
+        return DiskTier.open(url.path, place.namespace, place.slot_bytes, url.capacity, access=access)
     if url.scheme in _STORES:
         return SharedTier(open_store(url), place.namespace, place.slot_bytes, seal=place.seal)
     for entry in entry_points(group=ENTRY_POINTS, name=url.scheme):

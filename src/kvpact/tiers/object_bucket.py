@@ -10,12 +10,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvpact.errors import TierError
+from kvpact.own_files import Access, NotOurs, OwnFolder
 from kvpact.tier_urls import TierURL
 from kvpact.tiers.object_packs import PackVersion
 from kvpact.tiers.shared import StoreError
@@ -58,9 +61,9 @@ class Bucket:
     """Objects by name. A single request ends by itself soon after `timeout`; `each` gives up on time."""
 
     def __init__(
-        self, store: Any, place: str, *, timeout: float, concurrency: int, replaces_versions: bool = True
+        self, store: Any, place: str, *, timeout: float, concurrency: int, folder: OwnFolder | None = None
     ) -> None:
-        """`store` is one of obstore's. One that cannot compare versions when it replaces an object just replaces it."""
+        """`store` is one of obstore's. One of files, in `folder`, replaces an object of any version."""
         self._api = import_module("obstore")
         self._failures = (import_module("obstore.exceptions").BaseError, OSError)
         self._changed = import_module("obstore.exceptions").PreconditionError
@@ -69,7 +72,7 @@ class Bucket:
         self.place = place
         self.timeout = timeout
         self.concurrency = concurrency
-        self._replaces_versions = replaces_versions
+        self._folder = folder
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="kvpact-objects")
 
     def each(self, call: Callable[[Item], Result], items: Sequence[Item], requests: int = 1) -> list[Result]:
@@ -119,10 +122,15 @@ class Bucket:
         if replaced is not None:
             known = {"e_tag": replaced.e_tag, "version": replaced.version}
             mode = {key: text for key, text in known.items() if text is not None}
-            if not mode or not self._replaces_versions:
+            if not mode or self._folder is not None:
                 mode = "overwrite"
         try:
+            if self._folder is not None:
+                self._folder.access.make_parents(self._folder.path / name, self._folder.path)
             result = self._api.put(self._store, name, data, mode=mode, use_multipart=False)
+            if self._folder is not None:
+                with suppress(FileNotFoundError):  # somebody has removed it since
+                    self._folder.access.settle(self._folder.path / name, self._folder.access.file_mode)
             return PackVersion(result["e_tag"], result["version"])
         except (self._changed, self._exists):
             return None
@@ -220,14 +228,13 @@ def open_bucket(url: TierURL) -> Bucket:
     if endpoint.startswith("http://") and url.options.get("allow_http") != "true":
         raise TierError(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
+    folder = _folder(url) if url.scheme == "file" else None
     try:
-        store = _client(stores, url, timeout)
+        store = stores.LocalStore(folder.path) if folder is not None else _client(stores, url, timeout)
     except Exception:  # whatever a client thinks of its options, and it would repeat them
         raise TierError(f"{place}: obstore does not take these options; check endpoint, region and path") from None
     concurrency = int(url.options.get("concurrency", CONCURRENCY))
-    bucket = Bucket(
-        store, place, timeout=timeout, concurrency=concurrency, replaces_versions=url.scheme != "file"
-    )  # fmt: skip
+    bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder)
     try:
         bucket.each(lambda name: bucket.get(name, 0, 1), [_PROBED])
     except StoreRefused as refused:
@@ -241,10 +248,16 @@ def open_bucket(url: TierURL) -> Bucket:
 _PROBED: Final = "kvpact-is-not-an-object"
 
 
+def _folder(url: TierURL) -> OwnFolder:
+    """Where objects are files: a folder of ours, which hides them until they have their modes. Raises TierError."""
+    try:
+        return OwnFolder.make(Path(url.path), Access.of(url.options.get("group")))
+    except NotOurs as error:
+        raise TierError(f"file tier: {error}") from None
+
+
 def _client(stores: Any, url: TierURL, timeout: float) -> Any:
     """obstore's store for a URL. Credentials are what its own providers find: environment, files, instance metadata."""
-    if url.scheme == "file":
-        return stores.LocalStore(url.path, mkdir=True)
     limit = timedelta(seconds=timeout)
     common: dict[str, object] = {
         "prefix": url.path.strip("/") or None,

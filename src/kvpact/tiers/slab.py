@@ -8,8 +8,9 @@ payload. Floor 1.
     ...    slots, `slot_bytes` each, page-aligned
 
 Order makes a kill at any moment harmless: the header of a slot is cleared before the slot is rewritten, and written
-after its payload. What a process wrote survives its death in the kernel, so order is all that takes, and nothing is
-ever synced. A power cut may keep any part of what was written last; then the checksums find what is torn.
+after its payload. What a process wrote survives its death in the kernel, so order is all that takes, and only the
+superblock of a new slab is synced. A power cut may keep any part of what was written last; then the checksums find what
+is torn.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import xxhash
 
 from kvpact.blocks import Namespace
 from kvpact.errors import TierError
+from kvpact.own_files import PRIVATE, Access, sync_folder
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer
 
 PAGE_BYTES = 4096
@@ -41,6 +43,7 @@ SLAB_FORMAT = 1
 """Raised when the layout changes; a slab of another format is left alone."""
 
 SLAB_SUFFIX = ".slab"
+_UNFINISHED_SUFFIX = ".new"
 
 _TABLE_ROOM = 4
 """The table is made for this many times the slots, so that the capacity can grow without losing the blocks. The room is
@@ -145,12 +148,25 @@ class Superblock:
 
 
 def lock_file(descriptor: int) -> bool:
-    """Take the exclusive lock on an open file or directory, without waiting; it ends with the process."""
+    """Take the exclusive lock on an open file, without waiting; it ends with the process."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def is_locked(descriptor: int) -> bool:
+    """Whether somebody holds the exclusive lock on an open file, for who only looks.
+
+    It is asked by a shared lock, given back at once: who wants the exclusive one in that moment has to try again.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
 
 
 class Slab:
@@ -169,20 +185,27 @@ class Slab:
         self.path = path
         self.superblock = superblock
         self._buffered = descriptor
-        self._direct = _open_direct(path)
+        self._direct = _open_direct(descriptor)
         self.slots = superblock.slots_in(os.fstat(descriptor).st_size)
         _open_slabs.add(self)
 
     @classmethod
-    def create(cls, path: Path, superblock: Superblock) -> Slab:
-        """A new, empty slab at `path`, complete before it has its name. Replaces what is there."""
-        unfinished = path.with_suffix(".new")
-        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    def create(cls, path: Path, superblock: Superblock, access: Access = PRIVATE) -> Slab:
+        """A new, empty slab at `path`, complete before it has its name. Replaces what is there.
+
+        The directory must be locked: what others left unfinished is removed.
+        """
+        for left in path.parent.glob(f"*{_UNFINISHED_SUFFIX}"):
+            left.unlink(missing_ok=True)
+        unfinished = path.with_suffix(_UNFINISHED_SUFFIX)
+        descriptor = access.create(unfinished, os.O_RDWR)
         try:
             lock_file(descriptor)
             os.pwrite(descriptor, superblock.encode(), 0)
             os.ftruncate(descriptor, superblock.payload_at)
+            os.fsync(descriptor)
             os.rename(unfinished, path)
+            sync_folder(path.parent)
             return cls(path, descriptor, superblock)
         except BaseException:
             os.close(descriptor)
@@ -306,10 +329,10 @@ def _completely(call: _Vectored, descriptor: int, views: list[memoryview], offse
     return moved
 
 
-def _open_direct(path: Path) -> int | None:
+def _open_direct(buffered: int) -> int | None:
     """A second descriptor that bypasses the page cache; None where the file system refuses, now or at a first read."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/self/fd/{buffered}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None
     with mmap.mmap(-1, PAGE_BYTES) as page:

@@ -16,9 +16,13 @@ from pathlib import Path
 
 from kvpact.blocks import Namespace
 from kvpact.errors import TierError
-from kvpact.tiers.slab import SLAB_SUFFIX, Slab, Superblock, SuperblockError, lock_file
+from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, open_own
+from kvpact.tiers.slab import SLAB_SUFFIX, Slab, Superblock, SuperblockError, is_locked, lock_file
 
 logger = logging.getLogger(__name__)
+
+LOCK_FILE = "lock"
+"""Beside the slabs: locked by whoever opens, grows or removes one."""
 
 _RETRY_S = 0.02
 
@@ -40,35 +44,40 @@ class Neighbour:
 
 
 class SlabDirectory:
-    """A directory of slabs, at most `capacity_bytes` together."""
+    """The slabs in kvpact's folder inside a directory that a user named, at most `capacity_bytes` together."""
 
-    def __init__(self, path: Path, capacity_bytes: int) -> None:
-        self.path = path
+    def __init__(self, named: Path, capacity_bytes: int = 0, access: Access = PRIVATE) -> None:
+        self.named = named
+        self.path = named / OWN_FOLDER
         self.capacity_bytes = capacity_bytes
+        self.access = access
 
     @classmethod
-    def prepare(cls, path: Path, capacity_bytes: int) -> SlabDirectory:
+    def prepare(cls, named: Path, capacity_bytes: int, access: Access = PRIVATE) -> SlabDirectory:
         """Check that the directory can be used; make it if only the last part of its path is missing.
 
         Raises:
             TierError: saying what is in the way.
         """
         try:
-            path.mkdir(exist_ok=True)
-        except FileNotFoundError:
-            raise TierError(f"disk tier: {path.parent} does not exist; create it, or correct the path {path}") from None
-        except FileExistsError:
-            raise TierError(f"disk tier: {path} is not a directory; give the path of one") from None
-        except OSError as error:
-            raise TierError(f"disk tier: cannot create {path}: {error.strerror}") from None
-        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            raise TierError(f"disk tier: {path} cannot be written by user {os.geteuid()}; give this user the right to")
-        return cls(path, capacity_bytes)
+            OwnFolder.make(named, access).close()
+        except NotOurs as error:
+            raise TierError(f"disk tier: {error}") from None
+        if any(named.glob(f"*{SLAB_SUFFIX}")):
+            logger.warning(
+                "disk tier: slabs right in %s are of an older kvpact; nobody reads them and no capacity counts them: "
+                "remove them (slabs are in %s now)", named, named / OWN_FOLDER,
+            )  # fmt: skip
+        return cls(named, capacity_bytes, access)
 
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:
-        """Nobody else opens, grows or removes a slab here meanwhile. Raises TierError after `patience` seconds."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        """Nobody else opens, grows or removes a slab here meanwhile.
+
+        Raises TierError after `patience` seconds, or if the folder is not ours any more, and OSError.
+        """
+        with OwnFolder.again(self.named, self.access) as folder:
+            descriptor = self.access.open(folder.held / LOCK_FILE, os.O_RDWR)
         try:
             deadline = time.monotonic() + patience
             while not lock_file(descriptor):
@@ -118,7 +127,7 @@ class SlabDirectory:
 def look_at(path: Path) -> Neighbour | None:
     """What can be said of a slab file without using it; None if it is gone. The directory should be locked."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_own(path, os.O_RDONLY)
     except OSError:
         return None
     try:
@@ -127,7 +136,7 @@ def look_at(path: Path) -> Neighbour | None:
             superblock = Superblock.read(descriptor, path)
         except (TierError, OSError):
             superblock = None
-        return Neighbour(path, superblock, not lock_file(descriptor), status.st_size, status.st_mtime)
+        return Neighbour(path, superblock, is_locked(descriptor), status.st_size, status.st_mtime)
     finally:
         os.close(descriptor)
 
@@ -145,7 +154,7 @@ def open_slab(room: SlabDirectory, path: Path, namespace: Namespace, slot_bytes:
             f"disk tier: no room for one block in {room.path}: capacity {room.capacity_bytes} bytes, "
             f"{taken} claimed by other slabs, {ideal.file_bytes(1)} needed for a slab of one block of {slot_bytes}"
         )
-    found = _existing(path, namespace, slot_bytes)
+    found = _existing(path, namespace, slot_bytes, room.access)
     if isinstance(found, int):
         return found
     if found is not None and (
@@ -154,7 +163,7 @@ def open_slab(room: SlabDirectory, path: Path, namespace: Namespace, slot_bytes:
         logger.warning("disk tier: %s was made for another capacity; starting an empty one", path)
         found.close()
         found = None
-    slab = found or Slab.create(path, ideal)
+    slab = found or Slab.create(path, ideal, room.access)
     limit = slab.superblock.slots_in(room_bytes)
     try:
         slab.claim(slab.superblock.file_bytes(limit), os.getpid())
@@ -164,13 +173,14 @@ def open_slab(room: SlabDirectory, path: Path, namespace: Namespace, slot_bytes:
     return slab
 
 
-def _existing(path: Path, namespace: Namespace, slot_bytes: int) -> Slab | int | None:
+def _existing(path: Path, namespace: Namespace, slot_bytes: int, access: Access) -> Slab | int | None:
     """The slab at `path`; the pid of the process that has it; None if there is none, or none that can be read."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_own(path, os.O_RDWR)
     except FileNotFoundError:
         return None
     try:
+        _require_ours(os.fstat(descriptor), path, access)
         if not lock_file(descriptor):
             return _owner(descriptor, path)
         superblock = Superblock.read(descriptor, path)
@@ -191,6 +201,12 @@ def _existing(path: Path, namespace: Namespace, slot_bytes: int) -> Slab | int |
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _require_ours(found: os.stat_result, path: Path, access: Access) -> None:
+    """Raise TierError for a slab that neither the folder's owner nor a member of the group made."""
+    if found.st_uid != os.stat(path.parent).st_uid and (access.group is None or found.st_gid != access.group):
+        raise TierError(f"disk tier: {path} belongs to user {found.st_uid}; move it away")
 
 
 def _owner(descriptor: int, path: Path) -> int:

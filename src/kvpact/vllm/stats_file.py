@@ -7,7 +7,6 @@ scheduler's never waits for a file system. Floor 3.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvpact.background import start_background
+from kvpact.own_files import replace_own
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,7 @@ class StatsFile:
         if content == self._written:
             return
         self._written = content
-        beside = self._path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            beside.write_bytes(msgspec.json.encode(snapshot))
-            beside.replace(self._path)
+            replace_own(self._path, msgspec.json.encode(snapshot))
         except OSError as error:
             logger.warning("kvpact: cannot write stats_file %s: %s", self._path, error)

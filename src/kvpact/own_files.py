@@ -1,0 +1,302 @@
+"""Files that belong to this user, or to one group, wherever they lie: also in a directory that everybody may write to.
+
+Owns the folder `kvpact` inside a directory that a user names, the modes of what is made there, and the ways in which
+files are made and replaced: never through a link, never over what is there, whatever the umask. Floor 0.
+"""
+
+from __future__ import annotations
+
+import grp
+import logging
+import os
+import secrets
+import stat
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvpact.errors import TierError
+
+logger = logging.getLogger(__name__)
+
+OWN_FOLDER: Final = "kvpact"
+"""What kvpact's folder is called inside the directory that a user names."""
+
+NAMED_MODE: Final = 0o755
+"""Of a named directory that kvpact makes: others may pass through, and neither add nor rename anything."""
+
+_MAKING_SECONDS: Final = 1.0
+"""How long another member of the group may take between making the folder and opening it to the group."""
+
+_RETRY_SECONDS: Final = 0.05
+_OTHERS: Final = 0o007
+_SHARED_BITS: Final = 0o2070
+
+
+class NotOurs(TierError):
+    """A file or folder that kvpact would use is another user's, a link, or cannot be made. One line for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may read and write: this user alone, or with the members of one `group` (its number)."""
+
+    group: int | None = None
+
+    @classmethod
+    def of(cls, name: str | None) -> Access:
+        """For a group's name or number, as in `?group=NAME`. Raises NotOurs if this machine knows no such group."""
+        if name is None:
+            return cls()
+        if name.isascii() and name.isdecimal():
+            return cls(int(name))
+        try:
+            return cls(grp.getgrnam(name).gr_gid)
+        except KeyError:
+            raise NotOurs(f"this machine knows no group {name!r}; give its name or number as in /etc/group") from None
+
+    @property
+    def file_mode(self) -> int:
+        return 0o600 if self.group is None else 0o660
+
+    @property
+    def folder_mode(self) -> int:
+        """With a group, what is made inside belongs to the group, too (setgid)."""
+        return 0o700 if self.group is None else 0o2770
+
+    def create(self, path: Path, flags: int = os.O_WRONLY) -> int:
+        """A new file, open. Raises FileExistsError if anything has that name, a link included, and OSError."""
+        descriptor = open_own(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            self.settle(descriptor, self.file_mode)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def open(self, path: Path, flags: int) -> int:
+        """A file, made if it is not there; never through a link. Raises OSError."""
+        while True:
+            try:
+                return open_own(path, flags)
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    return self.create(path, flags)
+
+    def make_folder(self, path: Path) -> None:
+        """A folder, if it is not there. Raises OSError."""
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+            self.settle(path, self.folder_mode)
+
+    def make_parents(self, path: Path, below: Path) -> None:
+        """The folders between `below`, which is there, and `path`. Raises OSError."""
+        for folder in reversed(path.relative_to(below).parents[:-1]):
+            self.make_folder(below / folder)
+
+    def settle(self, what: int | Path, mode: int) -> None:
+        """Give a file or folder of ours its group and mode, if it has others: the umask may have taken bits away."""
+        found = os.stat(what)
+        if self.group is not None and found.st_gid != self.group:
+            os.chown(what, -1, self.group)
+        if stat.S_IMODE(found.st_mode) != mode:
+            os.chmod(what, mode)
+
+    def admits(self, found: os.stat_result) -> bool:
+        """Whether another member's folder is open to the group, and to nobody else."""
+        return found.st_gid == self.group and found.st_mode & (_SHARED_BITS | _OTHERS) == _SHARED_BITS
+
+
+class OwnFolder:
+    """The folder `kvpact` inside a directory, held: it stays the same whoever renames it or takes its name."""
+
+    def __init__(self, path: Path, descriptor: int | None, access: Access) -> None:
+        self.path = path
+        """For messages."""
+        self.held = path if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
+        """For use, by this process alone."""
+        self.access = access
+        self._release = weakref.finalize(self, os.close, descriptor) if descriptor is not None else None
+
+    @classmethod
+    def make(cls, parent: Path, access: Access, name: str = OWN_FOLDER) -> OwnFolder:
+        """The folder inside `parent`, made if need be; `parent` too, if only the last part of its path is missing.
+
+        Raises:
+            NotOurs: the folder is another user's or a link, or cannot be made.
+        """
+        _make_named(parent)
+        path = parent / name
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+        except PermissionError:
+            raise NotOurs(f"{parent} cannot be written by user {os.geteuid()}; give this user the right to") from None
+        except OSError as error:
+            raise NotOurs(f"cannot create {path}: {error.strerror}") from None
+        return cls.again(parent, access, name)
+
+    @classmethod
+    def again(cls, parent: Path, access: Access, name: str = OWN_FOLDER) -> OwnFolder:
+        """The folder inside `parent`, which is there. Raises NotOurs and OSError."""
+        path = parent / name
+        folder = cls(path, _open_path(path), access)
+        deadline = time.monotonic() + _MAKING_SECONDS
+        while not _settled(folder, parent):
+            if time.monotonic() >= deadline:
+                raise NotOurs(_foreign(folder))
+            time.sleep(_RETRY_SECONDS)
+        return folder
+
+    @classmethod
+    def look(cls, parent: Path) -> OwnFolder:
+        """The folder inside `parent` as it is, whoever's it is, or a place where there is none: for who only reads.
+
+        Raises:
+            NotOurs: a link or a file has its name.
+        """
+        path = parent / OWN_FOLDER
+        try:
+            return cls(path, _open_path(path), Access())
+        except FileNotFoundError:
+            return cls(path, None, Access())
+
+    def close(self) -> None:
+        """Hold it no longer: `held` leads nowhere from now on. Idempotent, and done when nobody has this object."""
+        if self._release is not None:
+            self._release()
+
+    def __enter__(self) -> OwnFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+PRIVATE: Final = Access()
+
+
+def open_own(path: Path, flags: int, mode: int = 0) -> int:
+    """`os.open`, but not through a link, and not handed on to other programs. Raises OSError."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def replace_own(
+    path: Path, content: bytes, access: Access = PRIVATE, *, beside: Path | None = None, durable: bool = False
+) -> None:
+    """Have a file with this content at `path`, in one step for whoever reads it.
+
+    It is written `beside` first, by default next to it under a name that nobody can foresee. `durable`: when this
+    returns, a power cut does not take it back. Raises OSError; then what was there is there.
+    """
+    beside = beside or path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    descriptor = access.create(beside)
+    try:
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                if durable:
+                    os.fsync(descriptor)
+            os.rename(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    finally:
+        if durable:
+            sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """When this returns, a power cut takes back no name in the folder, where its file system can promise that."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _make_named(path: Path) -> None:
+    try:
+        path.mkdir(mode=NAMED_MODE)
+        path.chmod(NAMED_MODE)
+    except FileExistsError:
+        if not path.is_dir():
+            raise NotOurs(f"{path} is not a directory; give the path of one") from None
+    except FileNotFoundError:
+        raise NotOurs(f"{path.parent} does not exist; create it, or correct the path {path}") from None
+    except OSError as error:
+        raise NotOurs(f"cannot create {path}: {error.strerror}") from None
+
+
+def _open_path(path: Path) -> int:
+    """A descriptor that needs no right to the folder, good for asking and for going through it."""
+    try:
+        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        what = f"a link to {os.readlink(path)}" if path.is_symlink() else "not a directory"
+        raise NotOurs(
+            f"{path} is {what}; kvpact needs that name for a folder of its own: remove it, or give another directory"
+        ) from None
+
+
+def _settled(folder: OwnFolder, parent: Path) -> bool:
+    """Whether the folder is ours, which then has the right mode, or the group's.
+
+    Raises NotOurs if it is somebody's who will not open it to us.
+    """
+    found = os.stat(folder.held)
+    if found.st_uid in (os.geteuid(), _owner_of_new(parent, found.st_uid)):
+        _require_modes(folder)
+        return True
+    group = folder.access.group
+    if group is None or (os.geteuid() and group not in (os.getegid(), *os.getgroups())):
+        raise NotOurs(_foreign(folder))
+    return folder.access.admits(found)
+
+
+def _require_modes(folder: OwnFolder) -> None:
+    access = folder.access
+    try:
+        access.settle(folder.held, access.folder_mode)
+    except OSError as error:
+        if access.group is not None:
+            raise NotOurs(
+                f"{folder.path} cannot be given to group {access.group}: {error.strerror}; user {os.geteuid()} must be "
+                f"a member of it"
+            ) from None
+    mode = stat.S_IMODE(os.stat(folder.held).st_mode)
+    if mode & 0o077 & ~access.folder_mode:
+        logger.warning(
+            "kvpact: %s keeps mode %04o instead of %04o: this file system does not hide it from other users",
+            folder.path, mode, access.folder_mode,
+        )  # fmt: skip
+
+
+def _owner_of_new(parent: Path, claimed: int) -> int:
+    """Who owns what this process makes there: a file server may take its root for somebody else (root_squash)."""
+    if claimed == os.geteuid():
+        return claimed
+    probe = parent / f".{OWN_FOLDER}-{secrets.token_hex(8)}"
+    try:
+        descriptor = PRIVATE.create(probe)
+    except OSError:
+        return os.geteuid()
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        probe.unlink(missing_ok=True)
+
+
+def _foreign(folder: OwnFolder) -> str:
+    found = os.stat(folder.held)
+    whose = f"user {found.st_uid}, group {found.st_gid}, mode {stat.S_IMODE(found.st_mode):04o}"
+    right = "name another directory for this user, or have that folder removed"
+    if folder.access.group is not None:
+        right = f"with ?group= its mode must be 2770, its group {folder.access.group}, and this user a member of that"
+    return f"{folder.path} is not a folder of user {os.geteuid()} ({whose}), who would keep files there: {right}"
