@@ -349,6 +349,8 @@ class PactCache(ExternalCache):
                         return None
                     reason = MissReason.NO_ROOM
         elif record.inquest is not None:
+            if not record.inquest.answered:
+                reason = MissReason.DEADLINE
             self.staging.give_up(record.inquest, late=True)
         if held - start < self._config.min_match_blocks:
             return self._miss(request_id, record, start, reason)

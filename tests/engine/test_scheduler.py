@@ -165,13 +165,28 @@ def test_a_reset_forgets_and_preempts() -> None:
     engine.check_nothing_held()
 
 
-def test_h32_blocks_computed_with_other_weights_are_never_read_again() -> None:
-    engine = Engine()
-    tokens = prompt(64)
-    engine.run([Request("old", tokens, 8)])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_h32_blocks_computed_with_other_weights_are_never_read_again(layers: int) -> None:
+    config = EngineConfig(num_layers=layers, max_tokens_per_step=32)
+    fresh, engine = Engine(config), Engine(config)
+    fresh.change_weights(1)
+    fresh.run([Request("new", prompt(64), 8), Request("longer", prompt(100), 8)])
+    engine.run([Request("old", prompt(64), 8)])
+    running = engine.add_request(Request("running", prompt(100), 30))
+    for _ in range(8):
+        engine.step()
+    assert (engine.counts.local_hits, running.num_computed_tokens > 64) == (64, True)
+    said = [*running.output_token_ids]
     engine.update_weights()
-    engine.run([Request("new", tokens, 8)])
-    assert engine.finished["old"].output_token_ids != engine.finished["new"].output_token_ids
+    assert running.num_computed_tokens == 0, "what it has is of other weights"
+    engine.run([Request("new", prompt(64), 8), Request("longer", prompt(100), 8)])
+    for name in ("new", "longer"):
+        assert engine.finished[name].output_token_ids == fresh.finished[name].output_token_ids
+    assert engine.finished["old"].output_token_ids != fresh.finished["new"].output_token_ids
+    again = Engine(config)
+    again.change_weights(1)
+    again.run([Request("running", [*prompt(100), *said], 30 - len(said))])
+    assert engine.finished["running"].output_token_ids == said + again.finished["running"].output_token_ids
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
