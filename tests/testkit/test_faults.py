@@ -109,7 +109,7 @@ def test_partial_operations_handle_fewer_blocks_and_stay_truthful() -> None:
     assert served(tier) == 8
 
 
-def test_h22_damage_ends_the_read_leaves_garbage_and_drops_the_block() -> None:
+def test_damage_ends_the_read_leaves_garbage_and_drops_the_block() -> None:
     tier = faulty()
     put(tier)
     tier.faults.arm(Operation.GET, Fault.DAMAGE)
@@ -138,7 +138,7 @@ def test_silent_damage_is_what_a_check_must_see(operation: Operation) -> None:
     assert (int.from_bytes(found) ^ int.from_bytes(right)).bit_count() == 1
 
 
-def test_h10_a_hanging_read_waits_until_it_is_released() -> None:
+def test_a_hanging_read_waits_until_it_is_released() -> None:
     tier = faulty()
     put(tier)
     tier.faults.arm(Operation.GET, Fault.HANG)
@@ -275,7 +275,7 @@ def test_faithful_ranks_are_passed_on_at_once() -> None:
     assert not faults.history
 
 
-def test_h40_a_lost_report_is_not_a_silent_rank_and_never_comes() -> None:
+def test_a_lost_report_is_not_a_silent_rank_and_never_comes() -> None:
     steps, faults = delivered(RankFaultPlan(seed=1, lost=0.3))
     lost = {(fault.rank, fault.job_id) for fault in faults.history}
     assert 0 < len(lost) < 400
@@ -284,7 +284,7 @@ def test_h40_a_lost_report_is_not_a_silent_rank_and_never_comes() -> None:
     assert str(faults.history[0]).endswith("never reports")
 
 
-def test_h45_reports_come_late_twice_in_pieces_and_out_of_order() -> None:
+def test_reports_come_late_twice_in_pieces_and_out_of_order() -> None:
     steps, faults = delivered(RankFaultPlan(seed=2, late=0.4, repeated=0.3, in_pieces=0.2))
     count = said(steps)
     assert len(count) == 400
