@@ -53,6 +53,8 @@ def h30_load_ends_inside_a_block(lab: Lab) -> None:
             engine.add(f"branch{number}", [*tokens[:-2], *prompt(50 + number, 1)])
         lab.finish(engine)
         lab.require_promise(engine)
+        inside = sum(commit.num_tokens % BLOCK > 0 for commit in engine.observed.commits)
+        lab.notes.append(f"{inside} of {len(engine.observed.commits)} loads end inside a block")
 
 
 @scenario("P8", "P11", "H08", "H10")
