@@ -50,7 +50,7 @@ def another_connector_fills_blocks_in_part(lab: Lab) -> None:
     first: dict[str, Any] = {"kv_connector": "PartialConnector", "kv_connector_module_path": "partial_connector"}
     later = lab.subject.config["sync_load_limit"] == 0
     first["kv_connector_extra_config"] = {"only": "partial", "asynchronous": later}
-    with lab.engine(under_multi_connector(first, lab.subject.transfer(lab.folder)), num_blocks=129) as engine:
+    with lab.engine(under_multi_connector(first, lab.subject.transfer(lab.folder)), num_blocks=129, chunk=7) as engine:
         prompts = [prompt(tail + 1, 2, tail=tail) for tail in range(0, BLOCK, 3)]
         stems = [tokens[: BLOCK + 9] for tokens in prompts]
         lab.store(engine, *stems)
