@@ -334,3 +334,14 @@ def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch, error: Impor
     monkeypatch.setattr(mooncake, "import_module", fail)
     with pytest.raises(TierError, match=message):
         open_mooncake(parse_tier_url("mooncake://127.0.0.1"))
+
+
+def test_h73_a_tool_lends_the_pool_nothing(pool: MooncakePool) -> None:
+    """What others stored in its memory would be gone when the command has ended."""
+    url = parse_tier_url(pool.url(segment="32MiB"))
+    tool = open_mooncake(url, for_tool=True)
+    lent = tool.usage().capacity_bytes
+    tool.close()
+    engine = open_mooncake(url)
+    assert engine.usage().capacity_bytes == lent + (32 << 20)
+    engine.close()

@@ -151,6 +151,16 @@ class OwnFolder:
             time.sleep(_RETRY_SECONDS)
         return folder
 
+    @property
+    def is_there(self) -> bool:
+        """Whether there is such a folder, which only `look` leaves open."""
+        return self._release is not None
+
+    def require_ours(self) -> None:
+        """Raise NotOurs for another user's folder, where files of ours would be in his way."""
+        if self.is_there and os.stat(self.held).st_uid != os.geteuid() and self.access.group is None:
+            raise NotOurs(_foreign(self))
+
     @classmethod
     def look(cls, parent: Path) -> OwnFolder:
         """The folder inside `parent` as it is, whoever's it is, or a place where there is none: for who only reads.
@@ -160,9 +170,11 @@ class OwnFolder:
         """
         path = parent / OWN_FOLDER
         try:
-            return cls(path, _open_path(path), Access())
-        except FileNotFoundError:
-            return cls(path, None, Access())
+            descriptor = _open_path(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return cls(path, None, PRIVATE)
+        found = os.fstat(descriptor)
+        return cls(path, descriptor, Access(found.st_gid if found.st_mode & _SHARED_BITS == _SHARED_BITS else None))
 
     def close(self) -> None:
         """Hold it no longer: `held` leads nowhere from now on. Idempotent, and done when nobody has this object."""
@@ -238,6 +250,8 @@ def _open_path(path: Path) -> int:
     try:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:
+        if not path.parent.is_dir():
+            raise
         what = f"a link to {os.readlink(path)}" if path.is_symlink() else "not a directory"
         raise NotOurs(
             f"{path} is {what}; kvpact needs that name for a folder of its own: remove it, or give another directory"

@@ -21,6 +21,7 @@ from kvpact.cli.screen import age, console, print_json, progress, table
 from kvpact.cli.slabs import RECORDS_SHOWN
 from kvpact.errors import ConfigError, TierError
 from kvpact.metrics import TierName, series
+from kvpact.own_files import OwnFolder
 from kvpact.tier_urls import TierURL, format_size, parse_tier_url
 from kvpact.tiers.inspect_store import remove_group, remove_older, summarize, verify_store
 from kvpact.tiers.kinds import load_seal, open_store
@@ -32,6 +33,7 @@ PROBES: Final = 5
 """Look-ups of a record that is not there, by which `kvpact tiers` finds a store's latency."""
 
 _PATIENCE_S: Final = 2.0
+_DIRECTORIES: Final = ("dir", "file")
 
 
 def parse_place(text: str) -> TierURL | Path:
@@ -47,8 +49,8 @@ def parse_place(text: str) -> TierURL | Path:
 
 @contextmanager
 def opened(url: TierURL) -> Iterator[RecordStore]:
-    """The store behind a URL; what it fails at becomes a TierError."""
-    store = open_store(url)
+    """The store behind a URL, for who looks; what it fails at becomes a TierError."""
+    store = open_store(url, for_tool=True)
     try:
         yield store
     except StoreError as error:
@@ -60,10 +62,20 @@ def opened(url: TierURL) -> Iterator[RecordStore]:
 
 @contextmanager
 def opened_as_it_is(url: TierURL) -> Iterator[RecordStore]:
-    """`opened`, for those who only look: a directory that is not there is a TierError and is not made."""
-    if url.scheme in ("dir", "file") and not Path(url.path).is_dir():
+    """`opened`, where a directory that is not there is a TierError."""
+    if url.scheme in _DIRECTORIES and not Path(url.path).is_dir():
         raise TierError(f"{url.path} is not a directory; give the path of a {url.scheme} tier")
     with opened(url) as store:
+        yield store
+
+
+@contextmanager
+def opened_for_removal(url: TierURL) -> Iterator[RecordStore]:
+    """`opened_as_it_is`, but no other user's directory: what is written anew there must stay its user's."""
+    if url.scheme in _DIRECTORIES:
+        with OwnFolder.look(Path(url.path)) as folder:
+            folder.require_ours()
+    with opened_as_it_is(url) as store:
         yield store
 
 
@@ -134,7 +146,7 @@ def collect(place: TierURL | Path, namespace: str) -> int:
     """
     if isinstance(place, Path):
         return _collect_slab(place, namespace)
-    with opened_as_it_is(place) as store:
+    with opened_for_removal(place) as store:
         groups = {record.name.partition("/")[0] for record in store.names()}
         return remove_group(store, _the_one(groups, namespace, place))
 
@@ -147,7 +159,7 @@ def collect_older(place: TierURL | Path, seconds: float, namespace: str | None) 
     """
     if isinstance(place, Path):
         return _collect_old_slabs(place, seconds, namespace)
-    with opened_as_it_is(place) as store:
+    with opened_for_removal(place) as store:
         group = ""
         if namespace is not None:
             group = _the_one({record.name.partition("/")[0] for record in store.names()}, namespace, place)
@@ -155,7 +167,7 @@ def collect_older(place: TierURL | Path, seconds: float, namespace: str | None) 
 
 
 def _collect_old_slabs(path: Path, seconds: float, namespace: str | None) -> int:
-    directory, removed = SlabDirectory(path), 0
+    directory, removed = SlabDirectory.look(path), 0
     try:
         with directory.locked(_PATIENCE_S):
             for slab in directory.slab_paths():
@@ -178,7 +190,7 @@ def _the_one(names: set[str], wanted: str, place: object) -> str:
 
 
 def _collect_slab(path: Path, namespace: str) -> int:
-    directory = SlabDirectory(path)
+    directory = SlabDirectory.look(path)
     try:
         with directory.locked(_PATIENCE_S):
             slabs = {slab.name.removesuffix(SLAB_SUFFIX): slab for slab in directory.slab_paths()}
@@ -223,9 +235,9 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
 def _probe(url: TierURL) -> dict[str, str]:
     row = {"tier": str(url), "state": "works", "lookup": "", "used": "", "capacity": ""}
     try:
+        if url.scheme in ("disk", *_DIRECTORIES) and (trouble := _trouble_with(Path(url.path))):
+            return row | {"state": trouble}
         if url.scheme == "disk":
-            if trouble := _trouble_with(Path(url.path)):
-                return row | {"state": trouble}
             used = sum(path.stat().st_size for path in SlabDirectory(Path(url.path)).slab_paths())
             return row | {"used": format_size(used), "capacity": format_size(url.capacity)}
         with opened(url) as store:
@@ -241,7 +253,11 @@ def _probe(url: TierURL) -> dict[str, str]:
 
 
 def _trouble_with(directory: Path) -> str:
-    """Why an engine could not use the directory of a disk tier, which it makes if its parent is there; "" if it can."""
+    """Why an engine could not use a directory, which it makes if its parent is there; "" if it can. Raises NotOurs."""
+    with OwnFolder.look(directory) as folder:
+        folder.require_ours()
+        if folder.is_there:
+            return ""
     place = directory if os.path.lexists(directory) else directory.parent
     if not place.is_dir():
         return f"{place} is not a directory" if os.path.lexists(place) else f"there is no directory {place}"

@@ -118,8 +118,9 @@ class DirectoryStore(RecordStore):
 
     kind = "directory"
 
-    def __init__(self, folder: OwnFolder, capacity_bytes: int) -> None:
-        """Takes over `folder`. Raises StoreError if it cannot be used."""
+    def __init__(self, folder: OwnFolder, capacity_bytes: int, *, for_tool: bool = False) -> None:
+        """Takes over `folder`, and with `for_tool` leaves it as it is. Raises StoreError if it cannot be used."""
+        self._for_tool = for_tool
         self._folder = folder
         self._access = folder.access
         self.root = root = folder.held
@@ -140,6 +141,8 @@ class DirectoryStore(RecordStore):
         self._watched: tuple[int, int] | None = None
         self._watched_since = 0.0
         self._renewed = 0.0
+        if for_tool:
+            return
         with self._reported("open"):
             for directory in (self._control, self._temporaries, self._counters):
                 self._access.make_folder(directory)
@@ -156,7 +159,7 @@ class DirectoryStore(RecordStore):
     def exists(self, names: Sequence[str]) -> list[bool]:
         """See `RecordStore`. The unbroken run from the first name counts as used."""
         found: list[bool] = []
-        latest: int | None = time.time_ns()
+        latest = None if self._for_tool else time.time_ns()
         with self._reported("read"):
             for name in names:
                 status = self._status(self._path(name))
@@ -298,6 +301,8 @@ class DirectoryStore(RecordStore):
 
     def usage(self) -> StoreUsage:
         with self._reported("read"):
+            if self._for_tool and self._stocktaking() is None:  # no engine was here yet
+                return StoreUsage(0, self.capacity_bytes)
             return StoreUsage(min(self._estimate(), self.capacity_bytes), self.capacity_bytes)
 
     def close(self) -> None:
@@ -556,14 +561,18 @@ class DirectoryStore(RecordStore):
             raise StoreError(f"cannot {what} in {self.place}: {error.strerror or error}{right}") from None
 
 
-def open_directory(url: TierURL) -> DirectoryStore:
+def open_directory(url: TierURL, *, for_tool: bool = False) -> DirectoryStore:
     """The store at a `dir://` URL; its directory is made if only the last part of the path is missing.
+
+    `for_tool`: nothing is made, collected or marked as used; what is not there is an empty store.
 
     Raises:
         TierError: saying what is in the way.
     """
     path = Path(url.path)
     try:
+        if for_tool:
+            return DirectoryStore(OwnFolder.look(path), url.capacity, for_tool=True)
         folder = OwnFolder.make(path, Access.of(url.options.get("group")))
         if (path / CONTROL).exists():
             logger.warning(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Final, TypeAlias, cast
+from typing import Final, Protocol, TypeAlias, cast
 
 from kvpact.blocks import Namespace
 from kvpact.errors import ConfigError, TierError
@@ -34,7 +34,13 @@ class TierPlace:
 OpenTier: TypeAlias = Callable[[TierURL, TierPlace], Tier]
 """What an entry point of the group `kvpact.tiers` names. It raises TierError, with one message for people."""
 
-OpenStore: TypeAlias = Callable[[TierURL], RecordStore]
+
+class OpenStore(Protocol):
+    """What opens a kind of store; see `open_store`."""
+
+    def __call__(self, url: TierURL, *, for_tool: bool) -> RecordStore: ...
+
+
 
 _STORES: Final[Mapping[str, str]] = {
     "dir": "kvpact.tiers.directory:open_directory",
@@ -51,13 +57,17 @@ _STORES: Final[Mapping[str, str]] = {
 }
 
 
-def open_store(url: TierURL) -> RecordStore:
-    """The store behind a shared tier's URL. Raises TierError."""
+def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
+    """The store behind a shared tier's URL. Raises TierError.
+
+    `for_tool`: for a person who looks. Nothing is made, evicted, kept for longer or lent by opening, asking, reading
+    and closing; `remove` alone changes what is there, and nothing is written.
+    """
     target = _STORES.get(url.scheme)
     if target is None:
         raise TierError(f"{url} is no store that several engines share; those are {', '.join(_STORES)}")
     module, _, function = target.partition(":")
-    return cast(OpenStore, getattr(import_module(module), function))(url)
+    return cast(OpenStore, getattr(import_module(module), function))(url, for_tool=for_tool)
 
 
 def open_tier(url: TierURL, place: TierPlace) -> Tier:

@@ -263,8 +263,10 @@ class _Call(Generic[Result]):
             self._ended()
 
 
-def open_mooncake(url: TierURL) -> MooncakeStore:
-    """The pool of the master at a `mooncake://` URL, with this process as one of its members.
+def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
+    """The pool of the master at a `mooncake://` URL, with this process as one of its members, which lends memory.
+
+    `for_tool`: it lends none, so that nothing is stored here and lost with the tool.
 
     Its path, if it has one, begins the names of all records, so that a pool can be shared. While the client is set up,
     for some 50 ms, Python stands still.
@@ -290,7 +292,7 @@ def open_mooncake(url: TierURL) -> MooncakeStore:
     code = client.setup(
         url.options.get("hostname", own_host),
         url.options.get("metadata_server", "P2PHANDSHAKE"),
-        url.size("segment", SEGMENT_BYTES),
+        0 if for_tool else url.size("segment", SEGMENT_BYTES),
         url.size("buffer", BUFFER_BYTES),
         url.options.get("protocol", "tcp"),
         url.options.get("device", ""),

@@ -334,9 +334,9 @@ class ObjectStore(RecordStore):
         return StoreError(f"{self.place}: object {name[-16:]} keeps changing; given up after {TRIES} tries")
 
 
-def open_objects(url: TierURL) -> ObjectStore:
+def open_objects(url: TierURL, *, for_tool: bool = False) -> ObjectStore:
     """The store at an `s3://`, `gs://`, `az://` or `file://` URL.
 
     Raises TierError for what somebody must mend: obstore is missing, no such bucket, wrong credentials or options.
     """
-    return ObjectStore(open_bucket(url))
+    return ObjectStore(open_bucket(url, for_tool=for_tool))

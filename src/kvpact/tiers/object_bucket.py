@@ -210,8 +210,10 @@ _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*
 """Obstore panics on some that are no addresses; and credentials do not belong there."""
 
 
-def open_bucket(url: TierURL) -> Bucket:
+def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     """The bucket that a URL names, asked once whether it will serve us. One that does not answer now may do so later.
+
+    `for_tool`: of a directory that is not there, or has no folder of ours, nothing is made.
 
     Raises TierError for what somebody must mend: obstore is missing, no such bucket, wrong credentials or options.
     """
@@ -228,9 +230,12 @@ def open_bucket(url: TierURL) -> Bucket:
     if endpoint.startswith("http://") and url.options.get("allow_http") != "true":
         raise TierError(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
-    folder = _folder(url) if url.scheme == "file" else None
+    folder = _folder(url, for_tool=for_tool) if url.scheme == "file" else None
     try:
-        store = stores.LocalStore(folder.path) if folder is not None else _client(stores, url, timeout)
+        if folder is None:
+            store = _client(stores, url, timeout)
+        else:
+            store = stores.LocalStore(folder.path) if folder.is_there else stores.MemoryStore()
     except Exception:  # whatever a client thinks of its options, and it would repeat them
         raise TierError(f"{place}: obstore does not take these options; check endpoint, region and path") from None
     concurrency = int(url.options.get("concurrency", CONCURRENCY))
@@ -248,9 +253,11 @@ def open_bucket(url: TierURL) -> Bucket:
 _PROBED: Final = "kvpact-is-not-an-object"
 
 
-def _folder(url: TierURL) -> OwnFolder:
+def _folder(url: TierURL, *, for_tool: bool) -> OwnFolder:
     """Where objects are files: a folder of ours, which hides them until they have their modes. Raises TierError."""
     try:
+        if for_tool:
+            return OwnFolder.look(Path(url.path))
         return OwnFolder.make(Path(url.path), Access.of(url.options.get("group")))
     except NotOurs as error:
         raise TierError(f"file tier: {error}") from None

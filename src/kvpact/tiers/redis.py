@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -492,8 +492,10 @@ class RedisStore(RecordStore):
             raise StoreError(f"{self._place}: {message}") from None
 
 
-def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS) -> RedisStore:
+def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS, *, for_tool: bool = False) -> RedisStore:
     """The store that `url` names. Connects to nothing yet: a server that is down may be back by the first call.
+
+    `for_tool`: reads prolong no record's life, and do not count as use where the server can be told so.
 
     Raises:
         TierError: redis-py is missing, or the URL says what cannot be.
@@ -526,9 +528,12 @@ def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS) -> RedisStore:
     timeout = url.seconds("timeout", timeout)
     if expiry == 0 or timeout == 0:
         raise TierError(f"{url}: a time must be more than 0; leave the option out for none")
+    if for_tool:
+        expiry = None
     user, _, password = url.host.rpartition("@")[0].partition(":")
     password_file = options.get("password_file", "")
-    pool = Pool(Access(unquote(user), unquote(password), password_file, base == "rediss", ca_file, int(database)))
+    access = Access(unquote(user), unquote(password), password_file, base == "rediss", ca_file, int(database))
+    pool = Pool(replace(access, looks_only=for_tool))
     servers: Servers
     if kind == "cluster":
         servers = Cluster(pool, addresses)

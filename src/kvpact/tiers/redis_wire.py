@@ -213,6 +213,8 @@ class Access:
     tls: bool
     ca_file: str | None
     database: int
+    looks_only: bool = False
+    """Reads are to leave no trace: those of Redis 7.2, Valkey and later then do not count as use."""
 
     def connect(self, address: Address, seconds: float, *, known: bool = True) -> Wire:
         """A new connection, as our user if we are to be `known`; the password file is read again for each.
@@ -221,7 +223,7 @@ class Access:
         """
         from redis import Connection, RedisError, SSLConnection
         from redis.backoff import NoBackoff
-        from redis.exceptions import AuthenticationError
+        from redis.exceptions import AuthenticationError, ResponseError
         from redis.retry import Retry
 
         options: dict[str, Any] = {
@@ -239,6 +241,10 @@ class Access:
         where = f"{address[0]}:{address[1]}"
         try:
             connection.connect()
+            if self.looks_only and known:
+                with suppress(ResponseError):  # an older server
+                    connection.send_command("CLIENT", "NO-TOUCH", "ON")
+                    connection.read_response()
         except AuthenticationError:
             raise StoreError(f"{where} refuses the user or the password") from None
         except (RedisError, OSError) as error:

@@ -70,6 +70,13 @@ class SlabDirectory:
             )  # fmt: skip
         return cls(named, capacity_bytes, access)
 
+    @classmethod
+    def look(cls, named: Path) -> SlabDirectory:
+        """The slabs that lie there, for a tool, which makes nothing. Raises NotOurs: another user's, or a link."""
+        with OwnFolder.look(named) as folder:
+            folder.require_ours()
+            return cls(named, access=folder.access)
+
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:
         """Nobody else opens, grows or removes a slab here meanwhile.
