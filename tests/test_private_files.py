@@ -313,9 +313,10 @@ def test_h86_nor_does_any_name_inside_our_folder(name: str, tmp_path: Path) -> N
 
 
 @needs_root
-def test_h86_whoever_takes_our_folders_name_while_we_use_it_gets_nothing(place: Path) -> None:
+@pytest.mark.parametrize("kind", ["disk", "dir"])
+def test_h86_whoever_takes_our_folders_name_while_we_use_it_gets_nothing(kind: str, place: Path) -> None:
     """In a directory that is not sticky others can rename what is ours."""
-    tier = open_here("dir", place)
+    tier = open_here(kind, place)
     assert put(tier, "before") == 4
     swap = "(place / 'kvpact').rename(place / 'gone'); (place / 'kvpact').mkdir(); os.chmod(place / 'kvpact', 0o777)"
     as_user(OTHER_USER, f"{swap}; print(0)", place)
@@ -323,7 +324,7 @@ def test_h86_whoever_takes_our_folders_name_while_we_use_it_gets_nothing(place: 
     assert [served(tier, name) for name in ("before", "after")] == [4, 4]
     assert not list((place / "kvpact").iterdir())
     tier.close()
-    assert "is not a folder of user 0" in refusal("dir", place)
+    assert "is not a folder of user 0" in refusal(kind, place)
 
 
 @needs_root

@@ -6,6 +6,7 @@ files are made and replaced: never through a link, never over what is there, wha
 
 from __future__ import annotations
 
+import errno
 import grp
 import logging
 import os
@@ -33,6 +34,7 @@ _MAKING_SECONDS: Final = 1.0
 
 _RETRY_SECONDS: Final = 0.05
 _OTHERS: Final = 0o007
+_DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _SHARED_BITS: Final = 0o2070
 
 
@@ -133,9 +135,11 @@ class OwnFolder:
         try:
             with suppress(FileExistsError):
                 os.mkdir(path, 0o700)
-        except PermissionError:
-            raise NotOurs(f"{parent} cannot be written by user {os.geteuid()}; give this user the right to") from None
         except OSError as error:
+            if error.errno in _DENIED:
+                raise NotOurs(
+                    f"{parent} cannot be written by user {os.geteuid()}; give this user the right to"
+                ) from None
             raise NotOurs(f"cannot create {path}: {error.strerror}") from None
         return cls.again(parent, access, name)
 
