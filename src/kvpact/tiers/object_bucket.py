@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -20,6 +21,7 @@ from typing import Any, Final, TypeVar
 from kvpact.errors import TierError
 from kvpact.own_files import Access, NotOurs, OwnFolder
 from kvpact.tier_urls import TierURL
+from kvpact.tiers.daemon_pool import DaemonPool
 from kvpact.tiers.object_packs import PackVersion
 from kvpact.tiers.shared import StoreError
 
@@ -73,14 +75,14 @@ class Bucket:
         self.timeout = timeout
         self.concurrency = concurrency
         self._folder = folder
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="kvpact-objects")
+        self._pool = DaemonPool("kvpact-objects", concurrency)
 
     def each(self, call: Callable[[Item], Result], items: Sequence[Item], requests: int = 1) -> list[Result]:
         """`call` for every item, in parallel, each with time for so many `requests`. Raises StoreError when it is up.
 
         What has not ended then goes on for a while, and its result is dropped.
         """
-        futures = [self._pool.submit(call, item) for item in items]
+        futures = [self._pool.submit(partial(call, item)) for item in items]
         rounds = requests * math.ceil(len(items) / self.concurrency)
         _, late = wait(futures, self.timeout * rounds)
         for future in late:
@@ -169,7 +171,7 @@ class Bucket:
 
     def close(self) -> None:
         """Start no more requests. Does not wait for those under way."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
     @staticmethod
     def _gone(error: Exception) -> bool:
