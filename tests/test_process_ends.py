@@ -1,5 +1,5 @@
-"""A process ends in bounded time, whatever hangs: a server that takes connections and says nothing, or is stopped, a file
-that never opens (H64)."""
+"""A process ends in bounded time, whatever hangs: a server that takes connections and says nothing or is stopped, a
+file that never opens (H64)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -75,6 +75,9 @@ _PARENT: Final = struct.Struct("112x32s")
 """Where a record's header has the key of the block before it."""
 
 _COUNTER: Final = struct.Struct("<QQ")
+_MOST_STOCKTAKING: Final = 4 << 20
+"""Bytes of a stocktaking with 40,000 writers; one that is larger is none."""
+_LONGEST_NAME: Final = 4096
 _RETRY_SECONDS: Final = 0.02
 _RENEW_SECONDS: Final = 1.0
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP})
@@ -108,8 +111,9 @@ class DirectoryStore(RecordStore):
     evicts what was used after it.
 
     **Death.** A process killed at any time leaves temporary files and a counter. The next store that is opened or
-    collects on that host removes them; elsewhere this takes an hour. The lock of a collector that died on another host
-    is broken by whoever saw it unmoved for `LEASE_SECONDS`; should two collect at once, they evict more than needed.
+    collects on that host removes them, and counts as used what the counter said; elsewhere this takes an hour. The lock
+    of a collector that died on another host is broken by whoever saw it unmoved for `LEASE_SECONDS`; should two collect
+    at once, they evict more than needed.
 
     Engines that share the directory run as one user or as members of one group that the URL names, with one capacity
     (each keeps to its own), on clocks that agree within seconds: a skew makes records look more or less used and harms
@@ -149,6 +153,8 @@ class DirectoryStore(RecordStore):
             self._remove_all(self._abandoned(self._temporaries))
             if self._stocktaking() is None:
                 self._collect(0, time.time_ns())
+            else:
+                self._fold_dead_writers()
 
     @property
     def place(self) -> str:
@@ -370,31 +376,49 @@ class DirectoryStore(RecordStore):
         """Every writer's bytes reserved and settled since it was opened."""
         counted: dict[str, tuple[int, int]] = {}
         for name in os.listdir(self._counters):
-            with suppress(FileNotFoundError):
-                raw = (self._counters / name).read_bytes()
-                if len(raw) == _COUNTER.size:
-                    counted[name] = _COUNTER.unpack(raw)
+            raw = _beginning(self._counters / name, _COUNTER.size + 1)
+            if len(raw) == _COUNTER.size:
+                counted[name] = _COUNTER.unpack(raw)
         return counted
 
     def _stocktaking(self) -> Stocktaking | None:
         try:
-            return msgspec.json.decode(self._stocktaking_path.read_bytes(), type=Stocktaking)
-        except (FileNotFoundError, msgspec.DecodeError):
+            return msgspec.json.decode(_beginning(self._stocktaking_path, _MOST_STOCKTAKING), type=Stocktaking)
+        except msgspec.DecodeError:
             return None
 
     def _estimate(self) -> int:
         """Bytes that are used or reserved; more than there are, never less."""
+        # Counters first: one that is removed in between is part of what is found then.
+        counted = self._counted()
         found = self._stocktaking()
         if found is None:
             return self.capacity_bytes + 1
         self._touch_seconds = min(TOUCH_SECONDS, found.life_seconds / TOUCH_SHARE)
-        return found.used_bytes + self._since(found.settled)
+        return found.used_bytes + _since(counted, found.settled)
 
-    def _since(self, settled: dict[str, int], gone: Collection[str] = ()) -> int:
-        """Bytes that writers, but for those that are gone, have reserved since these were settled."""
-        return sum(
-            reserved - settled.get(name, 0) for name, (reserved, _) in self._counted().items() if name not in gone
-        )
+    def _fold_dead_writers(self) -> None:
+        """Count what dead writers have reserved as used, and remove their counters.
+
+        Nothing if somebody collects: whoever opens the directory next does it. A kill at any moment, and a power cut,
+        leave each byte counted once at least.
+        """
+        dead = self._abandoned(self._counters)
+        if not dead or not self._lock_collector():
+            return
+        try:
+            counted, known = self._counted(), self._stocktaking()
+            if known is not None:
+                folded = {path.name: counted[path.name] for path in dead if path.name in counted}
+                used = known.used_bytes + _since(folded, known.settled)
+                # Until they are removed, their counters say nothing new.
+                settled = {name: known.settled.get(name, 0) for name in counted}
+                settled |= {name: reserved for name, (reserved, _) in folded.items()}
+                self._write_stocktaking(Stocktaking(used, settled, known.life_seconds))
+                self._remove_all(dead)
+                sync_folder(self._counters)
+        finally:
+            self._collector_path.unlink(missing_ok=True)
 
     # The collector
 
@@ -415,9 +439,11 @@ class DirectoryStore(RecordStore):
             # What is to be freed is known in the end, and not more than what the ledger says: the oldest files worth
             # that many bytes are candidates, so that not every name is kept.
             target = self.capacity_bytes - min(wanted, self.capacity_bytes) - self.capacity_bytes // SLACK_SHARE
-            most = known.used_bytes + self._since(known.settled) - target if known else self.capacity_bytes
+            counted = self._counted()
+            most = known.used_bytes + _since(counted, known.settled) - target if known else self.capacity_bytes
             used, candidates = self._oldest(before_ns, most)
-            excess = used + self._since(settled, gone) - target if wanted else used - self.capacity_bytes
+            counted = {name: numbers for name, numbers in self._counted().items() if name not in gone}
+            excess = used + _since(counted, settled) - target if wanted else used - self.capacity_bytes
             evicted = 0
             life = known.life_seconds if known else TOUCH_SECONDS * TOUCH_SHARE
             for negative_ns, _, size, path in candidates:
@@ -483,7 +509,7 @@ class DirectoryStore(RecordStore):
         """Whether it died on this host, or its lock has not moved for a lease by this host's clock alone."""
         try:
             status = os.stat(self._collector_path)
-            name = self._collector_path.read_text(errors="replace")
+            name = _beginning(self._collector_path, _LONGEST_NAME).decode(errors="replace")
         except FileNotFoundError:
             return False
         if _died_here(name):
@@ -582,6 +608,22 @@ def open_directory(url: TierURL, *, for_tool: bool = False) -> DirectoryStore:
         return DirectoryStore(folder, url.capacity)
     except (NotOurs, StoreError) as error:
         raise TierError(f"dir tier: {error}") from None
+
+
+def _since(counted: Mapping[str, tuple[int, int]], settled: Mapping[str, int]) -> int:
+    """Bytes that writers have reserved since these were settled; what was settled later is none of them."""
+    return sum(max(0, reserved - settled.get(name, 0)) for name, (reserved, _) in counted.items())
+
+
+def _beginning(path: Path, most: int) -> bytes:
+    """Up to `most` bytes of a file of the ledger; none if it is not there."""
+    descriptor = _open_if_there(path)
+    if descriptor is None:
+        return b""
+    try:
+        return os.pread(descriptor, most, 0)
+    finally:
+        os.close(descriptor)
 
 
 def _host() -> str:
