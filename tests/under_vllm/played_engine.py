@@ -88,12 +88,19 @@ def make_prompt(seed: int, blocks: int, tail: int = 5, stem: Sequence[int] = ())
     return [*stem, *(int(token) for token in random.integers(1, VOCABULARY, length - len(stem)))]
 
 
-def vllm_config(directory: Path, settings: dict[str, object], num_batched_tokens: int, transfer: dict[str, Any]) -> Any:
+def vllm_config(
+    directory: Path,
+    settings: dict[str, object],
+    num_batched_tokens: int,
+    transfer: dict[str, Any],
+    block_size: int = BLOCK,
+    dtype: str = "bfloat16",
+) -> Any:
     """A real configuration for a model that is nothing but its `config.json`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(MODEL))
     model = ModelConfig(
-        model=str(directory), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048, enforce_eager=True
+        model=str(directory), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048, enforce_eager=True
     )
     named = {
         **load_config({}, {}).kv_transfer_config(),
@@ -102,7 +109,7 @@ def vllm_config(directory: Path, settings: dict[str, object], num_batched_tokens
     }
     return VllmConfig(
         model_config=model,
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=num_batched_tokens,
@@ -150,6 +157,8 @@ class PlayedEngine:
         transfer: dict[str, Any] | None = None,
         zero_new_blocks: bool = False,
         scheduler_class: type[Scheduler] | None = None,
+        block_size: int = BLOCK,
+        dtype: str = "bfloat16",
         **settings: object,
     ) -> None:
         """`settings` are kvpact's, `transfer` other fields of vLLM's `kv_transfer_config`.
@@ -159,15 +168,16 @@ class PlayedEngine:
         With `zero_new_blocks` the state update clears them, as vLLM's runners do for some models.
         """
         settings = {"memory": "4MiB", **settings}
-        self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {})
+        self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {}, block_size, dtype)
+        self.block_size = block_size
         self.config.cache_config.num_gpu_blocks = num_blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=4, head_size=16, dtype=getattr(torch, dtype))
         names = [f"layer {number}" for number in range(LAYERS)]
         kv_cache_config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(names, spec)])
         self.config.compilation_config.static_forward_context = {name: PlayedLayer() for name in names}
-        self.kv = {name: torch.zeros((num_blocks, BLOCK, SLOT), dtype=torch.uint8) for name in names}
+        self.kv = {name: torch.zeros((num_blocks, block_size, SLOT), dtype=torch.uint8) for name in names}
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(block_size, sha256)
         original = kvpact.vllm.connector.worker_place
         kvpact.vllm.connector.worker_place = lambda *_: WorkerPlace(0, 1, num_blocks)
         try:
@@ -193,7 +203,7 @@ class PlayedEngine:
             vllm_config=self.config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK,
+            block_size=block_size,
             log_stats=True,
         )
         self.connector: PactConnector = self.scheduler.connector
@@ -313,7 +323,7 @@ class PlayedEngine:
     def _zero(self, scheduled: Any) -> None:
         """Clear the new blocks that the scheduler wants to be computed."""
         for new in scheduled.scheduled_new_reqs:
-            self._clear(new.block_ids[0][-(-new.num_computed_tokens // BLOCK) :])
+            self._clear(new.block_ids[0][-(-new.num_computed_tokens // self.block_size) :])
         cached = scheduled.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is not None and name not in cached.resumed_req_ids:
@@ -352,7 +362,7 @@ class PlayedEngine:
         (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
 
         def slot(place: int) -> memoryview:
-            start = (table[place // BLOCK] * BLOCK + place % BLOCK) * SLOT
+            start = (table[place // self.block_size] * self.block_size + place % self.block_size) * SLOT
             return pages.cast("B")[start : start + SLOT]
 
         return self.scheduler.requests[request_id].all_token_ids, slot

@@ -151,6 +151,28 @@ def test_h23_engines_that_are_not_alike_hit_nothing_of_each_other(
     assert ask_all(start(store, **settings)) == 6 * len(PROMPTS)
 
 
+@pytest.mark.parametrize("store", ["dir", "redis", "s3"], indirect=True)
+def test_h23_engines_of_other_dtype_and_block_size_share_a_store_and_no_block(
+    start: Callable[..., PlayedEngine], store: str
+) -> None:
+    """Blocks of two bytes an element are as long whatever the dtype; two small blocks are as long as a large one."""
+    unlike: list[dict[str, Any]] = [
+        {},
+        {"dtype": "float16"},
+        {"block_size": 32},
+        {"dtype": "float16", "block_size": 32},
+    ]
+    for settings in unlike:
+        engine = start(store, **settings)
+        assert ask_all(engine) == 0
+        flush(engine)
+    for settings in unlike:
+        engine = start(store, **settings)
+        assert ask_all(engine) == len(PROMPTS) * (6 * BLOCK // engine.block_size) * engine.block_size // BLOCK
+        assert sum(value for name, value in engine.counts.items() if name.startswith("damaged_records")) == 0
+        engine.assert_at_rest()
+
+
 @pytest.mark.parametrize("store", ["redis"], indirect=True)
 @pytest.mark.parametrize("memory", ["4MiB", "64KiB"], ids=["memory", "staging only"])
 @pytest.mark.parametrize("below", ["", "disk", "shared", "disk+shared"])
