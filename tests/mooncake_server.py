@@ -59,11 +59,11 @@ class MooncakePool:
 
 
 @contextmanager
-def mooncake_pool(directory: Path, megabytes: int) -> Iterator[MooncakePool]:
-    """A master and one host that lends it so much memory."""
+def mooncake_pool(directory: Path, megabytes: int, **settings: object) -> Iterator[MooncakePool]:
+    """A master with these settings of its own, and one host that lends it so much memory."""
     log = directory / "mooncake.log"
     port, metrics_port = free_port(), free_port()
-    pool = MooncakePool(port, metrics_port, log, _master(port, metrics_port, log), [])
+    pool = MooncakePool(port, metrics_port, log, _master(port, metrics_port, log, **settings), [])
     try:
         if megabytes:
             pool.lend(megabytes)
@@ -72,12 +72,13 @@ def mooncake_pool(directory: Path, megabytes: int) -> Iterator[MooncakePool]:
         pool.end()
 
 
-def _master(port: int, metrics_port: int, log: Path) -> subprocess.Popen[bytes]:
+def _master(port: int, metrics_port: int, log: Path, **more: object) -> subprocess.Popen[bytes]:
     settings = {
         "rpc_address": "127.0.0.1",
         "rpc_port": port,
         "metrics_host": "127.0.0.1",
         "metrics_port": metrics_port,
+        **more,
     }
     process = _start("mooncake_master", log, **settings)
     _wait_for(port, process, log)

@@ -19,6 +19,7 @@ import pytest
 
 from kvpact.blocks import BlockKey, Namespace
 from kvpact.errors import TierError
+from kvpact.metrics import series
 from kvpact.testkit.faults import Crash, Faults
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier import Damage, Place, TierConformance
@@ -28,6 +29,8 @@ from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Tier
 from kvpact.tiers.mooncake import MooncakeStore, open_mooncake
 from kvpact.tiers.shared import SharedTier, StoreError, group_name, key_of, record_name
 from mooncake_server import MooncakePool, free_port, mooncake_pool
+from scenes import NAMESPACE as SCENE_NAMESPACE
+from scenes import PAGE, Scene, SceneRequest, tokens, until
 
 NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})
 GROUP = group_name(NAMESPACE, UNSEALED)
@@ -287,6 +290,47 @@ def test_a_lender_that_is_killed_costs_misses(pool: MooncakePool) -> None:
     pool.lenders[0].wait()
     assert timed(lambda: served(tier, wanted)) == 0
     assert tier.counts().failed_reads == 1
+
+
+@pytest.mark.parametrize("lease", ["300ms", "60s"])
+def test_h11_the_pools_lease_runs_out_between_look_up_and_read(tmp_path: Path, lease: str) -> None:
+    """A look-up leases what it finds. After that the pool evicts it for others: a shorter match, and no damage."""
+    with mooncake_pool(tmp_path, 32, default_kv_lease_ttl=lease) as pool:
+
+        def scene() -> Scene:
+            tier = SharedTier(open_store(pool.url()), SCENE_NAMESPACE, PAGE)
+            return Scene(40, tiers=[tier], recompute_if_faster=False)
+
+        first, second, request = scene(), scene(), SceneRequest("here", tokens(33))
+        first.run_cold(SceneRequest("there", tokens(33)))
+        first.settle_tiers(20.0)
+        second.cache.on_new_request(request)
+        second.cache.end_step()
+        until(lambda: second.queues[0].under_way == 0)
+        time.sleep(0.5)
+        left = fill(pool, group_name(SCENE_NAMESPACE, UNSEALED))
+        match = second.prepare(request, seconds=20.0)
+        assert match.num_tokens <= 4 * left
+        assert (match.num_tokens == 32) == (left == 8) == (lease == "60s"), f"{left} of 8 blocks were left"
+        if match.num_tokens:
+            second.load(request, match)
+            assert second.holds_content(request, range(match.num_tokens // 4))
+        counts = second.cache.observe()
+        assert counts[series("damaged_records", "mooncake")] == counts["failed_tokens"] == 0
+        second.cache.request_finished("here")
+        for one in (first, second):
+            one.close()
+
+
+def fill(pool: MooncakePool, group: str) -> int:
+    """Store twice what the pool has room for; how many records of `group` are left then."""
+    other = open_tier(pool.url())
+    for number in range(64):
+        put(other, document(f"other {number}", 1))
+    assert isinstance(other.store, MooncakeStore)
+    left = sum(key_of(record.name) is not None for record in other.store.names(group))
+    other.close()
+    return left
 
 
 def test_without_the_metrics_port_all_but_listing_works(pool: MooncakePool) -> None:
