@@ -20,7 +20,7 @@ from kvpact.blocks import BlockKey
 from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.index import ROOT, BlockIndex, Pin
 from kvpact.metrics import Metrics, TierName
-from kvpact.tiers.client import LentSlots, TierClient
+from kvpact.tiers.client import Deleted, LentSlots, TierClient
 from kvpact.tiers.queue import GetDone, LookupDone, PutDone, Ticket, TierQueue
 
 logger = logging.getLogger(__name__)
@@ -410,11 +410,13 @@ class Staging:
             source.client.check(now)
         self._polled += now - began
 
-    def _end(self, done: LookupDone | GetDone | PutDone, source: Source, now: float) -> None:
+    def _end(self, done: LookupDone | GetDone | PutDone | Deleted, source: Source, now: float) -> None:
         if isinstance(done, LookupDone):
             self._end_lookup(done, source, now)
         elif isinstance(done, GetDone):
-            self._end_fetch(done, source, now)
+            self._end_fetch(done, source)
+        elif isinstance(done, Deleted):
+            source.known.discard(done.keys)
         else:
             self._count_write(source, self._end_write(done.ticket, source), done)
 
@@ -426,7 +428,7 @@ class Staging:
         if inquest.waiting.pop(source, None) is not None:
             inquest.held[source] = done.held
 
-    def _end_fetch(self, done: GetDone, source: Source, now: float) -> None:
+    def _end_fetch(self, done: GetDone, source: Source) -> None:
         fetch = self._fetches.pop(done.ticket)
         self._filling.difference_update(fetch.slots)
         self._index.complete(fetch.slots[: done.arrived])
@@ -436,8 +438,6 @@ class Staging:
         if done.seconds:
             source.refuted.add(fetch.keys[done.arrived : done.arrived + 1], now)
         nbytes = done.arrived * self._arena.slot_bytes
-        if done.seconds and nbytes:
-            source.client.costs.note_read(nbytes, done.seconds, now)
         self._metrics.add("read_blocks", done.arrived, source.name)
         self._metrics.add("read_bytes", nbytes, source.name)
 

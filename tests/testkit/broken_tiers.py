@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from kvpact.blocks import BlockKey, Namespace
 from kvpact.epochs import FIRST_EPOCH, Epoch
+from kvpact.errors import TierError
 from kvpact.testkit.dictionary_tier import DictionaryTier, Record, Records
 from kvpact.testkit.faults import Faults
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, TierCapacity, TierCounts, TierHealth, payload_digest
@@ -242,6 +244,20 @@ class SaysNothing(DictionaryTier):
 
     def health(self) -> TierHealth:
         return TierHealth(True)
+
+
+class CallsRefusalsSuccess(DictionaryTier):
+    """H36, H66: forgets what the store lets it, and says nothing if the store does not."""
+
+    def delete(self, keys: Iterable[BlockKey]) -> int:
+        try:
+            return super().delete(keys)
+        except TierError:
+            return 0
+
+    def clear(self) -> None:
+        with suppress(TierError):
+            super().clear()
 
 
 class ServesOnWhenClosed(DictionaryTier):

@@ -43,6 +43,16 @@ BROKEN = [
     (broken_tiers.RaisesErrors, "T5", "OSError: .*Input/output error"),
     (broken_tiers.AsksTheStore, "H58", "calls of the store in 60 lookups: 60, not 0"),
     (broken_tiers.SaysNothing, "T6", "blocks can be looked up, of which scan names 0"),
+    (
+        broken_tiers.CallsRefusalsSuccess,
+        "H36",
+        "8 blocks are held, not 2: delete did not say that the store had failed",
+    ),
+    (
+        broken_tiers.CallsRefusalsSuccess,
+        "H66",
+        "8 blocks are held, not 2: delete did not say that the store had failed",
+    ),
     (broken_tiers.ServesOnWhenClosed, "T7", "lookup after close: 8, not 0"),
     (broken_tiers.ClosesWhenAllIsDone, "H56", "an operation has not ended after"),
     (broken_tiers.HalfAnswersThreads, "T8", "was served and is not what was stored"),

@@ -33,7 +33,7 @@ def test_the_guides_tier_keeps_every_promise(tmp_path: Path) -> None:
     assert "error" not in output, output
     assert (int(passed) > 25, int(skipped) < 6) == (True, True), output
     code = [line for line in FILES["file_tier.py"].splitlines() if line and not line.startswith(("import", "from"))]
-    assert len(code) < 80
+    assert len(code) < 85
 
 
 def test_the_guides_first_tier_breaks_what_the_guide_says(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from kvpact.blocks import BlockKey, Namespace
 from kvpact.epochs import FIRST_EPOCH, Epoch
+from kvpact.errors import TierError
 from kvpact.testkit.faults import Faults
 from kvpact.tiers.base import (
     HEADER_BYTES,
@@ -82,7 +83,7 @@ class DictionaryTier(Tier):
         arrived = 0
         with self._lock:
             held = self.lookup(keys)
-            self.delete(keys[held : held + 1])  # a block that is gone takes along what is behind it
+            self._drop(keys[held : held + 1])  # a block that is gone takes along what is behind it
         wanted = min(held - start, len(buffers))
         while arrived < wanted and self._read(keys[start + arrived], buffers[arrived]):
             arrived += 1
@@ -112,7 +113,7 @@ class DictionaryTier(Tier):
         if len(record.payload) == self.slot_bytes and payload_digest(buffer) == record.header.digest:
             return True
         with self._lock:
-            self._counts = replace(self._counts, damaged=self._counts.damaged + (self.delete([key]) > 0))
+            self._counts = replace(self._counts, damaged=self._counts.damaged + (self._drop([key]) > 0))
         return False
 
     def put(
@@ -165,6 +166,19 @@ class DictionaryTier(Tier):
                     self.records[self.namespace, key] = record
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
+        if self._closed:
+            return 0
+        self._require_store()
+        return self._drop(keys)
+
+    def _require_store(self) -> None:
+        try:
+            self.faults.before_write()
+        except OSError as error:
+            self._trouble = f"cannot delete: {error.strerror}"
+            raise TierError(self._trouble) from error
+
+    def _drop(self, keys: Iterable[BlockKey]) -> int:
         with self._lock:
             if self._closed:
                 return 0
@@ -178,8 +192,9 @@ class DictionaryTier(Tier):
             return before - len(self.records)
 
     def clear(self) -> None:
-        with self._lock:
-            if not self._closed:
+        if not self._closed:
+            self._require_store()
+            with self._lock:
                 for name in [name for name in self.records if name[0] == self.namespace]:
                     del self.records[name]
 

@@ -185,7 +185,9 @@ class FaultChecks(Suite[TierScene]):
 
     @protects("T5")
     def test_nothing_raises_when_the_store_fails_for_good(self, scene: TierScene) -> None:
-        """With a store that fails every call, every method answers, `health` says so, and `close` ends."""
+        """With a store that fails every call, every method answers, `health` says so, and `close` ends.
+
+        Only `delete` and `clear` may raise TierError."""
         scene.require_store_calls()
         tier = scene.open()
         store(tier, DOCUMENT)
@@ -203,6 +205,44 @@ class FaultChecks(Suite[TierScene]):
         tier.clear()
         tier.tier.capacity(), tier.tier.counts()
         Background(tier.close).result()
+
+    @protects("H36", "H66")
+    def test_h36_what_a_store_refuses_to_forget_is_no_success(self, scene: TierScene) -> None:
+        """`delete` or `clear` while the store fails: it raises TierError, or the blocks are gone when it is back.
+
+        Repeated then it works, also for the next process."""
+        scene.require_store_calls()
+        injected = len(scene.faults.history)
+        for name, left in (("delete", 2), ("clear", 0)):
+            tier = scene.open(scene.other_place(name), label=name)
+            store(tier, DOCUMENT)
+            for operation in (Operation.READ, Operation.WRITE):
+                scene.faults.arm(operation, Fault.ERROR, times=1_000_000)
+            tier.say("every read and write of the store fails from now on")
+            self._forget(tier, left)
+            scene.faults.disarm()
+            tier.say("the store works again")
+            if not tier.refused:
+                tier = self._require_gone(scene, tier, left, f"{name} did not say that the store had failed")
+            self._forget(tier, left)
+            require(not tier.refused, f"the store works, and {name} is refused")
+            self._require_gone(scene, tier, left, f"{name} was repeated when the store was back")
+        if len(scene.faults.history) == injected:
+            raise NotObservable("neither delete nor clear makes a call of the store")
+
+    def _forget(self, tier: WatchedTier, left: int) -> None:
+        if left:
+            tier.delete(DOCUMENT, *range(left, len(DOCUMENT)))
+        else:
+            tier.clear()
+
+    def _require_gone(self, scene: TierScene, tier: WatchedTier, left: int, after: str) -> WatchedTier:
+        """At most `left` blocks are held, also after a restart, which the tier that is returned has behind it."""
+        for when in ("", " after a restart"):
+            held = tier.held(DOCUMENT)
+            require(held <= left, f"{held} blocks are held{when}, not {left}: {after}")
+            tier = scene.reopen(tier) if scene.suite.reopens else tier
+        return tier
 
     @protects("H21")
     def test_h21_a_read_that_ended_early_writes_no_more(self, scene: TierScene) -> None:

@@ -133,6 +133,8 @@ class WatchedTier:
         self._ranks = ranks
         self._script = script
         self._label = f"{label}: " if label else ""
+        self.refused = False
+        """Whether the last `delete` or `clear` was."""
 
     def say(self, step: str) -> None:
         """Write a step into the script."""
@@ -188,15 +190,24 @@ class WatchedTier:
         return arrived
 
     def delete(self, wanted: Document, *blocks: int) -> int:
-        """`Tier.delete` of some blocks."""
-        dropped = self.tier.delete([wanted.keys[block] for block in blocks])
-        self.say(f"delete({wanted.name}, {', '.join(f'block {block}' for block in blocks)}) -> {dropped}")
-        return dropped
+        """`Tier.delete` of some blocks; 0 if it is refused."""
+        words = f"delete({wanted.name}, {', '.join(f'block {block}' for block in blocks)})"
+        return self._unless_refused(words, lambda: self.tier.delete([wanted.keys[block] for block in blocks])) or 0
 
     def clear(self) -> None:
-        """`Tier.clear`."""
-        self.tier.clear()
-        self.say("clear()")
+        """`Tier.clear`, which may be refused."""
+        self._unless_refused("clear()", self.tier.clear)
+
+    def _unless_refused(self, words: str, call: Callable[[], Result]) -> Result | None:
+        self.refused = True
+        try:
+            answer = call()
+        except TierError as error:
+            self.say(f"{words} is refused: {error}")
+            return None
+        self.refused = False
+        self.say(f"{words} -> {answer}")
+        return answer
 
     def close(self) -> None:
         """`Tier.close`."""

@@ -237,6 +237,7 @@ class Tier(ABC):
 
     `keys` is always a request's block keys from block 0, or a prefix of them, so that a key implies all before it.
     No method raises for what a store does (an I/O error, a full disk, damage): that is a miss, or a block not stored.
+    Only `delete` and `clear` tell by TierError that the store did not do it, or not in full; their caller repeats them.
     """
 
     name: str
@@ -277,11 +278,11 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, keys: Iterable[BlockKey]) -> int:
-        """Drop these blocks and all that need them; return how many were dropped."""
+        """Drop these blocks and all that need them, for good; return how many were dropped. Raises TierError."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Drop every block of this namespace, for good: none is back after a restart."""
+        """Drop every block of this namespace, for good: none is back after a restart. Raises TierError."""
 
     @abstractmethod
     def capacity(self) -> TierCapacity:

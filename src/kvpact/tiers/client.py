@@ -22,16 +22,7 @@ from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.base import BlockBuffer, Tier, TierCapacity, TierCounts
 from kvpact.tiers.breaker import Breaker
-from kvpact.tiers.queue import (
-    ControlDone,
-    Done,
-    GetDone,
-    LookupDone,
-    PutDone,
-    Ticket,
-    TierQueue,
-    checked_answer,
-)
+from kvpact.tiers.queue import ControlDone, GetDone, LookupDone, PutDone, Ticket, TierQueue, checked_answer
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +59,13 @@ class LentSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class Deleted:
+    """The tier has dropped these blocks, as it was told; none if it refused."""
+
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Deletion:
     """Blocks that the tier is to forget; `everything` is all it has."""
 
@@ -91,7 +89,7 @@ class TierClient:
         timeout: float,
         clock: Callable[[], float],
         metrics: Metrics | None = None,
-        max_deleted_keys: int = MIN_DELETED_KEYS,
+        max_deleted_keys: int = 0,
     ) -> None:
         """A look-up or read of which nothing is seen for `timeout` seconds has failed.
 
@@ -114,6 +112,7 @@ class TierClient:
         self._writes_stuck = False
         self._timed_out: set[Ticket] = set()
         """Operations that were counted as failures because they took too long."""
+        self._block_bytes = 0
         self._lent_reads: dict[Ticket, int] = {}
         self._lent_writes: dict[Ticket, int] = {}
         self._max_deleted_keys = max(max_deleted_keys, MIN_DELETED_KEYS)
@@ -250,6 +249,7 @@ class TierClient:
         if not self.may_read(now) or not self._reads.allows(now):
             return False
         self._lent_reads[ticket] = len(buffers)
+        self._block_bytes = sum(piece.nbytes for piece in buffers[0])
         self.executor.submit_get(ticket, keys, start, buffers)
         return True
 
@@ -281,23 +281,26 @@ class TierClient:
         """Whether `poll` would tell anything."""
         return self.executor.has_news
 
-    def poll(self) -> Iterator[LookupDone | GetDone | PutDone]:
+    def poll(self) -> Iterator[LookupDone | GetDone | PutDone | Deleted]:
         """What has ended of what was submitted; what the caller does not take stays for a later call. Never waits."""
         for done in self.executor.poll():
             now = self._clock()
             if isinstance(done, ControlDone):
-                self._end_deletion(done, now)
+                yield Deleted(self._end_deletion(done))
                 continue
             self._note(done, now)
             yield done
 
-    def _note(self, done: Done, now: float) -> None:
+    def _note(self, done: LookupDone | GetDone | PutDone, now: float) -> None:
         if isinstance(done, LookupDone):
             self._record_result(self._lookups, done, now)
             if done.ok and done.seconds:
                 self.costs.note_lookup(done.seconds)
         elif isinstance(done, GetDone):
             self._record_result(self._reads, done, now)
+            nbytes = done.arrived * self._block_bytes
+            if done.seconds and nbytes:
+                self.costs.note_read(nbytes, done.seconds, now)
             self._lent_reads.pop(done.ticket)
         else:
             self._lent_writes.pop(done.ticket, None)
@@ -352,11 +355,13 @@ class TierClient:
             keys, self._refused = tuple(self._refused), {}
             self._submit_deletion(_Deletion(keys))
 
-    def _end_deletion(self, done: ControlDone, now: float) -> None:
+    def _end_deletion(self, done: ControlDone) -> tuple[BlockKey, ...]:
+        """Which blocks the tier does not have any more."""
         deletion = self._deletions.pop(done.ticket)
         if not done.ok:
             self._refuse(deletion.keys)
-        elif deletion.everything:
+            return ()
+        if deletion.everything:
             was_open, self._lost_count = self.is_open, False
             self._deleting.clear()
             self._say_whether_open(was_open)
@@ -365,6 +370,7 @@ class TierClient:
             for key in deletion.keys:
                 if self._deleting[key] <= 0:
                     del self._deleting[key]
+        return deletion.keys
 
     # Telling
 

@@ -90,6 +90,8 @@ class DiskTier(Tier):
         self._trouble: dict[str, str] = {}
         self._said: set[str] = set()
         self._no_growth_until = 0.0
+        self._stale_headers: set[int] = set()
+        """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
         self._uses = Uses(slab.close)
         self._restore()
 
@@ -274,6 +276,7 @@ class DiskTier(Tier):
 
         with self._header_lock:
             self._slab.clear_headers(slots)
+            self._stale_headers.difference_update(slots)
         _in_two_lanes(write, self._groups(len(slots)))
         written = list(takewhile(digests.__contains__, slots))
         now = time.time()
@@ -337,7 +340,11 @@ class DiskTier(Tier):
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         with self._uses.one() as running:
-            return sum(self._drop(key) for key in keys) if running else 0
+            if not running:
+                return 0
+            dropped = sum([self._drop(key) for key in keys])
+            self._require_no_stale_headers()
+            return dropped
 
     def clear(self) -> None:
         with self._uses.one() as running:
@@ -346,6 +353,11 @@ class DiskTier(Tier):
                     with self._lock:
                         self._index.clear()
                     self._forget_headers(range(self._slab.slots))  # evicted blocks left theirs behind, too
+                self._require_no_stale_headers()
+
+    def _require_no_stale_headers(self) -> None:
+        if self._stale_headers:
+            raise TierError(f"disk tier: cannot clear {len(self._stale_headers)} headers in {self._slab.path}")
 
     def _drop(self, key: BlockKey) -> int:
         with self._header_lock:
@@ -366,9 +378,11 @@ class DiskTier(Tier):
         )
 
     def _forget_headers(self, slots: Iterable[int]) -> None:
-        """Clear headers, with the header lock held; what fails is found by its checksum when the slot is used again."""
+        """Clear headers, with the header lock held; what fails is tried again with the next ones."""
+        self._stale_headers.update(slots)
         try:
-            self._slab.clear_headers(sorted(slots))
+            self._slab.clear_headers(sorted(self._stale_headers))
+            self._stale_headers.clear()
         except OSError as error:
             self._say_write_failed(error)
 

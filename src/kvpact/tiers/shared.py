@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from kvpact.blocks import KEY_BYTES, BlockKey, Namespace
 from kvpact.epochs import FIRST_EPOCH, Epoch
-from kvpact.errors import KvpactError, PactViolation
+from kvpact.errors import KvpactError, PactViolation, TierError
 from kvpact.tiers.base import (
     HEADER_BYTES,
     UNSEALED,
@@ -391,7 +391,7 @@ class SharedTier(Tier):
                 return self.store.remove(names) if running and names else 0
             except StoreError as error:
                 self._say_failed("write", error)
-                return 0
+                raise TierError(f"cannot delete: {error}") from error
 
     def clear(self) -> None:
         with self._uses.one() as running:
@@ -402,6 +402,7 @@ class SharedTier(Tier):
                 self._described = False
             except StoreError as error:
                 self._say_failed("write", error)
+                raise TierError(f"cannot clear: {error}") from error
 
     # Telling
 
