@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -273,6 +274,14 @@ class ClosesWhenAllIsDone(DictionaryTier):
     def _read(self, key: BlockKey, buffer: BlockBuffer) -> bool:
         with self._lock:
             return super()._read(key, buffer)
+
+
+class WaitsAtTheEnd(DictionaryTier):
+    """H64: reads on threads that the interpreter waits for."""
+
+    def _read(self, key: BlockKey, buffer: BlockBuffer) -> bool:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super()._read, key, buffer).result()
 
 
 class HalfAnswersThreads(DictionaryTier):

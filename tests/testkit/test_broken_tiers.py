@@ -55,6 +55,7 @@ BROKEN = [
     ),
     (broken_tiers.ServesOnWhenClosed, "T7", "lookup after close: 8, not 0"),
     (broken_tiers.ClosesWhenAllIsDone, "H56", "an operation has not ended after"),
+    (broken_tiers.WaitsAtTheEnd, "H64", "the process would not end before ThreadPoolExecutor"),
     (broken_tiers.HalfAnswersThreads, "T8", "was served and is not what was stored"),
 ]
 

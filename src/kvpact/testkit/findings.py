@@ -83,6 +83,7 @@ TITLES = MappingProxyType({
     "H59": "a restart loses what is stored",
     "H61": "a tier that hangs takes all slots, and every request waits its whole deadline for it",
     "H62": "a request whose blocks cannot be named ends the step of all",
+    "H64": "a call of the store that hangs keeps the process from ending",
     "H66": "a tier that raises in a deletion is off for ever, or the deletion counts as done",
     "H69": "a write that was given up lands after a reset",
     "H70": "hits are counted when promised and not when used",

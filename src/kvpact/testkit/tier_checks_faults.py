@@ -5,7 +5,9 @@ Part of `TierConformance`. Floor 4.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import thread as executors
 from functools import partial
 
 from kvpact.testkit.faults import Fault, Operation
@@ -30,6 +32,11 @@ PROBE_S = 0.05
 
 POINTS = 12
 """Reads or writes of one operation at which something is let happen, one after another."""
+
+
+def _is_waited_for(thread: threading.Thread) -> bool:
+    """Whether the interpreter's end waits for it: for all threads of an executor it does, daemons or not."""
+    return not thread.daemon or thread in getattr(executors, "_threads_queues", ())
 
 
 class FaultChecks(Suite[TierScene]):
@@ -304,6 +311,25 @@ class FaultChecks(Suite[TierScene]):
                 require_untouched(buffers)
             if scene.suite.reopens:
                 require(scene.open(tier.place).held(DOCUMENT) >= 6, "blocks that were stored are gone after a restart")
+
+    @protects("H64")
+    def test_h64_no_thread_of_a_tier_keeps_the_process_from_ending(self, scene: TierScene) -> None:
+        """A read or a write hangs: of the threads that the tier has started the interpreter's end waits for none."""
+        scene.require_store_calls()
+        for operation in (Operation.READ, Operation.WRITE):
+            before = set(threading.enumerate())
+            tier = scene.open(scene.other_place(f"hanging {operation}"))
+            store(tier, DOCUMENT, end=6)
+            scene.faults.arm(operation, Fault.HANG)
+            reads = operation is Operation.READ
+            running = Background(partial(tier.get, DOCUMENT, 0, 6) if reads else partial(tier.put, DOCUMENT, 6, 8))
+            scene.faults.until_waiting(1, self.gives_up_after)
+            tier.say(f"the store hangs in a {operation}")
+            stays = [thread.name for thread in set(threading.enumerate()) - before if _is_waited_for(thread)]
+            scene.faults.disarm()
+            scene.faults.release()
+            running.result()
+            require(not stays, f"the process would not end before {', '.join(stays)}; start daemon threads yourself")
 
     @protects("P11", "H58")
     def test_h58_lookup_never_waits_for_the_store(self, scene: TierScene) -> None:
