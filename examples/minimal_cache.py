@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict
 from itertools import count, takewhile
 from types import SimpleNamespace
 
-from kvpact.blocks import BlockKeys
+from kvpact.blocks import BlockKeys, RangeSet
 from kvpact.contract import (
     ExternalCache,
     ExternalKVMatch,
@@ -25,6 +25,7 @@ class MinimalCache(ExternalCache):
         self.plans, self.keys, self.failed_from, self.filled = {}, {}, {}, {}  # by request
         self.resets, self.filled_after = 0, {}  # engine block -> how many resets came before it was filled
         self.jobs, self.new, self.job_ids, self.step = {}, [], count(1), 0
+        self.ordered, self.late = {}, {}  # by load: when it was ordered; if it takes too long, whether the engine knows
 
     def bind_scheduler_context(self, context):
         self.context = context
@@ -82,18 +83,33 @@ class MinimalCache(ExternalCache):
         new, self.new = self.new, []
         loads, saves = [tuple(job for job in new if isinstance(job, kind)) for kind in (LoadJob, SaveJob)]
         open_jobs = [job for job, _, _ in self.jobs.values() if job not in new]
-        overdue = open_jobs if self.step % 16 == 0 else []  # a report may have been lost
-        return StepWork(loads, saves, tuple(Inquiry(job.job_id, job.blocks) for job in overdue))
+        for job in open_jobs:
+            if self.step - self.ordered[job.job_id] > 200 and isinstance(job, LoadJob) and job.job_id not in self.late:
+                self.context.touch(job.block_ids)  # a rank may write to them at any time
+                self.late[job.job_id] = False
+        asked = open_jobs if self.step % 16 == 0 else []  # a report may have been lost
+        inquiries = tuple(Inquiry(job.job_id, job.blocks) for job in asked)
+        return StepWork(loads, saves, inquiries, overdue=tuple(self.late))
 
     def apply_report(self, report):
         for rank, outcomes in report.ranks.items():
             for job_id in outcomes.keys() & self.jobs.keys():
                 self.jobs[job_id][1].add(rank, outcomes[job_id])
         ended = [job_id for job_id, (_, tally, _) in self.jobs.items() if tally.complete]
-        return [settled for job_id in ended if (settled := self.settle(*self.jobs.pop(job_id)))]
+        settled = [settled for job_id in ended if (settled := self.settle(*self.jobs.pop(job_id)))]
+        for job in [self.jobs[job_id][0] for job_id, known in self.late.items() if not known]:
+            self.late[job.job_id] = True  # the engine goes on without it, in other blocks
+            self.failed_from[job.request_id] = job.start_block
+            settled.append(LoadSettlement(job.request_id, RangeSet(), RangeSet.of(job.blocks), True, late=True))
+        return settled
 
     def settle(self, job, tally, keys):
         self.holds.subtract(job.slots)
+        del self.ordered[job.job_id]
+        if job.job_id in self.late:
+            self.context.free_blocks(job.block_ids)
+            if self.late.pop(job.job_id):
+                return None
         if isinstance(job, SaveJob):
             self.context.free_blocks(job.block_ids)
             saved = zip(job.blocks, keys, job.slots, strict=False)
@@ -133,6 +149,7 @@ class MinimalCache(ExternalCache):
         ids, end = tuple(block_ids[start : start + len(slots)]), start + len(slots)
         job = kind(next(self.job_ids), request.request_id, start, tuple(slots), ids, *synchronous)
         self.jobs[job.job_id] = job, JobTally(job.blocks, self.place.num_ranks), self.keys_of(request)[start:end]
+        self.ordered[job.job_id] = self.step
         self.new.append(job)
 
     def keys_of(self, request):

@@ -488,6 +488,29 @@ class NamesWhatHasNoName(ReferenceCache):
         return super()._keys_of(request)
 
 
+class GivesLateBlocksAway(ReferenceCache):
+    """The engine goes on without a load that hangs, and nobody holds the blocks that it may still write to."""
+
+    def _overdue(self) -> tuple[int, ...]:
+        overdue = super()._overdue()
+        for plan in self.loading.values():
+            if plan.held and self._context is not None:
+                self._context.free_blocks(plan.held)
+                plan.held = [-1]
+        return overdue
+
+    def _let_go_of(self, plan: ReferencePlan) -> None:
+        plan.held = []
+        super()._let_go_of(plan)
+
+
+class WaitsForLoadsForEver(ReferenceCache):
+    """A load has no deadline."""
+
+    def _overdue(self) -> tuple[int, ...]:
+        return ()
+
+
 BROKEN: dict[type[ReferenceCache], str] = {
     ForgetsAborts: "P1 H01",
     PromisesWithoutHolding: "P2",
@@ -527,5 +550,7 @@ BROKEN: dict[type[ReferenceCache], str] = {
     EvictsWhatIsHeld: "H53",
     DropsSavesOfEndedRequests: "H44",
     SwitchesLoadsToAnotherBlock: "P4",
+    GivesLateBlocksAway: "H07",
+    WaitsForLoadsForEver: "P11 H10",
 }
 """What each breaks, by every name under which the kit must report it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -219,3 +220,33 @@ def test_h23_engines_of_another_parallel_layout_share_nothing(tmp_path: Path) ->
     for layout in layouts:
         with engine_with(layout, tiers=tiers) as engine:
             assert ask(engine, "again") == BLOCKS * BLOCK, f"{layout} does not find its own"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("delays", [[0, 0], [0, 4], [3, 0]], ids=str)
+def test_h10_a_rank_whose_copy_hangs_holds_nobody_up(layout: dict[str, int], delays: list[int]) -> None:
+    """The other rank has loaded all; the request is computed, and both ranks' blocks come back when the copy ends."""
+    with engine_with(layout) as engine:
+        assert ask(engine, "first") == 0
+        assert engine.forget_computed()
+        go_on = threading.Event()
+        copier: Any = engine.ranks[1].connector._worker_side._transfer._engine
+        scatter = copier.scatter
+
+        def hang(layer: int, plan: Any) -> None:
+            go_on.wait(30.0)
+            scatter(layer, plan)
+
+        copier.scatter = hang
+        engine.report_delay = delays
+        began = time.monotonic()
+        engine.add("hangs", TOKENS, max_tokens=4)
+        assert engine.finish("hangs")
+        assert 0.3 < time.monotonic() - began < 2.0
+        assert engine.observed.outputs["hangs"] == engine.expected("hangs")
+        assert engine.held_blocks == BLOCKS
+        go_on.set()
+        assert ask(engine, "afterwards") in (0, BLOCKS * BLOCK)
+        assert ask(engine, "again") == BLOCKS * BLOCK
+        assert cache_of(engine).observe()["overdue_loads"] == 1
+        assert_at_rest(engine)

@@ -63,7 +63,7 @@ def test_the_guides_cache_keeps_the_pact_in_few_lines(folder: Path) -> None:
     assert FILES["minimal_cache.py"] == text
     body = re.sub(r"^(from \S+ import \(.*?^\)|from [^\n]*|import [^\n]*)\n", "", text, flags=re.M | re.S)
     lines = [line for line in body.splitlines() if line.strip()]
-    assert len(lines) <= 110
+    assert len(lines) <= 127
     assert f"That is {len(lines)} lines" in GUIDE
     output = conformance(folder, "minimal_cache:MinimalCache")
     claimed = re.search(r"nothing broken: (\d+) checks kept, and (\d+) not observable", GUIDE)

@@ -2,8 +2,8 @@
 
 Name it by `kv_connector_module_path`. The environment variable FAULTY_CONTROL names a directory: the file `faults` in
 it lists the methods that raise now, `raised` gets a line for each time, `plans` one for each plan that ended,
-`network` one for each use of the network by kvpact, and `side_by_side` says how many requests one step computed at
-most.
+`network` one for each use of the network by kvpact, `side_by_side` says how many requests one step computed at most,
+and `free_blocks` how many of the engine's blocks were free at the end of its last step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 CONTROL = Path(os.environ["FAULTY_CONTROL"])
 SLOW, SLOW_SECONDS = "tier.slow", 0.05
 """While this is on, each operation of a tier takes so much longer."""
+
+HANG = "engine.scatter.hang"
+"""While this is on, copies into the engine's memory do not end."""
 
 CHECK_EVERY = 25
 """Steps between two looks at all invariants of the cache; one that is broken counts as an error of the hook."""
@@ -81,6 +84,17 @@ def slowed(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def hanging(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy that does not end while that fault is on."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        while HANG in active():
+            time.sleep(0.01)
+        return method(*args, **kwargs)
+
+    return call
+
+
 def checked(end_step: Callable[[], Any], cache: Any) -> Callable[[], Any]:
     """The end of a step, after which all invariants are looked at now and then."""
     steps = 0
@@ -119,7 +133,7 @@ class FaultyConnector(PactConnector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._side_by_side = 0
+        self._side_by_side = self._free_blocks = 0
         if self._scheduler is not None:
             methods = "on_new_request probe end_step request_finished has_pending_work collect_stats"
             wrap(self._scheduler, "scheduler", *methods.split())
@@ -133,6 +147,7 @@ class FaultyConnector(PactConnector):
         transfer._fault = self._fail_block
         wrap(transfer, "transfer", "start_loads", "wait_for_layer", "wait_for_loads", "start_saves", "poll")
         wrap(transfer._engine, "engine", "scatter", "gather")
+        transfer._engine.scatter = hanging(transfer._engine.scatter)
         transfer._engine.gather = faulty(transfer._engine.gather, f"rank{self._worker_side._place.rank}.save")
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
@@ -154,6 +169,12 @@ class FaultyConnector(PactConnector):
         if requests > self._side_by_side:
             self._side_by_side = requests
             (CONTROL / "side_by_side").write_text(str(requests))
+        context: Any = self._scheduler_side.context
+        if (free := context._pool.get_num_free_blocks()) != self._free_blocks:
+            self._free_blocks = free
+            beside = CONTROL / "free_blocks.new"
+            beside.write_text(str(free))
+            beside.replace(CONTROL / "free_blocks")
         return super().build_connector_meta(scheduler_output)
 
     def _fail_block(self, job: LoadJob, block: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,19 @@ class FaultyEngine:
     def side_by_side(self) -> int:
         """How many requests one step computed at most."""
         return int((self.control / "side_by_side").read_text())
+
+    @property
+    def free_blocks(self) -> int:
+        """How many of the engine's KV blocks were free at the end of its last step."""
+        return int((self.control / "free_blocks").read_text())
+
+    def count(self, name: str) -> float:
+        """One of kvpact's counts, as the idle engine writes them; the file is read until it stays as it is."""
+        path, before = self.control.parent / "stats.json", None
+        while before != (now := json.loads(path.read_text()) if path.exists() else None) or now is None:
+            before = now
+            time.sleep(0.3)
+        return float(now[name])
 
     @property
     def plans(self) -> list[EndedPlan]:

@@ -6,18 +6,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+import torch
 from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.metrics import Metrics
+from kvpact.vllm import support
 from kvpact.vllm.guard import Guard
+from kvpact.vllm.releases import COUNTS_HELD_BLOCKS
 from kvpact.vllm.scheduler_side import SchedulerSide
 
 
@@ -172,3 +177,37 @@ def test_lazy_is_refused_where_it_cannot_work(
     metrics = Metrics()
     with pytest.raises(ConfigError, match=message):
         SchedulerSide(load_config(settings, {}), config, metrics, Guard(metrics))
+
+
+@pytest.mark.parametrize(("counts", "disabled"), [(True, False), (True, True), (False, False)])
+def test_h94_cascade_attention_is_refused_where_a_held_block_counts_as_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool, disabled: bool
+) -> None:
+    config = vllm_config(tmp_path / "model", {}, 4096, {})
+    config.model_config.disable_cascade_attn = disabled
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    monkeypatch.setattr(support, "COUNTS_HELD_BLOCKS", counts)
+    if counts and not disabled:
+        with pytest.raises(ConfigError, match="leave --no-disable-cascade-attn out"):
+            support.check_engine(config, groups)
+    else:
+        support.check_engine(config, groups)
+
+
+def test_h94_a_held_block_counts_as_shared_in_no_step_of_this_release(
+    start: Callable[..., PlayedEngine],
+) -> None:
+    """Two requests, of which one has its blocks held: a common prefix that is none."""
+    engine = start()
+    slow = SlowSaves(engine)
+    for seed in (1, 2):
+        engine.add(make_prompt(seed, 4), max_tokens=8)
+    engine.step()
+    scheduled = engine.scheduler.schedule()
+    assert engine.connector.scheduler_context is not None
+    assert engine.connector.scheduler_context.touched_blocks
+    assert any(scheduled.num_common_prefix_blocks) <= COUNTS_HELD_BLOCKS
+    engine.scheduler.update_from_output(scheduled, engine.execute(scheduled))
+    slow.go_on.set()
+    engine.run()

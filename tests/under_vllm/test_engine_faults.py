@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from faulty_engine import FaultyEngine
+from faulty_engine import TIGHT_KV_BLOCKS, FaultyEngine
 from references import References
 
 from engines import BLOCK, prompt
@@ -17,6 +17,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SMALL, LARGE = 2, 4
 """Blocks of a prompt that is loaded synchronously, and of one that is loaded asynchronously: see `sync_load_limit`."""
 
+
+DEADLINE = 1.0
+"""As `FaultyEngine` sets `load_deadline`, in seconds."""
 
 LOAD_FAULTS = ["cache.commit_external_match", "cache.end_step", "worker.start_loads", "engine.scatter"]
 OTHER_FAULTS = [
@@ -148,6 +151,48 @@ def test_h13_a_hook_that_always_fails_leaves_their_core_to_others(
     again = faulty_engine.ask(tokens)
     assert again.cached_tokens == SMALL * BLOCK
     assert_right(references, tokens, again)
+
+
+@pytest.mark.parametrize("local", [0, 1], ids=["nothing local", "a local hit"])
+@pytest.mark.parametrize("blocks", [SMALL, LARGE], ids=["sync", "async"])
+def test_h07_h10_h74_a_copy_that_hangs_for_ever_costs_its_request_the_deadline(
+    faulty_engine: FaultyEngine, references: References, blocks: int, local: int
+) -> None:
+    """Meanwhile others are served; only what loads within the step has everybody wait, once."""
+    seed = 800 + 10 * blocks + 5 * local
+    tokens, other, later = prompt(seed, blocks + local), prompt(seed + 1, 1), prompt(seed + 2, LARGE)
+    free, small = TIGHT_KV_BLOCKS - 1, prompt(seed + 3, 1)
+    began = time.monotonic()
+    faulty_engine.ask(tokens)
+    compute_seconds = time.monotonic() - began
+    faulty_engine.ask(small)
+    if local:
+        faulty_engine.fail("cache.prepare_external_match")
+        faulty_engine.ask(tokens[: local * BLOCK + 1], max_tokens=1)
+    faulty_engine.fail("engine.scatter.hang")
+    overdue = faulty_engine.count("overdue_loads")
+    began = time.monotonic()
+    hangs, beside = faulty_engine.process.generate([tokens, other], max_tokens=4)
+    seconds = time.monotonic() - began
+    assert DEADLINE <= seconds < DEADLINE + 3 * compute_seconds + 0.5
+    assert references.agree(tokens, hangs)
+    assert hangs.cached_tokens <= local * BLOCK, "nothing of the load counts"
+    assert_right(references, other, beside, reused=0)
+    if blocks == LARGE:
+        assert beside.first_token_seconds < DEADLINE <= hangs.first_token_seconds
+    for again in (later, tokens):
+        assert references.agree(again, faulty_engine.ask(again, keep_local=True))
+    assert faulty_engine.free_blocks <= free - blocks, "the copy's blocks are nobody's"
+    faulty_engine.fail()
+    until = time.monotonic() + 20.0
+    while faulty_engine.free_blocks != free:  # as of the last step, which may have heard of no save's end
+        assert time.monotonic() < until, "the copy has ended"
+        faulty_engine.ask(small, keep_local=True)
+    assert faulty_engine.count("leases_held") == 0
+    assert faulty_engine.count("overdue_loads") - overdue == 1, "nobody waited behind the copy"
+    again = faulty_engine.ask(tokens)
+    assert again.cached_tokens >= blocks * BLOCK, "what is stored is not at fault"
+    assert_right(references, tokens, again, reused=again.cached_tokens // BLOCK)
 
 
 def test_h82_an_engine_with_kvpact_uses_the_network_for_nothing_of_kvpact(faulty_engine: FaultyEngine) -> None:

@@ -41,6 +41,9 @@ PLAN_LIFETIME_STEPS = 4
 INQUIRY_STEPS = 16
 """Every so many steps the ranks are asked what became of jobs that are not settled."""
 
+LOAD_STEPS = 200
+"""Steps after which the engine goes on without a load; ranks may still write to its blocks, which are held then."""
+
 EntryKey = tuple[BlockKey, int]
 
 
@@ -66,6 +69,8 @@ class ReferencePlan:
     """Blocks committed; 0 while the plan is open."""
     jobs: dict[int, tuple[LoadJob, JobTally]] = field(default_factory=dict)
     outcomes: list[JobOutcome] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    """The engine's blocks that are held because the load is overdue."""
 
 
 class ReferenceCache(ExternalCache):
@@ -78,6 +83,8 @@ class ReferenceCache(ExternalCache):
         self.free_slots = list(range(num_slots))
         self.plans: dict[str, ReferencePlan] = {}
         self.loading: dict[str, ReferencePlan] = {}
+        self.late: list[ReferencePlan] = []
+        """Loads that the engine went on without."""
         self._block_size, self._num_ranks, self._num_groups = block_size, num_ranks, num_groups
         self._asynchronous = asynchronous
         self._keys: dict[str, BlockKeys] = {}
@@ -153,7 +160,7 @@ class ReferenceCache(ExternalCache):
         del self.plans[request.request_id]
         if not blocks:
             return 0
-        plan.num_blocks = blocks
+        plan.num_blocks, plan.seen = blocks, self._step
         self.loading[request.request_id] = plan
         end = plan.start + blocks
         tables = self._context.blocks_of(request.request_id)
@@ -249,9 +256,21 @@ class ReferenceCache(ExternalCache):
         self._step += 1
         for request_id in [i for i, plan in self.plans.items() if self._step - plan.seen > PLAN_LIFETIME_STEPS]:
             self._release(request_id)
-        work = StepWork(tuple(self._loads_to_do), tuple(self._saves_to_do), tuple(self._inquiries()))
+        work = StepWork(
+            tuple(self._loads_to_do), tuple(self._saves_to_do), tuple(self._inquiries()), overdue=self._overdue()
+        )
         self._loads_to_do, self._saves_to_do = [], []
         return work
+
+    def _overdue(self) -> tuple[int, ...]:
+        """Jobs that have taken too long by now: their blocks are held before the engine hears of it."""
+        if self._context is None:
+            return ()
+        overdue = [plan for plan in self.loading.values() if self._step - plan.seen == LOAD_STEPS]
+        for plan in overdue:
+            plan.held = [block for job, _ in plan.jobs.values() for block in job.block_ids]
+            self._context.touch(plan.held)
+        return tuple(job_id for plan in overdue for job_id in plan.jobs)
 
     def _inquiries(self) -> list[Inquiry]:
         """Every so often, all jobs that the ranks have known for a step: a report may have been lost."""
@@ -267,19 +286,42 @@ class ReferenceCache(ExternalCache):
         told = [(rank, job_id, outcome) for rank, jobs in report.ranks.items() for job_id, outcome in jobs.items()]
         settled = []
         for request_id, plan in list(self.loading.items()):
-            for rank, job_id, outcome in told:
-                if job_id in plan.jobs:
-                    plan.jobs[job_id][1].add(rank, outcome)
-            for job_id in [job_id for job_id, (_, tally) in plan.jobs.items() if tally.complete]:
-                plan.outcomes.append(plan.jobs.pop(job_id)[1].loaded())
+            self._hear(plan, told)
             if not plan.jobs:
                 settled.append(self._settle(request_id, plan))
+            elif plan.held:
+                settled.append(self._go_on_without(request_id, plan))
+        for plan in list(self.late):
+            self._hear(plan, told)
+            if not plan.jobs:
+                self.late.remove(plan)
+                self._let_go_of(plan)
         for rank, job_id, outcome in told:
             if job_id in self._saves:
                 self._saves[job_id][1].add(rank, outcome)
                 if self._saves[job_id][1].complete:
                     self._settle_save(*self._saves.pop(job_id))
         return settled
+
+    def _hear(self, plan: ReferencePlan, told: Sequence[tuple[int, int, JobOutcome]]) -> None:
+        for rank, job_id, outcome in told:
+            if job_id in plan.jobs:
+                plan.jobs[job_id][1].add(rank, outcome)
+        for job_id in [job_id for job_id, (_, tally) in plan.jobs.items() if tally.complete]:
+            plan.outcomes.append(plan.jobs.pop(job_id)[1].loaded())
+
+    def _go_on_without(self, request_id: str, plan: ReferencePlan) -> LoadSettlement:
+        """The load is overdue; what is stored is not at fault, but is not promised to this request again."""
+        self.late.append(self.loading.pop(request_id))
+        self._failed_from[request_id] = plan.start
+        blocks = RangeSet.span(plan.start, plan.start + plan.num_blocks)
+        return LoadSettlement(request_id, RangeSet(), blocks, self._asynchronous, late=True)
+
+    def _let_go_of(self, plan: ReferencePlan) -> None:
+        """No rank reads the plan's slots any more, or writes the engine's blocks."""
+        self._drop(plan.entries)
+        if self._context is not None:
+            self._context.free_blocks(plan.held)
 
     def _settle(self, request_id: str, plan: ReferencePlan) -> LoadSettlement:
         del self.loading[request_id]
@@ -290,7 +332,7 @@ class ReferenceCache(ExternalCache):
             for block in range(failed.ranges[0].start, plan.start + plan.num_blocks):
                 for group, entry in enumerate(plan.entries[block - plan.start]):
                     self._forget((plan.keys[block], group), entry)
-        self._drop(plan.entries)
+        self._let_go_of(plan)
         asynchronous = self._asynchronous
         return LoadSettlement(request_id, everything.difference(failed), failed, asynchronous)
 
@@ -330,7 +372,7 @@ class ReferenceCache(ExternalCache):
     @property
     def has_pending_work(self) -> bool:
         """While blocks are copied out."""
-        return bool(self._saves or self.loading)
+        return bool(self._saves or self.loading or self.late)
 
     def set_weights_version(self, version: str) -> None:
         """See `ExternalCache`; what was stored since the reset stays, for there is no store to share."""

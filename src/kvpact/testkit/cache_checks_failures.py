@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvpact.blocks import BlockRange, RangeSet, RequestIdentity
 from kvpact.contract import LoadJob
 from kvpact.engine import JobConduct
-from kvpact.engine.ranks import Job
+from kvpact.engine.ranks import NEVER, Job
 from kvpact.testkit.cache_lab import CacheLab, expected_outputs, in_every_mode, promised
 from kvpact.testkit.cache_scene import CacheScene, prompt
 from kvpact.testkit.findings import NotObservable, require
@@ -324,6 +324,31 @@ class FailureChecks(Suite[CacheLab]):
         scene.settle(scene.most_steps)
         scene.conduct = None
         scene.as_good_as_new("P11")
+
+    @protects("P11", "H10", "H07")
+    @in_every_mode(prefix_caching=False)
+    def test_h10_a_load_that_hangs_costs_its_request_a_deadline(self, scene: CacheScene) -> None:
+        """One rank's copy hangs: its request ends all the same, right, and so do others, while the copy writes at last
+        what it was told. Then nothing stays held."""
+        scene.faults_possible()
+        scene.warm(DOCUMENT)
+        hangs = JobConduct(copy_after_steps=NEVER, failed_blocks=RangeSet.of(BlockRange(0, 1 << 20)))
+        last = scene.settings.ranks - 1
+        scene.conduct = lambda rank, job: hangs if isinstance(job, LoadJob) and rank == last else JobConduct()
+        victim, match = promised(scene, "victim", DOCUMENT, outputs=6)
+        if not match.load_kv_async:
+            raise NotObservable("loads run within the step; the kit's ranks carry those out at once")
+        scene.let_go(victim)
+        scene.run(victim, steps=scene.most_steps)
+        scene.conduct = None
+        others = [scene.request(f"other-{number}", prompt(6, seed=30 + number), 12) for number in range(4)]
+        scene.step(3)
+        scene.say("the copy that hung writes, and ends")
+        for worker in scene.workers:
+            worker.go_on()
+        scene.run(*others)
+        require(victim.output_token_ids == expected_outputs(scene, victim), "a load that hung changed the outputs")
+        scene.as_good_as_new("P11", "H10")
 
     @protects("P11", "P10")
     @in_every_mode(prefix_caching=False)

@@ -158,6 +158,8 @@ class ContractWatch(ExternalCache):
         self._requests: dict[str, Known] = {}
         self._jobs: dict[int, Job] = {}
         self._new_sync: list[str] = []
+        self._late: list[Job] = []
+        """Loads that the engine went on without, until no rank can write to their blocks."""
         self._context: SchedulerContext | None = None
         self._contents: dict[int, BlockKey] = {}
         """The engine's block -> what was last computed into it, also for requests that have ended."""
@@ -332,6 +334,7 @@ class ContractWatch(ExternalCache):
         """See `ExternalCache`."""
         with self._timed("end_step"):
             work = self.cache.end_step()
+        self._require_held()
         for job in work.loads:
             self._take_load(job)
         for save in work.saves:
@@ -420,11 +423,29 @@ class ContractWatch(ExternalCache):
             settlements = self.cache.apply_report(report)
         for settlement in settlements:
             self._settle(settlement)
+        self._require_held()
         for entry in heard:
             entry.taken_back.clear()
             if isinstance(entry.job, SaveJob) and entry.all_said(self._num_ranks):
                 self._jobs.pop(entry.job.job_id, None)
         return settlements
+
+    def _require_held(self) -> None:
+        """What a load may still write to, though the engine went on without it, is held by the cache."""
+        for entry in [entry for entry in self._late if entry.all_said(self._num_ranks)]:
+            self._late.remove(entry)
+            self._jobs.pop(entry.job.job_id, None)
+        held = getattr(self._context, "held", None)
+        if held is None:
+            return
+        for entry in self._late:
+            free = [block for block in entry.job.block_ids if not held.get(block)]
+            self._require(
+                not free,
+                "H07",
+                f"the load of {entry.job.request_id} was settled as late, and may still write to the engine's blocks "
+                f"{free}, which the cache does not hold",
+            )
 
     def _note_saved(self, entry: Job) -> None:
         if isinstance(entry.job, LoadJob) or entry.void:
@@ -455,12 +476,18 @@ class ContractWatch(ExternalCache):
         named = {block for entry in commit.jobs for _, said in entry.said.values() for block in said}
         self.loads_failed_by_ranks += bool(named)
         for entry in commit.jobs:
+            if settlement.late:
+                self._late.append(entry)
+                continue
             self._judge(name, entry, loaded)
             self._jobs.pop(entry.job.job_id, None)
+        self._require(
+            not (settlement.late and loaded), "P7", f"blocks {sorted(loaded)} of {name} are settled as loaded, and late"
+        )
         hull = set(range(min(named), max(named) + 1)) if named else set()
         lost = [b for b in sorted(failed - hull) if self._all_said(commit, b) and not self._own_workers]
         self._require(
-            not lost,
+            not lost or settlement.late,
             "P2 P9",
             f"the load of blocks {lost} of {name} is settled as failed; every rank reported them as arrived",
         )
@@ -470,7 +497,11 @@ class ContractWatch(ExternalCache):
             if known is not None:
                 known.failed_from = min(failed) if known.failed_from is None else min(known.failed_from, min(failed))
             for content, save in commit.copies.items():  # what was saved anew meanwhile is another copy
-                if content[0] in commit.keys[min(failed) :] and self.stored.get(content) == save:
+                if (
+                    not settlement.late
+                    and content[0] in commit.keys[min(failed) :]
+                    and self.stored.get(content) == save
+                ):
                     del self.stored[content]
 
     def _all_said(self, commit: Commit, block: int) -> bool:

@@ -7,15 +7,23 @@ release that moves any of this is bridged here and nowhere else. Floor 3.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields
 from typing import Any, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.core.sched.output import SchedulerOutput
 
 _TRANSFER_RESULTS: Any = getattr(base, "KVConnectorTransferResults", None)
 
 TAKES_FAILED_REQUESTS = _TRANSFER_RESULTS is not None
 """Whether a connector can say that a request's load failed as a whole: from 0.30 on. Earlier it names blocks."""
+
+COUNTS_HELD_BLOCKS = any(
+    item.name == "num_common_prefix_blocks" and item.default_factory is MISSING for item in fields(SchedulerOutput)
+)
+"""Whether vLLM takes a block that is used as often as there are running requests for one that all of them have: up to
+0.30. A block held through a context counts as used once more (H94); only cascade attention goes by that."""
 
 
 def transfer_results(arrived: set[str], failed: set[str]) -> Any:

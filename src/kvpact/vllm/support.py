@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
+from kvpact.vllm.releases import COUNTS_HELD_BLOCKS
 from kvpact.vllm.worker_side import WorkerPlace
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,12 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(
             "calculate_kv_scales takes the scales of quantised keys and values from the first prompt that comes, so "
             "no other engine could read what this one stores: leave --calculate-kv-scales out"
+        )
+    if COUNTS_HELD_BLOCKS and not getattr(vllm_config.model_config, "disable_cascade_attn", True):
+        raise ConfigError(
+            f"cascade attention on vLLM {release} goes by how often each block is used, and kvpact holds blocks while "
+            "they are copied: it would hear of a common prefix that requests do not have, and answer wrongly; "
+            "leave --no-disable-cascade-attn out"
         )
     parallel = vllm_config.parallel_config
     context_parallel = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
