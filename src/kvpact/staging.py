@@ -414,7 +414,7 @@ class Staging:
         if isinstance(done, LookupDone):
             self._end_lookup(done, source, now)
         elif isinstance(done, GetDone):
-            self._end_fetch(done, source)
+            self._end_fetch(done, source, now)
         elif isinstance(done, Deleted):
             source.known.discard(done.keys)
         else:
@@ -428,7 +428,7 @@ class Staging:
         if inquest.waiting.pop(source, None) is not None:
             inquest.held[source] = done.held
 
-    def _end_fetch(self, done: GetDone, source: Source) -> None:
+    def _end_fetch(self, done: GetDone, source: Source, now: float) -> None:
         fetch = self._fetches.pop(done.ticket)
         self._filling.difference_update(fetch.slots)
         self._index.complete(fetch.slots[: done.arrived])
