@@ -20,7 +20,7 @@ from kvpact.tiers import client
 from kvpact.tiers.base import BlockBuffer, Progress, TierCapacity, TierCounts, TierHealth
 from kvpact.tiers.client import REPEAT_SECONDS, LentSlots, TierClient
 from kvpact.tiers.queue import TierQueue
-from kvpact.tiers.shared import SharedTier, StoreError
+from kvpact.tiers.shared import RecordBuffer, SharedTier, StoreError
 from kvpact.tiers.slab import Slab
 from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, failed, open_disk, tokens
 
@@ -76,7 +76,7 @@ def healthy_store(*requests: SceneRequest) -> SharedTier:
     other = Scene(tiers=[SharedTier(records, NAMESPACE, PAGE)])
     for each in requests:
         other.run_cold(each)
-    other.settle_tiers()
+        other.settle_tiers()
     other.close()
     return SharedTier(DictionaryStore(records.records), NAMESPACE, PAGE)
 
@@ -408,3 +408,37 @@ def test_h61_however_many_tiers_hang_some_slots_are_left() -> None:
     assert taken == [16, 8, 4, 2]
     for tier in tiers:
         tier.gate.open()
+
+
+class SilentStore(DictionaryStore):
+    """A store that says what it has, and never delivers it."""
+
+    def __init__(self, other: DictionaryStore) -> None:
+        super().__init__(other.records)
+        self.gate = Gate()
+
+    def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
+        return self.gate.before(super().read)(names, buffers)
+
+
+def test_h61_a_store_that_answers_and_never_delivers_is_left_alone_too() -> None:
+    prompts = [request(f"elsewhere-{seed}", seed) for seed in range(10)]
+    healthy = healthy_store(*prompts).store
+    assert isinstance(healthy, DictionaryStore)
+    store = SilentStore(healthy)
+    scene = Scene(
+        SLOTS,
+        tiers=[TierQueue(SharedTier(store, NAMESPACE, PAGE), 16, 1 << 30)],
+        prepare_deadline="100ms",
+        recompute_if_faster=False,
+    )
+    store.gate.shut()
+    waited = [steps_told_to_wait(scene, each) for each in prompts]
+
+    assert sum(steps >= 5 for steps in waited) <= 3, f"so many wait their whole deadline of 5 steps: {waited}"
+    assert scene.cache.index.reservable() >= SLOTS // 2
+    store.gate.open()
+    scene.settle_tiers()
+    scene.now += 10.0
+    assert scene.prepare(prompts[9]).num_tokens == BLOCKS * BLOCK_SIZE
+    scene.close()

@@ -21,6 +21,7 @@ from kvpact.testkit.subjects import (
 )
 from kvpact.testkit.suite import checks_of
 from kvpact.testkit.verdict import Verdict, as_text
+from kvpact.tiers.client import LentSlots, TierClient
 
 ASYNCHRONOUS = {"sync_load_limit": 0}
 
@@ -114,6 +115,13 @@ def test_a_broken_cache_is_caught_under_the_name_of_what_it_breaks(kind: type[Re
 
 def test_h70_counts_that_take_promises_for_hits_are_caught() -> None:
     assert "H70" in broken_names(counts_promises_as_hits, {"H70"})
+
+
+def test_h61_a_cache_that_lends_all_its_room_to_a_tier_that_hangs_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not broken_names(pact_cache_with_disk, {"H61"})
+    monkeypatch.setattr(TierClient, "check", lambda self, now: None)
+    monkeypatch.setattr(LentSlots, "room_for", lambda self, client: 1 << 20)
+    assert "H61" in broken_names(pact_cache_with_disk, {"H61"})
 
 
 def test_the_properties_and_hazards_of_a_cache_all_have_a_broken_one() -> None:

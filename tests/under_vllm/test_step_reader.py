@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -100,4 +101,28 @@ def test_a_tier_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
     assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])]) == {1: 3}
     assert len(slots) == 3
     assert [read.tier for read in reader.take_reads()] == [6]
+    reader.close(5.0)
+
+
+def test_h61_a_rank_leaves_a_tier_alone_in_which_all_its_threads_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The healthy tier beside it keeps its hits; steps wait for the sick one only until both its threads are stuck."""
+    store = Store(tmp_path, 4, 4, deadline="100ms")
+    reader, _ = store.reader(0)
+    assert reader.read(store.address, [Wanted(0, KEYS[:4], 0, [0, 1, 2, 3])]) == {0: 4}
+    sick, calls, go_on = reader._sources[0].client.tier, [], threading.Event()
+    get = sick.get
+
+    def hang(*arguments: Any, **options: Any) -> int:
+        calls.append(arguments)
+        assert go_on.wait(20.0)
+        return get(*arguments, **options)
+
+    monkeypatch.setattr(sick, "get", hang)
+    found = [reader.read(store.address, [Wanted(step, KEYS[:4], 0, [0, 1, 2, 3])])[step] for step in range(1, 9)]
+    assert len(calls) == 2, "each thread is stuck once"
+    assert found[:2] == [0, 0]
+    assert found[2:] == [4] * 6, "the third step sees it"
+    go_on.set()
     reader.close(5.0)

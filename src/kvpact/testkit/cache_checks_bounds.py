@@ -22,6 +22,9 @@ MANY_REQUESTS = 300
 GROWTH = 1.1
 """How much more memory may be in use after as many requests again."""
 
+HANGING_S = 0.2
+"""Seconds of the engine's clock by which a request that waits for a tier is late; a step takes 10 ms."""
+
 LONGEST_CALL_S = 1.0
 """Real seconds that no call may take, not even on a busy machine."""
 
@@ -153,6 +156,39 @@ class BoundChecks(Suite[CacheLab]):
             queue.stalled_steps = 0
         scene.say("the tiers go on")
         scene.as_good_as_new("P11")
+
+    @protects("H61", "P14")
+    @in_every_mode(prefix_caching=False)
+    def test_h61_a_tier_that_hangs_costs_few_requests_and_leaves_room(self, scene: CacheScene) -> None:
+        """Prompts that only tiers have that hang are asked for one by one: most are computed at once."""
+        scene.tiers_possible()
+        prompts = [prompt(2, seed=seed) for seed in range(2 * scene.settings.num_slots)]
+        scene.warm(*prompts)
+        usual = self._seconds_of(scene, "usual", prompt(2, seed=900))
+        for queue in scene.place.queues:
+            queue.stalled_steps = scene.most_steps
+        scene.say("the tiers hang")
+        asked = prompts[: scene.settings.num_slots]
+        seconds = [self._seconds_of(scene, f"asked-{number}", tokens) for number, tokens in enumerate(asked)]
+        late = sum(each > usual + HANGING_S for each in seconds)
+        require(late <= len(asked) // 3, f"{late} of {len(asked)} requests waited for a tier that hangs")
+        tokens = prompt(4, seed=901)
+        scene.run(scene.request("new", tokens))
+        scene.step(8)
+        scene.forget_local()
+        match = scene.probe(scene.request("new again", tokens, held=True))
+        scene.cancel("new again")
+        require(match.num_tokens > 0, "with tiers that hang there is no room for a new prompt in memory")
+        for queue in scene.place.queues:
+            queue.stalled_steps = 0
+        scene.say("the tiers go on")
+        scene.as_good_as_new("H61")
+
+    def _seconds_of(self, scene: CacheScene, name: str, tokens: list[int]) -> float:
+        """How long a request takes, by the engine's clock."""
+        began = scene.clock.now
+        scene.run(scene.request(name, tokens), steps=scene.most_steps)
+        return scene.clock.now - began
 
     @protects("P2", "P9")
     @in_every_mode(prefix_caching=False)
