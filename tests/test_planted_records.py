@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xxhash import xxh3_64_intdigest
@@ -20,11 +21,13 @@ from kvpact.testkit.sample_blocks import document, empty_buffers, filled_buffers
 from kvpact.testkit.tier_scene import NAMESPACE
 from kvpact.tier_urls import parse_tier_url
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED
+from kvpact.tiers.mooncake import MooncakeStore, open_mooncake
 from kvpact.tiers.object import ObjectStore, open_objects
 from kvpact.tiers.object_packs import encode_pack
 from kvpact.tiers.redis import open_redis
 from kvpact.tiers.redis_wire import Wire
 from kvpact.tiers.shared import SharedTier, group_name, record_name
+from mooncake_server import mooncake_pool
 from object_server import CREDENTIALS, Traffic, object_server
 from servers import RedisServer, redis_server
 
@@ -291,3 +294,44 @@ def test_h63_nothing_larger_than_an_honest_object_is_read_to_judge_or_remove_a_p
         assert served(counted) <= SICK
         assert stored(counted) == served(counted) == len(DOCUMENT), "a write does not mend it"
     reader.close()
+
+
+# Mooncake
+
+
+def test_h63_a_planted_object_of_mooncake_is_not_fetched(tmp_path: Path) -> None:
+    with mooncake_pool(tmp_path, 128) as pool:
+        tier = SharedTier(open_mooncake(parse_tier_url(pool.url(timeout="20s"))), NAMESPACE, SLOT)
+        assert stored(tier) == len(DOCUMENT)
+        assert isinstance(tier.store, MooncakeStore)
+        fetched = tier.store._client = Fetched(tier.store._client)
+        assert tier.store.remove([NAME]) == 1
+        assert fetched.client.put(NAME, bytes(HUGE)) == 0
+        assert tier.lookup(DOCUMENT.keys) == len(DOCUMENT)
+        assert served(tier) == SICK
+        assert list(tier.scan()) is not None
+        assert max(fetched.sizes) == RECORD
+        assert tier.lookup(DOCUMENT.keys) == SICK, "it was not removed"
+        assert stored(tier) == served(tier) == len(DOCUMENT)
+        tier.close()
+
+
+class Fetched:
+    """A client of Mooncake that notes how many bytes each object has that it fetches."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def get_buffer(self, key: str) -> Any:
+        return self._noted([self.client.get_buffer(key)])[0]
+
+    def batch_get_buffer(self, keys: list[str]) -> list[Any]:
+        return self._noted(self.client.batch_get_buffer(keys))
+
+    def _noted(self, found: list[Any]) -> list[Any]:
+        self.sizes += [memoryview(one).nbytes for one in found if one is not None]
+        return found

@@ -110,17 +110,29 @@ class MooncakeStore(RecordStore):
         return codes
 
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
-        keys = self._keys(names)
+        lengths = [sum(piece.nbytes for piece in buffer) for buffer in buffers]
+        sizes = self._sizes(self._keys(names))
+        # Nothing of another length is fetched: the client takes a whole object into its memory (P14).
+        fitting = [at for at, (size, length) in enumerate(zip(sizes, lengths, strict=True)) if size == length]
+        keys = self._keys([names[at] for at in fitting])
         objects = self._call("read", lambda: self._client.batch_get_buffer(keys)) if keys else []
-        found = [found is not None and _copy(found, buffer) for found, buffer in zip(objects, buffers, strict=True)]
+        found = [False] * len(names)
+        for at, arrived in zip(fitting, objects, strict=True):
+            found[at] = arrived is not None and _copy(arrived, buffers[at])
         # The client answers None for whatever went wrong; only the master knows which of them are no failure.
-        missing = [key for key, found in zip(keys, objects, strict=True) if found is None]
-        if all(self._look(missing)) and missing and len(missing) == len(keys):
+        missing = [key for key, arrived in zip(keys, objects, strict=True) if arrived is None]
+        if all(self._look(missing)) and missing and len(missing) == len(names):
             raise StoreError(
                 f"cannot read in {self.place}: {len(missing)} records are there and do not arrive; their host is gone, "
                 f"or the client's buffer is too small for them"
             )
         return found
+
+    def _sizes(self, keys: list[str]) -> list[int]:
+        """Each object's length in bytes; below 0 for one that is not there."""
+        sizes: list[int] = self._call("look up", lambda: [self._client.get_size(key) for key in keys]) if keys else []
+        self._require("look up", [size for size in sizes if size != _NOT_THERE])
+        return sizes
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         keys = self._keys(names)
@@ -141,10 +153,18 @@ class MooncakeStore(RecordStore):
         return sum(code == 0 for code in codes)
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
-        """See `RecordStore`. Reads each record in full, one after another: for tools, not for engines."""
-        return [self._head(key) for key in self._keys(names)]
+        """See `RecordStore`. Reads each record in full, one after another: for tools, not for engines.
 
-    def _head(self, key: str) -> bytes | None:
+        Of one of another length than `record_bytes` nothing is read, and b"" returned.
+        """
+        keys = self._keys(names)
+        return [self._head(key, size) for key, size in zip(keys, self._sizes(keys), strict=True)]
+
+    def _head(self, key: str, size: int) -> bytes | None:
+        if size < 0:
+            return None
+        if self.record_bytes not in (None, size):
+            return b""
         found = self._call("read", lambda: self._client.get_buffer(key))
         if found is None:
             self._look([key])
@@ -164,12 +184,8 @@ class MooncakeStore(RecordStore):
         self._require("clear", [self._call("clear", lambda: self._client.remove_by_regex(pattern, True))])
 
     def size(self, name: str) -> int | None:
-        key = self._prefix + name
-        size: int = self._call("look up", lambda: self._client.get_size(key))
-        if size == _NOT_THERE:
-            return None
-        self._require("look up", [size])
-        return size
+        (size,) = self._sizes(self._keys([name]))
+        return None if size < 0 else size
 
     def usage(self) -> StoreUsage:
         """See `RecordStore`: of the whole pool, whoever uses it."""
