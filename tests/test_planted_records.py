@@ -21,12 +21,14 @@ from kvpact.testkit.sample_blocks import document, empty_buffers, filled_buffers
 from kvpact.testkit.tier_scene import NAMESPACE
 from kvpact.tier_urls import parse_tier_url
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED
+from kvpact.tiers.disk import DiskTier
 from kvpact.tiers.mooncake import MooncakeStore, open_mooncake
 from kvpact.tiers.object import ObjectStore, open_objects
 from kvpact.tiers.object_packs import encode_pack
 from kvpact.tiers.redis import open_redis
 from kvpact.tiers.redis_wire import Wire
 from kvpact.tiers.shared import SharedTier, group_name, record_name
+from kvpact.tiers.slab import Superblock
 from mooncake_server import mooncake_pool
 from object_server import CREDENTIALS, Traffic, object_server
 from servers import RedisServer, redis_server
@@ -335,3 +337,24 @@ class Fetched:
     def _noted(self, found: list[Any]) -> list[Any]:
         self.sizes += [memoryview(one).nbytes for one in found if one is not None]
         return found
+
+
+# Slabs
+
+
+@pytest.mark.parametrize(("slot_bytes", "table_slots"), [(SLOT, 1 << 40), (SLOT, 1 << 20), (0, 4), (1, 1 << 55)])
+def test_h63_a_slab_that_claims_a_table_larger_than_its_file_is_begun_anew(
+    slot_bytes: int, table_slots: int, tmp_path: Path
+) -> None:
+    tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 16 << 20)
+    assert tier.put(DOCUMENT.keys, 0, filled_buffers(DOCUMENT.keys, SLOT, 2)) == len(DOCUMENT)
+    tier.close()
+    (slab,) = tmp_path.rglob("*.slab")
+    with slab.open("r+b") as file:
+        file.write(Superblock(slot_bytes, table_slots, NAMESPACE).encode())
+    with costs() as cost:
+        tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 16 << 20)
+    assert cost.memory < MOST_MEMORY
+    assert tier.put(DOCUMENT.keys, 0, filled_buffers(DOCUMENT.keys, SLOT, 2)) == len(DOCUMENT)
+    assert tier.get(DOCUMENT.keys, 0, empty_buffers(len(DOCUMENT), SLOT, 2)) == len(DOCUMENT)
+    tier.close()

@@ -143,8 +143,15 @@ class Superblock:
 
     @classmethod
     def read(cls, descriptor: int, path: Path) -> Superblock:
-        """The superblock of an open file. Raises as `decode` does."""
-        return cls.decode(os.pread(descriptor, PAGE_BYTES, 0), path)
+        """The superblock of an open file. Raises as `decode` does; a file without room for its table is damaged."""
+        found = cls.decode(os.pread(descriptor, PAGE_BYTES, 0), path)
+        file_bytes = os.fstat(descriptor).st_size
+        if found.slot_bytes < 1 or found.payload_at > file_bytes:
+            raise SuperblockError(
+                f"{path} has {file_bytes} bytes and claims a table of {found.table_slots} slots of {found.slot_bytes} "
+                "bytes: it is damaged"
+            )
+        return found
 
 
 def lock_file(descriptor: int) -> bool:
