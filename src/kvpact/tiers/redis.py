@@ -7,12 +7,11 @@ nothing that it reads, and unpickles nothing. Floor 1.
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -20,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 from kvpact.errors import TierError
 from kvpact.tier_urls import SCHEMES, TierURL, format_size
 from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.redis_parts import LEAST_PART, MOST_PART, SPLIT_BYTES, SPLIT_MAGIC, SplitHead, cut_into_parts, stages
 from kvpact.tiers.redis_servers import Cluster, OneServer, Sentinels, Servers
 from kvpact.tiers.redis_wire import Access, Address, ErrorReply, Moved, Pool, Wire, length_of
 from kvpact.tiers.shared import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreError, StoreUsage
@@ -35,68 +35,6 @@ ORPHAN_SECONDS: Final = 600
 """Parts that no record names are gone after this time: their writer died."""
 
 _PREFIX: Final = b"kvpact:"
-_PART_PREFIX: Final = b"kvpact-part:"
-_MOST_PART: Final = 512 << 20
-_LEAST_PART: Final = 4 << 10
-_MOST_PARTS: Final = 1 << 16
-
-_FIRST_PARTS: Final = 16
-"""So many parts of a record are asked for at once; if all are there, four times as many: what claims to have parts and
-has none costs no more than one that has a few (P14)."""
-
-_SPLIT: Final = struct.Struct("<8s16sQQ")
-_SPLIT_MAGIC: Final = b"kvpactSP"
-_SPLIT_BYTES: Final = _SPLIT.size + HEADER_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class _SplitHead:
-    """What stands under the name of a record that is kept in parts: where these are, and the record's first bytes.
-
-    The parts lie under names that nobody else ever writes, and are there before the head: a record is seen whole or not
-    at all.
-    """
-
-    nonce: bytes
-    nbytes: int
-    part_bytes: int
-    first: bytes
-
-    @classmethod
-    def decode(cls, raw: bytes) -> _SplitHead | None:
-        """None for what is no such head."""
-        if len(raw) != _SPLIT_BYTES or not raw.startswith(_SPLIT_MAGIC):
-            return None
-        _, nonce, nbytes, part_bytes = _SPLIT.unpack_from(raw)
-        if not _LEAST_PART <= part_bytes <= _MOST_PART or nbytes > part_bytes * _MOST_PARTS:
-            return None
-        return cls(nonce, nbytes, part_bytes, raw[_SPLIT.size :][:nbytes])
-
-    def encode(self) -> bytes:
-        head = _SPLIT.pack(_SPLIT_MAGIC, self.nonce, self.nbytes, self.part_bytes) + self.first
-        return head.ljust(_SPLIT_BYTES, b"\0")
-
-    @property
-    def part_count(self) -> int:
-        """How many parts there are."""
-        return -(-self.nbytes // self.part_bytes)
-
-    def part(self, name: bytes, number: int) -> tuple[bytes, int]:
-        """A part's key and length."""
-        key = b"%b%b:%b:%d" % (_PART_PREFIX, name, self.nonce.hex().encode(), number)
-        return key, min(self.part_bytes, self.nbytes - number * self.part_bytes)
-
-
-def _stages(heads: dict[int, _SplitHead]) -> Iterator[list[tuple[int, int]]]:
-    """Parts as (record, number), a few of each record at first; those of records that leave `heads` do not follow."""
-    first, count = 0, _FIRST_PARTS
-    while stage := [
-        (index, number)
-        for index, head in heads.items()
-        for number in range(first, min(first + count, head.part_count))
-    ]:  # fmt: skip
-        yield stage
-        first, count = first + count, 4 * count
 
 
 class RedisStore(RecordStore):
@@ -130,20 +68,20 @@ class RedisStore(RecordStore):
 
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
         found = [False] * len(names)
-        heads: dict[int, _SplitHead] = {}
+        heads: dict[int, SplitHead] = {}
 
         def ask(wire: Wire, index: int) -> None:
             # A byte more than is wanted, so that a longer record is told from one that fits without being sent whole.
-            end = max(length_of(buffers[index]), _SPLIT_BYTES)
+            end = max(length_of(buffers[index]), SPLIT_BYTES)
             wire.send(b"GETRANGE", keys[index], b"0", b"%d" % end)
             self._prolong(wire, keys[index])
 
         def take(wire: Wire, index: int) -> None:
-            value = wire.value_into(buffers[index], apart=_SPLIT_BYTES)
+            value = wire.value_into(buffers[index], apart=SPLIT_BYTES)
             self._prolonged(wire)
             if isinstance(value, bool):
                 found[index] = value
-            elif (head := _SplitHead.decode(value)) is not None:
+            elif (head := SplitHead.decode(value)) is not None:
                 heads[index] = head
             elif len(value) == length_of(buffers[index]):
                 found[index] = _copy(value, buffers[index])
@@ -157,12 +95,12 @@ class RedisStore(RecordStore):
         return found
 
     def _read_parts(
-        self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], heads: dict[int, _SplitHead], deadline: float
+        self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], heads: dict[int, SplitHead], deadline: float
     ) -> set[int]:
         """Read split records; which of them were there in full."""
         whole = dict(heads)
-        pieces = {index: _cut(buffers[index], head.part_bytes) for index, head in heads.items()}
-        for stage in _stages(whole):
+        pieces = {index: cut_into_parts(buffers[index], head.part_bytes) for index, head in heads.items()}
+        for stage in stages(whole):
             parts = [
                 (index, heads[index].part(keys[index], number)[0], pieces[index][number]) for index, number in stage
             ]
@@ -170,7 +108,7 @@ class RedisStore(RecordStore):
         return set(whole)
 
     def _read_stage(
-        self, parts: Sequence[tuple[int, bytes, list[memoryview]]], whole: dict[int, _SplitHead], deadline: float
+        self, parts: Sequence[tuple[int, bytes, list[memoryview]]], whole: dict[int, SplitHead], deadline: float
     ) -> None:
         """Read some parts; records of which one is missing leave `whole`."""
 
@@ -195,21 +133,21 @@ class RedisStore(RecordStore):
             parts = [
                 (head.part(keys[index], number)[0], pieces)
                 for index, head in heads.items()
-                for number, pieces in enumerate(_cut(records[index], head.part_bytes))
+                for number, pieces in enumerate(cut_into_parts(records[index], head.part_bytes))
             ]
             self._write_parts(parts, deadline)
             outdated = self._write_heads(keys, records, heads, deadline)
             self._keep_parts([key for key, _ in parts], deadline)
             self._unlink_parts(keys, outdated, deadline)
 
-    def _split(self, record: RecordPieces) -> _SplitHead | None:
+    def _split(self, record: RecordPieces) -> SplitHead | None:
         nbytes = length_of(record)
         first = b"".join(record[:1])[:HEADER_BYTES]
-        if nbytes <= self._part_bytes and not first.startswith(_SPLIT_MAGIC):
+        if nbytes <= self._part_bytes and not first.startswith(SPLIT_MAGIC):
             return None
         if len(first) < min(nbytes, HEADER_BYTES):
             first = b"".join(record)[:HEADER_BYTES]
-        return _SplitHead(os.urandom(16), nbytes, self._part_bytes, first)
+        return SplitHead(os.urandom(16), nbytes, self._part_bytes, first)
 
     def _write_parts(self, parts: Sequence[tuple[bytes, RecordPieces]], deadline: float) -> None:
         def ask(wire: Wire, at: int) -> None:
@@ -222,11 +160,11 @@ class RedisStore(RecordStore):
         self,
         keys: Sequence[bytes],
         records: Sequence[RecordPieces],
-        heads: dict[int, _SplitHead],
+        heads: dict[int, SplitHead],
         deadline: float,
-    ) -> dict[int, _SplitHead]:
+    ) -> dict[int, SplitHead]:
         """Write what stands under the records' own names; return the heads that stood there before."""
-        outdated: dict[int, _SplitHead] = {}
+        outdated: dict[int, SplitHead] = {}
         expire = (b"PX", self._lifetime) if self._lifetime else ()
 
         def ask(wire: Wire, index: int) -> None:
@@ -238,7 +176,7 @@ class RedisStore(RecordStore):
 
         def take(wire: Wire, index: int) -> None:
             reply = wire.reply()
-            old = _SplitHead.decode(reply) if index in heads and isinstance(reply, bytes) else None
+            old = SplitHead.decode(reply) if index in heads and isinstance(reply, bytes) else None
             if old is not None and old.nonce != heads[index].nonce:  # asked once more, it is our own
                 outdated[index] = old
 
@@ -258,17 +196,17 @@ class RedisStore(RecordStore):
 
     def remove(self, names: Sequence[str]) -> int:
         removed = 0
-        heads: dict[int, _SplitHead] = {}
+        heads: dict[int, SplitHead] = {}
 
         def ask(wire: Wire, index: int) -> None:
-            wire.send(b"GETRANGE", keys[index], b"0", b"%d" % _SPLIT_BYTES)
+            wire.send(b"GETRANGE", keys[index], b"0", b"%d" % SPLIT_BYTES)
             wire.send(b"UNLINK", keys[index])
 
         def take(wire: Wire, index: int) -> None:
             nonlocal removed
             head = wire.reply(lenient=True)
             removed += wire.reply() == 1
-            if isinstance(head, bytes) and (split := _SplitHead.decode(head)) is not None:
+            if isinstance(head, bytes) and (split := SplitHead.decode(head)) is not None:
                 heads[index] = split
 
         with self._call() as deadline:
@@ -277,10 +215,10 @@ class RedisStore(RecordStore):
             self._unlink_parts(keys, heads, deadline)
         return removed
 
-    def _unlink_parts(self, keys: Sequence[bytes], heads: dict[int, _SplitHead], deadline: float) -> None:
+    def _unlink_parts(self, keys: Sequence[bytes], heads: dict[int, SplitHead], deadline: float) -> None:
         """Remove the parts of records, some at a time, as long as there are any."""
         left = dict(heads)
-        for stage in _stages(left):
+        for stage in stages(left):
             parts = [(index, heads[index].part(keys[index], number)[0]) for index, number in stage]
             for index in left.keys() - self._unlink(parts, deadline):
                 del left[index]
@@ -299,7 +237,7 @@ class RedisStore(RecordStore):
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
         with self._call() as deadline:
             return [
-                head.first if (head := _SplitHead.decode(raw or b"")) is not None else raw and raw[:HEADER_BYTES]
+                head.first if (head := SplitHead.decode(raw or b"")) is not None else raw and raw[:HEADER_BYTES]
                 for raw in self._beginnings(_keys(names), deadline)
             ]
 
@@ -368,24 +306,24 @@ class RedisStore(RecordStore):
             sizes[index] = (reply or None) if isinstance(reply, int) else 0
 
         self._each(keys, lambda wire, index: wire.send(b"STRLEN", keys[index]), take, deadline)
-        perhaps = [index for index, size in enumerate(sizes) if size == _SPLIT_BYTES]
-        heads: dict[int, _SplitHead] = {}
+        perhaps = [index for index, size in enumerate(sizes) if size == SPLIT_BYTES]
+        heads: dict[int, SplitHead] = {}
         for index, raw in zip(perhaps, self._beginnings([keys[index] for index in perhaps], deadline), strict=True):
-            if len(raw or b"") != _SPLIT_BYTES:
+            if len(raw or b"") != SPLIT_BYTES:
                 sizes[index] = None  # another has removed or replaced it since; it is not a record cut short
-            elif (head := _SplitHead.decode(raw or b"")) is not None:
+            elif (head := SplitHead.decode(raw or b"")) is not None:
                 heads[index] = head
         for index, nbytes in self._split_sizes(keys, heads, deadline).items():
             sizes[index] = nbytes
         return sizes
 
     def _split_sizes(
-        self, keys: Sequence[bytes], heads: dict[int, _SplitHead], deadline: float
+        self, keys: Sequence[bytes], heads: dict[int, SplitHead], deadline: float
     ) -> dict[int, int | None]:
         """What is claimed; None where a part is missing. Nothing is asked of what is no record of this length."""
         sizes: dict[int, int | None] = {index: head.nbytes for index, head in heads.items()}
         asked = {index: head for index, head in heads.items() if self.record_bytes in (None, head.nbytes)}
-        for stage in _stages(asked):
+        for stage in stages(asked):
             parts = [(index, *asked[index].part(keys[index], number)) for index, number in stage]
             for index in self._in_part(parts, deadline):
                 sizes[index] = None
@@ -413,7 +351,7 @@ class RedisStore(RecordStore):
             beginnings[index] = (reply or None) if isinstance(reply, bytes) else b""
 
         def ask(wire: Wire, index: int) -> None:
-            wire.send(b"GETRANGE", keys[index], b"0", b"%d" % _SPLIT_BYTES)
+            wire.send(b"GETRANGE", keys[index], b"0", b"%d" % SPLIT_BYTES)
 
         self._each(keys, ask, take, deadline)
         return beginnings
@@ -522,8 +460,8 @@ def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS, *, for_tool: bool
     if ca_file and base != "rediss":
         raise TierError(f"{url}: ca_file is for TLS; write rediss instead of redis")
     part_bytes = url.size("part", PART_BYTES)
-    if not _LEAST_PART <= part_bytes <= _MOST_PART:
-        raise TierError(f"{url}: part must be from {format_size(_LEAST_PART)} to {format_size(_MOST_PART)}")
+    if not LEAST_PART <= part_bytes <= MOST_PART:
+        raise TierError(f"{url}: part must be from {format_size(LEAST_PART)} to {format_size(MOST_PART)}")
     expiry = url.seconds("expiry", 0.0) if "expiry" in options else None
     timeout = url.seconds("timeout", timeout)
     if expiry == 0 or timeout == 0:
@@ -574,19 +512,3 @@ def _copy(value: bytes, buffer: RecordBuffer) -> bool:
         piece[:] = value[at : at + len(piece)]
         at += len(piece)
     return True
-
-
-def _cut(pieces: Iterable[bytes | memoryview], nbytes: int) -> list[list[memoryview]]:
-    """The same memory in parts of `nbytes`, the last with what is left."""
-    parts: list[list[memoryview]] = []
-    room = 0
-    for piece in (memoryview(piece) for piece in pieces):
-        at = 0
-        while at < len(piece):
-            if not room:
-                parts.append([])
-                room = nbytes
-            parts[-1].append(piece[at : at + room])
-            at += len(parts[-1][-1])
-            room -= len(parts[-1][-1])
-    return parts
