@@ -40,7 +40,7 @@ from kvpact.overdue import OverdueLoads
 from kvpact.saves import Saves
 from kvpact.staging import Inquest, Staging
 from kvpact.step_match import StepLookup, StepMatches, StepRead
-from kvpact.tags import NO_TAG, BlockTags, Tag
+from kvpact.tags import NO_TAG, BlockTags, Tag, first_among
 from kvpact.tiers.queue import TierQueue
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,11 @@ class RequestRecord:
     """Tokens that the engine had when it was farthest with the request."""
     idle_loads: int = 0
     """Loads since then: it was preempted before it got any farther."""
+
+    def go_back(self, first: int, block_size: int) -> None:
+        """The engine computes the request's blocks from `first` on anew; until then they hold nothing to be saved."""
+        self.sound, self.offered = min(self.sound, first), min(self.offered, first)
+        self.computed = min(self.computed, first * block_size)
 
 
 class _Once:
@@ -742,7 +747,7 @@ class PactCache(ExternalCache):
         if failed is not None:
             record = self._requests.get(load.job.request_id)
             if record is not None:
-                record.computed = min(record.computed, failed.start * self._block_size)
+                record.go_back(failed.start, self._block_size)
             self._tags.fill(load.job.block_ids[failed.start - load.job.start_block :], NO_TAG)
         if load.recalled:  # whether it failed or not says nothing of what is stored
             if outcome.done.ranges and not load.job.synchronous:
@@ -897,19 +902,13 @@ class PactCache(ExternalCache):
         from the first of these blocks on, is dropped everywhere.
         """
         self._tags.fill(block_ids, NO_TAG)
-        first_of: dict[str, int] = {}
-        for save in self._copies.saves.values():
-            places = zip(save.job.blocks, save.job.block_ids, strict=True)
-            first = next((place for place, block_id in places if block_id in block_ids), None)
-            if first is not None:
-                first_of[save.job.request_id] = min(first, first_of.get(save.job.request_id, first))
-        for request_id, table in tables.items():
-            first = next((place for place, block_id in enumerate(table) if block_id in block_ids), None)
-            if first is not None:
-                first_of[request_id] = min(first, first_of.get(request_id, first))
-                self._tags.fill(table[first:], NO_TAG)
-        for request_id, first in first_of.items():
-            self._distrust_from(request_id, first)
+        saves = (save.job for save in self._copies.saves.values())
+        saving = first_among(block_ids, ((job.request_id, job.start_block, job.block_ids) for job in saves))
+        computed = first_among(block_ids, ((request_id, 0, table) for request_id, table in tables.items()))
+        for request_id, first in computed.items():
+            self._tags.fill(tables[request_id][first:], NO_TAG)
+        for request_id in saving.keys() | computed.keys():
+            self._distrust_from(request_id, min(each[request_id] for each in (saving, computed) if request_id in each))
 
     def _distrust_from(self, request_id: str, first: int) -> None:
         """Nobody knows what a request's blocks from `first` on hold. It may have ended."""
@@ -920,8 +919,7 @@ class PactCache(ExternalCache):
                     self._drop_stored(save.keys[first:])
         record = self._requests.get(request_id)
         if record is not None and record.keys is not None:
-            record.sound, record.offered = min(record.sound, first), min(record.offered, first)
-            record.computed = min(record.computed, first * self._block_size)
+            record.go_back(first, self._block_size)
             if len(record.keys.keys) > first:
                 self._drop_stored(record.keys.keys[first:])
 

@@ -8,7 +8,7 @@ weights or another adapter, or nobody knows what it holds; neither it nor what w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, TypeAlias
 
 Tag: TypeAlias = int
@@ -18,6 +18,19 @@ NO_TAG: Final[Tag] = 0
 
 MOST_ADAPTERS: Final = 4096
 """Adapters whose tags are remembered within a generation; beyond them all begin anew, and older blocks go unsaved."""
+
+
+def first_among(block_ids: Collection[int], held: Iterable[tuple[str, int, Sequence[int]]]) -> dict[str, int]:
+    """By request, the first of its blocks that is one of `block_ids`, if any is.
+
+    `held` has pieces of requests' block tables: the request, the number of the piece's first block, and the piece.
+    """
+    first_of: dict[str, int] = {}
+    for request_id, start, piece in held:
+        first = next((place for place, block_id in enumerate(piece, start) if block_id in block_ids), None)
+        if first is not None:
+            first_of[request_id] = min(first, first_of.get(request_id, first))
+    return first_of
 
 
 class BlockTags:
