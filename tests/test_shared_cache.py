@@ -201,15 +201,19 @@ def test_h58_no_step_does_a_stores_work_or_waits_for_it(make_scene: Callable[...
         for seed in range(3):
             there, own = (SceneRequest(name, tokens(LONG, number)) for name, number in (("there", seed), ("own", 9)))
             scene.cache.on_new_request(there)
+            scene.cache.end_step()
+            until(lambda: bool(store.threads) if hangs else scene.queues[0].under_way == 0)
+            answers = []
             for _ in range(5):
-                match = scene.cache.prepare_external_match(there, 0)
-                if match is not None and match.num_tokens:
-                    scene.load(there, match)
+                answers.append(scene.cache.prepare_external_match(there, 0))
                 scene.cache.end_step()
-                if match is None and not seed:
-                    scene.run_cold(own)
                 until(lambda: hangs or scene.queues[0].under_way == 0)
                 scene.now += 0.5
+            if not hangs:
+                assert [answer is not None for answer in answers] == [False, True, True, True, True]
+                scene.load(there, answers[-1])
+            elif not seed:
+                scene.run_cold(own)
             scene.cache.request_finished("there")
         assert (count(scene, "loaded_tokens") > 0) == (not hangs)
         assert threading.get_ident() not in store.threads != set(), "a hook called the store itself"
