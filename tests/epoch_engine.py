@@ -58,12 +58,13 @@ class EpochEngine:
         """Seconds that have passed besides those that really have."""
         segment = ArenaSegment.create(num_slots, SLOT_BYTES)
         defaults = {"recompute_if_faster": False, "sync_load_limit": 0, "prepare_deadline": 0.5}
+        self.queues = [TierQueue(tier, 2, 1 << 30) for tier in tiers]
         self.cache = PactCache(
             load_config({**defaults, **settings}, {}),
             namespace=NAMESPACE.digest,
             block_size=BLOCK_SIZE,
             arena=Arena([segment]),
-            tiers=[TierQueue(tier, 2, 1 << 30) for tier in tiers],
+            tiers=self.queues,
             clock=lambda: time.monotonic() + self.skew,
         )
         config = EngineConfig(num_blocks=256, block_size=BLOCK_SIZE, max_tokens_per_step=128, on_violation="record")

@@ -134,7 +134,8 @@ def read_everything(directory: Path) -> int:
 def live_and_die_often(directory: Path, log: Path, seeds: range) -> list[Life]:
     lives = [live_and_die(directory, log, seed) for seed in seeds]
     assert read_everything(directory) > SLOTS // 2
-    assert sorted(path.suffix for path in (directory / "kvpact").iterdir()) == ["", ".slab"], "nothing else is left in the directory"
+    left = sorted(path.suffix for path in (directory / "kvpact").iterdir())
+    assert left == ["", ".slab"], "nothing else is left in the directory"
     return lives
 
 

@@ -186,7 +186,7 @@ def computes_faster(place: Path) -> Scene:
     scene = Situation(place, recompute_if_faster=True)
     scene.only_on_disk()
     (source,) = scene.cache.staging._sources
-    source.costs.note_read(1, 100.0, scene.now)
+    source.client.costs.note_read(1, 100.0, scene.now)
     for step in range(3):
         cold = request(f"cold {step}", blocks=12, seed=20 + step)
         scene.cache.prepare_external_match(cold, 0)

@@ -148,14 +148,14 @@ def test_h73_looking_at_a_redis_server_changes_nothing(tmp_path: Path) -> None:
     """Records that expire do not live longer for being read by a tool."""
     with redis_server(tmp_path / "redis") as server, server.client() as client:
         store(f"redis://{server.address}?timeout=20s&expiry=1h&part=4KiB", 4).close()
-        before = {key: client.dump(key) for key in client.keys()}
+        before = {key: client.dump(key) for key in client.scan_iter()}
         deadlines = {key: client.execute_command("PEXPIRETIME", key) for key in before}
         client.config_resetstat()
         for command, *options in LOOKING:
             kvpact(command, f"redis://{server.address}?timeout=20s&expiry=2h", *options)
         asked = {name.removeprefix("cmdstat_").partition("|")[0].upper() for name in client.info("commandstats")}
         assert asked - READS == set()
-        assert {key: client.dump(key) for key in client.keys()} == before
+        assert {key: client.dump(key) for key in client.scan_iter()} == before
         assert {key: client.execute_command("PEXPIRETIME", key) for key in before} == deadlines
 
 
@@ -171,7 +171,8 @@ def test_h73_looking_at_a_bucket_changes_nothing(s3: Traffic) -> None:
     def objects() -> list[object]:
         bucket = S3Store("bucket", endpoint=s3.server, client_options={"allow_http": True})
         pages = list(obstore.list(bucket, prefix="looked"))
-        return [(entry["path"], entry["size"], entry["e_tag"], entry["last_modified"]) for page in pages for entry in page]
+        told = ("path", "size", "e_tag", "last_modified")
+        return [tuple(entry[name] for name in told) for page in pages for entry in page]
 
     url = f"s3://bucket/looked?endpoint={s3.endpoint}&allow_http=true&timeout=20s"
     store(url, 4).close()

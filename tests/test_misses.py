@@ -103,8 +103,8 @@ def preempted_again_and_again() -> Scene:
 def slower_than_computing() -> Scene:
     scene = shared_scene(recompute_if_faster=True)
     (source,) = scene.cache.staging._sources
-    source.costs.latency.add(1e9, 1.0)  # quick to say what it has,
-    source.costs.note_read(1, 100.0, scene.now)  # slow to give it
+    source.client.costs.latency.add(1e9, 1.0)  # quick to say what it has,
+    source.client.costs.note_read(1, 100.0, scene.now)  # slow to give it
     for step in range(3):
         fast = SceneRequest(f"fast-{step}", tokens(65, seed=9))
         scene.cache.note_computed(fast, 64, lambda fast=fast: scene.allocate(fast))

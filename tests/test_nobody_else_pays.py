@@ -6,13 +6,14 @@ keeps its hits, its answer (the oracle compares every block that is read) and, i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from epoch_engine import BLOCK_SIZE, EpochEngine, disk, prompt, store
+from epoch_engine import BLOCK_SIZE, SETTLE_SECONDS, EpochEngine, disk, prompt, store
 from hook_time import STEP_CPU_SECONDS, HookTime, StepTime
 from kvpact.blocks import BlockRange, RangeSet, RequestIdentity
 from kvpact.contract import LoadJob
@@ -28,8 +29,8 @@ STORED = BLOCKS * BLOCK_SIZE
 SOON = 20
 """Requests after which an ill tier must have been left alone."""
 LOAD_DEADLINE_S = 0.3
-AT_REST = 500
-"""Steps in which the healthy tier has written what it was given, or its writes would hold the slots."""
+TIMEOUT_S = 1.0
+"""After which an ill tier has failed an operation; until then its writes may hold all slots."""
 
 
 FAITHFUL = JobConduct()
@@ -57,6 +58,19 @@ class Ward(EpochEngine):
         conduct, self.next_load = self.next_load, FAITHFUL
         return conduct
 
+    def until_written(self) -> None:
+        """Until the healthy tier has written what it was given: writes hold slots, also where all are well."""
+        until = time.monotonic() + SETTLE_SECONDS
+        while self.queues[1].under_way:
+            assert time.monotonic() < until, "the healthy tier writes for ever"
+            self.step()
+
+    def step_for(self, seconds: float) -> None:
+        """As an idle engine does."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.step()
+
     def slowest_step(self, tokens: Sequence[int]) -> float:
         """CPU seconds of the hooks in one step, while this is served from the healthy tier."""
         self.hooks.steps = [StepTime()]
@@ -67,7 +81,7 @@ class Ward(EpochEngine):
         """From memory, and from the healthy tier; one step in all may be unlucky, not one of each request."""
         tokens = prompt(BLOCKS, 90)
         self.serve(tokens)
-        self.step(20)
+        self.until_written()
         assert self.serve(tokens) == STORED, "from memory"
         assert min(self.slowest_step(self.below.pop()) for _ in range(4)) <= STEP_CPU_SECONDS
         assert self.wrong == []
@@ -105,7 +119,7 @@ def ill(request: pytest.FixtureRequest, urls: dict[str, Callable[[], str]], tmp_
 @pytest.fixture
 def ward(ill: SickTier, urls: dict[str, Callable[[], str]]) -> Iterator[Ward]:
     with ExitStack() as ends:
-        ward = Ward(ill, store(urls["dir"]()), load_deadline=LOAD_DEADLINE_S)
+        ward = Ward(ill, store(urls["dir"]()), load_deadline=LOAD_DEADLINE_S, prepare_deadline=TIMEOUT_S)
         ends.callback(ward.close)
         ends.callback(ill.cure)
         yield ward
@@ -116,7 +130,8 @@ def test_p14_an_ill_tier_costs_its_own_hits_only(ward: Ward, sickness: Sickness)
     ward.ill.fall_ill(sickness)
     for number in range(SOON):
         ward.serve(prompt(BLOCKS, 200 + number))
-    ward.step(AT_REST)
+    ward.step_for(1.2 * TIMEOUT_S)
+    ward.until_written()
     ward.require_that_others_pay_nothing()
     ward.ill.cure()
     ward.skew += 120.0

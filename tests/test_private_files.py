@@ -34,14 +34,16 @@ KINDS = ("disk", "dir", "file")
 
 STORE = """
 def stored(url, name, seconds=0.0):
-    tier = kinds.open_tier(parse_tier_url(url), kinds.TierPlace(Namespace({"model": "private", "block_size": "16"}), 8192))
+    place = kinds.TierPlace(Namespace({"model": "private", "block_size": "16"}), 8192)
+    tier = kinds.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
     count = tier.put(wanted.keys, 0, filled_buffers(wanted.keys, 8192, 2))
     time.sleep(seconds)
     tier.close()
     return count
 def served(url, name):
-    tier = kinds.open_tier(parse_tier_url(url), kinds.TierPlace(Namespace({"model": "private", "block_size": "16"}), 8192))
+    place = kinds.TierPlace(Namespace({"model": "private", "block_size": "16"}), 8192)
+    tier = kinds.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
     buffers = empty_buffers(4, 8192, 2)
     held = tier.lookup(wanted.keys)
@@ -139,7 +141,8 @@ def test_h84_a_group_that_is_named_shares_and_nobody_else(kind: str, place: Path
     assert as_user(THIRD_USER, READ_ALL, place) == []
     without = f"{STORE}\ntry: stored({url!r}, 'third')\nexcept TierError as error: print(json.dumps(str(error)))"
     message = str(as_user(THIRD_USER, without, place))
-    assert f"{place}/kvpact is not a folder of user {THIRD_USER} (user {SECOND_USER}, group {GROUP}, mode 2770)" in message
+    owner = f"(user {SECOND_USER}, group {GROUP}, mode 2770)"
+    assert f"{place}/kvpact is not a folder of user {THIRD_USER} {owner}" in message
     assert f"its group {GROUP}, and this user a member of that" in message
 
 
@@ -249,7 +252,8 @@ def locks_held_by_another_user(place: Path) -> Iterator[None]:
     with subprocess.Popen(
         [os.sys.executable, "-c", program + HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
     ) as other:
-        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdin is not None
         assert json.loads(other.stdout.readline()) >= 1, "the directory itself can be locked by everybody"
         yield
         other.stdin.close()
@@ -277,7 +281,7 @@ def test_h86_the_lock_of_the_folder_is_a_private_file_of_ours(place: Path) -> No
     assert stat.S_IMODE(lock.stat().st_mode) == 0o600
     with lock.open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with pytest.raises(TierError, match="has held .*/kvpact locked for"):
+        with pytest.raises(TierError, match=r"has held .*/kvpact locked for"):
             open_tier(parse_tier_url(url_of("disk", place)), TierPlace(Namespace({"model": "b"}), SLOT))
     tier.close()
 

@@ -17,7 +17,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from kvpact.errors import TierError
 
@@ -185,7 +185,7 @@ class OwnFolder:
         if self._release is not None:
             self._release()
 
-    def __enter__(self) -> OwnFolder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -234,13 +234,17 @@ class Staging:
         return bool(self._shared)
 
     def ask(self, keys: Sequence[BlockKey]) -> Inquest:
-        """Begin to find out what the shared tiers hold of `keys`. Tiers that are ill are not asked."""
+        """Begin to find out what the shared tiers hold of `keys`.
+
+        Of tiers that are ill one is asked now and then, to see whether it is well; that answer nobody waits for.
+        """
         inquest, now = Inquest(keys), self._clock()
         for source in self._shared:
-            ticket = next(self._tickets)
+            ticket, is_try = next(self._tickets), source.client.is_open
             if source.client.submit_lookup(ticket, keys, now):
-                inquest.waiting[source] = ticket
                 self._lookups[ticket] = inquest
+                if not is_try:
+                    inquest.waiting[source] = ticket
             else:
                 self._metrics.add("skipped_lookups", label=source.name)
         return inquest

@@ -41,7 +41,6 @@ class OpenStore(Protocol):
     def __call__(self, url: TierURL, *, for_tool: bool) -> RecordStore: ...
 
 
-
 _STORES: Final[Mapping[str, str]] = {
     "dir": "kvpact.tiers.directory:open_directory",
     "redis": "kvpact.tiers.redis:open_redis",
