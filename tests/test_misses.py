@@ -128,6 +128,20 @@ def too_late() -> Scene:
     return scene
 
 
+def behind_a_copy_that_hangs() -> Scene:
+    scene = Scene(load_deadline=1)
+    scene.run_cold(STORED)
+    hangs = SceneRequest("hangs", STORED.token_ids)
+    match = scene.prepare(hangs)
+    scene.cache.commit_external_match(hangs, match, match.num_tokens, scene.allocate(hangs))
+    for _ in range(6):
+        scene.cache.end_step()
+        scene.cache.apply_report(WorkerReport({}))
+        scene.now += 1.0
+    ask(scene)
+    return scene
+
+
 CAUSES: dict[MissReason, Callable[[], Scene]] = {
     MissReason.NOT_STORED: never_seen,
     MissReason.TOO_SHORT: below_one_block,
@@ -139,6 +153,7 @@ CAUSES: dict[MissReason, Callable[[], Scene]] = {
     MissReason.RECOMPUTE_FASTER: slower_than_computing,
     MissReason.ASKED_AT_STEP: asked_when_the_step_begins,
     MissReason.DEADLINE: too_late,
+    MissReason.OVERDUE: behind_a_copy_that_hangs,
 }
 
 

@@ -6,6 +6,7 @@ Part of `TierConformance`. Floor 4.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import thread as executors
 from functools import partial
@@ -32,6 +33,10 @@ PROBE_S = 0.05
 
 POINTS = 12
 """Reads or writes of one operation at which something is let happen, one after another."""
+
+
+REGISTERED_S = 0.05
+"""In which an executor notes down the thread that it has just started."""
 
 
 def _is_waited_for(thread: threading.Thread) -> bool:
@@ -324,6 +329,7 @@ class FaultChecks(Suite[TierScene]):
             reads = operation is Operation.READ
             running = Background(partial(tier.get, DOCUMENT, 0, 6) if reads else partial(tier.put, DOCUMENT, 6, 8))
             scene.faults.until_waiting(1, self.gives_up_after)
+            time.sleep(REGISTERED_S)
             tier.say(f"the store hangs in a {operation}")
             stays = [thread.name for thread in set(threading.enumerate()) - before if _is_waited_for(thread)]
             scene.faults.disarm()
