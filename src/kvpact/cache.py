@@ -740,7 +740,7 @@ class PactCache(ExternalCache):
             return None
         outcome = load.tally.loaded()
         plan, failed = load.plan, outcome.failed.hull()
-        used = None
+        used, late = None, False
         if load.job.synchronous:
             used = min(outcome.done.prefix_from(plan.blocks.start) * self._block_size, plan.committed_tokens)
         self.ledger.settle(plan, loaded=outcome.done, failed=outcome.failed, used_tokens=used)
@@ -752,13 +752,13 @@ class PactCache(ExternalCache):
         if load.recalled:  # whether it failed or not says nothing of what is stored
             if outcome.done.ranges and not load.job.synchronous:
                 self._stale_loads.append(load.job)
-        elif failed is not None and load.given_up:
+        elif failed is not None and (late := load.given_up and not outcome.done.ranges):
             self._overdue.failed()
             self._not_again(load.job.request_id, failed.start)
         elif failed is not None:
             self._forget(load, failed.start)
         self._drop_if_gone(load.job.request_id)
-        return LoadSettlement(load.job.request_id, outcome.done, outcome.failed, not load.job.synchronous)
+        return LoadSettlement(load.job.request_id, outcome.done, outcome.failed, not load.job.synchronous, late)
 
     def _forget(self, load: Load, first: int) -> None:
         """A load failed from block `first` on: the entry and all behind it go everywhere, never promised again."""
