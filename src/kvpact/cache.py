@@ -748,13 +748,13 @@ class PactCache(ExternalCache):
             record = self._requests.get(load.job.request_id)
             if record is not None:
                 record.go_back(failed.start, self._block_size)
+            self._not_again(load.job.request_id, failed.start)
             self._tags.fill(load.job.block_ids[failed.start - load.job.start_block :], NO_TAG)
         if load.recalled:  # whether it failed or not says nothing of what is stored
             if outcome.done.ranges and not load.job.synchronous:
                 self._stale_loads.append(load.job)
         elif failed is not None and (late := load.given_up and not outcome.done.ranges):
             self._overdue.failed()
-            self._not_again(load.job.request_id, failed.start)
         elif failed is not None:
             self._forget(load, failed.start)
         self._drop_if_gone(load.job.request_id)
@@ -763,7 +763,6 @@ class PactCache(ExternalCache):
     def _forget(self, load: Load, first: int) -> None:
         """A load failed from block `first` on: the entry and all behind it go everywhere, never promised again."""
         logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", first, load.job.request_id)
-        self._not_again(load.job.request_id, first)
         self._drop_stored(load.keys[first:])
         self._copies.distrust(load.job.request_id, load.keys[first], first)
 
