@@ -294,7 +294,6 @@ ELSEWHERE = {
     "damaged_records": "tests/test_shared_cache.py",
     "dropped_writes": "tests/test_shared_cache.py",
     "skipped_lookups": "tests/test_shared_cache.py",
-    "tier_failures": "tests/test_shared_cache.py",
 }
 """Counters that take more than a cache and obedient workers, and where they are seen to rise."""
 
