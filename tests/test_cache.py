@@ -339,6 +339,22 @@ def test_h09_what_failed_once_is_not_promised_again() -> None:
     scene.close()
 
 
+@pytest.mark.parametrize("sync_load_limit", [0, 1 << 30], ids=["asynchronous", "synchronous"])
+def test_h09_what_a_reset_made_fail_is_not_promised_again_in_the_new_epoch(sync_load_limit: int) -> None:
+    scene = Scene(sync_load_limit=sync_load_limit)
+    scene.run_cold(SceneRequest("a", tokens(16)))
+    request = SceneRequest("b", tokens(17))
+    match = scene.prepare(request)
+    scene.cache.commit_external_match(request, match, 16, scene.allocate(request))
+    (job,) = scene.cache.end_step().loads
+    scene.cache.reset()
+    scene.cache.apply_report(WorkerReport({0: {job.job_id: failed(job, first=1)}}))
+    scene.run_cold(SceneRequest("c", tokens(16)))
+    assert scene.prepare(request).num_tokens == 4
+    assert scene.prepare(SceneRequest("d", tokens(17))).num_tokens == 16
+    scene.close()
+
+
 class SlowTier(DiskTier):
     """A disk whose reads wait for a signal, and its writes for another."""
 

@@ -745,6 +745,7 @@ class PactCache(ExternalCache):
             used = min(outcome.done.prefix_from(plan.blocks.start) * self._block_size, plan.committed_tokens)
         self.ledger.settle(plan, loaded=outcome.done, failed=outcome.failed, used_tokens=used)
         if failed is not None:
+            self._not_again(load.job.request_id, failed.start)
             record = self._requests.get(load.job.request_id)
             if record is not None:
                 record.go_back(failed.start, self._block_size)
@@ -761,13 +762,16 @@ class PactCache(ExternalCache):
         return LoadSettlement(load.job.request_id, outcome.done, outcome.failed, not load.job.synchronous, late)
 
     def _forget(self, load: Load, first: int) -> None:
-        """A load failed from block `first` on: the entry and all behind it go everywhere, never promised again."""
+        """A load failed from block `first` on: the entry and all behind it go everywhere."""
         logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", first, load.job.request_id)
         self._drop_stored(load.keys[first:])
         self._copies.distrust(load.job.request_id, load.keys[first], first)
 
     def _not_again(self, request_id: str, first: int) -> None:
-        """A load failed the request from block `first` on: it is not promised that again (H09)."""
+        """A load failed the request from block `first` on, whatever the reason: it is not promised that again (H09).
+
+        Nor in another epoch, where these blocks have other keys.
+        """
         record = self._requests.get(request_id)
         if record is not None:
             record.failed_from = min(first, record.failed_from if record.failed_from is not None else first)

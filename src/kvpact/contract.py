@@ -253,6 +253,7 @@ class ExternalCache(ABC):
 
         Asking again with the same arguments returns the same plan and acquires nothing (P3). The promise covers at most
         `len(request.token_ids) - 1 - num_computed_tokens` tokens (P6) and holds until commit or abort (P2).
+        What failed to load for the request, whatever the reason, is not promised to it again, in any epoch (H09).
         """
 
     @abstractmethod
