@@ -102,7 +102,7 @@ class FailureChecks(Suite[CacheLab]):
 
     # Requests
 
-    @protects("H62")
+    @protects("H62", "P14")
     @in_every_mode(prefix_caching=False)
     def test_h62_a_request_without_names_costs_itself_its_hits(self, scene: CacheScene) -> None:
         """Beside a prompt that is stored run requests with token ids below 0 and above 2^32, and a salt that is no

@@ -1,4 +1,4 @@
-"""`CacheConformance`: the properties P1 to P13 and the hazards of a cache, as checks that its author inherits.
+"""`CacheConformance`: the properties P1 to P14 and the hazards of a cache, as checks that its author inherits.
 
 Owns what an author says of his cache; the checks themselves stand in the modules beside this one, by subject. pytest
 collects them from a subclass named `Test...`; `run_conformance` runs them without pytest. Floor 4.

@@ -23,7 +23,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken property (P1 to P13, or a hazard's number where no property has the name) and how it was seen."""
+    """One broken property (P1 to P14, or a hazard's number where no property has the name) and how it was seen."""
 
     broken: str
     what: str
