@@ -26,6 +26,11 @@ def open_store(path: Path, capacity: int = CAPACITY) -> DirectoryStore:
     return open_directory(parse_tier_url(f"dir://{path}?capacity={capacity}"))
 
 
+def control(path: Path) -> Path:
+    """Where a directory has its ledger."""
+    return path / "kvpact" / CONTROL
+
+
 def name(number: int) -> str:
     return f"{GROUP}/{number:064x}"
 
@@ -35,7 +40,7 @@ def write_and_die(path: Path, first: int, writers: int) -> None:
     stores = [open_store(path) for _ in range(writers)]
     for number, store in enumerate(stores, first):
         store.write([name(number)], [RECORD])
-    (path / CONTROL / "new" / f"{stores[-1]._name}.7").write_bytes(b"half a record")
+    (control(path) / "new" / f"{stores[-1]._name}.7").write_bytes(b"half a record")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -89,7 +94,7 @@ def ends(process: subprocess.Popen[str]) -> None:
 
 
 def counters(path: Path) -> list[str]:
-    return os.listdir(path / CONTROL / "writers")
+    return os.listdir(control(path) / "writers")
 
 
 _opened: list[str] | None = None
@@ -123,7 +128,7 @@ def test_h65_a_write_does_not_cost_more_after_400_writers_died(tmp_path: Path) -
     assert 0 < len([path for path in opened if "/writers/" in path]) < 8
     assert len(opened) < 16
     assert counters(tmp_path) == [store._name]
-    assert not os.listdir(tmp_path / CONTROL / "new")
+    assert not os.listdir(control(tmp_path) / "new")
     assert store.usage().used_bytes == CONTROL_BYTES + (WRITERS + 1) * len(RECORD[0])
     assert sum(store.exists([name(number) for number in range(WRITERS + 1)])) == WRITERS + 1
     store.close()
@@ -228,13 +233,13 @@ def test_h65_what_is_counted_outlasts_a_power_cut(tmp_path: Path, monkeypatch: p
 def test_h63_files_of_the_ledger_are_read_no_further_than_they_could_be_long(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.write([name(0)], [RECORD])
-    control = tmp_path / CONTROL
-    for planted in (control / "writers" / "giant", control / "stocktaking"):
+    ledger = control(tmp_path)
+    for planted in (ledger / "writers" / "giant", ledger / "stocktaking"):
         with planted.open("ab") as file:
             file.truncate(1 << 40)
     store.write([name(1)], [RECORD])
     assert store.usage().used_bytes < CAPACITY
-    with (control / "collector").open("ab") as file:
+    with (ledger / "collector").open("ab") as file:
         file.truncate(1 << 40)
     assert not store._lock_collector()
     assert store.exists([name(0), name(1)]) == [True, True]

@@ -57,21 +57,25 @@ def silent_s3(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 @contextmanager
 def file_that_never_opens(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    path = directory / "objects" / FIRST
-    path.parent.mkdir(parents=True)
-    yield f"file://{directory}/objects?timeout=1s", lambda: os.mkfifo(path)
+    path = directory / "kvpact" / FIRST
+
+    def block() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(path)
+
+    yield f"file://{directory}?timeout=1s", block
 
 
 @contextmanager
 def shared_file_that_never_opens(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     group, _, rest = FIRST.partition("/")
-    path = directory / group / rest[:2] / rest
-    path.parent.mkdir(parents=True)
+    folder = directory / "kvpact"
+    path = folder / group / rest[:2] / rest
 
     def block() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         os.mkfifo(path)
-        counters = directory / CONTROL / "writers"
-        os.mkfifo(counters / "somebody")
+        os.mkfifo(folder / CONTROL / "writers" / "somebody")
 
     yield f"dir://{directory}?capacity=64MiB", block
 
