@@ -21,6 +21,7 @@ from kvpact.engine import JobConduct, Request, RequestStatus, SimulatedWorker
 from kvpact.engine.ranks import NEVER, Job
 from kvpact.tiers.base import Tier
 from object_server import CREDENTIALS, object_server
+from other_user import OTHER_USER, as_user, needs_root, open_place
 from servers import redis_server
 from sick import Sickness, SickTier
 
@@ -179,6 +180,27 @@ def test_p14_blocks_that_another_connector_failed_to_load_cost_their_own_request
     ward.run(patient)
     ward.settle()
     assert ward.cache.ledger.is_quiescent
+
+
+SWAPS_THE_FOLDER = """
+os.rename(place / "kvpact", place / "taken")
+(place / "kvpact").mkdir()
+(place / "kvpact" / "lock").touch()
+print(json.dumps(attempt(os.listdir, place / "taken")))
+"""
+
+
+@needs_root
+def test_p14_another_user_of_the_machine_costs_the_tier_that_he_reaches(urls: dict[str, Callable[[], str]]) -> None:
+    """He may write to the directory that a disk tier was given, and puts a folder of his in the place of ours."""
+    with open_place() as place, ExitStack() as ends:
+        ward = Ward(SickTier(disk(place)), store(urls["dir"]()), prepare_deadline=TIMEOUT_S)
+        ends.callback(ward.close)
+        assert as_user(OTHER_USER, SWAPS_THE_FOLDER, place) == "Permission denied"
+        for number in range(SOON):
+            ward.serve(prompt(BLOCKS, 200 + number))
+        ward.until_written()
+        ward.require_that_others_pay_nothing()
 
 
 UNKEYABLE = {
