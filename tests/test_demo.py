@@ -227,6 +227,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.proof
 @pytest.mark.engine
 def test_a_killed_parent_leaves_no_engine_behind_not_even_a_frozen_one(tiny_model, tmp_path):
     program = f"""
@@ -252,6 +253,7 @@ def test_an_engine_that_cannot_start_says_why(start_engine):
         start_engine(arguments={"block_size": -3})
 
 
+@pytest.mark.proof
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_a_small_run_on_real_engines_passes(tiny_model, tmp_path):

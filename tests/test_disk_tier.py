@@ -106,10 +106,17 @@ def test_runs_are_maximal_neighbouring_slots() -> None:
     assert list(runs([])) == []
 
 
+def slow_preadv(descriptor: int, views: list[memoryview], offset: int) -> int:
+    """So slow that both threads of a read get something to do."""
+    time.sleep(0.005)
+    return os.preadv(descriptor, views, offset)
+
+
 def test_progress_is_told_as_blocks_arrive_and_may_end_the_read(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "GROUP_BYTES", 2 * SLOT)
+    monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
     store(tier, KEYS)
     told: list[int] = []
     assert tier.get(KEYS, 0, memory(8), lambda arrived: told.append(arrived) is None) == 8
@@ -121,13 +128,8 @@ def test_progress_is_told_as_blocks_arrive_and_may_end_the_read(
 def test_a_read_that_is_wanted_no_more_ends_early(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = chain("long", 40)
     store(tier, keys)
-
-    def slow(descriptor: int, views: list[memoryview], offset: int) -> int:
-        time.sleep(0.005)
-        return os.preadv(descriptor, views, offset)
-
     monkeypatch.setattr(disk, "GROUP_BYTES", SLOT)
-    monkeypatch.setattr(Slab, "preadv", staticmethod(slow))
+    monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
     buffers = memory(40)
     arrived = tier.get(keys, 0, buffers, lambda arrived: False)
     assert arrived < 20

@@ -89,7 +89,11 @@ def run_proofs(directory: Path, *parts: str) -> tuple[int, list[str]]:
     done = subprocess.run(
         [sys.executable, SCRIPTS / "run_proofs.py"],
         cwd=directory,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"},
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTEST_PLUGINS": "xdist.plugin",
+        },
         capture_output=True,
         text=True,
         timeout=120,

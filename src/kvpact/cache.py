@@ -438,7 +438,8 @@ class PactCache(ExternalCache):
         if held < plan.blocks.end and not late and self.staging.is_arriving(keys[held]):
             self.ledger.renew(plan, now)
             return None
-        if not late and self.staging.find(keys, record.inquest) > held:
+        may_go_on = not late and (held == plan.blocks.end or self.staging.has_others)
+        if may_go_on and self.staging.find(keys, record.inquest) > held:
             # there may be room for more now, or another tier has what the first one did not deliver
             return self._plan(plan.request_id, record, keys, plan.blocks.start, now)
         blocks = BlockRange(plan.blocks.start, max(0, held - plan.blocks.start))

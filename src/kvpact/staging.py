@@ -229,6 +229,11 @@ class Staging:
     # Finding
 
     @property
+    def has_others(self) -> bool:
+        """Whether what one tier does not deliver may be in another one."""
+        return len(self._sources) > 1
+
+    @property
     def has_shared(self) -> bool:
         """Whether there are tiers that must be asked what they hold."""
         return bool(self._shared)
@@ -236,17 +241,18 @@ class Staging:
     def ask(self, keys: Sequence[BlockKey]) -> Inquest:
         """Begin to find out what the shared tiers hold of `keys`.
 
-        Of tiers that are ill one is asked now and then, to see whether it is well; that answer nobody waits for.
+        An ill tier is asked now and then, to see whether it is well; nobody waits for that beside one that is well.
         """
         inquest, now = Inquest(keys), self._clock()
+        tries: dict[Source, Ticket] = {}
         for source in self._shared:
             ticket, is_try = next(self._tickets), source.client.is_open
             if source.client.submit_lookup(ticket, keys, now):
                 self._lookups[ticket] = inquest
-                if not is_try:
-                    inquest.waiting[source] = ticket
+                (tries if is_try else inquest.waiting)[source] = ticket
             else:
                 self._metrics.add("skipped_lookups", label=source.name)
+        inquest.waiting = inquest.waiting or tries
         return inquest
 
     def give_up(self, inquest: Inquest, *, late: bool) -> None:
@@ -439,7 +445,7 @@ class Staging:
         self._index.abandon(fetch.slots[done.arrived :])
         self._index.unpin(fetch.pin)
         source.known.discard(fetch.keys[done.arrived :])
-        if done.seconds:
+        if done.seconds and self.has_others:
             source.refuted.add(fetch.keys[done.arrived : done.arrived + 1], now)
         nbytes = done.arrived * self._arena.slot_bytes
         self._metrics.add("read_blocks", done.arrived, source.name)
