@@ -750,7 +750,6 @@ class PactCache(ExternalCache):
             record = self._requests.get(load.job.request_id)
             if record is not None:
                 record.go_back(failed.start, self._block_size)
-            self._not_again(load.job.request_id, failed.start)
             self._tags.fill(load.job.block_ids[failed.start - load.job.start_block :], NO_TAG)
         if load.recalled:  # whether it failed or not says nothing of what is stored
             if outcome.done.ranges and not load.job.synchronous:

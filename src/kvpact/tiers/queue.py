@@ -351,13 +351,8 @@ def _work(tier: Tier, shared: _Shared) -> None:
         try:
             blocks = _run(tier, job)
             ok = job.control is not None or _works(tier, job)
-        except TierError as error:
-            _say_refused(tier, shared, job, error)
         except Exception as error:  # a tier's defect costs this ticket, never the thread or the engine
-            kind = f"{job.words} that raised {type(error).__name__}"
-            if kind not in shared.said:
-                shared.said.add(kind)
-                logger.exception("tier %s: a %s failed; further ones are not logged", tier.name, kind)
+            _log_once(tier, shared, job, error)
         if job.changes:
             shared.ended_bytes += job.write_bytes
         _finish(shared, job, blocks, ok)
@@ -371,11 +366,17 @@ def _works(tier: Tier, job: _Job) -> bool:
     return health.ok if job.changes else health.readable
 
 
-def _say_refused(tier: Tier, shared: _Shared, job: _Job, error: TierError) -> None:
-    kind = f"{job.words} refused"
-    if kind not in shared.said:
-        shared.said.add(kind)
+def _log_once(tier: Tier, shared: _Shared, job: _Job, error: Exception) -> None:
+    """What a job failed at: a line where the tier says why, all there is to know where it should not have raised."""
+    refused = isinstance(error, TierError)
+    kind = f"{job.words} refused" if refused else f"{job.words} that raised {type(error).__name__}"
+    if kind in shared.said:
+        return
+    shared.said.add(kind)
+    if refused:
         logger.warning("tier %s: a %s was refused: %s; further ones are not logged", tier.name, job.words, error)
+    else:
+        logger.error("tier %s: a %s failed; further ones are not logged", tier.name, kind, exc_info=error)
 
 
 def _run(tier: Tier, job: _Job) -> int:
