@@ -74,6 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as store:
         llm = LLM(
             model=sys.argv[1],
+            dtype="float32",  # in 16 bits, computing one token or many may decide between two near tokens
             enforce_eager=True,
             worker_cls="kvpact.vllm.worker.KvpactWorker",
             kv_transfer_config=KVTransferConfig(

@@ -221,6 +221,21 @@ def test_what_is_not_there_is_no_failure(pool: MooncakePool) -> None:
     assert store.remove(names) == 0
 
 
+def test_h26_what_is_being_written_is_no_failure(pool: MooncakePool) -> None:
+    """While records are written, a reader sees each of them as absent or whole; Mooncake names them otherwise than
+    those that nobody wrote."""
+    writer, reader = open_store(pool.url()), open_store(pool.url())
+    records = [[memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(SLOT))] for _ in range(4)]
+    for attempt in range(12):
+        names = [record_name(GROUP, key) for key in document(f"written {attempt}", 4).keys]
+        writing = threading.Thread(target=writer.write, args=(names, [[bytes(HEADER_BYTES), bytes(SLOT)]] * 4))
+        writing.start()
+        while writing.is_alive():
+            reader.read(names, records)  # raises nothing
+        assert reader.read(names, records) == [True] * 4
+        reader.remove(names)
+
+
 def test_what_is_stored_again_is_replaced(pool: MooncakePool) -> None:
     store = open_store(pool.url())
     name = record_name(GROUP, document("any", 1).keys[0])
