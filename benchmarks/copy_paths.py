@@ -20,9 +20,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvpact.arena import ArenaSegment
-from kvpact.background import start_background
-from kvpact.paged import CopyPlan, CpuCopyEngine, PagedKV
+from kvpact.memory.arena import ArenaSegment
+from kvpact.threads import start_background
+from kvpact.worker.paged import CopyPlan, CpuCopyEngine, PagedKV
 
 LAYERS = 16
 SHAPES = ((256 << 10, 32), (64 << 10, 64), (16 << 10, 256), (8 << 10, 512))

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvpact.blocks import Namespace
+from kvpact.identity.keys import Namespace
 from kvpact.tiers.base import BlockBuffer
-from kvpact.tiers.disk import DiskTier
+from kvpact.tiers.disk.tier import DiskTier
 
 MIB = 1 << 20
 

@@ -13,8 +13,8 @@ from functools import partial
 
 from blake3 import blake3
 
-from kvpact.blocks import BlockKey
-from kvpact.index import BlockIndex
+from kvpact.identity.keys import BlockKey
+from kvpact.index.block_index import BlockIndex
 
 CHAIN_BLOCKS = 250
 """4,000 tokens in blocks of 16: the prompt length of the project's own demonstration."""

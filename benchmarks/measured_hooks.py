@@ -17,9 +17,9 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from kvpact.arena import ArenaSegment
-from kvpact.transfer import TransferWorker
+from kvpact.memory.arena import ArenaSegment
 from kvpact.vllm import PactConnector
+from kvpact.worker.transfer import TransferWorker
 
 FOLDER = "KVPACT_HOOK_TIMES"
 LEAVE_OUT = "KVPACT_LEAVE_OUT"

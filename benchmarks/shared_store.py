@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from engines import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.demo.model import TINY_SHAPE, ensure_model
-from kvpact.tier_urls import parse_tier_url
-from kvpact.tiers.inspect_store import StoreReport, verify_store
-from kvpact.tiers.kinds import open_store
-from mooncake_server import mooncake_pool
-from object_server import CREDENTIALS, object_server
-from servers import redis_cluster, redis_server
+from kvpact.tiers.registry import open_store
+from kvpact.tiers.shared.inspection import StoreReport, verify_store
+from kvpact.tiers.urls import parse_tier_url
+from servers.mooncake_server import mooncake_pool
+from servers.object_server import CREDENTIALS, object_server
+from servers.redis_server import redis_cluster, redis_server
 
 ONE_AT_A_TIME: Mapping[str, Any] = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 1, "dtype": "float32"}
 """Engine arguments with which each step computes one block of one request, so that answers are equal bit for bit

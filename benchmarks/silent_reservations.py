@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.simple_connector import Copy, NaiveConnector
-from kvpact.testkit.vllm_adapters import KNOWN_ADAPTERS
-from kvpact.testkit.vllm_engine import VllmEngine
-from kvpact.testkit.vllm_lab import BLOCK, prompt
-from kvpact.testkit.vllm_seams import EngineSettings, release
+from kvpact.testkit.vllm.adapters import KNOWN_ADAPTERS
+from kvpact.testkit.vllm.compat import EngineSettings, release
+from kvpact.testkit.vllm.engine import VllmEngine
+from kvpact.testkit.vllm.factory import BLOCK, prompt
+from kvpact.testkit.vllm.simple_connector import Copy, NaiveConnector
 
 REQUESTS, PROMPT_BLOCKS, STORED_BLOCKS, OUTPUT_TOKENS = 40, 12, 10, 24
 HEADER = (

@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 from statistics import median, quantiles
 
-from kvpact.arena import Arena, ArenaSegment
-from kvpact.blocks import Namespace, RangeSet, RequestIdentity
-from kvpact.cache import PactCache
+from kvpact.cache.cache import PactCache
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
-from kvpact.tiers.disk import DiskTier
-from kvpact.tiers.queue import TierQueue
+from kvpact.identity.keys import Namespace, RangeSet, RequestIdentity
+from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.tiers.disk.tier import DiskTier
+from kvpact.tiers.executor import TierQueue
 
 BLOCK_SIZE = 128
 SLOT_BYTES = 4 << 20

@@ -40,8 +40,8 @@ from engines import TOKENIZER_TEXT, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineProcess, Output, one_core_each
 from kvpact.demo.model import TINY_SHAPE, ensure_model
 from kvpact.metrics import STEP_BOUNDS, STEP_SECONDS
-from object_server import CREDENTIALS, Spoiled, Traffic, object_server
-from servers import START_SECONDS, RedisServer, free_ports, program, redis_server
+from servers.object_server import CREDENTIALS, Spoiled, Traffic, object_server
+from servers.redis_server import START_SECONDS, RedisServer, free_ports, program, redis_server
 
 CLIENTS = 8
 PROMPTS = 32

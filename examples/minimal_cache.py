@@ -4,7 +4,6 @@ from collections import Counter, OrderedDict
 from itertools import count, takewhile
 from types import SimpleNamespace
 
-from kvpact.blocks import BlockKeys, RangeSet
 from kvpact.contract import (
     ExternalCache,
     ExternalKVMatch,
@@ -15,6 +14,7 @@ from kvpact.contract import (
     SaveJob,
     StepWork,
 )
+from kvpact.identity.keys import BlockKeys, RangeSet
 
 
 class MinimalCache(ExternalCache):

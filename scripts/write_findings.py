@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.verdict import ConformanceReport, Verdict
-from kvpact.testkit.vllm_driver import VllmDriver
-from kvpact.testkit.vllm_offloading import FILES
+from kvpact.testkit.report import ConformanceReport, Verdict
+from kvpact.testkit.vllm.driver import VllmDriver
+from kvpact.testkit.vllm.offloading import FILES
 
 PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
 FOLDER = "vllm.distributed.kv_transfer.kv_connector.v1"

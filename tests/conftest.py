@@ -27,7 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ[CORES] = str(core_of_worker(os.environ["PYTEST_XDIST_WORKER"]))
 
 ENGINES = (
-    "tests/test_demo.py",
+    "tests/demo/test_demo.py",
     "tests/testkit/test_conformance_command.py",
     "tests/under_vllm/test_engine_documents.py",
     "tests/under_vllm/test_engine_faults.py",

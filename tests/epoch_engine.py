@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
-from kvpact.arena import Arena, ArenaSegment
-from kvpact.blocks import Namespace
-from kvpact.cache import PactCache
+from kvpact.cache.cache import PactCache
 from kvpact.config import load_config
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobConduct, Request, SimulatedWorker
-from kvpact.engine.ranks import Job
+from kvpact.engine.simulated_worker import Job
+from kvpact.identity.keys import Namespace
+from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.base import Tier
-from kvpact.tiers.disk import DiskTier
-from kvpact.tiers.kinds import TierPlace, open_tier
-from kvpact.tiers.queue import TierQueue
+from kvpact.tiers.disk.tier import DiskTier
+from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.registry import TierPlace, open_tier
 
 BLOCK_SIZE = 16
 SLOT_BYTES = 4096

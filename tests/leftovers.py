@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvpact.tiers.slab_directory import look_at
+from kvpact.tiers.disk.slab_directory import look_at
 
 SHARED_MEMORY = Path("/dev/shm")
 _OTHERS = ("psm_", "sem.", "kvpact-play")

@@ -25,11 +25,13 @@ _BEGIN = """
 import fcntl, json, os, stat, sys, time
 from pathlib import Path
 import obstore.exceptions, obstore.store
-from kvpact.blocks import Namespace
+from kvpact.identity.keys import Namespace
 from kvpact.errors import TierError
 from kvpact.testkit.sample_blocks import content, document, empty_buffers, filled_buffers
-from kvpact.tier_urls import parse_tier_url
-from kvpact.tiers import directory, kinds, object
+from kvpact.tiers.urls import parse_tier_url
+from kvpact.tiers import registry as kinds
+from kvpact.tiers.directory import store as directory
+from kvpact.tiers.objects import store as object
 os.setgroups([int(group) for group in sys.argv[2].split(",") if group])
 os.setgid(int(sys.argv[1]))
 os.setuid(int(sys.argv[1]))

@@ -15,9 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpact.arena import Arena, ArenaSegment
-from kvpact.blocks import Namespace, RangeSet, RequestIdentity
-from kvpact.cache import PactCache
+from kvpact.cache.cache import PactCache
 from kvpact.config import KvpactConfig, load_config
 from kvpact.contract import (
     ExternalKVMatch,
@@ -30,8 +28,10 @@ from kvpact.contract import (
     WorkerReport,
 )
 from kvpact.errors import PactViolation
+from kvpact.identity.keys import Namespace, RangeSet, RequestIdentity
+from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.base import Tier
-from kvpact.tiers.queue import TierQueue
+from kvpact.tiers.executor import TierQueue
 
 BLOCK_SIZE = 4
 """Tokens a block in these scenes."""
@@ -220,7 +220,7 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 def open_disk(path: Path, slots: int = 64) -> Tier:
     """A disk tier with room for about `slots` blocks of one rank."""
-    from kvpact.tiers.disk import DiskTier
+    from kvpact.tiers.disk.tier import DiskTier
 
     return DiskTier.open(path, NAMESPACE, PAGE, 4096 * 4 + slots * (PAGE + 512))
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
-from kvpact.blocks import BlockKey
-from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import TierError
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
 
 SLOW_SECONDS = 0.05

@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpact.blocks import BlockKey, Namespace
+from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import BlockBuffer
-from kvpact.tiers.disk import DiskTier
-from kvpact.tiers.slab import Superblock
+from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.tier import DiskTier
 
 SLOT = 8192
 NAMESPACE = Namespace({"model": "tiny", "dtype": "bfloat16", "block_size": "16"})

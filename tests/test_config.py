@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from kvpact.config import KvpactConfig, load_config
 from kvpact.errors import ConfigError
-from kvpact.tier_urls import TierURL, format_size, parse_duration, parse_size, parse_tier_url, redact
+from kvpact.tiers.urls import TierURL, format_size, parse_duration, parse_size, parse_tier_url, redact
 
 GIB = 1024**3
 DISK = "disk:///var/cache/kvpact?capacity=200GiB"

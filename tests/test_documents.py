@@ -17,12 +17,12 @@ import pytest
 
 import kvpact
 from documents import CODE, NOT_CODE, ROOT, Block, block_with, document_blocks, documents, filled_in
-from kvpact.blocks import Namespace
+from kvpact.identity.keys import Namespace
 from kvpact.metrics import Metrics
 from kvpact.testkit.sample_blocks import document, filled_buffers
-from kvpact.tier_urls import parse_tier_url
-from kvpact.tiers.kinds import TierPlace, open_tier
-from servers import redis_server
+from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.tiers.urls import parse_tier_url
+from servers.redis_server import redis_server
 
 Test = Callable[..., None]
 RUN_HERE: dict[tuple[str, str], str] = {}
@@ -229,7 +229,7 @@ def test_the_guide_for_tiers_makes_any_tier_ill(folder: Path) -> None:
     write_files(folder, TIERS)
     before = """
 from pathlib import Path
-from kvpact.blocks import Namespace
+from kvpact.identity.keys import Namespace
 from file_tier import FileTier
 tier = FileTier(Path("."), Namespace({"model": "a"}), 4096)
 """
@@ -254,7 +254,7 @@ print("hangs:", writes.is_alive(), "injected:", len(faults.history))
 def test_the_guide_for_tiers_lets_others_use_one(folder: Path) -> None:
     """A package with the guide's function and its entry point, installed as a folder on the path."""
     (folder / "my_package.py").write_text(
-        "from kvpact.testkit.dictionary_store import DictionaryStore\n\n"
+        "from kvpact.testkit.tier.dictionary_store import DictionaryStore\n\n"
         "def MyStore(host):\n    assert host == 'host'\n    return DictionaryStore()\n\n"
         + block_with(TIERS, "SharedTier(MyStore").text
     )
@@ -267,10 +267,10 @@ def test_the_guide_for_tiers_lets_others_use_one(folder: Path) -> None:
     )
     [url] = re.findall(r'`"tiers": \["(mystore:.*?)"\]`', (ROOT / TIERS).read_text())
     program = f"""
-from kvpact.blocks import Namespace
+from kvpact.identity.keys import Namespace
 from kvpact.config import load_config
 from kvpact.testkit.sample_blocks import document, filled_buffers
-from kvpact.tiers.kinds import TierPlace, open_tier
+from kvpact.tiers.registry import TierPlace, open_tier
 [url] = load_config({{"tiers": ["{url}"]}}, {{}}).tiers
 tier = open_tier(url, TierPlace(Namespace({{"model": "a"}}), 4096))
 keys = document("a", 3).keys
@@ -289,7 +289,7 @@ def driver_folder(folder: Path) -> Path:
     (folder / "my_package").mkdir()
     (folder / "my_package" / "connector.py").write_text(
         "from types import SimpleNamespace\n\n"
-        "from kvpact.testkit.simple_connector import SimpleConnector\n\n\n"
+        "from kvpact.testkit.vllm.simple_connector import SimpleConnector\n\n\n"
         "class MyConnector(SimpleConnector):\n"
         "    def __init__(self, vllm_config, role, kv_cache_config):\n"
         "        super().__init__(vllm_config, role, kv_cache_config)\n"
@@ -319,7 +319,7 @@ def test_the_page_on_the_driver_runs(driver_folder: Path) -> None:
     assert "\nkept\n" in said, said
     adapter = block_with(DRIVER, "class MyAdapter").text.replace("VllmDriver(", "driver = VllmDriver(")
     asks = 'print(driver.run(["h24_tenants_share_nothing"]).checks[0].verdict.value)\n'
-    imports = "from kvpact.testkit.vllm_driver import VllmDriver\n"
+    imports = "from kvpact.testkit.vllm.driver import VllmDriver\n"
     assert "kept\n" in run_python(driver_folder, imports + adapter + asks)
 
 
@@ -341,9 +341,9 @@ def test_the_page_on_the_scheduler_context_runs(driver_folder: Path) -> None:
         "        return base.KVConnectorMetadata()\n"
     )
     program = """
-from kvpact.testkit.vllm_engine import VllmEngine
-from kvpact.testkit.vllm_lab import BLOCK, prompt
-from kvpact.testkit.vllm_seams import EngineSettings
+from kvpact.testkit.vllm.engine import VllmEngine
+from kvpact.testkit.vllm.factory import BLOCK, prompt
+from kvpact.testkit.vllm.compat import EngineSettings
 transfer = {"kv_connector": "Whole", "kv_connector_module_path": "context_connector"}
 engine = VllmEngine(EngineSettings(num_blocks=12, block_size=BLOCK), transfer, lambda line: None)
 engine.add("one", prompt(1, 3), max_tokens=8)

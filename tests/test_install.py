@@ -16,11 +16,11 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvpact
-from kvpact.tier_urls import SCHEMES
+from kvpact.tiers.urls import SCHEMES
 
 HEAVY = ("torch", "vllm")
 COMMANDS = ("serve", "config", "inspect", "verify", "gc", "tiers", "why", "conformance", "demo")
-NEEDS_ENGINE = ("kvpact.vllm", "kvpact.transfer", "kvpact.demo", "kvpact.testkit")
+NEEDS_ENGINE = ("kvpact.vllm", "kvpact.worker", "kvpact.demo", "kvpact.testkit")
 """What copies tensors, talks to vLLM or is started with it; everything else is the core and its command."""
 
 
@@ -47,7 +47,7 @@ def test_a_plain_install_asks_for_neither_torch_nor_vllm():
 
 
 def test_the_core_imports_neither_torch_nor_vllm():
-    assert {"kvpact.blocks", "kvpact.config", "kvpact.cli.app", "kvpact.tiers.base"} <= set(core_modules())
+    assert {"kvpact.identity.keys", "kvpact.config", "kvpact.cli.app", "kvpact.tiers.base"} <= set(core_modules())
     assert imported_with(*core_modules()).isdisjoint(HEAVY)
 
 
@@ -109,7 +109,7 @@ def test_the_bare_environment_has_no_engine(bare_python: Path) -> None:
         ("demo --json -", "install vLLM beside kvpact: pip install"),
         ("serve MODEL", "vllm"),
         ("conformance --engine vllm kvpact.vllm:PactConnector", "No module named 'vllm'"),
-        ("conformance kvpact.testkit.simple_connector:SimpleConnector", "No module named 'vllm'"),
+        ("conformance kvpact.testkit.vllm.simple_connector:SimpleConnector", "No module named 'vllm'"),
         ("inspect redis://127.0.0.1:1", "pip install 'kvpact[redis]'"),
         ("verify s3://bucket", "pip install 'kvpact[s3]'"),
         ("gc mooncake://host:1 --namespace a", "pip install 'kvpact[mooncake]'"),

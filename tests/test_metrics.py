@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 import kvpact
+from kvpact.cache.ledger import Ledger
 from kvpact.errors import PactViolation
-from kvpact.ledger import Ledger
 from kvpact.metrics import (
     METRICS,
     MISS_HINTS,

@@ -12,6 +12,7 @@ import kvpact
 from kvpact.demo.engine import session_members
 
 TESTS = Path(__file__).parent
+CRASHING = TESTS / "cache" / "crash_child.py"
 PACKAGE = Path(kvpact.__file__).parent
 NETWORK = {
     "aiohttp",
@@ -89,8 +90,8 @@ def run_without_network(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_h82_a_cache_works_where_every_socket_is_forbidden(tmp_path: Path) -> None:
-    code = "import runpy; runpy.run_path('crash_child.py', run_name='__main__')"
-    child = run_without_network(f"import os; os.chdir({str(TESTS)!r})\n{code}", str(tmp_path), "80", "1")
+    code = f"import runpy; runpy.run_path({str(CRASHING)!r}, run_name='__main__')"
+    child = run_without_network(code, str(tmp_path), "80", "1")
     try:
         assert child.stdout is not None
         lines = [child.stdout.readline() for _ in range(50)]

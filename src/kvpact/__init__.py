@@ -1,3 +1,84 @@
-"""kvpact: an external KV cache for LLM serving engines, with an explicit plan, commit and abort contract."""
+"""kvpact: an external KV cache for LLM serving engines, with an explicit plan, commit and abort contract.
+
+The public names can be imported from here; docs/public-names.md says what each is and whether it is stable. Nothing is
+loaded before it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+from kvpact._moved import redirect
+
+if TYPE_CHECKING:
+    from kvpact.cache.cache import PactCache
+    from kvpact.config import KvpactConfig, load_config
+    from kvpact.contract import (
+        BlockHolder,
+        ExternalCache,
+        ExternalCacheWorker,
+        ExternalKVMatch,
+        JobOutcome,
+        LoadJob,
+        LoadSettlement,
+        SaveJob,
+        SchedulerContext,
+        StepWork,
+        WorkerReport,
+    )
+    from kvpact.errors import ConfigError, PactViolation, TierError
+    from kvpact.identity.keys import BlockKey, BlockKeys, BlockRange, Namespace, RangeSet, RequestIdentity
+    from kvpact.tiers.base import Tier
+    from kvpact.tiers.shared.tier import RecordStore, SharedTier
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BlockHolder",
+    "BlockKey",
+    "BlockKeys",
+    "BlockRange",
+    "ConfigError",
+    "ExternalCache",
+    "ExternalCacheWorker",
+    "ExternalKVMatch",
+    "JobOutcome",
+    "KvpactConfig",
+    "LoadJob",
+    "LoadSettlement",
+    "Namespace",
+    "PactCache",
+    "PactViolation",
+    "RangeSet",
+    "RecordStore",
+    "RequestIdentity",
+    "SaveJob",
+    "SchedulerContext",
+    "SharedTier",
+    "StepWork",
+    "Tier",
+    "TierError",
+    "WorkerReport",
+    "load_config",
+]
+
+_HOMES: Final = {
+    "kvpact.cache.cache": ("PactCache",),
+    "kvpact.config": ("KvpactConfig", "load_config"),
+    "kvpact.errors": ("ConfigError", "PactViolation", "TierError"),
+    "kvpact.identity.keys": ("BlockKey", "BlockKeys", "BlockRange", "Namespace", "RangeSet", "RequestIdentity"),
+    "kvpact.tiers.base": ("Tier",),
+    "kvpact.tiers.shared.tier": ("RecordStore", "SharedTier"),
+}
+"""Where the public names are defined; all others are the contract's."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = next((module for module, names in _HOMES.items() if name in names), "kvpact.contract")
+    return getattr(import_module(home), name)
+
+
+redirect()

@@ -2,7 +2,6 @@
 
 Owns the keys and the strength of the three sources: what the engine's `kv_connector_extra_config` says beats the
 environment, which beats the TOML file. Never touches the file system beyond that file, and never shows a credential.
-Floor 0.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from kvpact.errors import ConfigError
-from kvpact.tier_urls import SCHEMES, TierURL, nearest, parse_duration, parse_size, parse_tier_url, redact
+from kvpact.tiers.urls import SCHEMES, TierURL, nearest, parse_duration, parse_size, parse_tier_url, redact
 
 ENVIRONMENT_PREFIX: Final = "KVPACT_"
 CONFIG_FILE_VARIABLE: Final = "KVPACT_CONFIG"

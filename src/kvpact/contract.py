@@ -2,7 +2,7 @@
 
 Owns the types that cross the border and the two abstract classes an author implements: `ExternalCache` in the
 scheduler's process, `ExternalCacheWorker` beside each rank's KV memory. Holds no behaviour beyond combining
-reports. Floor 0; needs nothing but the standard library and the range algebra.
+reports. Needs nothing but the standard library and the range algebra.
 
 The life of a match (the table is in `ledger.py`): the scheduler *prepares* it (the answer stays loadable from then on),
 then either *commits* it, for the number of tokens it finally chose, or *aborts* it. A committed match is settled by the
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from kvpact.blocks import BlockRange, RangeSet, RequestIdentity, hull
 from kvpact.errors import WeightsVersionRefused
+from kvpact.identity.keys import BlockKey, BlockRange, RangeSet, RequestIdentity, hull
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,35 @@ class Inquiry:
 
     job_id: int
     blocks: BlockRange
+
+
+@dataclass(frozen=True, slots=True)
+class StepLookup:
+    """What workers are to look for: `keys` of a request from its first block on, those from the save's start.
+
+    `job_id` is the save's. What is found is loaded under the number `load_id(job_id)`. The engine has
+    `computed_tokens` of the request, and at most the `most_tokens` behind them can be skipped in this step.
+    """
+
+    job_id: int
+    request_id: str
+    computed_tokens: int
+    most_tokens: int
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRead:
+    """Blocks of a look-up that a rank read from a tier, whether or not they were used; `tier` is its position."""
+
+    job_id: int
+    tier: int
+    blocks: BlockRange
+
+
+def load_id(job_id: int) -> int:
+    """The number of the load that fills the engine's blocks from the slots of a save; no order has it."""
+    return -job_id
 
 
 @dataclass(frozen=True, slots=True)

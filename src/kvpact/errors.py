@@ -1,4 +1,4 @@
-"""The exceptions that kvpact raises; floor 0.
+"""The exceptions that kvpact raises.
 
 Every message says what was wrong, the value seen, and what would be right.
 """

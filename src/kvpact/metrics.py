@@ -1,7 +1,7 @@
 """What kvpact counts, by name: one table of counters, gauges and one histogram, with labels from small fixed sets.
 
 Owns the numbers and their meaning; the set of series is fixed at import, so it never grows with requests, keys or time.
-Never decides anything, and never lets a wrong count reach an exporter: it is refused, and `check` names it. Floor 0.
+Never decides anything, and never lets a wrong count reach an exporter: it is refused, and `check` names it.
 """
 
 from __future__ import annotations

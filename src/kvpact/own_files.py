@@ -1,7 +1,7 @@
 """Files that belong to this user, or to one group, wherever they lie: also in a directory that everybody may write to.
 
 Owns the folder `kvpact` inside a directory that a user names, the modes of what is made there, and the ways in which
-files are made and replaced: never through a link, never over what is there, whatever the umask. Floor 0.
+files are made and replaced: never through a link, never over what is there, whatever the umask.
 """
 
 from __future__ import annotations

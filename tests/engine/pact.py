@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvpact.arena import Arena, ArenaSegment
-from kvpact.blocks import Namespace
-from kvpact.cache import PactCache
+from kvpact.cache.cache import PactCache
 from kvpact.config import load_config
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobConduct, SimulatedWorker
 from kvpact.engine.engine import StepClock
-from kvpact.engine.ranks import Job
-from kvpact.tiers.queue import TierQueue
+from kvpact.engine.simulated_worker import Job
+from kvpact.identity.keys import Namespace
+from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.tiers.executor import TierQueue
 
 SLOT_BYTES = 4096
 

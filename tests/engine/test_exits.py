@@ -10,7 +10,6 @@ from typing import cast
 import pytest
 from workloads import outputs_of, prompt, waiting_for_load
 
-from kvpact.blocks import RequestIdentity
 from kvpact.contract import EngineRequest, ExternalKVMatch
 from kvpact.engine import (
     ByteSegment,
@@ -25,6 +24,7 @@ from kvpact.engine import (
     reference_engine,
 )
 from kvpact.errors import PactViolation
+from kvpact.identity.keys import RequestIdentity
 
 NO_REUSE = EngineConfig(num_blocks=60, prefix_caching=False)
 SILENT = EngineQuirks(silent_aborts=True)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from workloads import outputs_of, prompt, waiting_for_load
 
-from kvpact.blocks import BlockRange, RangeSet
 from kvpact.contract import LoadJob, LoadSettlement
 from kvpact.engine import (
     Engine,
@@ -22,8 +21,9 @@ from kvpact.engine import (
     RequestStatus,
     reference_engine,
 )
-from kvpact.engine.ranks import Job
+from kvpact.engine.simulated_worker import Job
 from kvpact.errors import PactViolation
+from kvpact.identity.keys import BlockRange, RangeSet
 
 CONFIG = EngineConfig(num_blocks=60, num_ranks=2, num_layers=2, prefix_caching=False)
 PREFIX = prompt(96, 42)

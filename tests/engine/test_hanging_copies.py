@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from pact import pact_engine
 from workloads import Chance, outputs_of, run_with_upheaval, workload
 
-from kvpact.blocks import RangeSet
-from kvpact.cache import PactCache
+from kvpact.cache.cache import PactCache
 from kvpact.contract import LoadJob
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobConduct, Request, SimulatedWorker
-from kvpact.engine.ranks import NEVER, Job
+from kvpact.engine.simulated_worker import NEVER, Job
+from kvpact.identity.keys import RangeSet
 
 PRESETS = {**EngineQuirks.presets(), "native-ahead": EngineQuirks(async_scheduling=True)}
 DEADLINE = 0.3

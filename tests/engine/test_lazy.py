@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pact import pact_engine
 
-from kvpact.blocks import BlockKey
-from kvpact.cache import PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.jobs import Copies
+from kvpact.cache.lazy_offload import SAVES_PER_STEP, VIEWS_PER_STEP, Chain, LazyOffload
 from kvpact.contract import KVCacheBlockView
-from kvpact.copies import Copies
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, Request
-from kvpact.index import ROOT, BlockIndex
-from kvpact.lazy import SAVES_PER_STEP, VIEWS_PER_STEP, Chain, LazyOffload
+from kvpact.identity.keys import BlockKey
+from kvpact.index.block_index import ROOT, BlockIndex
 
 BLOCK = 4
 PROMPT = 8

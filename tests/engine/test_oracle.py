@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from workloads import prompt
 
-from kvpact.blocks import RequestIdentity
 from kvpact.engine import Engine, EngineConfig, OracleViolation, Request
+from kvpact.identity.keys import RequestIdentity
 
 CONFIG = EngineConfig(num_ranks=2, num_layers=2)
 

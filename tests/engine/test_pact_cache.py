@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pact import pact_engine
 from workloads import Chance, outputs_of, run_with_upheaval, workload
 
-from kvpact.cache import PactCache
+from kvpact.cache.cache import PactCache
 from kvpact.engine import Engine, EngineConfig, EngineQuirks
 
 PRESETS = {**EngineQuirks.presets(), "native-ahead": EngineQuirks(async_scheduling=True)}

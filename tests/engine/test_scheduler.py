@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from workloads import outputs_of, prompt, run_with_upheaval, workload
 
-from kvpact.blocks import MediaSpan, RequestIdentity
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, KVCacheGroup, Request, RequestStatus
 from kvpact.errors import ConfigError, PactViolation
+from kvpact.identity.keys import MediaSpan, RequestIdentity
 
 
 def test_outputs_depend_on_the_whole_sequence_and_on_nothing_else() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from kvpact.blocks import BlockRange, RangeSet, RequestIdentity
 from kvpact.engine import Engine, EngineQuirks, JobConduct, Request, RequestStatus
-from kvpact.engine.ranks import Job
+from kvpact.engine.simulated_worker import Job
+from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
 
 IDENTITIES = (RequestIdentity(), RequestIdentity(salt="tenant"), RequestIdentity(adapter="weights-1"), None)
 

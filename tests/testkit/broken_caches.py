@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvpact.blocks import BlockKey, BlockKeys, RangeSet, RequestIdentity, hull
 from kvpact.contract import (
     EngineRequest,
     ExternalCache,
@@ -26,8 +25,9 @@ from kvpact.contract import (
 )
 from kvpact.engine import ReferenceCache
 from kvpact.engine.reference import Entry, EntryKey, ReferencePlan
-from kvpact.testkit.conformance import CacheFactory, CachePlace, CacheUnderTest
-from kvpact.testkit.subjects import pact_cache
+from kvpact.identity.keys import BlockKey, BlockKeys, RangeSet, RequestIdentity, hull
+from kvpact.testkit.cache.conformance import CacheFactory, CachePlace, CacheUnderTest
+from kvpact.testkit.cache.subjects import pact_cache
 
 
 class ForgetsAborts(ReferenceCache):

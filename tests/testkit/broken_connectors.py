@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
-from kvpact.testkit.simple_connector import Copy, NaiveConnector, Orders, Saved, SimpleConnector
+from kvpact.testkit.vllm.simple_connector import Copy, NaiveConnector, Orders, Saved, SimpleConnector
 
 __all__ = ["NaiveConnector"]
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from kvpact.blocks import BlockKey, BlockKeys, Namespace
 from kvpact.contract import EngineRequest, ExternalKVMatch, JobTally, SaveJob, StepWork
 from kvpact.engine import ByteSegment, ReferenceCache
 from kvpact.engine.reference import Entry, EntryKey
-from kvpact.epochs import Epoch, Epochs
-from kvpact.testkit.conformance import CacheFactory, CachePlace, CacheUnderTest
-from kvpact.testkit.dictionary_store import DictionaryStore, StoredBytes
-from kvpact.tiers.queue import GetDone, LookupDone, PutDone
-from kvpact.tiers.shared import SharedTier
+from kvpact.identity.epochs import Epoch, Epochs
+from kvpact.identity.keys import BlockKey, BlockKeys, Namespace
+from kvpact.testkit.cache.conformance import CacheFactory, CachePlace, CacheUnderTest
+from kvpact.testkit.tier.dictionary_store import DictionaryStore, StoredBytes
+from kvpact.tiers.executor import GetDone, LookupDone, PutDone
+from kvpact.tiers.shared.tier import SharedTier
 
 BELIEVED_S = 60.0
 """So long a store is believed to hold what it held."""

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from kvpact.blocks import BlockKey
-from kvpact.testkit.dictionary_tier import DictionaryTier, Records
+from kvpact.identity.keys import BlockKey
 from kvpact.testkit.faults import Faults
-from kvpact.testkit.tier import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.testkit.tier.dictionary_tier import DictionaryTier, Records
 from kvpact.tiers.base import Tier
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpact.testkit.simple_connector import SimpleConnector
-from kvpact.vllm.releases import StepBlockTables
+from kvpact.testkit.vllm.simple_connector import SimpleConnector
+from kvpact.vllm.compat.releases import StepBlockTables
 
 PIECE = 4
 """Tokens that are kept and promised together."""

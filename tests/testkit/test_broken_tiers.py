@@ -14,11 +14,11 @@ import broken_tiers
 import pytest
 from dictionary_suite import DictionarySuite, suite_for
 
-from kvpact.testkit.dictionary_tier import DictionaryTier
 from kvpact.testkit.findings import TITLES, verdicts
+from kvpact.testkit.report import Check, ConformanceReport, Verdict, as_text
 from kvpact.testkit.suite import checks_of, protects, run_suite
-from kvpact.testkit.tier import Place, TierConformance, TierScene
-from kvpact.testkit.verdict import Check, ConformanceReport, Verdict, as_text
+from kvpact.testkit.tier.conformance import Place, TierConformance, TierScene
+from kvpact.testkit.tier.dictionary_tier import DictionaryTier
 from kvpact.tiers.base import Tier
 
 BROKEN = [
@@ -64,7 +64,7 @@ BROKEN = [
 def test_a_broken_tier_is_caught_by_name(
     tier: type[DictionaryTier], name: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpact.testkit.tier_scene.PATIENCE_S", 1.0)
+    monkeypatch.setattr("kvpact.testkit.tier.harness.PATIENCE_S", 1.0)
     suite = suite_for(tier)
     about = [check for check, names in checks_of(suite).items() if name in names and "any_history" not in check]
     found = list(run_suite(suite, "|".join(f"^{check}$" for check in about), parent=tmp_path))

@@ -9,9 +9,8 @@ from broken_caches import BROKEN, counts_promises_as_hits, made_of
 
 from kvpact.contract import ExternalCache
 from kvpact.engine import ByteSegment, MultiCache, MultiWorker, ReferenceCache, SimulatedWorker
-from kvpact.testkit.conformance import CacheConformance, CacheFactory, CachePlace, CacheUnderTest, run_conformance
-from kvpact.testkit.findings import concerned
-from kvpact.testkit.subjects import (
+from kvpact.testkit.cache.conformance import CacheConformance, CacheFactory, CachePlace, CacheUnderTest, run_conformance
+from kvpact.testkit.cache.subjects import (
     lazy_pact_cache,
     pact_cache,
     pact_cache_with_all,
@@ -19,8 +18,9 @@ from kvpact.testkit.subjects import (
     pact_cache_with_shared,
     reference_cache,
 )
+from kvpact.testkit.findings import concerned
+from kvpact.testkit.report import Verdict, as_text
 from kvpact.testkit.suite import checks_of
-from kvpact.testkit.verdict import Verdict, as_text
 from kvpact.tiers.client import LentSlots, TierClient
 
 ASYNCHRONOUS = {"sync_load_limit": 0}

@@ -9,12 +9,12 @@ import pytest
 
 from kvpact.engine import Engine, EngineConfig, Request
 from kvpact.metrics import series
-from kvpact.testkit.cache_scene import CacheScene, SceneSettings, prompt
+from kvpact.testkit.cache.harness import CacheScene, SceneSettings, prompt
+from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
+from kvpact.testkit.cache.subjects import pact_cache
 from kvpact.testkit.faults import Chances, Fault, FaultPlan, Faults, FaultyTier, Operation
-from kvpact.testkit.rank_faults import RankFaultPlan, RankFaults
-from kvpact.testkit.stepped_queue import SteppedQueue
-from kvpact.testkit.subjects import pact_cache
-from kvpact.tiers.queue import TierQueue
+from kvpact.testkit.tier.stepped_executor import SteppedQueue
+from kvpact.tiers.executor import TierQueue
 from scenes import Scene, SceneRequest, open_disk, tokens, until
 
 DOCUMENTS = 40

@@ -28,8 +28,8 @@ class Naive(ReferenceCache):
 '''
 
 SUITE = """
-from kvpact.testkit.conformance import CacheConformance
-from kvpact.testkit.subjects import reference_cache
+from kvpact.testkit.cache.conformance import CacheConformance
+from kvpact.testkit.cache.subjects import reference_cache
 
 class MySuite(CacheConformance):
     modes = ("native",)
@@ -84,12 +84,12 @@ def test_what_is_broken_is_shown_with_the_shortest_script_and_exit_code_1(here: 
     [
         (["nothing"], 'write "module:Class", such as'),
         (["no_such_module:Cache"], "No module named 'no_such_module'"),
-        (["kvpact.cache:NoSuchCache"], "module kvpact.cache has no NoSuchCache"),
-        (["kvpact.cache:PactCache", "--config", "{"], "--config is not JSON"),
-        (["kvpact.cache:PactCache", "--config", "[1]"], "must be a JSON object"),
-        (["kvpact.cache:MOST_UNWRITTEN"], "neither a class nor a function"),
+        (["kvpact.cache.cache:NoSuchCache"], "module kvpact.cache.cache has no NoSuchCache"),
+        (["kvpact.cache.cache:PactCache", "--config", "{"], "--config is not JSON"),
+        (["kvpact.cache.cache:PactCache", "--config", "[1]"], "must be a JSON object"),
+        (["kvpact.cache.cache:MOST_UNWRITTEN"], "neither a class nor a function"),
         (["my_suite:MySuite", "--config", '{"a": 1}'], "takes no --config"),
-        (["kvpact.cache:PactCache", "--engine", "vllm"], "is not a connector of vLLM's"),
+        (["kvpact.cache.cache:PactCache", "--engine", "vllm"], "is not a connector of vLLM's"),
     ],
 )
 def test_a_mistake_is_one_line(here: Path, arguments: list[str], words: str) -> None:

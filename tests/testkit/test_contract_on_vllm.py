@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.testkit.vllm_driver import SCENARIOS
+from kvpact.testkit.vllm.driver import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "contract-on-vllm.md").read_text(encoding="utf-8")

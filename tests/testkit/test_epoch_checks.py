@@ -7,12 +7,12 @@ from broken_caches import IgnoresResets, made_of
 from broken_epochs import BROKEN_EPOCHS, StoreCache, store_cache
 
 from kvpact.engine import ReferenceCache
-from kvpact.testkit.cache_checks_epochs import EpochChecks
-from kvpact.testkit.cache_scene import SceneSettings
-from kvpact.testkit.conformance import run_conformance
+from kvpact.testkit.cache.checks_epochs import EpochChecks
+from kvpact.testkit.cache.conformance import run_conformance
+from kvpact.testkit.cache.harness import SceneSettings
+from kvpact.testkit.cache.operations import Call, perform
 from kvpact.testkit.findings import concerned
-from kvpact.testkit.play import Call, perform
-from kvpact.testkit.verdict import ConformanceReport, Verdict
+from kvpact.testkit.report import ConformanceReport, Verdict
 
 CHECKS = [name for name in vars(EpochChecks) if name.startswith("test_")]
 MODES = ("native", "vllm-0.32")

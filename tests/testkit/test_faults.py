@@ -10,15 +10,15 @@ from contextlib import suppress
 
 import pytest
 
-from kvpact.blocks import BlockRange, Namespace, RangeSet
 from kvpact.contract import JobOutcome, LoadJob, WorkerReport
-from kvpact.engine.ranks import JobConduct
+from kvpact.engine.simulated_worker import JobConduct
 from kvpact.errors import TierError
-from kvpact.testkit.dictionary_tier import DictionaryTier
+from kvpact.identity.keys import BlockRange, Namespace, RangeSet
+from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.faults import Chances, Crash, Fault, FaultPlan, Faults, FaultyTier, Operation
-from kvpact.testkit.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
-from kvpact.tiers.queue import GetDone, TierQueue
+from kvpact.testkit.tier.dictionary_tier import DictionaryTier
+from kvpact.tiers.executor import GetDone, TierQueue
 
 SLOT = 256
 DOCUMENT = document("document", 8)

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.testkit.verdict import ConformanceReport, as_text
-from kvpact.testkit.vllm_driver import VllmDriver
-from kvpact.testkit.vllm_engine import VllmEngine
-from kvpact.testkit.vllm_lab import prompt
-from kvpact.testkit.vllm_seams import EngineSettings
+from kvpact.testkit.report import ConformanceReport, as_text
+from kvpact.testkit.vllm.compat import EngineSettings
+from kvpact.testkit.vllm.driver import VllmDriver
+from kvpact.testkit.vllm.engine import VllmEngine
+from kvpact.testkit.vllm.factory import prompt
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")

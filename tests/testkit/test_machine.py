@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvpact.contract import ExternalCache
-from kvpact.testkit.conformance import CachePlace, CacheUnderTest
+from kvpact.testkit.cache.conformance import CachePlace, CacheUnderTest
+from kvpact.testkit.cache.machine import PactMachine
+from kvpact.testkit.cache.operations import Call, SceneSettings, perform, random_play, shortest
+from kvpact.testkit.cache.soak import SUBJECTS, SoakFailure, report, soak
+from kvpact.testkit.cache.subjects import lazy_pact_cache, pact_cache, pact_cache_with_disk
 from kvpact.testkit.findings import Broken
-from kvpact.testkit.machine import PactMachine
-from kvpact.testkit.play import Call, SceneSettings, perform, random_play, shortest
-from kvpact.testkit.soak import SUBJECTS, SoakFailure, report, soak
-from kvpact.testkit.subjects import lazy_pact_cache, pact_cache, pact_cache_with_disk
 
 STEPS = 20_000
 SHARED = ["shared", "disk and shared, second use"]

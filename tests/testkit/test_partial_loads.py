@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.testkit.verdict import Verdict, as_text
-from kvpact.testkit.vllm_driver import VllmDriver
-from kvpact.testkit.vllm_lab import BLOCK, Lab, prompt, under_multi_connector
-from kvpact.testkit.vllm_registry import Scenario
+from kvpact.testkit.report import Verdict, as_text
+from kvpact.testkit.vllm.driver import VllmDriver
+from kvpact.testkit.vllm.factory import BLOCK, Lab, prompt, under_multi_connector
+from kvpact.testkit.vllm.registry import Scenario
 
 H30 = "h30_load_ends_inside_a_block"
 SCENARIOS = [

@@ -10,7 +10,7 @@ import importlib.util
 import pytest
 
 from kvpact.testkit.context_checks import CHECKS, EmbeddedStage
-from kvpact.testkit.verdict import Verdict, as_text
+from kvpact.testkit.report import Verdict, as_text
 
 ENGINES = ["embedded", "vllm"]
 
@@ -26,7 +26,7 @@ class TestSchedulerContext:
             return
         if importlib.util.find_spec("vllm") is None:
             pytest.skip("no engine is installed; `make setup` installs one")
-        from kvpact.testkit.vllm_driver import VllmDriver
+        from kvpact.testkit.vllm.driver import VllmDriver
 
         report = VllmDriver("kvpact.vllm:PactConnector", {"memory": "1MiB", "model_id": "testkit"}).run(
             [f"context_{name}"]

@@ -11,14 +11,14 @@ from typing import ClassVar
 
 import pytest
 
-from kvpact.blocks import BlockKey, Namespace
 from kvpact.errors import PactViolation
-from kvpact.testkit.dictionary_store import DictionaryStore, StoredBytes
+from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.testkit.faults import Fault, Faults, Operation
 from kvpact.testkit.sample_blocks import CANARY, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.testkit.tier.dictionary_store import DictionaryStore, StoredBytes
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, RecordSeal, Tier
-from kvpact.tiers.shared import RecordBuffer, SharedTier, StoreError, group_name, key_of, record_name
+from kvpact.tiers.shared.tier import RecordBuffer, SharedTier, StoreError, group_name, key_of, record_name
 
 SLOT = 4096
 NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})

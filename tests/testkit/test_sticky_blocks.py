@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.contract import SchedulerContext
-from kvpact.testkit.verdict import as_text
-from kvpact.testkit.vllm_driver import VllmDriver
-from kvpact.testkit.vllm_engine import VllmEngine
-from kvpact.testkit.vllm_lab import BLOCK, prompt
-from kvpact.testkit.vllm_seams import EngineSettings
+from kvpact.testkit.report import as_text
+from kvpact.testkit.vllm.compat import EngineSettings
+from kvpact.testkit.vllm.driver import VllmDriver
+from kvpact.testkit.vllm.engine import VllmEngine
+from kvpact.testkit.vllm.factory import BLOCK, prompt
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 

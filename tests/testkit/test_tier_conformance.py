@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from dictionary_suite import DictionarySuite
 
-from kvpact.blocks import BlockKey
+from kvpact.identity.keys import BlockKey
 from kvpact.testkit.faults import Faults
-from kvpact.testkit.tier import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, Tier
-from kvpact.tiers.disk import DiskTier
-from kvpact.tiers.slab import PAGE_BYTES, Slab, Superblock
+from kvpact.tiers.disk.slab import PAGE_BYTES, Slab, Superblock
+from kvpact.tiers.disk.tier import DiskTier
 
 
 class TestDictionaryTier(DictionarySuite):

@@ -8,13 +8,13 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.errors import ConfigError
-from kvpact.testkit.verdict import Check, ConformanceReport, Verdict, as_text
-from kvpact.testkit.vllm_driver import SCENARIOS, VllmDriver
-from kvpact.testkit.vllm_engine import VllmEngine
-from kvpact.testkit.vllm_lab import Lab, prompt, under_multi_connector
-from kvpact.testkit.vllm_registry import Scenario
-from kvpact.testkit.vllm_scenarios_context import CONTEXTS
-from kvpact.testkit.vllm_seams import EngineSettings
+from kvpact.testkit.report import Check, ConformanceReport, Verdict, as_text
+from kvpact.testkit.vllm.compat import EngineSettings
+from kvpact.testkit.vllm.driver import SCENARIOS, VllmDriver
+from kvpact.testkit.vllm.engine import VllmEngine
+from kvpact.testkit.vllm.factory import Lab, prompt, under_multi_connector
+from kvpact.testkit.vllm.registry import Scenario
+from kvpact.testkit.vllm.scenarios_context import CONTEXTS
 
 PACT = "kvpact.vllm:PactConnector"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ def test_broken_connectors_are_caught_by_name(name: str) -> None:
 def test_the_simple_connector_breaks_nothing(asynchronous: bool) -> None:
     """What the broken connectors are made of is right: the mistake that is found is the one that was made."""
     config = {"asynchronous": asynchronous}
-    report = VllmDriver("kvpact.testkit.simple_connector:SimpleConnector", config).run()
+    report = VllmDriver("kvpact.testkit.vllm.simple_connector:SimpleConnector", config).run()
     assert not report.broken, as_text(report)
     assert sum(check.verdict is Verdict.KEPT for check in report.checks) >= 30
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvpact.errors import ConfigError
-from kvpact.testkit import vllm_releases
-from kvpact.testkit.vllm_releases import fetch_release, releases_folder
+from kvpact.testkit.vllm import releases as vllm_releases
+from kvpact.testkit.vllm.releases import fetch_release, releases_folder
 
 
 @pytest.fixture

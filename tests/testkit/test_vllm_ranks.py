@@ -15,14 +15,14 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 import torch
 
-from kvpact.cache import PactCache
+from kvpact.cache.cache import PactCache
 from kvpact.contract import JobOutcome, WorkerReport
 from kvpact.errors import ConfigError
-from kvpact.testkit.rank_faults import RankFaultPlan, RankFaults
-from kvpact.testkit.vllm_adapters import PactAdapter
-from kvpact.testkit.vllm_engine import VllmEngine
-from kvpact.testkit.vllm_lab import BLOCK, prompt
-from kvpact.testkit.vllm_seams import EngineSettings
+from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
+from kvpact.testkit.vllm.adapters import PactAdapter
+from kvpact.testkit.vllm.compat import EngineSettings
+from kvpact.testkit.vllm.engine import VllmEngine
+from kvpact.testkit.vllm.factory import BLOCK, prompt
 from kvpact.vllm.messages import PactWorkerMetadata
 
 BLOCKS = 10

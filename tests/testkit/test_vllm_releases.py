@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.testkit.verdict import Verdict, as_text
-from kvpact.testkit.vllm_driver import SCENARIOS
-from kvpact.testkit.vllm_releases import RELEASES, installed_release, run_on_release
+from kvpact.testkit.report import Verdict, as_text
+from kvpact.testkit.vllm.driver import SCENARIOS
+from kvpact.testkit.vllm.releases import RELEASES, installed_release, run_on_release
 
 # Small matches are loaded inside the step, larger ones later, and most come from disk: every path of the connector.
 CONFIG = {

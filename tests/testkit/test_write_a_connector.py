@@ -86,7 +86,7 @@ def test_the_guides_examples_run(folder: Path) -> None:
 def test_the_guides_tables_name_what_exists() -> None:
     from dataclasses import fields
 
-    from kvpact.testkit.conformance import CacheConformance, CacheUnderTest
+    from kvpact.testkit.cache.conformance import CacheConformance, CacheUnderTest
     from kvpact.testkit.findings import TITLES
     from kvpact.testkit.suite import checks_of
 

@@ -50,7 +50,7 @@ def test_the_guides_first_tier_breaks_what_the_guide_says(tmp_path: Path) -> Non
 
 def test_the_guides_table_names_what_exists() -> None:
     from kvpact.testkit.findings import TITLES
-    from kvpact.testkit.tier import TierConformance
+    from kvpact.testkit.tier.conformance import TierConformance
 
     for row in re.findall(r"^\| ([TH]\d+(?:, [TH]\d+)*) \|", GUIDE, re.MULTILINE):
         assert set(row.split(", ")) <= TITLES.keys()

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import socket_watch
+from kvpact.cache.ledger import PlanRecord
 from kvpact.contract import LoadJob
-from kvpact.ledger import PlanRecord
 from kvpact.vllm import PactConnector
 
 if TYPE_CHECKING:

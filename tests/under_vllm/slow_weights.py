@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvpact import weights
+from kvpact.identity import weights
 from kvpact.vllm import PactConnector, late_tiers
 
 GOES_ON = Path(os.environ["SLOW_WEIGHTS"])

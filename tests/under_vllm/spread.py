@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from slab_surgery import SlabSurgery
 
-from kvpact.blocks import BlockKeys, RequestIdentity
 from kvpact.demo.engine import Output
+from kvpact.identity.keys import BlockKeys, RequestIdentity
 
 Blocks = Mapping[tuple[int, ...], np.ndarray]
 """All tokens up to the end of a block -> its keys and values, in float32."""

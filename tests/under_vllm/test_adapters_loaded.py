@@ -18,9 +18,9 @@ from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_promp
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 
-from kvpact.loaded_adapters import NO_STAMP, LoadedAdapters, LoadedAdaptersWriter
+from kvpact.identity.adapter_files import look_at_files, look_at_rest
+from kvpact.identity.loaded_adapters import NO_STAMP, LoadedAdapters, LoadedAdaptersWriter
 from kvpact.vllm import worker as worker_module
-from kvpact.vllm.adapter_files import look_at_files, look_at_rest
 from kvpact.vllm.adapter_watch import METHOD, watch_adapters
 from kvpact.vllm.worker import KvpactWorker
 
@@ -129,7 +129,7 @@ def test_files_that_a_change_could_leave_as_they_look_are_not_at_rest(
     assert files is not None
     changed_ns = files.changed_ns
     for now, is_at_rest in ((changed_ns + 10**8, True), (changed_ns - 10**9, False)):
-        monkeypatch.setattr("kvpact.vllm.adapter_files.time.time_ns", lambda now=now: now)
+        monkeypatch.setattr("kvpact.identity.adapter_files.time.time_ns", lambda now=now: now)
         assert (look_at_rest(path) is not None) == is_at_rest
     real = os.lstat
 
@@ -139,10 +139,10 @@ def test_files_that_a_change_could_leave_as_they_look_are_not_at_rest(
         coarse = found.st_ctime_ns // 10**9 * 10**9
         return SimpleNamespace(**{name: getattr(found, name) for name in names}, st_ctime_ns=coarse)
 
-    monkeypatch.setattr("kvpact.vllm.adapter_files.os.lstat", whole_seconds)
+    monkeypatch.setattr("kvpact.identity.adapter_files.os.lstat", whole_seconds)
     coarse_ns = changed_ns // 10**9 * 10**9
     for now, is_at_rest in ((coarse_ns + 19 * 10**8, False), (coarse_ns + 2 * 10**9, True)):
-        monkeypatch.setattr("kvpact.vllm.adapter_files.time.time_ns", lambda now=now: now)
+        monkeypatch.setattr("kvpact.identity.adapter_files.time.time_ns", lambda now=now: now)
         assert (look_at_rest(path) is not None) == is_at_rest
 
 

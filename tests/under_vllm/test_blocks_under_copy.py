@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.metrics import Metrics
-from kvpact.vllm import support
+from kvpact.vllm import checks
+from kvpact.vllm.compat.releases import COUNTS_HELD_BLOCKS
 from kvpact.vllm.guard import Guard
-from kvpact.vllm.releases import COUNTS_HELD_BLOCKS
 from kvpact.vllm.scheduler_side import SchedulerSide
 
 
@@ -187,12 +187,12 @@ def test_h94_cascade_attention_is_refused_where_a_held_block_counts_as_shared(
     config.model_config.disable_cascade_attn = disabled
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
     groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-    monkeypatch.setattr(support, "COUNTS_HELD_BLOCKS", counts)
+    monkeypatch.setattr(checks, "COUNTS_HELD_BLOCKS", counts)
     if counts and not disabled:
         with pytest.raises(ConfigError, match="leave --no-disable-cascade-attn out"):
-            support.check_engine(config, groups)
+            checks.check_engine(config, groups)
     else:
-        support.check_engine(config, groups)
+        checks.check_engine(config, groups)
 
 
 def test_h94_a_held_block_counts_as_shared_in_no_step_of_this_release(

@@ -17,8 +17,8 @@ from played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
-from kvpact.tiers.inspect import verify_slab
-from kvpact.tiers.slab import PAGE_BYTES
+from kvpact.tiers.disk.inspection import verify_slab
+from kvpact.tiers.disk.slab import PAGE_BYTES
 from kvpact.vllm.weights_watch import BLIND
 
 PROMPT = make_prompt(1, 6)

@@ -15,10 +15,11 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, flush, make_prompt
 
-from kvpact import idle_steps
+from kvpact.cache import idle_steps
 from kvpact.contract import LoadJob
-from kvpact.tiers.inspect import verify_slab
-from kvpact.vllm.messages import PactMetadata, StepMessage
+from kvpact.tiers.disk.inspection import verify_slab
+from kvpact.vllm.messages import PactMetadata
+from kvpact.wire import StepMessage
 
 SYNCHRONOUS, ASYNCHRONOUS = {"sync_load_limit": "1GiB"}, {"sync_load_limit": 0}
 STORED, FRESH, LATER = make_prompt(1, 6), make_prompt(2, 5), make_prompt(3, 7)

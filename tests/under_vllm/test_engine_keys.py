@@ -24,7 +24,7 @@ from engines import BLOCK, BLOCK_BY_BLOCK, prompt
 from kvpact.config import KvpactConfig
 from kvpact.demo.engine import EngineProcess
 from kvpact.metrics import TierName, series
-from servers import redis_server
+from servers.redis_server import redis_server
 
 SECRET = "hunter2"
 BLOCKS = 4

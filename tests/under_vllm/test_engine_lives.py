@@ -18,7 +18,7 @@ from slab_surgery import SlabSurgery
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
-from kvpact.tiers.inspect import VerifyReport, verify_slab
+from kvpact.tiers.disk.inspection import VerifyReport, verify_slab
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # the lives are lived in the first test's set-up

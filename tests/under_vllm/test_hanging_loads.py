@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
-from kvpact.vllm import late_loads
+from kvpact.vllm.compat import late_loads
 
 DEADLINE = 0.3
 BLOCKS = 6

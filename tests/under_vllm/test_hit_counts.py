@@ -19,8 +19,8 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvpact.blocks import BlockRange, RangeSet
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
+from kvpact.identity.keys import BlockRange, RangeSet
 from kvpact.vllm.scheduler import KvpactScheduler
 
 BLOCKS = 6

@@ -21,10 +21,10 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from documents import block_with, filled_in
 from engines import BLOCK, prompt
-from http_server import Answer, Server
 from hub_cache import add_commit
 from kvpact.demo.engine import CORES, one_core_each
 from leftovers import slabs_still_locked
+from servers.http_server import Answer, Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -23,10 +23,10 @@ from vllm.config import LoadConfig, VllmConfig
 
 from hub_cache import add_commit
 from kvpact.errors import ConfigError
+from kvpact.identity.weights import WeightsUnknown
 from kvpact.vllm import base_weights as base_weights_module
 from kvpact.vllm.base_weights import base_weights, process_start_ns, snapshot_commit
 from kvpact.vllm.identity import architecture_digest, engine_namespace
-from kvpact.weights import WeightsUnknown
 
 MODEL = "kvpact-tests/tiny"
 TOLD = "set `model_id` in kv_connector_extra_config"

@@ -16,10 +16,10 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
-from kvpact import weights
 from kvpact.errors import ConfigError
+from kvpact.identity import weights
 from kvpact.vllm import base_weights, late_tiers
-from servers import redis_server
+from servers.redis_server import redis_server
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(3)]
 HELD, ROOM = 'held_blocks{tier="disk"}', 'capacity_blocks{tier="disk"}'

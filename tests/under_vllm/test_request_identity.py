@@ -34,10 +34,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from kvpact.blocks import BlockKeys, RequestIdentity
+from kvpact.identity.digest_thread import MOST_JOBS, DigestThread
+from kvpact.identity.keys import BlockKeys, RequestIdentity
 from kvpact.vllm import adapter_digests, content_digests, request_identity
 from kvpact.vllm.adapter_digests import AdapterDigests
-from kvpact.vllm.digest_thread import MOST_JOBS, DigestThread
 from kvpact.vllm.media_contents import MediaContents
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
 

@@ -22,10 +22,10 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
 from hook_time import LONG_BLOCKS, MOST_RUNS, HookTime, StepTime
-from kvpact.vllm.turns import STEP_BUDGET_SECONDS
-from mooncake_server import mooncake_pool
-from object_server import CREDENTIALS, Spoiled, Traffic, object_server
-from servers import RedisServer, redis_cluster, redis_server
+from kvpact.cache.turns import STEP_BUDGET_SECONDS
+from servers.mooncake_server import mooncake_pool
+from servers.object_server import CREDENTIALS, Spoiled, Traffic, object_server
+from servers.redis_server import RedisServer, redis_cluster, redis_server
 
 KINDS = ("dir", "redis", "redis+cluster", "s3", "mooncake")
 PROMPTS = [make_prompt(seed, 6) for seed in range(4)]

@@ -23,7 +23,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.testkit.vllm_releases import RELEASES, fetch_release, installed_release
+from kvpact.testkit.vllm.releases import RELEASES, fetch_release, installed_release
 from kvpact.vllm import worker as worker_module
 from kvpact.vllm.step_hook import Candidates, StepHook, apply_external_hits
 from kvpact.vllm.worker import KvpactWorker, base_worker, bind_step_hook, is_second_runner

@@ -21,7 +21,7 @@ from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
 from kvpact.errors import ConfigError, StepLoadLost
 from kvpact.tiers.breaker import FIRST_PAUSE_S
-from kvpact.tiers.shared import SharedTier
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact.vllm.connector import PactConnector
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(4)]

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.blocks import BlockKeys, BlockRange, Namespace, RequestIdentity
 from kvpact.config import load_config
-from kvpact.step_match import StepRead
-from kvpact.tiers.kinds import TierPlace, open_tier
-from kvpact.vllm.messages import StoreAddress
-from kvpact.vllm.step_reader import StepReader, Wanted
+from kvpact.contract import StepRead
+from kvpact.identity.keys import BlockKeys, BlockRange, Namespace, RequestIdentity
+from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.wire import StoreAddress
+from kvpact.worker.step_reader import StepReader, Wanted
 
 NAMESPACE = Namespace({"engine": "test"})
 PART = 4096

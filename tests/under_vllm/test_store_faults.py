@@ -19,7 +19,7 @@ import shared_store
 import store_faults
 
 from kvpact.demo.engine import EngineProcess
-from object_server import CREDENTIALS
+from servers.object_server import CREDENTIALS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

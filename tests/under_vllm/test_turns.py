@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.vllm import turns as turns_module
-from kvpact.vllm.turns import STEP_BUDGET_SECONDS, Turn, Turns
+from kvpact.cache import turns as turns_module
+from kvpact.cache.turns import STEP_BUDGET_SECONDS, Turn, Turns
 
 PATIENCE = 0.5
 STEP_SECONDS = 0.01

@@ -15,9 +15,10 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
 
 from kvpact.errors import WeightsVersionRefused
-from kvpact.notices import NoticeWriter
-from kvpact.vllm.messages import PactHandshake, PactMetadata, StepMessage
+from kvpact.identity.notices import NoticeWriter
+from kvpact.vllm.messages import PactHandshake, PactMetadata
 from kvpact.vllm.weights_watch import BLIND, WeightsWatch
+from kvpact.wire import StepMessage
 
 BLOCKS = 6
 STORED = make_prompt(1, BLOCKS)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kvpact.errors import ConfigError
-from kvpact.notices import Notice, NoticeReader, NoticeWriter
+from kvpact.identity.notices import Notice, NoticeReader, NoticeWriter
 from kvpact.vllm import worker as worker_module
 from kvpact.vllm.model_digest import Sample, digest_of
 from kvpact.vllm.model_watch import GAP_SECONDS, RARELY_SECONDS, ModelWatch

@@ -24,10 +24,10 @@ from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from kvpact.blocks import Namespace
 from kvpact.errors import ConfigError
-from kvpact.tiers.slab import Superblock
-from kvpact.vllm.support import check_engine
+from kvpact.identity.keys import Namespace
+from kvpact.tiers.disk.slab import Superblock
+from kvpact.vllm.checks import check_engine
 from kvpact.vllm.worker_identity import facts_of_ranks, layer_pages, worker_facts
 
 HEAD = 64

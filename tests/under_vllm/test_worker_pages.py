@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpact.arena import ArenaSegment
 from kvpact.config import load_config
 from kvpact.contract import SaveJob, StepWork
-from kvpact.prefault import AHEAD_BYTES, PIECE_BYTES
+from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.prefault import AHEAD_BYTES, PIECE_BYTES
 from kvpact.vllm.worker_side import WorkerPlace, WorkerSide
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ REST_SECONDS = 2.0
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSide]:
     """One rank with blocks of 1 MiB, in its first step; nothing was taken before it."""
-    monkeypatch.setattr("kvpact.prefault.REST_SECONDS", REST_SECONDS)
+    monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", REST_SECONDS)
     start = ArenaSegment.start_prefault
     monkeypatch.setattr(ArenaSegment, "start_prefault", lambda segment: (segment.step_began(), start(segment)))
     made = WorkerSide(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), WorkerPlace(0, 1, BLOCKS))

@@ -1,7 +1,7 @@
 """The command `kvpact`: reads the command line, calls the part that does the work, and words what went wrong.
 
 Owns exit codes (0 fine, 1 the check failed, 2 the user's mistake) and one-line errors. Never does the work itself, and
-imports what a command needs only when it runs, so that `kvpact --help` answers at once. Floor 4.
+imports what a command needs only when it runs, so that `kvpact --help` answers at once.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def gc(
     live to delete. Slabs count by their last use; one that an engine is using is left alone.
     """
     from kvpact.cli.stores import collect, collect_older, parse_place
-    from kvpact.tier_urls import parse_duration
+    from kvpact.tiers.urls import parse_duration
 
     where = parse_place(place)
     if older_than is not None:

@@ -1,6 +1,6 @@
 """`kvpact conformance`: a cache or connector through the kit, and what it keeps of the pact as a table or as JSON.
 
-Owns the finding of what "module:Class" names, the table and the wording. Judges nothing itself. Floor 4.
+Owns the finding of what "module:Class" names, the table and the wording. Judges nothing itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Column, Table
 
 from kvpact.errors import ConfigError
 from kvpact.testkit.findings import TITLES, concerned, verdicts
-from kvpact.testkit.verdict import Check, ConformanceReport, Verdict
+from kvpact.testkit.report import Check, ConformanceReport, Verdict
 
 EngineName = Literal["embedded", "vllm"]
 
@@ -67,7 +67,7 @@ def _settings(config: str) -> dict[str, Any]:
 def _find(target: str) -> Any:
     module, _, name = target.partition(":")
     if not module or not name:
-        raise ConfigError(f'{target!r} names nothing; write "module:Class", such as "kvpact.cache:PactCache"')
+        raise ConfigError(f'{target!r} names nothing; write "module:Class", such as "kvpact.cache.cache:PactCache"')
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # the author's own module lies where he works
     try:
@@ -81,10 +81,10 @@ def _find(target: str) -> Any:
 def _embedded(
     target: str, thing: Any, settings: Mapping[str, Any], progress: Callable[[Check], object]
 ) -> ConformanceReport:
-    from kvpact.cache import PactCache
+    from kvpact.cache.cache import PactCache
     from kvpact.engine import ReferenceCache
-    from kvpact.testkit.conformance import CacheConformance, CacheFactory, run_conformance, run_suite_as_report
-    from kvpact.testkit.subjects import pact_cache, reference_cache
+    from kvpact.testkit.cache.conformance import CacheConformance, CacheFactory, run_conformance, run_suite_as_report
+    from kvpact.testkit.cache.subjects import pact_cache, reference_cache
 
     if hasattr(thing, "get_num_new_matched_tokens"):
         raise ConfigError(f"{target} is a connector of vLLM's: use --engine vllm")
@@ -103,8 +103,8 @@ def _under_vllm(
     target: str, thing: Any, settings: Mapping[str, Any], progress: Callable[[Check], object]
 ) -> ConformanceReport:
     try:
-        from kvpact.testkit.vllm_driver import VllmDriver
-        from kvpact.testkit.vllm_seams import release
+        from kvpact.testkit.vllm.compat import release
+        from kvpact.testkit.vllm.driver import VllmDriver
     except ImportError as error:
         raise ConfigError(f"--engine vllm needs vLLM in this environment: {error}") from None
     if not hasattr(thing, "get_num_new_matched_tokens"):

@@ -1,6 +1,6 @@
 """`kvpact demo`: the main job on a real engine, with a table of what it cost and a judgement.
 
-Owns the command's options, its work directory and its exit code; `kvpact.demo` does the work. Floor 4.
+Owns the command's options, its work directory and its exit code; `kvpact.demo` does the work.
 """
 
 from __future__ import annotations

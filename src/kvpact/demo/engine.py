@@ -1,7 +1,7 @@
 """A real vLLM engine in a process of its own, driven over a pipe and killable at any moment.
 
 Owns the process, its log and the wire between the two sides; `kvpact.demo.host` is the other side. Never imports vLLM
-itself, so a demonstration or a test holds several engines and survives the death of each. Floor 4.
+itself, so a demonstration or a test holds several engines and survives the death of each.
 """
 
 from __future__ import annotations

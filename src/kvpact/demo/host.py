@@ -1,7 +1,7 @@
 """The inside of an `EngineProcess`: holds `vllm.LLM` and answers one command line after the other.
 
 Owns nothing but the engine; replies go to the pipe whose number is the first argument, because vLLM prints to standard
-output. Never imported by anything: `python -m kvpact.demo.host`. Floor 4.
+output. Never imported by anything: `python -m kvpact.demo.host`.
 """
 
 from __future__ import annotations

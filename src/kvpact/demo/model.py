@@ -1,7 +1,7 @@
 """A Llama with random weights and a byte-level tokenizer, made on the spot.
 
 Owns the model's shape and its directory. Never downloads: what costs time in serving is the shape, not the weights.
-Needs torch and transformers, which the engine brings. Floor 4.
+Needs torch and transformers, which the engine brings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The phases of the demonstration: which engine answers which prompt when, so that the times can be compared.
 
 Owns the order of the runs and the readings they give; judging them is `kvpact.demo.report`'s. Never times anything
-itself: the engine's own time to first token is what counts. Floor 4.
+itself: the engine's own time to first token is what counts.
 """
 
 from __future__ import annotations

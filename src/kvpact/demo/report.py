@@ -1,6 +1,6 @@
 """What the readings of a demonstration mean: the figures, whether they pass, and how they are shown.
 
-Owns the judgement, as a function of the readings alone. Never touches an engine. Floor 4.
+Owns the judgement, as a function of the readings alone. Never touches an engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real text for the demonstration: kvpact's own documentation and source, cut into long documents with questions.
 
 Owns what is asked about what. Never needs a network or a file outside the package: a checkout adds its Markdown pages,
-an installed wheel has its modules with their docstrings. Floor 4.
+an installed wheel has its modules with their docstrings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The embedded engine: the contract made executable, with an oracle in the place of the model.
 
 A small engine in the shape of vLLM's V1: requests, a block pool with prefix caching, a scheduler, simulated ranks. It
-calls the cache as `contract.py` says, or as a stock vLLM release would (`EngineQuirks`). Floor 3; needs numpy only.
+calls the cache as `contract.py` says, or as a stock vLLM release would (`EngineQuirks`). Needs numpy only.
 """
 
 from kvpact.engine.block_pool import BlockPool
@@ -9,15 +9,15 @@ from kvpact.engine.config import EngineConfig, KVCacheGroup
 from kvpact.engine.context import EngineContext
 from kvpact.engine.counts import EngineCounts
 from kvpact.engine.engine import Engine, StepClock
-from kvpact.engine.legacy import LegacyConnectorCache, LegacyConnectorWorker
 from kvpact.engine.multi import MultiCache, MultiWorker
 from kvpact.engine.oracle import OracleViolation
 from kvpact.engine.output import SchedulerOutput
 from kvpact.engine.quirks import EngineQuirks
-from kvpact.engine.ranks import ByteSegment, JobConduct, SimulatedWorker
 from kvpact.engine.reference import ReferenceCache, reference_engine
 from kvpact.engine.request import Request, RequestStatus
+from kvpact.engine.simulated_worker import ByteSegment, JobConduct, SimulatedWorker
 from kvpact.engine.step_hook import agree_on_hits, apply_external_hits
+from kvpact.engine.v1_connector import LegacyConnectorCache, LegacyConnectorWorker
 
 __all__ = [
     "BlockPool",

@@ -1,16 +1,16 @@
 """The engine's KV blocks: who holds them, which are published for reuse, and which is given away next.
 
 Owns reference counts, the free queue in eviction order and the published hashes. Never looks at tokens or at what is
-written in a block. Floor 3.
+written in a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvpact.block_refs import cursor_lost, no_such_block, not_free
 from kvpact.contract import KVCacheBlockView
 from kvpact.errors import PactViolation
-from kvpact.holds import cursor_lost, no_such_block, not_free
 
 NULL_BLOCK = 0
 """Stands in a block table where a block is not needed (out of a sliding window). Never written, read or given away."""

@@ -1,13 +1,13 @@
-"""What an embedded engine is made of: sizes, groups and policies. Owns no behaviour. Floor 3."""
+"""What an embedded engine is made of: sizes, groups and policies. Owns no behaviour."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from kvpact.blocks import RequestIdentity
 from kvpact.contract import blocks_touched
 from kvpact.errors import ConfigError
+from kvpact.identity.keys import RequestIdentity
 
 
 @dataclass(frozen=True, slots=True)

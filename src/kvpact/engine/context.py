@@ -1,16 +1,16 @@
 """The scheduler's block pool and queues as a connector may see them (`contract.SchedulerContext`).
 
 Owns what connectors hold by `touch`, apart from what requests hold, so that misuse is an error with a message and a
-leak has an owner. Never hands out the engine's own structures. Floor 3.
+leak has an owner. Never hands out the engine's own structures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from kvpact.block_refs import Holds, no_such_request
 from kvpact.contract import KVCacheBlockView
 from kvpact.engine.scheduler import Scheduler
-from kvpact.holds import Holds, no_such_request
 
 
 class EngineContext:

@@ -1,4 +1,4 @@
-"""What the embedded engine counts of its dealings with the cache. Owns numbers only. Floor 3."""
+"""What the embedded engine counts of its dealings with the cache. Owns numbers only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The embedded engine: scheduler, ranks and cache joined into steps, with the oracle watching.
 
 Owns the order of calls within a step and the verdict on what attention read. Decides nothing that the scheduler
-decides. Floor 3.
+decides.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvpact.engine.block_pool import NULL_BLOCK
 from kvpact.engine.config import EngineConfig
 from kvpact.engine.context import EngineContext
 from kvpact.engine.counts import EngineCounts
-from kvpact.engine.intake import ResultIntake
 from kvpact.engine.oracle import Digests, OracleViolation, WrongRead
 from kvpact.engine.output import SchedulerOutput
+from kvpact.engine.output_processor import ResultIntake
 from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.request import Request
 from kvpact.engine.runner import ModelRunner

@@ -1,7 +1,7 @@
 """Block tables of requests: local prefix hits, allocation over KV cache groups, publication, sliding windows.
 
 Owns which blocks a request holds and when one is offered for reuse. Never decides who is scheduled, and never publishes
-more than the scheduler calls valid. Floor 3.
+more than the scheduler calls valid.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns the digests and the words for a wrong one. Each token's digest covers all tokens before it, adapter, salt, media
 and the weights; each rank, layer and group stores it under a mask of its own, so no two of them are interchangeable.
-Floor 3.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from kvpact.blocks import RequestIdentity
 from kvpact.errors import PactViolation
+from kvpact.identity.keys import RequestIdentity
 
 Digests = npt.NDArray[np.uint64]
 Tokens = npt.NDArray[np.int64]

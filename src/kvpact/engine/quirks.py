@@ -1,7 +1,7 @@
 """How engines differ in keeping the pact: each silent exit and rewrite of stock vLLM as a switch.
 
 Owns the names and what they mean; the scheduler reads them. The presets follow vLLM's scheduler as read and measured
-per release. Floor 3.
+per release.
 """
 
 from __future__ import annotations

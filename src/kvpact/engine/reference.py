@@ -1,7 +1,7 @@
 """The smallest cache that keeps the pact: dictionaries over a fixed number of slots.
 
 Owns plans, slots and the index of a `ReferenceCache`, with which the engine and the test kit are tested themselves. Not
-for use: it knows no lower tier. Floor 3.
+for use: it knows no lower tier.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
 
-from kvpact.blocks import BlockKey, BlockKeys, RangeSet
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
@@ -31,9 +30,10 @@ from kvpact.contract import (
 from kvpact.engine.config import EngineConfig
 from kvpact.engine.engine import Engine
 from kvpact.engine.quirks import EngineQuirks
-from kvpact.engine.ranks import ByteSegment, Job, JobConduct, SimulatedWorker
-from kvpact.epochs import Epochs
+from kvpact.engine.simulated_worker import ByteSegment, Job, JobConduct, SimulatedWorker
 from kvpact.errors import ConfigError
+from kvpact.identity.epochs import Epochs
+from kvpact.identity.keys import BlockKey, BlockKeys, RangeSet
 
 PLAN_LIFETIME_STEPS = 4
 """Steps after which a plan neither renewed nor committed ends: engines may drop a match without a word."""

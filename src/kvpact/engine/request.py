@@ -1,7 +1,6 @@
 """One request of the embedded engine: its tokens, its blocks, and how far it has come.
 
 Owns the counts of a request, each with one meaning; the scheduler moves them. Implements `contract.EngineRequest`.
-Floor 3.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from kvpact.blocks import RequestIdentity
 from kvpact.engine.config import NO_EXTRAS
 from kvpact.errors import ConfigError
+from kvpact.identity.keys import RequestIdentity
 
 
 class RequestStatus(StrEnum):

@@ -1,7 +1,7 @@
 """The model of the embedded engine: it writes each token's digest and checks every digest that attention would read.
 
 Owns the ranks' KV memory and the ranks' own copy of tokens and block tables (`rows`), like a model runner. Takes
-nothing from the scheduler but its output; vectorised over requests, ranks and layers. Floor 3.
+nothing from the scheduler but its output; vectorised over requests, ranks and layers.
 """
 
 from __future__ import annotations

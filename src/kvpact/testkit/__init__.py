@@ -1,1 +1,1 @@
-"""Checks for authors of caches, tiers and connectors: the contract made executable. Floor 4."""
+"""Checks for authors of caches, tiers and connectors: the contract made executable."""

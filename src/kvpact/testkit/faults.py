@@ -1,7 +1,7 @@
 """Faults on purpose: what a tier, its store or a rank can do to a cache, decided by a seed and kept in a history.
 
 Owns the decisions, the waiting and the wrapper around a tier. Takes nothing from a clock or from chance: the same plan
-and the same operations give the same faults, in whatever order threads run. Floor 4.
+and the same operations give the same faults, in whatever order threads run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hashlib import blake2b
 from random import Random
 from typing import TypeAlias
 
-from kvpact.blocks import BlockKey
-from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import TierError
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
 
 HISTORY = 10_000

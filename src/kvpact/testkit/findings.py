@@ -1,7 +1,7 @@
 """How a check says what it found: by raising `Broken` or `NotObservable`, under the name of a property or hazard.
 
 Owns the names of the contract's properties (P), of the further promises of a tier (T) and of the failures known from
-this field (H) that the kit looks for. Runs nothing. Floor 4.
+this field (H) that the kit looks for. Runs nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from unittest import SkipTest
 
 from kvpact.errors import PactViolation
-from kvpact.testkit.verdict import Check, Verdict
+from kvpact.testkit.report import Check, Verdict
 
 TITLES = MappingProxyType({
     "P1": "every plan ends once; at rest nothing is held",

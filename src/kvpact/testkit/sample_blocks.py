@@ -1,6 +1,6 @@
 """Blocks for checks: chains of keys with names that people can read, and content that follows from each key.
 
-Owns what a block must hold, so that any byte can be judged wherever it turns up. Stores nothing. Floor 4.
+Owns what a block must hold, so that any byte can be judged wherever it turns up. Stores nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256, shake_128
 
-from kvpact.blocks import BlockKey
+from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer
 
 CANARY = 0xA5

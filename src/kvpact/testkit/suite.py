@@ -1,6 +1,6 @@
 """Suites of checks that an author inherits: pytest collects them, and `run_suite` runs them without pytest.
 
-Owns how a check is run, and how what it saw becomes a `Check`. Knows nothing of caches or tiers. Floor 4.
+Owns how a check is run, and how what it saw becomes a `Check`. Knows nothing of caches or tiers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvpact.testkit.findings import TITLES, Broken, NotObservable
-from kvpact.testkit.verdict import Check, Verdict, Violation, shortened
+from kvpact.testkit.report import Check, Verdict, Violation, shortened
 
 CHECK_SECONDS = 120.0
 """A check that runs longer than this hangs; none needs a tenth of it on an idle machine."""

@@ -1,7 +1,7 @@
 """What a tier is, and how one stored block is framed.
 
 Owns the `Tier` interface, which every place that outlives memory implements, and the 256-byte record header that
-goes before (or, in a slab, beside) every stored payload. Never does I/O. Floor 1.
+goes before (or, in a slab, beside) every stored payload. Never does I/O.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TypeAlias
 import xxhash
 from blake3 import blake3
 
-from kvpact.blocks import KEY_BYTES, BlockKey
-from kvpact.epochs import FIRST_EPOCH, Epoch
 from kvpact.errors import KvpactError
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import KEY_BYTES, BlockKey
 
 BlockBuffer: TypeAlias = Sequence[memoryview]
 """The memory of one block: a contiguous byte view for each rank, in rank order; together the block's size."""
@@ -98,8 +98,8 @@ class RecordHeader:
 
     `parent` is the key of the block before it, b"" for a request's first. `depth` is the block's index in its request.
     `length` is the payload's size in bytes and `digest` 16 bytes over it, by the record's seal. Times are seconds since
-    1970. `epoch` says of which weights the block is (`kvpact.epochs`), as its key does. `slot` is the record's position
-    in its slab, so that a header found at another position is known to be misplaced.
+    1970. `epoch` says of which weights the block is (`kvpact.identity.epochs`), as its key does. `slot` is the record's
+    position in its slab, so that a header found at another position is known to be misplaced.
     """
 
     namespace: bytes

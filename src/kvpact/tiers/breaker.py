@@ -1,7 +1,7 @@
 """When to leave a store alone, and when to try it again.
 
 Owns one small state: closed (use it), open (do not), or trying (one look-up is finding out). Time comes in as an
-argument; never does I/O. Floor 1.
+argument; never does I/O.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the tier's executor, whether the tier is well, what it costs, how long it may take, how many slots it may have in
 its hands, and what it is still to forget. Lives on its user's thread, which no tier holds up, and where nothing that a
-tier raises arrives. Floor 1.
+tier raises arrives.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from itertools import count
 from math import inf
 from typing import Final, TypeVar
 
-from kvpact.blocks import BlockKey
-from kvpact.costs import TierCosts, new_tier_costs
-from kvpact.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import BlockKey
 from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.base import BlockBuffer, Tier, TierCapacity, TierCounts
 from kvpact.tiers.breaker import Breaker
-from kvpact.tiers.queue import ControlDone, GetDone, LookupDone, PutDone, Ticket, TierQueue, checked_answer
+from kvpact.tiers.costs import TierCosts, new_tier_costs
+from kvpact.tiers.executor import ControlDone, GetDone, LookupDone, PutDone, Ticket, TierQueue, checked_answer
 
 logger = logging.getLogger(__name__)
 

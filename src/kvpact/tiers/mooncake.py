@@ -1,7 +1,7 @@
 """A tier in a Mooncake store: memory that several hosts lend to a pool which one `mooncake_master` keeps the books of.
 
 Owns the translation of records to Mooncake's objects, and the bound on its calls, which have none of their own: each
-runs on a thread that is given up when its time is over. Native code never sees memory of a caller. Floor 1.
+runs on a thread that is given up when its time is over. Native code never sees memory of a caller.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpact.errors import TierError
-from kvpact.tier_urls import TierURL
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.shared import (
+from kvpact.tiers.shared.tier import (
     NAMESPACE_RECORD,
     RecordBuffer,
     RecordPieces,
@@ -32,6 +31,7 @@ from kvpact.tiers.shared import (
     StoreUsage,
     key_of,
 )
+from kvpact.tiers.urls import TierURL
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """kvpact under stock vLLM: name `PactConnector` with `"kv_connector_module_path": "kvpact.vllm"`.
 
 `scheduler_context` is for other connectors. The imports are lazy: vLLM's front end imports this module too, and reading
-`kvpact` must not load the engine. Floor 3.
+`kvpact` must not load the engine.
 """
 
 from __future__ import annotations

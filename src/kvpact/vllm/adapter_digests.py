@@ -1,7 +1,7 @@
 """Which weights an adapter's name stands for in the engine, by the content of its files.
 
 Owns the digests of adapters and the rule when a file's content is what the engine computes with. Files are looked at
-and read on a thread of its own, never on the caller's. Floor 3.
+and read on a thread of its own, never on the caller's.
 
 vLLM reads an adapter's files at moments that nobody tells the scheduler's process: ahead (`add_lora`,
 `/v1/load_lora_adapter`, `--lora-modules`), when the first request with the id runs, and again after its own cache of
@@ -33,10 +33,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvpact.loaded_adapters import LoadedAdapters
-from kvpact.vllm.adapter_files import FilesSeen, look_at_files, look_at_rest
-from kvpact.vllm.digest_thread import DigestThread, Pending
-from kvpact.weights import adapter_digest
+from kvpact.identity.adapter_files import FilesSeen, look_at_files, look_at_rest
+from kvpact.identity.digest_thread import DigestThread, Pending
+from kvpact.identity.loaded_adapters import LoadedAdapters
+from kvpact.identity.weights import adapter_digest
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A worker's watch over the adapters that vLLM loads: from which state of their files, said before a step uses them.
 
-Owns the wrapper around vLLM's loading; `kvpact.vllm.worker` puts it on. Floor 3.
+Owns the wrapper around vLLM's loading; `kvpact.vllm.worker` puts it on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kvpact.loaded_adapters import NO_STAMP, LoadedAdaptersWriter
-from kvpact.vllm.adapter_files import FilesSeen, look_at_rest
+from kvpact.identity.adapter_files import FilesSeen, look_at_rest
+from kvpact.identity.loaded_adapters import NO_STAMP, LoadedAdaptersWriter
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Which weights vLLM has loaded: a name of the user's, a commit of the model hub, or a digest over files.
 
 Owns the translation from vLLM's configuration into one of these, remote code included. A branch or a tag never tells;
-what cannot be told is one ConfigError that names `model_id`. Floor 3.
+what cannot be told is one ConfigError that names `model_id`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from kvpact.errors import ConfigError
-from kvpact.weights import DigestMemory, WeightFiles
+from kvpact.identity.weights import DigestMemory, WeightFiles
 
 SET_MODEL_ID = "set `model_id` in kv_connector_extra_config to a name that changes when the weights change"
 

@@ -1,7 +1,7 @@
 """`PactConnector`: kvpact as stock vLLM loads it.
 
 Owns no logic beyond vLLM's calling convention: it builds one of the two halves and passes every hook on, guarded so
-that a mistake of kvpact costs a hit and never the engine. Written for vLLM 0.26 to 0.33. Floor 3.
+that a mistake of kvpact costs a hit and never the engine. Written for vLLM 0.26 to 0.33.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvpact.config import load_config
 from kvpact.contract import WorkerReport
 from kvpact.errors import ConfigError, StepLoadLost
-from kvpact.loaded_adapters import LoadedAdaptersWriter
+from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
+from kvpact.identity.notices import NoticeWriter
 from kvpact.metrics import Metrics
-from kvpact.notices import NoticeWriter
+from kvpact.vllm.checks import check_engine, check_match_at, log_like_vllm, worker_place
+from kvpact.vllm.compat.releases import transfer_results
 from kvpact.vllm.context import VllmContext
 from kvpact.vllm.guard import Guard, guarded
-from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata, RanksMessage, StepMessage
-from kvpact.vllm.releases import transfer_results
+from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
 from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
-from kvpact.vllm.support import check_engine, check_match_at, log_like_vllm, worker_place
 from kvpact.vllm.worker_side import WorkerSide
+from kvpact.wire import RanksMessage, StepMessage
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """Digests of what vLLM's requests bring as tensors: features of media, masks, prompt embeddings.
 
 Owns the encoding under which equal content has equal digests in every process. Runs on background threads only: it
-reads every byte. Floor 3.
+reads every byte.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's block pool, block tables and queues as a `SchedulerContext`: one seam between a connector and vLLM's insides.
 
 Owns what is held through it and which requests it was told of; hands out views and ids, never vLLM's own structures.
-For any connector, not only kvpact's: see `scheduler_context`. Floor 3.
+For any connector, not only kvpact's: see `scheduler_context`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+from kvpact.block_refs import Holds, count_more, cursor_lost, no_such_block, no_such_request, not_free
 from kvpact.contract import KVCacheBlockView
-from kvpact.holds import Holds, count_more, cursor_lost, no_such_block, no_such_request, not_free
-from kvpact.vllm.releases import BlockTables, StepBlockTables, evict_first_of_all, group_of, is_free, next_free
+from kvpact.vllm.compat.releases import BlockTables, StepBlockTables, evict_first_of_all, group_of, is_free, next_free
 
 NOT_ADMITTED = frozenset({"WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "PREEMPTED"})
 """vLLM's states of a request that it may still take. One that waits for its load has been taken."""

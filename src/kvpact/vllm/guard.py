@@ -1,6 +1,6 @@
 """Keeps kvpact's mistakes away from the engine: an exception in a hook costs a hit, never the engine (H13).
 
-Owns the time spent in hooks, the count of errors and what was logged already. Floor 3.
+Owns the time spent in hooks, the count of errors and what was logged already.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What decides the content of all KV blocks of an engine under vLLM: its namespace.
 
-Owns the translation from vLLM's configuration into `Namespace`. Floor 3.
+Owns the translation from vLLM's configuration into `Namespace`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvpact.blocks import Namespace
+from kvpact.identity.keys import Namespace
 from kvpact.vllm.quantization import quantization
 
 FORMAT = "1"

@@ -1,7 +1,7 @@
 """Opens the tiers as soon as it is known whose weights these are: at once, or later on a thread of its own.
 
 Owns the wait for the weights' digest, which may mean reading all of a model's files. Until then the engine serves from
-memory; keys of blocks do not depend on the digest, and tiers do, so what memory holds then is right for them. Floor 3.
+memory; keys of blocks do not depend on the digest, and tiers do, so what memory holds then is right for them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import threading
 import time
 from dataclasses import dataclass
 
-from kvpact.background import give_way, on_spare_cpus, start_background
-from kvpact.blocks import Namespace
 from kvpact.config import KvpactConfig
 from kvpact.errors import TierError
+from kvpact.identity.keys import Namespace
+from kvpact.identity.weights import ReadingStopped, WeightsUnknown
+from kvpact.threads import give_way, on_spare_cpus, start_background
 from kvpact.tiers.base import RecordSeal, Tier
-from kvpact.tiers.kinds import TierPlace, open_tier
-from kvpact.tiers.queue import TierQueue
+from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.registry import TierPlace, open_tier
 from kvpact.vllm.base_weights import READ_AT_ONCE_BYTES, SET_MODEL_ID, BaseWeights, cannot_tell
-from kvpact.weights import ReadingStopped, WeightsUnknown
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What a request's images, clips and videos are, by their features, whatever a client calls them.
 
-Owns the map from vLLM's identifiers to content. Features are read on a background thread. Floor 3.
+Owns the map from vLLM's identifiers to content. Features are read on a background thread.
 
 An identifier is no content: it may be the client's own word (`uuid`), with or without vLLM's hash over it. Nor are the
 features alone: vLLM keeps what its encoder made of them under the identifier, and takes that for the next request that
@@ -17,8 +17,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.vllm.content_digests import features_digest, mask_digest
-from kvpact.vllm.digest_thread import DigestThread, Pending
 
 LEAST_NAMES = 8192
 """Identifiers that are remembered at least; with an encoder cache of more embeddings, as many as it can hold: what vLLM

@@ -1,7 +1,7 @@
 """Whether the numbers of a model are still the same: a digest of all of them, and a sample that costs little.
 
 Owns which tensors count and how they are read; decides nothing. Works on the device where a tensor lies and brings a
-number a tensor back. Floor 3.
+number a tensor back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A worker's watch over its own weights: who may change them says so before, and what changed unsaid is found.
 
 Owns when which check is made; writes what it finds into the rank's notice, where the scheduler's half reads it before
-anything else (`kvpact.vllm.weights_watch`). `kvpact.vllm.worker` calls this. Floor 3.
+anything else (`kvpact.vllm.weights_watch`). `kvpact.vllm.worker` calls this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from kvpact.notices import NoticeWriter
+from kvpact.identity.notices import NoticeWriter
 from kvpact.vllm.model_digest import Sample, digest_of, models_of
 
 logger = logging.getLogger(__name__)

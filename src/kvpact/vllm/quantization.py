@@ -1,7 +1,6 @@
 """How vLLM has quantised the weights: method, settings and what decides its kernels, as one field of the namespace.
 
 The checkpoint's own settings stand in the model's configuration or beside the weights and are told from others there.
-Floor 3.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvpact.identity.weights import file_digest
 from kvpact.vllm.base_weights import cannot_tell
-from kvpact.weights import file_digest
 
 KERNEL_SETTINGS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
 KERNEL_VARIABLES = ("VLLM_DISABLED_KERNELS", "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_DEEP_GEMM", "VLLM_USE_MARLIN")

@@ -1,7 +1,7 @@
 """What decides the content of one request's KV blocks under vLLM, besides the engine's namespace and its tokens.
 
 Owns the translation from vLLM's requests into `RequestIdentity`. What it does not know it refuses: such a request is
-neither stored nor served. Nothing is digested on the caller's thread. Floor 3.
+neither stored nor served. Nothing is digested on the caller's thread.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kvpact.blocks import MediaSpan, RequestIdentity
+from kvpact.identity.digest_thread import DigestThread, Pending
+from kvpact.identity.keys import MediaSpan, RequestIdentity
 from kvpact.vllm.adapter_digests import MOST_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.vllm.content_digests import embedding_digests
-from kvpact.vllm.digest_thread import DigestThread, Pending
 from kvpact.vllm.media_contents import LEAST_NAMES, MediaContent, MediaContents
 
 logger = logging.getLogger(__name__)

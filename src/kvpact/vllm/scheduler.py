@@ -1,7 +1,7 @@
 """Schedulers that a user names in `scheduler_cls`: `vllm:external_prefix_cache_hits` is then what was not computed.
 
 Owns nothing but that count: vLLM's scheduler adds it up when it admits a request, where nobody knows yet what arrives,
-and offers connectors no way to correct it. Everything else works without these classes. Floor 3.
+and offers connectors no way to correct it. Everything else works without these classes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The scheduler's half of the connector: vLLM's hooks, told to the cache in the order in which they come.
 
 Owns the map from vLLM's requests to the cache's, and what must be said to the workers this step. Lives in the
-scheduler's process only; never blocks on I/O. Floor 3.
+scheduler's process only; never blocks on I/O.
 """
 
 from __future__ import annotations
@@ -13,38 +13,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvpact.arena import Arena, ArenaSegment, SegmentAddress
-from kvpact.cache import PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.stats_file import StatsFile
+from kvpact.cache.turns import Turn, Turns
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalKVMatch, WorkerReport
 from kvpact.errors import ConfigError, KvpactError, PactViolation
-from kvpact.loaded_adapters import LoadedAdapters
+from kvpact.identity.loaded_adapters import LoadedAdapters
+from kvpact.memory.arena import Arena, ArenaSegment, SegmentAddress
 from kvpact.metrics import Metrics, explain_misses
-from kvpact.tiers.kinds import load_seal
-from kvpact.tiers.queue import TierQueue
+from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
+from kvpact.vllm.compat.late_loads import LateLoads
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.guard import Guard
-from kvpact.vllm.hit_credit import HitCredit
+from kvpact.vllm.hit_accounting import HitCredit
 from kvpact.vllm.identity import engine_namespace
-from kvpact.vllm.late_loads import LateLoads
 from kvpact.vllm.late_tiers import LateTiers, OpenTiers
-from kvpact.vllm.messages import (
-    AdapterUsed,
-    BrokenLoad,
-    PactMetadata,
-    RanksMessage,
-    StepMessage,
-    StoreAddress,
-    WorkerHello,
-)
+from kvpact.vllm.messages import PactMetadata
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
-from kvpact.vllm.stats_file import StatsFile
 from kvpact.vllm.step_hook import Candidates
-from kvpact.vllm.turns import Turn, Turns
 from kvpact.vllm.weights_watch import BLIND, WeightsWatch
 from kvpact.vllm.worker_identity import facts_of_ranks
+from kvpact.wire import AdapterUsed, BrokenLoad, RanksMessage, StepMessage, StoreAddress, WorkerHello
 
 logger = logging.getLogger(__name__)
 

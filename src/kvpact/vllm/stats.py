@@ -1,7 +1,7 @@
 """kvpact's counts in vLLM's own metrics: the log line and the Prometheus endpoint.
 
 Owns the translation of a `Metrics` snapshot into vLLM's connector statistics. Counts what `kvpact.metrics` names,
-nothing else. Floor 3.
+nothing else.
 """
 
 from __future__ import annotations

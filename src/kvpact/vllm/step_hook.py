@@ -2,7 +2,7 @@
 
 Owns the rules of DESIGN section 1.2 for vLLM's own scheduler output, for any connector that has the hook. Never edits
 that output: with one process it is the scheduler's own object, and a preempted request whose numbers were edited is
-never scheduled again (H90). `kvpact.vllm.worker` calls this. Floor 3.
+never scheduled again (H90). `kvpact.vllm.worker` calls this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The scheduler half's watch over the weights: what the ranks say of them, told to the cache before a hook asks it.
 
 Owns what was seen of the ranks' notices, and whether the cache may serve. `kvpact.vllm.worker` has the ranks say it.
-Floor 3.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpact.errors import WeightsVersionRefused
-from kvpact.notices import Notice, NoticeReader
+from kvpact.identity.notices import Notice, NoticeReader
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """`KvpactWorker`: the platform's worker, which says when its weights change, and asks connectors before each step.
 
 Owns the class, what of vLLM's methods changes weights, and which engines the hook is known to be right on. With another
-connector than kvpact's, and without such a hook, it is the platform's worker. Imported by workers only. Floor 3.
+connector than kvpact's, and without such a hook, it is the platform's worker. Imported by workers only.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import wraps
 from typing import Any
 
 from kvpact.errors import ConfigError
-from kvpact.notices import NoticeWriter
+from kvpact.identity.notices import NoticeWriter
 from kvpact.vllm.adapter_watch import watch_adapters
+from kvpact.vllm.compat.platforms import base_worker
 from kvpact.vllm.model_watch import ModelWatch, extension_methods
-from kvpact.vllm.platforms import base_worker
 from kvpact.vllm.step_hook import Minimum, StepHook
 
 logger = logging.getLogger(__name__)

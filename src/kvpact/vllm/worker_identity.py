@@ -2,7 +2,7 @@
 
 Owns the reading of vLLM's layers, rotary modules and loaded configuration into short strings, the facts, which are
 equal where the same bytes mean the same. What cannot be read becomes unlike everything else, never equal to it. No fact
-holds a host's name, a path, a process id or a device's index. Floor 3.
+holds a host's name, a path, a process id or a device's index.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvpact.paged import block_axis
 from kvpact.vllm.identity import architecture_digest
+from kvpact.worker.paged import block_axis
 
 logger = logging.getLogger(__name__)
 

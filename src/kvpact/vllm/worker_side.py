@@ -1,7 +1,7 @@
 """The worker's half of the connector: one rank's KV memory, its arena segment, and the copies between them.
 
 Owns the rank's memory segment and transfer threads. Decides nothing: it copies what the scheduler's half orders and
-says what it did, exactly once a job. Floor 3.
+says what it did, exactly once a job.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpact.arena import ArenaSegment, slots_for
-from kvpact.blocks import RangeSet
 from kvpact.config import KvpactConfig
-from kvpact.contract import ExternalCacheWorker, JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.contract import ExternalCacheWorker, JobOutcome, LoadJob, SaveJob, StepRead, StepWork, WorkerReport, load_id
 from kvpact.errors import StepLoadLost
-from kvpact.loaded_adapters import LoadedAdaptersWriter
-from kvpact.notices import NoticeWriter
-from kvpact.prefault import START_SECONDS
-from kvpact.step_match import StepRead, load_id
-from kvpact.transfer import PagedKV, TransferWorker
-from kvpact.vllm.messages import AdapterUsed, BrokenLoad, StepMessage, WorkerHello
-from kvpact.vllm.step_reader import StepReader, Wanted
+from kvpact.identity.keys import RangeSet
+from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
+from kvpact.identity.notices import NoticeWriter
+from kvpact.memory.arena import ArenaSegment, slots_for
+from kvpact.memory.prefault import START_SECONDS
 from kvpact.vllm.worker_identity import layer_pages, worker_facts
+from kvpact.wire import AdapterUsed, BrokenLoad, StepMessage, WorkerHello
+from kvpact.worker.step_reader import StepReader, Wanted
+from kvpact.worker.transfer import PagedKV, TransferWorker
 
 ENDED_JOBS = 4096
 """Ended jobs whose outcome can be said again: far more than can end before a lost report is asked for."""

@@ -1,0 +1,68 @@
+"""Modules under the names that they had before: importing one warns, and gives the module as it is called now."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Final
+
+MOVED: Final = {
+    "kvpact.blocks": "kvpact.identity.keys",
+    "kvpact.epochs": "kvpact.identity.epochs",
+    "kvpact.ledger": "kvpact.cache.ledger",
+    "kvpact.tier_urls": "kvpact.tiers.urls",
+    "kvpact.transfer": "kvpact.worker.transfer",
+    "kvpact.tiers.kinds": "kvpact.tiers.registry",
+    "kvpact.testkit.conformance": "kvpact.testkit.cache.conformance",
+    "kvpact.testkit.machine": "kvpact.testkit.cache.machine",
+    "kvpact.testkit.simple_connector": "kvpact.testkit.vllm.simple_connector",
+    "kvpact.testkit.soak": "kvpact.testkit.cache.soak",
+    "kvpact.testkit.subjects": "kvpact.testkit.cache.subjects",
+    "kvpact.testkit.verdict": "kvpact.testkit.report",
+    "kvpact.testkit.vllm_adapters": "kvpact.testkit.vllm.adapters",
+    "kvpact.testkit.vllm_driver": "kvpact.testkit.vllm.driver",
+    "kvpact.testkit.vllm_engine": "kvpact.testkit.vllm.engine",
+    "kvpact.testkit.vllm_lab": "kvpact.testkit.vllm.factory",
+    "kvpact.testkit.vllm_registry": "kvpact.testkit.vllm.registry",
+    "kvpact.testkit.vllm_releases": "kvpact.testkit.vllm.releases",
+    "kvpact.testkit.vllm_seams": "kvpact.testkit.vllm.compat",
+}
+"""Those that the documentation named. Until 1.0."""
+
+
+class _Redirect(MetaPathFinder, Loader):
+    """Finds the modules in `MOVED`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The import system returns what stands in `sys.modules` afterwards."""
+        new = MOVED[module.__name__]
+        warnings.warn(f"{module.__name__} is {new} now", DeprecationWarning, stacklevel=2)
+        sys.modules[module.__name__] = import_module(new)
+
+
+def moved_names(package: str, home: str, *names: str) -> Callable[[str], object]:
+    """A `__getattr__` for a package that was a module with these names, which are now `home`'s."""
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        warnings.warn(f"{package}.{name} is {home}.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(home), name)
+
+    return find
+
+
+def redirect() -> None:
+    """From now on. A second call changes nothing."""
+    if not any(isinstance(finder, _Redirect) for finder in sys.meta_path):
+        sys.meta_path.append(_Redirect())

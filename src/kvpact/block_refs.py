@@ -1,0 +1,87 @@
+"""What one connector holds of an engine's blocks: how often each, and what counts as misuse.
+
+Owns the rules that every engine's scheduler context has in common, so that a mistake gets the same answer everywhere.
+Never touches a block itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvpact.errors import PactViolation
+
+
+class Block(Protocol):
+    """As much of an engine's block as the rules need; vLLM's own blocks are such, and so are views."""
+
+    @property
+    def block_id(self) -> int:
+        """Its number in the pool."""
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it stands for blocks that a request does not need."""
+
+
+class Holds:
+    """The holds of one context."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        """Block id -> how many times it is held; no zeros."""
+
+    @property
+    def total(self) -> int:
+        """How many holds there are."""
+        return sum(self.counts.values())
+
+    def take(self, blocks: Sequence[Block]) -> None:
+        """Each block is held once more; all of them or, on an error, none. The null block: PactViolation."""
+        if any(block.is_null for block in blocks):
+            raise PactViolation("the null block was touched; it stands for blocks that a request does not need")
+        count_more(self.counts, (block.block_id for block in blocks))
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Each block is held once less; all of them or, on an error, none. Not touched: PactViolation."""
+        freed: dict[int, int] = {}
+        count_more(freed, block_ids)
+        for block_id, times in freed.items():
+            if self.counts.get(block_id, 0) < times:
+                raise PactViolation(
+                    f"block {block_id} is freed {times} times, touched {self.counts.get(block_id, 0)} times through "
+                    "this context; free only what was touched"
+                )
+        for block_id, times in freed.items():
+            if self.counts[block_id] == times:
+                del self.counts[block_id]
+            else:
+                self.counts[block_id] -= times
+
+
+def count_more(counts: dict[int, int], block_ids: Iterable[int]) -> None:
+    """Each block once more. Not a Counter: its first `update` costs the scheduler 0.7 ms, and every other one 5 us."""
+    for block_id in block_ids:
+        counts[block_id] = counts.get(block_id, 0) + 1
+
+
+def no_such_block(block_id: int, num_blocks: int) -> PactViolation:
+    """The error for a block id that the pool does not have."""
+    return PactViolation(f"block {block_id} does not exist; the pool has blocks 0 to {num_blocks - 1}")
+
+
+def not_free(block_id: int) -> PactViolation:
+    """The error for a walk that is to begin behind a block that is not in the free queue."""
+    return PactViolation(f"block {block_id} is not in the free queue; start from its head or from a free block")
+
+
+def cursor_lost(block_id: int) -> PactViolation:
+    """The error for a walk whose last block left the free queue, even if it is back in it."""
+    return PactViolation(f"the cursor, block {block_id}, left the free queue while it was walked; start again")
+
+
+def no_such_request(request_id: str) -> PactViolation:
+    """The error for the blocks of a request that is not alive."""
+    return PactViolation(f"no request {request_id} is alive; ask before it is finished")

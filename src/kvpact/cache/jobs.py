@@ -1,0 +1,210 @@
+"""The copies that workers were told to make, from the order until every rank has reported.
+
+Owns the jobs under way, what each rank has said of them, and when it is asked again. What a finished copy means is
+decided in `cache.py`. No clock: time comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from sys import maxsize
+
+from kvpact.cache.ledger import Plan
+from kvpact.contract import Inquiry, JobOutcome, JobTally, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.identity.keys import BlockKey, BlockRange, RangeSet
+from kvpact.index.block_index import Pin
+
+Slots = tuple[int, ...]
+PactPlan = Plan[Pin, Slots]
+"""A plan's intent is the slots of its blocks: its pins keep them as they are, even if entries are dropped meanwhile."""
+
+
+@dataclass(slots=True)
+class Load:
+    """A committed match on its way into the engine's blocks."""
+
+    job: LoadJob
+    plan: PactPlan
+    keys: tuple[BlockKey, ...]
+    tally: JobTally
+    ask_at: float
+    recalled: bool = False
+    """Whether the weights it is of have gone meanwhile."""
+    given_up: bool = False
+    """Whether its deadline has passed: the workers let the engine go on without it."""
+    told: bool = False
+    """Whether it was settled as late. What the ranks say of it later is for the cache alone."""
+
+
+@dataclass(slots=True)
+class Save:
+    """Computed blocks on their way into the arena. `pin` keeps their chain.
+
+    `trusted` falls if a load failed; of the request's blocks from `garbage_from` on nobody knows what they hold.
+
+    Of blocks saved because the engine is about to evict them, `leaving` are those to be evicted first afterwards.
+    """
+
+    job: SaveJob
+    keys: tuple[BlockKey, ...]
+    pin: Pin
+    tally: JobTally
+    ask_at: float
+    leaving: frozenset[int] | None = None
+    trusted: bool = True
+    garbage_from: int = maxsize
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What the workers are told at the end of the running step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    inquiries: list[Inquiry] = field(default_factory=list)
+    recalls: list[int] = field(default_factory=list)
+    overdue: list[int] = field(default_factory=list)
+
+    def has(self, job: LoadJob | SaveJob) -> bool:
+        """Whether the workers are told of this job with this step, and so have not heard of it."""
+        return any(job is ordered for ordered in (*self.loads, *self.saves))
+
+    def take(self) -> StepWork:
+        """All of it; the next step begins empty."""
+        if not (self.loads or self.saves or self.inquiries or self.recalls or self.overdue):
+            return _NOTHING
+        work = StepWork(
+            tuple(self.loads), tuple(self.saves), tuple(self.inquiries), tuple(self.recalls), tuple(self.overdue)
+        )
+        self.recalls.clear()
+        self.overdue.clear()
+        self.loads.clear()
+        self.saves.clear()
+        self.inquiries.clear()
+        return work
+
+
+_NOTHING = StepWork()
+
+
+class Copies:
+    """All loads and saves under way on `ranks` ranks. One that no rank speaks of is asked about every `patience` s."""
+
+    def __init__(self, ranks: int, patience: float) -> None:
+        self.loads: dict[int, Load] = {}
+        self.saves: dict[int, Save] = {}
+        self._ranks = ranks
+        self._patience = patience
+        self._ids = count(1)
+        self._outbox = _Outbox()
+        self._spoken_of: set[int] = set()
+
+    def order_load(
+        self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float
+    ) -> Load:
+        """With this step, `blocks` of a committed plan go from its slots into the engine's blocks."""
+        job = LoadJob(
+            next(self._ids),
+            plan.request_id,
+            blocks.start,
+            plan.intent[: blocks.count],
+            tuple(block_ids[blocks.start : blocks.end]),
+            not plan.asynchronous,
+        )
+        tally = JobTally(blocks, self._ranks)
+        load = self.loads[job.job_id] = Load(job, plan, tuple(keys[: blocks.end]), tally, now + self._patience)
+        self._outbox.loads.append(job)
+        return load
+
+    def order_save(
+        self, request_id: str, start: int, slots: Slots, block_ids: tuple[int, ...], keys: Sequence[BlockKey], pin: Pin,
+        now: float, leaving: frozenset[int] | None = None,
+    ) -> None:  # fmt: skip
+        """After this step, blocks from `start` on go from the engine into `slots`; `pin` keeps the chain of `keys`."""
+        job = SaveJob(next(self._ids), request_id, start, slots, block_ids)
+        tally = JobTally(job.blocks, self._ranks)
+        self.saves[job.job_id] = Save(job, tuple(keys), pin, tally, now + self._patience, leaving)
+        self._outbox.saves.append(job)
+
+    def save_ordered_now(self, request_id: str) -> Save | None:
+        """What the running step will save of a request."""
+        job = next((job for job in self._outbox.saves if job.request_id == request_id), None)
+        return self.saves[job.job_id] if job is not None else None
+
+    def end_step(self, now: float) -> StepWork:
+        """What the workers are told, with questions about copies that nobody has spoken of for long."""
+        tasks: list[Load | Save] = [*self.loads.values(), *self.saves.values()]
+        for task in tasks:
+            if now < task.ask_at:
+                continue
+            task.ask_at = now + self._patience  # a report was lost, or its worker is slow: it is asked, no more
+            if not self._outbox.has(task.job):  # who has not heard of a job calls it failed, and copies it afterwards
+                self._outbox.inquiries.append(Inquiry(task.job.job_id, task.job.blocks))
+                if isinstance(task, Load) and task.given_up:
+                    self._outbox.overdue.append(task.job.job_id)  # whoever has not heard it yet
+        return self._outbox.take()
+
+    def give_up(self, now: float) -> list[Load]:
+        """Loads whose deadline has passed: with this step the workers are told so, once, and again as they are asked.
+
+        Not in the step that orders the load.
+        """
+        overdue = [
+            load
+            for load in self.loads.values()
+            if now > load.plan.deadline and not load.given_up and not self._outbox.has(load.job)
+        ]
+        for load in overdue:
+            load.given_up = True
+            self._outbox.overdue.append(load.job.job_id)
+        return overdue
+
+    def abandon_step(self) -> WorkerReport:
+        """What was to be ordered with the running step never reaches the workers: a report that all have failed it."""
+        work = self._outbox.take()
+        jobs: list[LoadJob | SaveJob] = [*work.loads, *work.saves]
+        outcomes = {job.job_id: JobOutcome(failed=RangeSet.of(job.blocks)) for job in jobs}
+        return WorkerReport(dict.fromkeys(range(self._ranks), outcomes))
+
+    def take_loads(self, report: WorkerReport) -> list[Load]:
+        """The loads that are over with this report, oldest first. Pieces of unknown jobs (said twice) are ignored.
+
+        What they say of the saves that `take_saves` will give comes first: `distrust`.
+        """
+        for rank, jobs in report.ranks.items():
+            for job_id, outcome in jobs.items():
+                task = self.loads.get(job_id) or self.saves.get(job_id)
+                if task is not None:
+                    task.tally.add(rank, outcome)
+                    self._spoken_of.add(job_id)
+        ended = sorted(job_id for job_id in self._spoken_of & self.loads.keys() if self.loads[job_id].tally.complete)
+        return [self.loads.pop(job_id) for job_id in ended]
+
+    def take_saves(self) -> list[Save]:
+        """The saves that are over with the last report, oldest first."""
+        ended = sorted(job_id for job_id in self._spoken_of & self.saves.keys() if self.saves[job_id].tally.complete)
+        self._spoken_of.clear()
+        return [self.saves.pop(job_id) for job_id in ended]
+
+    def distrust(self, request_id: str, key: BlockKey, block: int) -> None:
+        """This request's load of `block` failed: nothing is stored of what it saves, or anybody behind that block."""
+        for save in self.saves.values():
+            if save.job.request_id == request_id or save.keys[block : block + 1] == (key,):
+                save.trusted = False
+
+    def recall(self) -> None:
+        """The weights may be others from now on: what is being saved is not stored, what is being loaded not used.
+
+        Synchronous loads belong to a step that the engine has begun, and to the weights of that step.
+        """
+        for save in self.saves.values():
+            save.trusted = False
+        for job_id, load in self.loads.items():
+            if not load.recalled and not load.job.synchronous:
+                self._outbox.recalls.append(job_id)
+            load.recalled = True
+
+    def __len__(self) -> int:
+        return len(self.loads) + len(self.saves)

@@ -1,0 +1,586 @@
+"""Every plan from prepare to settlement: the state table, the leases, and the four counts that must reconcile.
+
+TRANSITIONS is the whole lifecycle: a plan's state changes in `Ledger._apply` and nowhere else, and what is not in the
+table raises PactViolation. Owns no block and no bytes, reads no clock, starts no thread: events and the time come in as
+arguments, and a lease is handed to `release` once, when its plan no longer needs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from math import inf
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+from kvpact.errors import PactViolation
+from kvpact.identity.keys import BlockRange, RangeSet
+from kvpact.metrics import EndReason
+
+HISTORY_LENGTH = 256
+"""How many ended plans are remembered for a person who asks why; older ones are forgotten (H51)."""
+
+
+PLAN_LIFETIME_STEPS = 2
+"""Steps a plan outlives without being asked for: an engine that preempts in a step does not look at its queue in it."""
+
+
+class State(StrEnum):
+    """Where a plan is. NONE stands for a request without a plan."""
+
+    NONE = "NONE"
+    PENDING = "PENDING"
+    PLANNED = "PLANNED"
+    LOADING = "LOADING"
+    LOADED = "LOADED"
+    SHORT = "SHORT"
+    ABORTED = "ABORTED"
+
+
+class Event(StrEnum):
+    """What happens to a plan; the value is what a person reads on the arrow."""
+
+    PREPARE_LATER = "prepare, a tier answers later"
+    PREPARE_READY = "prepare, all is held"
+    RENEW = "prepare again"
+    COMMIT = "commit, 0 < n ≤ promised"
+    ABORT = "abort, or commit of 0"
+    ARRIVED = "all committed tokens arrived"
+    FELL_SHORT = "a named range did not arrive"
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.NONE, Event.PREPARE_LATER): State.PENDING,
+    (State.NONE, Event.PREPARE_READY): State.PLANNED,
+    (State.PENDING, Event.PREPARE_READY): State.PLANNED,
+    (State.PENDING, Event.RENEW): State.PENDING,
+    (State.PENDING, Event.ABORT): State.ABORTED,
+    (State.PLANNED, Event.RENEW): State.PLANNED,
+    (State.PLANNED, Event.COMMIT): State.LOADING,
+    (State.PLANNED, Event.ABORT): State.ABORTED,
+    (State.LOADING, Event.ARRIVED): State.LOADED,
+    (State.LOADING, Event.FELL_SHORT): State.SHORT,
+}
+
+ENDINGS = frozenset({State.LOADED, State.SHORT, State.ABORTED})
+OPEN_STATES = frozenset({State.PENDING, State.PLANNED, State.LOADING})
+
+Lease = TypeVar("Lease", bound=Hashable)
+"""A hold on stored blocks, opaque here. Two equal leases in one list are two holds."""
+Intent = TypeVar("Intent")
+"""What the cache needs to carry the plan out, opaque here."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Plan(Generic[Lease, Intent]):
+    """The cache's record behind one match. Everybody may read it; only its ledger writes it (`intent` is the cache's).
+
+    `blocks` is the match in engine blocks; its last block may be covered in part. Times are seconds on the caller's
+    clock, `seen_at` and `seen_step` those of the last prepare or commit. `deadline` bounds what others do: staging
+    while PENDING, the load while LOADING. `asynchronous`: the engine does not wait for the load.
+    """
+
+    request_id: str
+    blocks: BlockRange
+    block_size: int
+    intent: Intent
+    asynchronous: bool
+    opened_at: float
+    seen_at: float
+    seen_step: int
+    deadline: float
+    state: State = State.NONE
+    promised_tokens: int = 0
+    committed_tokens: int = 0
+    loaded_tokens: int = 0
+    used_tokens: int = 0
+    used_again_tokens: int = 0
+    leases: list[Lease] = field(default_factory=list)
+    reason: EndReason | None = None
+    failed: RangeSet = field(default_factory=RangeSet)
+    request_finished: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the plan has not ended yet."""
+        return self.state in OPEN_STATES
+
+    @property
+    def committed_blocks(self) -> BlockRange:
+        """The blocks that the committed tokens reach into; the last one may be covered in part."""
+        return BlockRange(self.blocks.start, -(-self.committed_tokens // self.block_size))
+
+    def committed_tokens_in(self, blocks: RangeSet) -> int:
+        """How many committed tokens lie in `blocks`, which must be committed ones."""
+        last = self.committed_blocks.end - 1
+        missing_in_last = self.committed_blocks.count * self.block_size - self.committed_tokens
+        return len(blocks) * self.block_size - (missing_in_last if last in blocks else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecord:
+    """What a person may want to know of one plan; times are seconds on the ledger's clock."""
+
+    request_id: str
+    state: State
+    reason: EndReason | None
+    blocks: BlockRange
+    failed: RangeSet
+    promised_tokens: int
+    committed_tokens: int
+    loaded_tokens: int
+    used_tokens: int
+    used_again_tokens: int
+    opened_at: float
+    seen_at: float
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a ledger has counted since it began; no number here ever falls.
+
+    Tokens: `promised = committed + withdrawn + still planned`, `committed = loaded + failed + still loading`,
+    `loaded >= used + used_again`. `used` counts each position of a request once; what the same request skips again
+    after a preemption is `used_again`. Leases held are `leases_taken - leases_released`.
+    """
+
+    promised_tokens: int = 0
+    committed_tokens: int = 0
+    withdrawn_tokens: int = 0
+    loaded_tokens: int = 0
+    failed_tokens: int = 0
+    used_tokens: int = 0
+    used_again_tokens: int = 0
+    plans_opened: int = 0
+    leases_taken: int = 0
+    leases_released: int = 0
+    ended: Counter[EndReason] = field(default_factory=Counter)
+
+    def counts(self) -> Iterator[tuple[str, int, str]]:
+        """Arguments for `Metrics.raise_to`: name, total, label."""
+        for name in _COUNTED:
+            yield name, getattr(self, name), ""
+        for reason in EndReason:
+            yield "plans_ended", self.ended[reason], reason
+
+
+_COUNTED = tuple(item.name for item in fields(Totals) if item.name.endswith("_tokens") or item.name == "plans_opened")
+
+
+class Ledger(Generic[Lease, Intent]):
+    """All plans of one engine; at most one open plan per request.
+
+    `release` is called once for each lease, after the plan has changed. A plan that was neither renewed nor committed
+    expires after more than `plan_lifetime_seconds` and more than `plan_lifetime_steps` scheduler steps: both, because
+    one long step is no reason to take a promise back, and many short ones are none either.
+    """
+
+    def __init__(
+        self,
+        release: Callable[[Lease], object],
+        *,
+        plan_lifetime_seconds: float,
+        plan_lifetime_steps: int = PLAN_LIFETIME_STEPS,
+    ) -> None:
+        self.totals = Totals()
+        self.history: deque[PlanRecord] = deque(maxlen=HISTORY_LENGTH)
+        self.step = 0
+        self._release = release
+        self._lifetime_seconds = plan_lifetime_seconds
+        self._lifetime_steps = plan_lifetime_steps
+        self._open: dict[str, Plan[Lease, Intent]] = {}
+        self._unsaid: dict[str, Plan[Lease, Intent]] = {}
+        """Settled plans of which the engine has not said yet how much it used."""
+        self._used_positions: dict[str, RangeSet] = {}
+        """Per living request the token positions (not blocks) that were counted as used."""
+
+    # Prepare
+
+    def open_plan(
+        self,
+        request_id: str,
+        blocks: BlockRange,
+        *,
+        block_size: int,
+        intent: Intent,
+        now: float,
+        leases: Iterable[Lease] = (),
+        promised_tokens: int = 0,
+        asynchronous: bool = False,
+        deadline: float = inf,
+    ) -> Plan[Lease, Intent]:
+        """Open a plan: PLANNED if tokens are promised, PENDING (promising nothing yet) if `promised_tokens` is 0.
+
+        An older plan of the request that is not loading yet is superseded: its leases that are also in `leases` move
+        over (do not acquire them again), the others are released. `deadline` is when a PENDING plan must be staged.
+        PactViolation if the older plan is loading, or if the promise does not end in the last of `blocks`.
+        """
+        old = self._open.get(request_id)
+        if old is not None:
+            self._require(old, Event.ABORT)
+        plan = Plan[Lease, Intent](
+            request_id=request_id,
+            blocks=blocks,
+            block_size=block_size,
+            intent=intent,
+            asynchronous=asynchronous,
+            opened_at=now,
+            seen_at=now,
+            seen_step=self.step,
+            deadline=inf if promised_tokens else deadline,
+        )
+        if promised_tokens:
+            self._require_promise(plan, blocks, promised_tokens)
+        unused = self._unsaid.get(request_id)
+        if unused is not None:  # The request was preempted after its load and before it ran.
+            self.use(unused, 0)
+        moved: list[Lease] = []
+        if old is not None:
+            moved, old.leases = old.leases, []
+            self._abort(old, EndReason.SUPERSEDED)
+        self._apply(plan, Event.PREPARE_READY if promised_tokens else Event.PREPARE_LATER)
+        self._open[request_id] = plan
+        self.totals.plans_opened += 1
+        self._promise(plan, blocks, promised_tokens)
+        plan.leases = moved
+        self._hold(plan, leases)
+        return plan
+
+    def find(self, request_id: str) -> Plan[Lease, Intent] | None:
+        """The request's open plan, if it has one."""
+        return self._open.get(request_id)
+
+    def find_settled(self, request_id: str) -> Plan[Lease, Intent] | None:
+        """The request's settled plan of which `use` was not said yet, if there is one."""
+        return self._unsaid.get(request_id)
+
+    def open_plans(self) -> list[Plan[Lease, Intent]]:
+        """All open plans, oldest first."""
+        return list(self._open.values())
+
+    def renew(self, plan: Plan[Lease, Intent], now: float) -> None:
+        """The engine asked again for the same match; acquires and counts nothing (P3)."""
+        self._apply(plan, Event.RENEW)
+        plan.seen_at, plan.seen_step = now, self.step
+
+    def ready(
+        self,
+        plan: Plan[Lease, Intent],
+        *,
+        promised_tokens: int,
+        leases: Iterable[Lease],
+        now: float,
+        blocks: BlockRange | None = None,
+        asynchronous: bool | None = None,
+    ) -> None:
+        """A PENDING plan is staged: promise 1 or more tokens, in `blocks`, by default all that it was opened for.
+
+        From now on the plan holds exactly `leases`; what it held beside them is released.
+        """
+        blocks = blocks if blocks is not None else plan.blocks
+        self._require(plan, Event.PREPARE_READY)
+        self._require_promise(plan, blocks, promised_tokens)
+        self._apply(plan, Event.PREPARE_READY)
+        plan.seen_at, plan.seen_step, plan.deadline = now, self.step, inf
+        plan.asynchronous = plan.asynchronous if asynchronous is None else asynchronous
+        self._promise(plan, blocks, promised_tokens)
+        self._hold(plan, leases)
+
+    # Commit and settlement
+
+    def commit(
+        self,
+        plan: Plan[Lease, Intent],
+        tokens: int,
+        *,
+        now: float,
+        keep: Iterable[Lease] | None = None,
+        deadline: float = inf,
+    ) -> None:
+        """The engine takes the first `tokens` of the promise; 0 aborts the plan as declined (P4).
+
+        From now on the plan holds exactly `keep`, by default all it held: what it held beside them is released, and
+        what is new there was acquired by the caller. `deadline` is when the load must have ended. PactViolation if more
+        is taken than was promised.
+        """
+        if tokens == 0:
+            self.abort(plan, EndReason.DECLINED)
+            return
+        self._require(plan, Event.COMMIT)
+        if not 0 < tokens <= plan.promised_tokens:
+            raise PactViolation(
+                f"request {plan.request_id}: {tokens} tokens committed, {plan.promised_tokens} promised; "
+                "a commit takes 0 to all promised tokens"
+            )
+        self._apply(plan, Event.COMMIT)
+        plan.committed_tokens = tokens
+        plan.seen_at, plan.seen_step, plan.deadline = now, self.step, deadline
+        self.totals.committed_tokens += tokens
+        self.totals.withdrawn_tokens += plan.promised_tokens - tokens
+        if keep is not None:
+            self._hold(plan, keep)
+
+    def settle(
+        self, plan: Plan[Lease, Intent], *, loaded: RangeSet, failed: RangeSet, used_tokens: int | None = None
+    ) -> None:
+        """All ranks reported: each committed block is in exactly one of the two sets (P7). Releases all leases.
+
+        The plan ends LOADED, or SHORT if anything failed. Say `used_tokens` here if the engine's step already ran, as
+        with a synchronous load; otherwise say it later with `use`. For a request that finished meanwhile, None means 0.
+        """
+        committed = RangeSet.of(plan.committed_blocks)
+        self._require(plan, Event.FELL_SHORT if failed.ranges else Event.ARRIVED)
+        if loaded.union(failed) != committed or loaded.intersection(failed).ranges:
+            raise PactViolation(
+                f"request {plan.request_id}: loaded {_spell(loaded)} and failed {_spell(failed)} do not make up "
+                f"the committed {_spell(committed)}; every committed block is in exactly one of the two"
+            )
+        loaded_tokens = plan.committed_tokens_in(loaded)
+        if used_tokens is None and plan.request_finished:
+            used_tokens = 0
+        self._require_used(plan, used_tokens or 0, loaded_tokens)
+        self._apply(plan, Event.FELL_SHORT if failed.ranges else Event.ARRIVED)
+        plan.reason = EndReason.SHORT if failed.ranges else EndReason.LOADED
+        plan.loaded_tokens, plan.failed = loaded_tokens, failed
+        self.totals.loaded_tokens += loaded_tokens
+        self.totals.failed_tokens += plan.committed_tokens - loaded_tokens
+        self.totals.ended[plan.reason] += 1
+        del self._open[plan.request_id]
+        self._unsaid[plan.request_id] = plan
+        if used_tokens is not None:
+            self.use(plan, used_tokens)
+        self._hold(plan, ())
+
+    def use(self, plan: Plan[Lease, Intent], tokens: int) -> None:
+        """The engine really skipped the first `tokens` of the match, at most what loaded; said once per settled plan.
+
+        A position that the same request skipped before, which happens after a preemption, counts as `used_again` (H70).
+        """
+        if self._unsaid.get(plan.request_id) is not plan:
+            raise PactViolation(
+                f"request {plan.request_id}: use of {tokens} tokens said of a plan in state {plan.state}; "
+                "it is said once, after the plan is settled and before the request has finished"
+            )
+        self._require_used(plan, tokens, plan.loaded_tokens)
+        del self._unsaid[plan.request_id]
+        self._count_used(plan, BlockRange(plan.blocks.start * plan.block_size, tokens))
+
+    def _count_used(self, plan: Plan[Lease, Intent], positions: BlockRange) -> None:
+        """The engine skipped these token positions; those that it skipped before count as used again."""
+        before = self._used_positions.get(plan.request_id, RangeSet())
+        after = before.union(RangeSet.of(positions))
+        plan.used_tokens = len(after) - len(before)
+        plan.used_again_tokens = positions.count - plan.used_tokens
+        if plan.request_finished:
+            self._used_positions.pop(plan.request_id, None)
+        elif after.ranges:
+            self._used_positions[plan.request_id] = after
+        self.totals.used_tokens += plan.used_tokens
+        self.totals.used_again_tokens += plan.used_again_tokens
+        self.history.append(_record(plan))
+
+    def note_step_match(
+        self,
+        request_id: str,
+        blocks: BlockRange,
+        used_positions: BlockRange,
+        *,
+        block_size: int,
+        intent: Intent,
+        now: float,
+        request_finished: bool,
+    ) -> None:
+        """A match that the workers found, took and loaded within one step: its whole life, told afterwards.
+
+        It may lie beside an open plan of the request. `used_positions` are the tokens, within `blocks`, that the engine
+        skipped. PactViolation if they are more than `blocks` hold.
+        """
+        tokens = blocks.count * block_size
+        plan = Plan[Lease, Intent](
+            request_id=request_id,
+            blocks=blocks,
+            block_size=block_size,
+            intent=intent,
+            asynchronous=False,
+            opened_at=now,
+            seen_at=now,
+            seen_step=self.step,
+            deadline=inf,
+            request_finished=request_finished,
+        )
+        self._require_promise(plan, blocks, tokens)
+        self._require_used(plan, used_positions.count, tokens)
+        self.totals.plans_opened += 1
+        self._apply(plan, Event.PREPARE_READY)
+        self._promise(plan, blocks, tokens)
+        self._apply(plan, Event.COMMIT)
+        plan.committed_tokens = plan.loaded_tokens = tokens
+        self.totals.committed_tokens += tokens
+        self._apply(plan, Event.ARRIVED)
+        plan.reason = EndReason.LOADED
+        self.totals.loaded_tokens += tokens
+        self.totals.ended[plan.reason] += 1
+        self._count_used(plan, used_positions)
+
+    # Abort
+
+    def abort(self, plan: Plan[Lease, Intent], reason: EndReason) -> None:
+        """End a plan that is not loading yet and release its leases. A plan that is loading can only be settled."""
+        self._require(plan, Event.ABORT)
+        leases, plan.leases = plan.leases, []
+        self._abort(plan, reason)
+        self._give_back(leases)
+
+    def expire(self, now: float) -> list[Plan[Lease, Intent]]:
+        """Call once per scheduler step, at its end: abort and return the plans whose lifetime is over."""
+        self.step += 1
+        stale = [
+            plan
+            for plan in self._open.values()
+            if plan.state is not State.LOADING
+            and self.step - plan.seen_step > self._lifetime_steps
+            and now - plan.seen_at > self._lifetime_seconds
+        ]
+        for plan in stale:
+            self.abort(plan, EndReason.NOT_RENEWED)
+        return stale
+
+    def finish_request(self, request_id: str) -> Plan[Lease, Intent] | None:
+        """The request is gone. Its open plan is returned: aborted, or as it is if it is loading and not settled yet.
+
+        What was loaded and not said to be used counts as not used. After the last settlement nothing is kept for the
+        request beside the bounded history.
+        """
+        settled = self._unsaid.get(request_id)
+        if settled is not None:
+            self.use(settled, 0)
+        plan = self._open.get(request_id)
+        if plan is not None:
+            plan.request_finished = True
+            if plan.state is not State.LOADING:
+                self.abort(plan, EndReason.REQUEST_FINISHED)
+                self._used_positions.pop(request_id, None)
+        else:
+            self._used_positions.pop(request_id, None)
+        return plan
+
+    # Accounts
+
+    @property
+    def leases_held(self) -> int:
+        """Leases taken and not released yet."""
+        return self.totals.leases_taken - self.totals.leases_released
+
+    @property
+    def is_quiescent(self) -> bool:
+        """Whether no plan is open; then no lease is held either (P1)."""
+        return not self._open
+
+    def explain(self, request_id: str) -> list[PlanRecord]:
+        """What is remembered of a request's plans, oldest first."""
+        past = [record for record in self.history if record.request_id == request_id]
+        present = (self._unsaid.get(request_id), self._open.get(request_id))
+        return past + [_record(plan) for plan in present if plan is not None]
+
+    def check(self) -> None:
+        """Verify all invariants seen from here (P1, P7, P12); raise PactViolation naming the first that is broken."""
+        for request_id, plan in self._open.items():
+            promised = (plan.promised_tokens > 0) == (plan.state is not State.PENDING)
+            committed = (plan.committed_tokens > 0) == (plan.state is State.LOADING)
+            if not (plan.is_open and promised and committed and plan.request_id == request_id):
+                raise PactViolation(f"request {request_id}: kept as open and in disorder: {_record(plan)}")
+        for request_id, plan in self._unsaid.items():
+            if plan.is_open or plan.leases or plan.request_finished or plan.request_id != request_id:
+                raise PactViolation(f"request {request_id}: kept as settled and in disorder: {_record(plan)}")
+        for plan in (*self._open.values(), *self._unsaid.values()):
+            used = plan.used_tokens + plan.used_again_tokens
+            if not plan.promised_tokens >= plan.committed_tokens >= plan.loaded_tokens >= used >= 0:
+                raise PactViolation(f"request {plan.request_id}: its counts do not fall: {_record(plan)}")
+        total, plans = self.totals, self._open.values()
+        still_planned = sum(plan.promised_tokens for plan in plans if plan.state is State.PLANNED)
+        still_loading = sum(plan.committed_tokens for plan in plans if plan.state is State.LOADING)
+        for name, counted, parts in (
+            ("promised_tokens", total.promised_tokens, total.committed_tokens + total.withdrawn_tokens + still_planned),
+            ("committed_tokens", total.committed_tokens, total.loaded_tokens + total.failed_tokens + still_loading),
+            ("plans_opened", total.plans_opened, total.ended.total() + len(plans)),
+            ("leases_held", self.leases_held, sum(len(plan.leases) for plan in plans)),
+        ):
+            if counted != parts:
+                raise PactViolation(f"{name} is {counted}, and what it is made of sums up to {parts}")
+        if total.loaded_tokens < total.used_tokens + total.used_again_tokens:
+            raise PactViolation(f"more tokens used than loaded: {total}")
+
+    # The one place where a state changes
+
+    def _apply(self, plan: Plan[Lease, Intent], event: Event) -> None:
+        plan.state = self._require(plan, event)
+
+    def _require(self, plan: Plan[Lease, Intent], event: Event) -> State:
+        to = TRANSITIONS.get((plan.state, event))
+        if to is None:
+            allowed = [known.name for state, known in TRANSITIONS if state is plan.state]
+            raise PactViolation(
+                f"request {plan.request_id}: {event.name} in state {plan.state}; "
+                f"allowed there: {', '.join(allowed) if allowed else 'nothing, the plan has ended'}"
+            )
+        return to
+
+    def _require_promise(self, plan: Plan[Lease, Intent], blocks: BlockRange, tokens: int) -> None:
+        most = blocks.count * plan.block_size
+        if not max(0, most - plan.block_size) < tokens <= most:
+            raise PactViolation(
+                f"request {plan.request_id}: {tokens} tokens promised in {blocks.count} blocks of {plan.block_size}; "
+                "a promise is at least 1 token and ends in the last block of its match"
+            )
+
+    def _require_used(self, plan: Plan[Lease, Intent], tokens: int, loaded: int) -> None:
+        if not 0 <= tokens <= loaded:
+            raise PactViolation(f"request {plan.request_id}: {tokens} tokens used; it can be 0 to the {loaded} loaded")
+
+    def _promise(self, plan: Plan[Lease, Intent], blocks: BlockRange, tokens: int) -> None:
+        plan.blocks, plan.promised_tokens = blocks, tokens
+        self.totals.promised_tokens += tokens
+
+    def _abort(self, plan: Plan[Lease, Intent], reason: EndReason) -> None:
+        self._apply(plan, Event.ABORT)
+        plan.reason = reason
+        del self._open[plan.request_id]
+        self.totals.withdrawn_tokens += plan.promised_tokens
+        self.totals.ended[reason] += 1
+        self.history.append(_record(plan))
+
+    def _hold(self, plan: Plan[Lease, Intent], leases: Iterable[Lease]) -> None:
+        """Let the plan hold exactly `leases`, and release the others that it held."""
+        before, plan.leases = plan.leases, list(leases)
+        taken = list(plan.leases)
+        given_back = []
+        for lease in before:
+            if lease in taken:
+                taken.remove(lease)
+            else:
+                given_back.append(lease)
+        self.totals.leases_taken += len(taken)
+        self._give_back(given_back)
+
+    def _give_back(self, leases: list[Lease]) -> None:
+        try:
+            while leases:
+                lease = leases.pop()
+                self.totals.leases_released += 1
+                self._release(lease)
+        finally:
+            if leases:  # One release that raises does not keep the others from being released.
+                self._give_back(leases)
+
+
+_RECORDED = attrgetter(*(item.name for item in fields(PlanRecord)))
+
+
+def _record(plan: Plan[Lease, Intent]) -> PlanRecord:
+    return PlanRecord(*_RECORDED(plan))
+
+
+def _spell(blocks: RangeSet) -> str:
+    return "blocks " + (", ".join(f"{item.start}-{item.end - 1}" for item in blocks.ranges) or "none")

@@ -1,0 +1,89 @@
+"""Loads that do not end by their deadline: their requests go on without them, and nobody gets their blocks meanwhile.
+
+Owns the hold on the engine's blocks that a load may still write to, and when the engine is told to go on. What it costs
+the request is decided in `cache.py`. No clock: time comes in.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvpact.cache.jobs import Copies, Load
+from kvpact.contract import BlockHolder
+from kvpact.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+STEPS_TO_HEAR = 2
+"""Steps after which a load that was given up is settled as late. What ended before the workers heard of it has been
+reported by then, also where an engine orders a step before it takes in the one before."""
+
+
+class OverdueLoads:
+    """The loads of `copies` whose deadline has passed. Without a scheduler context none is ever given up (H07)."""
+
+    def __init__(self, copies: Copies, metrics: Metrics) -> None:
+        self._copies = copies
+        self._metrics = metrics
+        self._context: BlockHolder | None = None
+        self._held: dict[int, BlockHolder] = {}
+        """Job id -> through what its blocks are held."""
+        self._given_up: dict[int, tuple[Load, int]] = {}
+        """Job id -> the load, and the step in which it was given up; until no rank can write its blocks."""
+        self._step = 0
+
+    def bind(self, context: BlockHolder) -> None:
+        """Blocks are held through `context`."""
+        self._context = context
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a rank may hang in a copy: what was ordered now would wait behind it."""
+        return bool(self._given_up)
+
+    def begin(self, load: Load) -> None:
+        """A load is ordered. One that runs in its step is held from then on: the next step may be decided before the
+        engine hears that it failed, and give the blocks away."""
+        if load.job.synchronous:
+            self._hold(load)
+
+    def end_step(self, now: float) -> None:
+        """The step's orders are complete but for this: give up what is overdue."""
+        self._step += 1
+        self.give_up(now)
+
+    def give_up(self, now: float) -> None:
+        """Hold the blocks of loads whose deadline has passed, and let the workers know with this step."""
+        if self._context is None:
+            return
+        for load in self._copies.give_up(now):
+            self._hold(load)
+            self._given_up[load.job.job_id] = load, self._step
+            logger.warning(
+                "kvpact: the load of %d blocks for request %s has not ended by its deadline; they are computed instead",
+                len(load.job.slots),
+                load.job.request_id,
+            )
+
+    def take_late(self) -> list[Load]:
+        """Loads that the engine is to go on without from now on, each once."""
+        late = [load for load, step in self._given_up.values() if not load.told and self._step - step >= STEPS_TO_HEAR]
+        for load in late:
+            load.told = True
+        return late
+
+    def end(self, load: Load) -> None:
+        """No rank can write to the load's blocks any more: the engine gets them back."""
+        self._given_up.pop(load.job.job_id, None)
+        context = self._held.pop(load.job.job_id, None)
+        if context is not None:
+            context.free_blocks(load.job.block_ids)
+
+    def failed(self) -> None:
+        """One of them was lost to its request by that."""
+        self._metrics.add("overdue_loads")
+
+    def _hold(self, load: Load) -> None:
+        if self._context is not None and load.job.job_id not in self._held:
+            self._context.touch(load.job.block_ids)
+            self._held[load.job.job_id] = self._context

@@ -1,0 +1,71 @@
+"""The counts as a small JSON file, for a program beside the engine that wants to know when the cache is at rest.
+
+Written only when asked for (`stats_file`), only for an idle engine, replaced as a whole, by a thread of its own: the
+scheduler's never waits for a file system.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from kvpact.own_files import replace_own
+from kvpact.threads import start_background
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 2.0
+"""How long the last counts may take to be written."""
+
+
+class StatsFile:
+    """A JSON object of series name -> value, rewritten when it changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written = b""
+        self._changed = threading.Condition()
+        self._latest: Mapping[str, float] | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def offer(self, snapshot: Mapping[str, float]) -> None:
+        """Have these counts written, unless newer ones come first. Returns at once."""
+        if self._thread is None:
+            self._thread = start_background("kvpact-stats-file", self._run)
+        with self._changed:
+            self._latest = snapshot
+            self._changed.notify()
+
+    def close(self, snapshot: Mapping[str, float]) -> None:
+        """Write the last counts, and end."""
+        self.offer(snapshot)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._latest is not None or self._closing)
+                snapshot, self._latest = self._latest, None
+            if snapshot is None:
+                return
+            self._write(snapshot)
+
+    def _write(self, snapshot: Mapping[str, float]) -> None:
+        """Replace the file if any count but the time spent changed. An error is logged and forgotten."""
+        content = msgspec.json.encode({name: value for name, value in snapshot.items() if "seconds" not in name})
+        if content == self._written:
+            return
+        self._written = content
+        try:
+            replace_own(self._path, msgspec.json.encode(snapshot))
+        except OSError as error:
+            logger.warning("kvpact: cannot write stats_file %s: %s", self._path, error)

@@ -1,0 +1,108 @@
+"""Matches that nobody knew of when the request was scheduled: the workers look for them when the step begins.
+
+Owns the look-ups that travel with a step's saves, until every rank has told what it loaded or the save has ended. A
+look-up takes nothing of its own: it names a save that is ordered anyway, whose slots are reserved and whose blocks are
+held. Blocks that a rank finds in a tier it loads from those slots instead of saving them there, and the save's report
+completes the entries in both cases. No clock, no I/O: time comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvpact.cache.jobs import Slots
+from kvpact.cache.ledger import Ledger
+from kvpact.cache.prefetch import Staging
+from kvpact.contract import SaveJob, StepLookup, StepRead, WorkerReport, load_id
+from kvpact.identity.keys import BlockKey, BlockRange
+from kvpact.index.block_index import Pin
+from kvpact.metrics import Metrics
+
+
+@dataclass(slots=True)
+class _Open:
+    """A look-up under way: which ranks have loaded, and what."""
+
+    lookup: StepLookup
+    job: SaveJob
+    loaded_blocks: int = 0
+    ranks: set[int] = field(default_factory=set)
+
+
+class StepMatches:
+    """All look-ups under way on `ranks` ranks."""
+
+    def __init__(
+        self, ledger: Ledger[Pin, Slots], staging: Staging, metrics: Metrics, *, block_size: int, ranks: int
+    ) -> None:
+        self._ledger = ledger
+        self._staging = staging
+        self._metrics = metrics
+        self._block_size = block_size
+        self._ranks = ranks
+        self._open: dict[int, _Open] = {}
+        self._ordered: list[StepLookup] = []
+
+    def order(self, job: SaveJob, computed_tokens: int, most_tokens: int, keys: Sequence[BlockKey]) -> None:
+        """With this step, look for the blocks of `keys` from the start of `job` on."""
+        lookup = StepLookup(job.job_id, job.request_id, computed_tokens, most_tokens, tuple(keys))
+        self._open[job.job_id] = _Open(lookup, job)
+        self._ordered.append(lookup)
+        self._metrics.add("step_lookups")
+
+    def end_step(self) -> tuple[StepLookup, ...]:
+        """What the workers are told; the next step begins empty."""
+        ordered, self._ordered = tuple(self._ordered), []
+        return ordered
+
+    def abandon_step(self) -> None:
+        """The running step's look-ups never reach the workers."""
+        for lookup in self.end_step():
+            del self._open[lookup.job_id]
+
+    def note_reads(self, reads: Sequence[StepRead]) -> None:
+        """One rank's reads. Those of look-ups that have ended are still counted, but cannot be told apart by key."""
+        for read in reads:
+            if (task := self._open.get(read.job_id)) is not None:
+                self._staging.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
+
+    def apply_report(self, report: WorkerReport, now: float, is_alive: Callable[[str], bool]) -> dict[str, int]:
+        """Take in what ranks have loaded; return, by request, how many tokens the engine did not compute."""
+        skipped: dict[str, int] = {}
+        for rank, outcomes in report.ranks.items():
+            for job_id, outcome in outcomes.items():
+                task = self._open.get(load_id(job_id))
+                if task is None:
+                    continue
+                task.ranks.add(rank)
+                task.loaded_blocks = len(outcome.done)  # equal on all ranks, who agreed on it before the step
+                if len(task.ranks) == self._ranks:
+                    name = task.job.request_id
+                    skipped[name] = skipped.get(name, 0) + self._settle(task, now, is_alive(name))
+                    del self._open[task.job.job_id]
+        return skipped
+
+    def _settle(self, task: _Open, now: float, alive: bool) -> int:
+        lookup, job, size = task.lookup, task.job, self._block_size
+        blocks = BlockRange(job.start_block, task.loaded_blocks)
+        used = min(blocks.end * size - lookup.computed_tokens, lookup.most_tokens)
+        self._ledger.note_step_match(
+            job.request_id,
+            blocks,
+            BlockRange(lookup.computed_tokens, used),
+            block_size=size,
+            intent=job.slots[: blocks.count],
+            now=now,
+            request_finished=not alive,
+        )
+        self._metrics.add("step_hits")
+        return used
+
+    def end_saves(self, is_under_way: Callable[[int], bool]) -> None:
+        """Forget the look-ups whose saves have ended: nothing was found, or its report was lost."""
+        for job_id in [job_id for job_id in self._open if not is_under_way(job_id)]:
+            del self._open[job_id]
+
+    def __len__(self) -> int:
+        return len(self._open)

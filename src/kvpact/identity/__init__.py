@@ -1,0 +1,1 @@
+"""What decides the content of a block: its key, the weights, the adapter."""

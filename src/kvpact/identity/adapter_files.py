@@ -1,0 +1,98 @@
+"""An adapter's files as they are found: which they are, and when anything about them changed the last time.
+
+Owns what counts as an unchanged state of them; reads no byte of theirs. For both halves: no scheduler code.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvpact.identity.loaded_adapters import STAMP_BYTES
+
+SECOND_NS = 1_000_000_000
+
+REST_NS = 20_000_000
+"""Files changed so long ago get another ctime with the next change: Linux's own clock for files is up to 10 ms late."""
+
+COARSE_REST_NS = 2 * SECOND_NS
+"""The same where a file system knows whole seconds only."""
+
+
+@dataclass(frozen=True)
+class FilesSeen:
+    """An adapter's files as they were found: which they are, and when anything about them changed the last time."""
+
+    stamps: tuple[tuple[str, int, int, int, int, int], ...]
+    """Name, device, inode, size, mtime and ctime of each, links on the way included."""
+    changed_ns: int
+    """In the clock of `time.time_ns`."""
+
+    @cached_property
+    def stamp(self) -> bytes:
+        """A digest of `stamps`."""
+        return blake3(repr(self.stamps).encode("utf-8", "surrogateescape")).digest(STAMP_BYTES)
+
+    @property
+    def at_rest_ns(self) -> int:
+        """From this time on, in the clock of `time.time_ns`, no change of the files leaves their stamps as they are."""
+        is_coarse = self.changed_ns % SECOND_NS == 0
+        return self.changed_ns + (COARSE_REST_NS if is_coarse else REST_NS)
+
+
+def look_at_rest(directory: Path) -> FilesSeen | None:
+    """As `look_at_files`, once no change can leave the stamps as they are; None if that is more than `REST_NS` away.
+
+    Waits for as long as that in files that have just been written.
+    """
+    files = look_at_files(directory)
+    rest = files.at_rest_ns - time.time_ns()
+    if 0 < rest <= REST_NS:
+        time.sleep(rest / SECOND_NS)
+        files = look_at_files(directory)
+        rest = files.at_rest_ns - time.time_ns()
+    return files if rest <= 0 else None
+
+
+def look_at_files(directory: Path) -> FilesSeen:
+    """An adapter's files as they are now, each link on the way to them included.
+
+    A folder above that was renamed counts as changed as well: such a folder's ctime is later than its mtime. Raises
+    OSError if the directory cannot be read.
+    """
+    stamps, changed_ns = [], 0
+    resolved = directory.resolve(strict=True)
+    places = [*_places(directory), resolved]
+    for file in sorted(resolved.iterdir()):
+        places += _places(file, below=resolved)
+    for place in dict.fromkeys(places):
+        found = os.lstat(place)
+        is_above = stat.S_ISDIR(found.st_mode) and place != resolved
+        if is_above:
+            if found.st_ctime_ns > found.st_mtime_ns:
+                changed_ns = max(changed_ns, found.st_ctime_ns)
+            continue  # what else lies in it is not the adapter's
+        changed_ns = max(changed_ns, found.st_ctime_ns)
+        stamps.append((str(place), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+    return FilesSeen(tuple(stamps), changed_ns)
+
+
+def _places(path: Path, below: Path | None = None) -> Iterator[Path]:
+    """The path, all folders above it (up to `below`), and the same of what each link on the way points to."""
+    todo, done = [path.absolute()], set()
+    while todo:
+        way = todo.pop()
+        for place in (way, *way.parents):
+            if place == below or place in done:
+                break
+            done.add(place)
+            yield place
+            if place.is_symlink():
+                todo.append(place.parent / os.readlink(place))

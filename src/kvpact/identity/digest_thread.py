@@ -1,0 +1,81 @@
+"""Digests computed away from the scheduler's thread: ask now, look later whether the answer is there.
+
+Owns one background thread and the jobs that wait for it. Knows nothing of what is digested.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from kvpact.threads import start_background
+
+logger = logging.getLogger(__name__)
+
+MOST_JOBS = 1024
+"""Jobs that may wait for one thread. Each keeps what it reads alive, so a job beyond them is refused."""
+
+Answer = TypeVar("Answer")
+
+
+class Pending(Generic[Answer]):
+    """An answer that comes from another thread. `value` is None until `is_done`, and after it if there is no answer."""
+
+    __slots__ = ("__weakref__", "_job", "is_done", "value")
+
+    def __init__(self, job: Callable[[], Answer | None] | None = None) -> None:
+        """Without a job there is never an answer."""
+        self._job = job
+        self.value: Answer | None = None
+        self.is_done = job is None
+
+    def run(self) -> None:
+        """Compute the answer, unless nobody wants it any more. A job that raises has none."""
+        job, self._job = self._job, None
+        try:
+            if job is not None:
+                self.value = job()
+        finally:
+            self.is_done = True
+
+    def give_up(self) -> None:
+        """Nobody wants the answer any more: what the job reads is let go."""
+        self._job = None
+
+
+class DigestThread:
+    """One thread, started with the first job, which runs jobs in the order in which they came."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is shown for the thread; see `start_background`."""
+        self._name = name
+        self._jobs: SimpleQueue[Pending[object] | None] = SimpleQueue()
+        self._is_started = False
+        self._failures: set[type[BaseException]] = set()
+
+    def ask(self, job: Callable[[], Answer | None]) -> Pending[Answer]:
+        """Have `job` run in the background. Costs the caller no more than a queue; refused when too many wait."""
+        if self._jobs.qsize() >= MOST_JOBS:
+            return Pending()
+        pending = Pending(job)
+        self._jobs.put(pending)  # type: ignore[arg-type]
+        if not self._is_started:
+            self._is_started = True
+            start_background(self._name, self._run)
+        return pending
+
+    def close(self) -> None:
+        """The thread ends after the jobs that wait already. Asking again would wait for ever."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (pending := self._jobs.get()) is not None:
+            try:
+                pending.run()
+            except Exception as error:
+                if type(error) not in self._failures:
+                    self._failures.add(type(error))
+                    logger.warning("kvpact: a request is not cached: what it brings has no digest", exc_info=error)
+            del pending  # what it read may be gone before the next job comes

@@ -1,0 +1,105 @@
+"""Which weights stored blocks are of, beyond the files that an engine was started from: the epoch (DESIGN section 7).
+
+Owns how an epoch begins, who can share it, and which word for the weights is believed. Reads no clock, asks nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from blake3 import blake3
+
+from kvpact.errors import WeightsVersionRefused
+
+EPOCH_BYTES: Final = 16
+
+_NAMED, _DRAWN = b"\1", b"\2"
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Weights as they are between two resets, as 16 bytes: zeros until the first, unless they have a word.
+
+    It stands in the root of every block key and in every record. The identity of the weights' files goes beside it.
+    """
+
+    value: bytes = bytes(EPOCH_BYTES)
+
+    @classmethod
+    def of_word(cls, word: str) -> Epoch:
+        """The epoch that a fleet calls `word`; equal in every process."""
+        digest = blake3(word.encode(errors="surrogatepass"), derive_key_context="kvpact 2026-11 weights version")
+        return cls(_NAMED + digest.digest(EPOCH_BYTES - 1))
+
+    @classmethod
+    def draw(cls) -> Epoch:
+        """An epoch that no engine has had: whoever draws it knows nothing of the weights but that they may differ."""
+        return cls(_DRAWN + os.urandom(EPOCH_BYTES - 1))
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it was drawn, so that no other engine can have it, nor this one after a restart."""
+        return self.value.startswith(_DRAWN)
+
+
+FIRST_EPOCH: Final = Epoch()
+
+
+class Epochs:
+    """One engine's epochs, one after another. `generation` tells them apart within the engine, also equal ones."""
+
+    def __init__(self, word: str | None = None) -> None:
+        """`word` is what the configuration calls the weights that the engine starts with."""
+        self.current = Epoch.of_word(word) if word else FIRST_EPOCH
+        self.generation = 1
+        self._word = word
+        self._refused: str | None = None
+        """The word that was in force before the last reset: it cannot mean what came with that reset."""
+        self._awaits_word = False
+        self._before: tuple[Epoch, str | None, str | None, bool] | None = None
+
+    def reset(self) -> None:
+        """The weights may be others from now on."""
+        self._before = (self.current, self._word, self._refused, self._awaits_word)
+        self._refused = self._word or self._refused
+        self._word, self._awaits_word = None, True
+        self.current = Epoch.draw()
+        self.generation += 1
+
+    def name(self, word: str) -> None:
+        """The weights that came with the last reset are called `word`.
+
+        Raises WeightsVersionRefused if none came since the last word, or if `word` is the one from before it.
+        """
+        if not word:
+            raise WeightsVersionRefused("weights_version is empty; it is a word that changes whenever the weights do")
+        if not self._awaits_word:
+            raise WeightsVersionRefused(
+                f"weights_version {word!r} comes without a reset: it counts only if it is said after the reset that "
+                "the new weights came with; reset first (pause with clear_cache=True), load, then say the word"
+            )
+        if word == self._refused:
+            raise WeightsVersionRefused(
+                f"weights_version {word!r} was in force before the last reset, so it says nothing of the weights that "
+                "came with it; say another word"
+            )
+        self._word, self._awaits_word, self._before = word, False, None
+        self.current = Epoch.of_word(word)
+        self.generation += 1
+
+    def take_back_reset(self) -> bool:
+        """The weights have turned out to be those from before the last reset; whether that could be taken back.
+
+        Only the last one can be, and not once a word was said.
+        """
+        if self._before is None:
+            return False
+        self.current, self._word, self._refused, self._awaits_word = self._before
+        self._before = None
+        self.generation += 1
+        return True
+
+
+__all__ = ["EPOCH_BYTES", "FIRST_EPOCH", "Epoch", "Epochs"]

@@ -1,0 +1,334 @@
+"""Names for blocks: ranges of them, the keys that identify their content, and the namespace that bounds their use.
+
+Owns the algebra of block ranges, kvpact's own block keys (chained BLAKE3) and the namespace digest. Never looks at an
+engine: what a request brings arrives as plain values.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from blake3 import blake3
+
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+
+BlockKey: TypeAlias = bytes
+"""32 bytes naming one block and every token before it; equal in every process, host and release."""
+
+KEY_BYTES = 32
+KEY_FORMAT = 2
+"""Raised when the preimage of a key changes, so that old and new records never meet."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BlockRange:
+    """A run of engine blocks, indexing a request's blocks from 0. `count` may be 0."""
+
+    start: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.count < 0:
+            raise ValueError(f"a block range needs start >= 0 and count >= 0, not ({self.start}, {self.count})")
+
+    @property
+    def end(self) -> int:
+        """The block after the last one."""
+        return self.start + self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSet:
+    """A set of blocks as sorted, disjoint, non-adjacent, non-empty ranges. Build one with `of` or `union`."""
+
+    ranges: tuple[BlockRange, ...] = ()
+
+    @classmethod
+    def of(cls, *ranges: BlockRange) -> RangeSet:
+        """The blocks covered by any of `ranges`, which may overlap and be empty."""
+        if len(ranges) == 1:
+            return cls(ranges) if ranges[0].count else cls()
+        merged: list[BlockRange] = []
+        for item in sorted(item for item in ranges if item.count):
+            if merged and item.start <= merged[-1].end:
+                merged[-1] = BlockRange(merged[-1].start, max(merged[-1].end, item.end) - merged[-1].start)
+            else:
+                merged.append(item)
+        return cls(tuple(merged))
+
+    @classmethod
+    def span(cls, start: int, end: int) -> RangeSet:
+        """The blocks `start <= block < end`; empty if `end <= start`."""
+        return cls.of(BlockRange(start, max(0, end - start)))
+
+    def union(self, other: RangeSet) -> RangeSet:
+        """Blocks in either set."""
+        if not other.ranges:
+            return self
+        if not self.ranges:
+            return other
+        return RangeSet.of(*self.ranges, *other.ranges)
+
+    def intersection(self, other: RangeSet) -> RangeSet:
+        """Blocks in both sets; how saves combine over ranks (P10)."""
+        if self == other:  # as nearly always: all ranks have copied the whole job
+            return self
+        found: list[BlockRange] = []
+        mine, theirs = list(self.ranges), list(other.ranges)
+        i = j = 0
+        while i < len(mine) and j < len(theirs):
+            start, end = max(mine[i].start, theirs[j].start), min(mine[i].end, theirs[j].end)
+            if start < end:
+                found.append(BlockRange(start, end - start))
+            if mine[i].end <= theirs[j].end:
+                i += 1
+            else:
+                j += 1
+        return RangeSet(tuple(found))
+
+    def difference(self, other: RangeSet) -> RangeSet:
+        """Blocks in this set and not in `other`."""
+        if not other.ranges:
+            return self
+        kept: list[BlockRange] = []
+        for item in self.ranges:
+            start = item.start
+            for hole in other.ranges:
+                if hole.end <= start or hole.start >= item.end:
+                    continue
+                if hole.start > start:
+                    kept.append(BlockRange(start, hole.start - start))
+                start = max(start, hole.end)
+            if start < item.end:
+                kept.append(BlockRange(start, item.end - start))
+        return RangeSet(tuple(kept))
+
+    def hull(self) -> BlockRange | None:
+        """The smallest single range that covers the set; how failures combine over ranks (P10). None if empty."""
+        if not self.ranges:
+            return None
+        return BlockRange(self.ranges[0].start, self.ranges[-1].end - self.ranges[0].start)
+
+    def prefix_from(self, start: int) -> int:
+        """How many blocks in a row are in the set from `start` on."""
+        for item in self.ranges:
+            if item.start <= start < item.end:
+                return item.end - start
+        return 0
+
+    def blocks(self) -> Iterator[int]:
+        """Every block, ascending."""
+        for item in self.ranges:
+            yield from item
+
+    def __contains__(self, block: int) -> bool:
+        return any(item.start <= block < item.end for item in self.ranges)
+
+    def __len__(self) -> int:
+        return sum(item.count for item in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """One image, audio clip or video in a prompt: `count` placeholder tokens from `start` on, named by its content."""
+
+    start: int
+    count: int
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIdentity:
+    """What besides token ids decides the content of a request's KV blocks (DESIGN section 7).
+
+    `adapter` names the adapter's weights by content (a digest, never the user's name for it), `salt` separates tenants,
+    `media` are the spans whose embeddings replace placeholder tokens, `embeddings` has for each block index a digest of
+    the prompt embeddings that the block takes in place of tokens.
+    """
+
+    adapter: str = ""
+    salt: str = ""
+    media: tuple[MediaSpan, ...] = ()
+    embeddings: Mapping[int, bytes] = field(default_factory=dict)
+
+    def same_root(self, other: RequestIdentity) -> bool:
+        """Whether all that holds for the request as a whole is equal; its blocks may bring different things."""
+        return (self.adapter, self.salt) == (other.adapter, other.salt)
+
+
+def _framed(*parts: bytes) -> bytes:
+    """Length-prefixed concatenation, so that no two lists of parts share an encoding."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+class BlockKeys:
+    """The block keys of one request, computed once and extended as the request grows; never recomputed per step.
+
+    Only full blocks have a key. `namespace` is 32 bytes, `block_size` in tokens, `group` names a KV cache group (32
+    bytes; zeros where there is one). Each key is the BLAKE3 of 64 bytes, the key before it and a digest of what the
+    block has besides tokens (zeros if nothing), and of the block's token ids, 4 bytes each, little endian: frames of
+    one length, so that one call could digest many of them.
+
+    What cannot be written so (a token id below 0 or from 2^32 on, text that is no Unicode) has no name: the keys end
+    before the first block with it, and nothing is raised (P14).
+    """
+
+    __slots__ = ("_identity", "_root", "block_size", "ended", "keys")
+
+    def __init__(
+        self,
+        namespace: bytes,
+        block_size: int,
+        identity: RequestIdentity,
+        epoch: Epoch = FIRST_EPOCH,
+        group: bytes = bytes(KEY_BYTES),
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1 token, not {block_size}")
+        self.block_size = block_size
+        self.keys: list[BlockKey] = []
+        self.ended = False
+        """Whether a block was met that has no name: no further key is made, whatever the request brings later."""
+        self._identity = identity
+        try:
+            adapter, salt = identity.adapter.encode(), identity.salt.encode()
+        except UnicodeEncodeError:
+            adapter = salt = b""
+            self.ended = True
+        root = _framed(
+            b"kvpact-key",
+            KEY_FORMAT.to_bytes(2, "little"),
+            namespace,
+            epoch.value,
+            group,
+            block_size.to_bytes(8, "little"),
+            adapter,
+            salt,
+        )
+        self._root = blake3(root).digest()
+
+    def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
+        """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys."""
+        size, first, last = self.block_size, len(self.keys), len(token_ids) // self.block_size
+        if first == last or self.ended:
+            return self.keys
+        tokens = self._packable(token_ids[first * size : last * size])
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        packed, nbytes = tokens.tobytes(), size * tokens.itemsize
+        plain = not self._identity.media and not self._identity.embeddings
+        extras = _NO_EXTRAS
+        parent = self.keys[-1] if first else self._root
+        for at in range(0, len(packed), nbytes):
+            if not plain:
+                try:
+                    extras = self._extras(self._identity, len(self.keys))
+                except _NAMELESS:
+                    self.ended = True
+                    break
+            parent = blake3(parent + extras + packed[at : at + nbytes]).digest()
+            self.keys.append(parent)
+        return self.keys
+
+    def _packable(self, token_ids: Sequence[int]) -> array[int]:
+        """The token ids of whole blocks, up to the first block with one that does not fit into 4 bytes."""
+        try:
+            return array("I", token_ids)  # the scheduler's thread waits for this: all at once
+        except _NAMELESS:
+            self.ended = True
+            sound = next((at for at, token in enumerate(token_ids) if not _fits(token)), 0)
+            return array("I", token_ids[: sound - sound % self.block_size])
+
+    def renew(self, identity: RequestIdentity) -> int:
+        """The request brings more than it did, or something else; returns how many keys stay as they are.
+
+        The others are forgotten: `extend` computes them anew. Raises ValueError if adapter or salt differ, which a
+        living request cannot change.
+        """
+        if not identity.same_root(self._identity):
+            raise ValueError("a request keeps its adapter and its salt; one with others has other block keys")
+        before, kept = self._identity, 0
+        with suppress(*_NAMELESS):
+            while kept < len(self.keys) and self._extras(identity, kept) == self._extras(before, kept):
+                kept += 1
+        self._identity = identity
+        del self.keys[kept:]
+        return kept
+
+    def _extras(self, identity: RequestIdentity, block: int) -> bytes:
+        """32 bytes over all that the block has besides its tokens."""
+        start, end = block * self.block_size, (block + 1) * self.block_size
+        parts = [
+            _framed(b"media", span.content.encode(), (span.start - start).to_bytes(8, "little", signed=True))
+            for span in identity.media
+            if span.start < end and span.start + span.count > start
+        ]
+        if block in identity.embeddings:
+            parts.append(_framed(b"embeddings", identity.embeddings[block]))
+        return blake3(_framed(*parts)).digest() if parts else _NO_EXTRAS
+
+
+_NO_EXTRAS = bytes(KEY_BYTES)
+
+_NAMELESS = (OverflowError, TypeError, UnicodeEncodeError)
+"""What is raised by writing down what has no name."""
+
+
+def _fits(token: object) -> bool:
+    return isinstance(token, int) and 0 <= token < 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that must be equal for two engines to share KV bytes, by name, and the digest over it."""
+
+    fields: Mapping[str, str]
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes, independent of the order of the fields."""
+        return blake3(self.describe().encode()).digest()
+
+    @property
+    def name(self) -> str:
+        """The first 16 hex digits of the digest: what file names and logs show."""
+        return self.digest.hex()[:16]
+
+    def describe(self) -> str:
+        """The fields as canonical JSON; stored beside the data so that a mismatch can be explained."""
+        return json.dumps(dict(sorted(self.fields.items())), separators=(",", ":"), ensure_ascii=True)
+
+    @classmethod
+    def parse(cls, text: str) -> Namespace:
+        """Inverse of `describe`. Raises ValueError if `text` is not a JSON object of strings."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
+            raise ValueError(f"a namespace is a JSON object of strings, not {text[:80]!r}")
+        return cls(fields)
+
+    def differences(self, other: Namespace) -> list[str]:
+        """One line for each field in which the two differ, for people."""
+        names = sorted({*self.fields, *other.fields})
+        return [
+            f"{name}: {self.fields.get(name, '(absent)')} here, {other.fields.get(name, '(absent)')} there"
+            for name in names
+            if self.fields.get(name) != other.fields.get(name)
+        ]
+
+
+def hull(ranges: Iterable[RangeSet]) -> RangeSet:
+    """The hull over several ranks' failed sets, as a set."""
+    whole = RangeSet.of(*(item for ranges_of_rank in ranges for item in ranges_of_rank.ranges)).hull()
+    return RangeSet.of(whole) if whole else RangeSet()

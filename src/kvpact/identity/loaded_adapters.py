@@ -1,0 +1,132 @@
+"""Which state of an adapter's files a rank has loaded under each id, told in its segment's last page.
+
+Owns the page behind `notices.WORD_END`: one check over a table of entries of fixed size. The worker writes it when it
+loads an adapter, the scheduler's half looks when it has requests with adapters. Says nothing of what a stamp is.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+from zlib import crc32
+
+from kvpact.identity.notices import WORD_END
+
+STAMP_BYTES: Final = 16
+"""A digest of which files they are and when they changed."""
+
+NO_STAMP: Final = bytes(STAMP_BYTES)
+"""Of what was loaded from files of which nobody knows the state."""
+
+HEAD_BYTES: Final = 16
+WRITES, CHECK = range(2)
+"""Where the numbers stand in the table's head, each of 8 bytes: how often it was written, and a check of all of it."""
+
+ENTRY = struct.Struct("<q16sQ")
+"""Id, stamp, and 1 if it is an entry."""
+
+NOT_SEEN = -1
+"""No count of writes."""
+
+TRIES = 8
+"""So often a table is read that is being written; a write takes some microseconds."""
+
+
+def most_entries(page_bytes: int) -> int:
+    """How many adapters a page has room for; the one loaded the longest time ago goes when there are more."""
+    return (page_bytes - WORD_END - HEAD_BYTES) // ENTRY.size
+
+
+def _check(table: bytes, writes: int) -> int:
+    return crc32(table, writes & 0xFFFFFFFF)
+
+
+class LoadedAdaptersWriter:
+    """A rank's hand on its table, of which it is the only writer."""
+
+    def __init__(self, page: memoryview) -> None:
+        self._head = page[WORD_END : WORD_END + HEAD_BYTES].cast("Q")
+        self._table = page[WORD_END + HEAD_BYTES :]
+        self._free = list(range(most_entries(len(page))))
+        self._stamps: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        """Id -> its place in the table and its stamp, the one loaded the longest time ago first."""
+        self._lock = threading.Lock()
+
+    def loaded(self, number: int, stamp: bytes) -> None:
+        """From now on the rank computes requests with this id with what files of this `stamp` hold, or `NO_STAMP`.
+
+        Raises struct.error for an id that has not its place in 64 bits.
+        """
+        entry = ENTRY.pack(number, stamp, 1)
+        with self._lock:
+            place, _ = self._stamps.pop(number, (None, NO_STAMP))
+            if place is None and not self._free:
+                _, (place, _) = self._stamps.popitem(last=False)
+            if place is None:
+                place = self._free.pop()
+            self._stamps[number] = (place, stamp)
+            self._table[place * ENTRY.size : (place + 1) * ENTRY.size] = entry
+            writes = self._head[WRITES] + 1
+            self._head[CHECK] = _check(bytes(self._table), writes)
+            self._head[WRITES] = writes
+
+    def stamp(self, number: int) -> bytes | None:
+        """What was said of this id last; None if nothing was, or it is forgotten."""
+        with self._lock:
+            entry = self._stamps.get(number)
+        return entry[1] if entry is not None else None
+
+    def close(self) -> None:
+        """Let go of the page."""
+        self._head.release()
+        self._table.release()
+
+
+class LoadedAdapters:
+    """The scheduler half's view of all ranks' tables, in rank order, as they were at the last look."""
+
+    def __init__(self, pages: Sequence[memoryview]) -> None:
+        self._heads = [page[WORD_END : WORD_END + HEAD_BYTES].cast("Q") for page in pages]
+        self._tables = [page[WORD_END + HEAD_BYTES :] for page in pages]
+        self._seen = [0] * len(pages)
+        self._stamps: list[dict[int, bytes] | None] = [{} for _ in pages]
+        """None of a rank that was writing at the last look: then it is not known to have anything."""
+
+    def look(self) -> bool:
+        """Whether any rank has said something since the last look."""
+        if [head[WRITES] for head in self._heads] == self._seen:
+            return False
+        for rank in range(len(self._heads)):
+            if not any(self._read(rank) for _ in range(TRIES)):
+                self._seen[rank], self._stamps[rank] = NOT_SEEN, None
+        return True
+
+    def all_have(self, number: int, stamp: bytes) -> bool:
+        """Whether every rank says that it has loaded the id from files of this stamp."""
+        return stamp != NO_STAMP and all(stamps is not None and stamps.get(number) == stamp for stamps in self._stamps)
+
+    def none_has_other(self, number: int, stamp: bytes) -> bool:
+        """Whether no rank says that it has loaded the id from other files than those of this stamp."""
+        return all(stamps is not None and stamps.get(number, stamp) == stamp for stamps in self._stamps)
+
+    def close(self) -> None:
+        """Let go of the pages."""
+        for view in (*self._heads, *self._tables):
+            view.release()
+
+    def _read(self, rank: int) -> bool:
+        """Whether the rank's table could be read as a whole."""
+        writes, check = self._heads[rank].tolist()
+        table = bytes(self._tables[rank])
+        if writes and _check(table, writes) != check:
+            return False
+        self._seen[rank] = writes
+        whole = table[: len(table) // ENTRY.size * ENTRY.size]
+        self._stamps[rank] = {number: stamp for number, stamp, is_entry in ENTRY.iter_unpack(whole) if is_entry}
+        return True
+
+
+__all__ = ["NO_STAMP", "LoadedAdapters", "LoadedAdaptersWriter", "most_entries"]

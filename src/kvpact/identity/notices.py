@@ -1,0 +1,126 @@
+"""What a rank says of its weights in its segment's last page: that they change, what they are, that it woke with them.
+
+Owns the page's layout up to `WORD_END`. A worker writes it while the scheduler's half is between two hooks or in one;
+that half compares a number a rank in every hook, without a system call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+HEAD_BYTES = 64
+"""A cache line."""
+
+SAID, CHANGES, WAKES, WORDS, WORD_CHANGES, WORD_LENGTH, WORD_CHECK = range(7)
+"""Where the numbers stand in the head, each of 8 bytes, in the machine's order.
+
+`SAID` is the sum of the next three and is written last; on a machine that shows it earlier the sum is wrong meanwhile.
+"""
+
+MOST_WORD_BYTES = 1024
+"""A word for weights in UTF-8: a commit, a path, the name of a training run with its step."""
+
+WORD_END = HEAD_BYTES + MOST_WORD_BYTES
+"""What lies behind it in the page belongs to `kvpact.identity.loaded_adapters`."""
+
+
+NOT_SEEN = -1
+"""No sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What one rank says now."""
+
+    changes: int = 0
+    """How often the weights began or ended to change since the rank began."""
+    wakes: int = 0
+    """How often the rank woke with the very weights with which it fell asleep."""
+    words: int = 0
+    """How often it was told a word for its weights."""
+    word: str = ""
+    """The word for the weights as they are; empty if none was said since they changed."""
+
+
+class NoticeWriter:
+    """A rank's hand on its page, of which it is the only writer."""
+
+    def __init__(self, page: memoryview) -> None:
+        self._head = page[:HEAD_BYTES].cast("Q")
+        self._text = page[HEAD_BYTES:WORD_END]
+        self._lock = threading.Lock()
+
+    @property
+    def changes(self) -> int:
+        """See `Notice`."""
+        return self._head[CHANGES]
+
+    @property
+    def words(self) -> int:
+        """See `Notice`."""
+        return self._head[WORDS]
+
+    def weights_change(self) -> None:
+        """The weights are about to change, or have: no word counts for them any more."""
+        with self._lock:
+            self._head[CHANGES] += 1
+            self._head[SAID] += 1
+
+    def set_word(self, word: str) -> None:
+        """The weights as they are now are `word`. Raises ValueError for an empty word and for one that is too long."""
+        text = word.encode()
+        if not 0 < len(text) <= MOST_WORD_BYTES:
+            raise ValueError(f"a weights version has 1 to {MOST_WORD_BYTES} bytes of UTF-8, not {len(text)}")
+        with self._lock:
+            self._text[: len(text)] = text
+            self._head[WORD_LENGTH] = len(text)
+            self._head[WORD_CHECK] = crc32(text)
+            self._head[WORD_CHANGES] = self._head[CHANGES]
+            self._head[WORDS] += 1
+            self._head[SAID] += 1
+
+    def woke_equal(self) -> None:
+        """The rank is awake with the weights with which it fell asleep."""
+        with self._lock:
+            self._head[WAKES] += 1
+            self._head[SAID] += 1
+
+    def close(self) -> None:
+        """Let go of the page."""
+        self._head.release()
+        self._text.release()
+
+
+class NoticeReader:
+    """The scheduler half's view of all ranks' pages, in rank order."""
+
+    def __init__(self, pages: Sequence[memoryview]) -> None:
+        self._heads = [page[:HEAD_BYTES].cast("Q") for page in pages]
+        self._texts = [page[HEAD_BYTES:WORD_END] for page in pages]
+        self._seen = [NOT_SEEN] * len(pages)
+
+    def look(self) -> tuple[Notice, ...] | None:
+        """What all ranks say, if any of them has said something since the last look, and at the first one."""
+        if [head[SAID] for head in self._heads] == self._seen:
+            return None
+        return tuple(self._read(rank) for rank in range(len(self._heads)))
+
+    def close(self) -> None:
+        """Let go of the pages."""
+        for view in (*self._heads, *self._texts):
+            view.release()
+
+    def _read(self, rank: int) -> Notice:
+        """What is being written at this moment is read again with the next look."""
+        head = self._heads[rank].tolist()
+        text = bytes(self._texts[rank][: min(head[WORD_LENGTH], MOST_WORD_BYTES)])
+        whole = crc32(text) == head[WORD_CHECK]
+        self._seen[rank] = head[SAID] if whole and head[SAID] == head[CHANGES] + head[WAKES] + head[WORDS] else NOT_SEEN
+        counts = whole and head[WORDS] and head[WORD_CHANGES] == head[CHANGES]
+        return Notice(head[CHANGES], head[WAKES], head[WORDS], text.decode(errors="replace") if counts else "")
+
+
+__all__ = ["Notice", "NoticeReader", "NoticeWriter"]

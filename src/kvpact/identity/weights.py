@@ -1,0 +1,275 @@
+"""Identity of weights by content: a digest that two directories share only if they hold the same model.
+
+Reads whole files, in the calling thread, and remembers their digests in the user's cache folder, so that a restart
+reads nothing again. Touches the file system, so it never runs on a scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from kvpact.errors import KvpactError
+from kvpact.own_files import PRIVATE, NotOurs, OwnFolder, open_own, replace_own
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+LOADED_OTHERWISE = frozenset(
+    {
+        "config.json",  # the engine's own reading of it is in the namespace, with what the user has overridden
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "chat_template.json",
+    }
+)
+"""JSON files that do not decide what the model computes from given tokens; any other one may."""
+
+NOT_LOADED = "original"
+"""A folder with the weights once more, in their author's own format; engines leave it out."""
+
+CHUNK_BYTES = 8 << 20
+"""Read at a time: a shutdown waits for one chunk at most, and the interpreter's lock is asked for 125 times a GB."""
+
+MOST_READINGS = 3
+"""So often files are read that change meanwhile."""
+
+SETTLED_SECONDS = 2.0
+"""A file that changed so shortly before it was read is not remembered: clocks of file systems are coarse, so another
+change might leave its times as they are."""
+
+MOST_REMEMBERED = 4096
+"""Files; a model of 400 GB has about 100. The file that remembers them takes up to a MiB."""
+
+BLOB: Final = re.compile("[0-9a-f]{64}")
+"""How the hub's cache names a large file: by its SHA-256."""
+
+
+SPLIT: Final = re.compile(r"(?P<model>.*)-\d{5}-of-\d{5}\.gguf")
+
+
+class WeightsUnknown(KvpactError):
+    """The files are there, but do not say what the engine has loaded; the message says why."""
+
+
+class ReadingStopped(KvpactError):
+    """`stopped` said so."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What changes with a file's content, as far as a file system tells without reading it."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileStamp:
+        """Of the file that `path` leads to. Raises OSError."""
+        stat = path.stat()
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+class DigestMemory:
+    """SHA-256 digests of files, kept in one small file of the user's for as long as the files stay as they are.
+
+    Several processes may use it at once: it is replaced as a whole, and what one of two loses is read again. A damaged
+    file, or one that somebody else could have written, is as good as none; one that cannot be written is done without.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """With no `path`, as where there is no home folder, nothing is remembered."""
+        self._path = path
+
+    @classmethod
+    def of_user(cls) -> DigestMemory:
+        """`kvpact/weights.json` in XDG_CACHE_HOME, or in ~/.cache."""
+        try:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        except RuntimeError:
+            return cls(None)
+        return cls(folder / "kvpact" / "weights.json")
+
+    def find(self, path: Path, stamp: FileStamp) -> str | None:
+        """The digest of the file if it was remembered with this stamp."""
+        match self._read().get(os.path.realpath(path)):
+            case [list(known), str(digest)] if known == list(astuple(stamp)) and BLOB.fullmatch(digest):
+                return digest
+        return None
+
+    def remember(self, path: Path, stamp: FileStamp, digest: str) -> None:
+        """Keep it; of too many, those that were remembered first are dropped."""
+        if self._path is None:
+            return
+        known = self._read()
+        name = os.path.realpath(path)
+        known.pop(name, None)
+        known[name] = [list(astuple(stamp)), digest]
+        kept = dict(list(known.items())[-MOST_REMEMBERED:])
+        folder = self._path.parent
+        with suppress(OSError, NotOurs):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"format": 1, "files": kept}).encode()
+            with OwnFolder.make(folder.parent, PRIVATE, folder.name) as ours:
+                replace_own(ours.held / self._path.name, content, durable=True)
+
+    def _read(self) -> dict[str, object]:
+        if self._path is None:
+            return {}
+        try:
+            folder = self._path.parent
+            with OwnFolder.again(folder.parent, PRIVATE, folder.name) as ours:
+                content = json.loads(_read_if_ours(ours.held / self._path.name))
+        except (OSError, NotOurs, ValueError, RecursionError):
+            return {}
+        files = content.get("files") if isinstance(content, dict) and content.get("format") == 1 else None
+        return files if isinstance(files, dict) else {}
+
+
+def _read_if_ours(path: Path) -> bytes:
+    """What the file holds if nobody else can have written it, else nothing. Raises OSError."""
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        found = os.fstat(file.fileno())
+        return file.read() if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else b""
+
+
+class WeightFiles:
+    """All files that decide what the model in a directory, or in a single file, computes."""
+
+    def __init__(self, place: Path, memory: DigestMemory, *, with_code: bool = False) -> None:
+        """`with_code` if the engine runs Python files that it finds there.
+
+        Raises OSError if the directory cannot be read, FileNotFoundError if it holds no weights.
+        """
+        self._place, self._memory, self._with_code = place, memory, with_code
+        if not any(name.endswith(WEIGHT_SUFFIXES) for name in self._files()) and place.is_dir():
+            raise FileNotFoundError(f"no weight files ({', '.join(WEIGHT_SUFFIXES)}) in {place}")
+
+    @property
+    def unread_bytes(self) -> int:
+        """What `digest` would have to read. Raises OSError."""
+        sizes = ((path, FileStamp.of(path)) for path in self._files().values())
+        return sum(stamp.size for path, stamp in sizes if self._known(path, stamp) is None)
+
+    def digest(self, stopped: Callable[[], bool] = lambda: False) -> str:
+        """Hex digest over names, sizes and SHA-256 of all files; equal content gives an equal one wherever it lies.
+
+        Raises OSError, WeightsUnknown if the files do not stop to change, and ReadingStopped soon after `stopped`.
+        """
+        for _ in range(MOST_READINGS):
+            stamps = self._stamps()
+            whole = blake3()
+            for name, path in self._files().items():
+                whole.update(f"{name}\0{FileStamp.of(path).size}\0{self._file_digest(path, stopped)}\n".encode())
+            if self._stamps() == stamps:
+                return whole.hexdigest()
+        raise WeightsUnknown(f"the files in {self._place} change while they are read")
+
+    def require_older_than(self, moment_ns: int) -> None:
+        """Raise WeightsUnknown if a file changed after `moment_ns` (Unix time), so that an engine may have another one.
+
+        Seen are changes of files, of links on the way to them, and of the directory itself. Raises OSError.
+        """
+        real = Path(os.path.realpath(self._place))
+        links = [path for path in (self._place.absolute(), *self._place.absolute().parents) if path.is_symlink()]
+        for path in (*links, real, *self._files().values()):
+            if path.lstat().st_ctime_ns > moment_ns or (
+                blob_digest(path) is None and not path.is_dir() and path.stat().st_ctime_ns > moment_ns
+            ):
+                raise WeightsUnknown(f"{path} changed after the engine began to start, which may have loaded another")
+
+    def _stamps(self) -> dict[str, FileStamp]:
+        return {name: FileStamp.of(path) for name, path in self._files().items()}
+
+    def _files(self) -> dict[str, Path]:
+        """By their names below the directory, in order."""
+        if not self._place.is_dir():
+            return {"": self._place} | {path.name: path for path in sorted(self._parts_beside())}
+        return dict(sorted((str(path.relative_to(self._place)), path) for path in self._walk()))
+
+    def _parts_beside(self) -> Iterator[Path]:
+        """What a single file is loaded with: the other parts of a GGUF model, and its encoder for media."""
+        split = SPLIT.fullmatch(self._place.name)
+        for path in self._place.parent.glob("*.gguf"):
+            other = SPLIT.fullmatch(path.name)
+            if (split and other and split["model"] == other["model"]) or "mmproj" in path.name:
+                yield path
+
+    def _walk(self) -> Iterator[Path]:
+        def fail(error: OSError) -> None:
+            raise error
+
+        for folder, folders, names in os.walk(self._place, onerror=fail):
+            at_top = Path(folder) == self._place
+            folders[:] = [name for name in folders if not name.startswith(".") and not (at_top and name == NOT_LOADED)]
+            for name in names:
+                decides = name.endswith(WEIGHT_SUFFIXES) or (self._with_code and name.endswith(".py"))
+                decides |= name.endswith(".json") and not (at_top and name in LOADED_OTHERWISE)
+                if decides and not name.startswith("."):
+                    yield Path(folder) / name
+
+    def _known(self, path: Path, stamp: FileStamp) -> str | None:
+        return blob_digest(path) or self._memory.find(path, stamp)
+
+    def _file_digest(self, path: Path, stopped: Callable[[], bool]) -> str:
+        stamp, began_ns = FileStamp.of(path), time.time_ns()
+        known = self._known(path, stamp)
+        if known is not None:
+            return known
+        digest = file_digest(path, stopped)
+        age = (began_ns - max(stamp.mtime_ns, stamp.ctime_ns)) / 1e9
+        if age >= SETTLED_SECONDS and FileStamp.of(path) == stamp:
+            self._memory.remember(path, stamp, digest)
+        return digest
+
+
+def file_digest(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
+    """Hex SHA-256 of a file's content: what the hub's cache names it by. Raises OSError and ReadingStopped.
+
+    Read, not mapped: a mapped file that somebody cuts short kills the process.
+    """
+    digest, buffer = sha256(), memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if stopped():
+                raise ReadingStopped(f"{path} was not read to its end")
+    return digest.hexdigest()
+
+
+def blob_digest(path: Path) -> str | None:
+    """The SHA-256 of a file in the cache of the model hub, from the name of what `path` links to; else None."""
+    if not path.is_symlink():
+        return None
+    blob = Path(os.path.realpath(path))
+    is_blob = blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--")
+    return blob.name if is_blob and BLOB.fullmatch(blob.name) else None
+
+
+def adapter_digest(directory: Path) -> str:
+    """Hex digest over all bytes of an adapter's files. Raises OSError if the directory cannot be read."""
+    digest = blake3()
+    files = sorted(path for path in directory.iterdir() if path.suffix in (*WEIGHT_SUFFIXES, ".json"))
+    if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
+        raise FileNotFoundError(f"no adapter weights in {directory}")
+    for path in files:
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Which blocks one place holds, and what goes next."""

@@ -1,0 +1,74 @@
+"""In which order an index gives up what it holds: least recently used first.
+
+Owns the recency of every slot and the queue of candidates. Never decides whether a slot may go (the index asks with a
+condition), knows no keys and no chains..
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Callable
+
+
+class LeastRecentlyUsed:
+    """Recency of `num_slots` slots and a queue of those that were once evictable.
+
+    The queue keeps at most one record for a slot, however often the slot is used, filled and emptied, so its memory is
+    bounded by `num_slots` (H51). A record may be out of date: uses only ever make a slot younger, so a record is a
+    lower bound, corrected when it comes up.
+    """
+
+    __slots__ = ("_queue", "_queued", "_tick", "_used")
+
+    def __init__(self, num_slots: int) -> None:
+        self._tick = 0
+        self._used = array("q", bytes(8 * num_slots))
+        self._queue: list[tuple[int, int]] = []
+        self._queued = bytearray(num_slots)
+
+    def touch(self, slot: int) -> None:
+        """Make `slot` the most recently used."""
+        self._tick += 1
+        self._used[slot] = self._tick
+
+    def inherit(self, parent: int, child: int) -> None:
+        """A use of `child` was a use of `parent` too; called when the child goes, so that a touch costs O(1)."""
+        self._used[parent] = max(self._used[parent], self._used[child])
+
+    def offer(self, slot: int) -> None:
+        """`slot` became evictable. O(log n); nothing happens if it is queued already."""
+        if not self._queued[slot]:
+            self._queued[slot] = 1
+            heapq.heappush(self._queue, (self._used[slot], slot))
+
+    def take(self, evictable: Callable[[int], bool]) -> int | None:
+        """Remove and return the least recently used slot for which `evictable` holds; None if none is queued.
+
+        Amortised O(log n): a stale record is dropped once for each time that it was queued, and put right once at most
+        between two uses of its slot.
+        """
+        while self._queue:
+            recorded, slot = self._queue[0]
+            if not evictable(slot):
+                heapq.heappop(self._queue)
+                self._queued[slot] = 0
+            elif recorded < self._used[slot]:
+                heapq.heapreplace(self._queue, (self._used[slot], slot))
+            else:
+                heapq.heappop(self._queue)
+                self._queued[slot] = 0
+                return slot
+        return None
+
+    def used(self, slot: int) -> int:
+        """When `slot` was last used, in uses since the start (an order, not a time)."""
+        return self._used[slot]
+
+    def queued(self, slot: int) -> bool:
+        """Whether `slot` has a record in the queue."""
+        return bool(self._queued[slot])
+
+    def __len__(self) -> int:
+        """Records in the queue, stale ones included; never more than the number of slots."""
+        return len(self._queue)

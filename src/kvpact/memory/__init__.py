@@ -1,0 +1,1 @@
+"""The memory tier: slots in shared memory, and when their pages are taken."""

@@ -1,0 +1,316 @@
+"""The memory tier's storage: fixed-size slots in anonymous shared memory, one segment per worker rank.
+
+Owns the segments, their sizes and who may map them; never knows which slot holds what. A segment is a memfd: it has no
+name, so a killed process leaves nothing behind and the size of /dev/shm does not matter; the scheduler's process maps
+it through /proc/<pid>/fd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from kvpact.errors import ConfigError, KvpactError, PactViolation
+from kvpact.memory.prefault import HUGE_BYTES, PageTaker
+from kvpact.tiers.urls import format_size
+
+PAGE_BYTES = 4096
+"""Alignment of every slot piece: what O_DIRECT and page mapping ask for."""
+
+NOTICE_BYTES = PAGE_BYTES
+"""The end of each segment, behind all slots: what a rank says of its weights (`kvpact.identity.notices`)."""
+
+MAP_FIXED = 0x10
+"""The same on all Linux architectures that vLLM has; Python's mmap does not name it."""
+
+MINIMUM_SLOTS = 2
+"""One block being served and one being saved; below that nothing can ever be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """How one rank's piece of a slot is laid out: layer by layer, in the order of registration, in bytes."""
+
+    layer_page_bytes: tuple[int, ...]
+
+    @property
+    def rank_slot_bytes(self) -> int:
+        """Bytes of one rank's piece, rounded up to whole memory pages."""
+        return -(-sum(self.layer_page_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Where each layer's page starts inside the piece."""
+        return tuple(accumulate(self.layer_page_bytes, initial=0))[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentAddress:
+    """Where a segment is to be found, as plain values that travel to the scheduler's process."""
+
+    pid: int
+    descriptor: int
+    num_slots: int
+    rank_slot_bytes: int
+    device: int
+    inode: int
+    boot_id: str
+    pid_namespace: str
+
+
+class ArenaSegment:
+    """One rank's memory: `num_slots` pieces of `rank_slot_bytes` each. Made by `create` or `attach`."""
+
+    def __init__(self, descriptor: int, num_slots: int, rank_slot_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.rank_slot_bytes = rank_slot_bytes
+        self._descriptor = descriptor
+        self._closed = False
+        size = num_slots * rank_slot_bytes
+        self._mapping, start = _map_aligned(descriptor, size)
+        self.memory = memoryview(self._mapping)[start : start + size]
+        """All slots, one behind the other, writable."""
+        self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES :]
+        """The file's last page, which no slot reaches; zeros at first."""
+        self._pages = PageTaker(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), size)
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):  # prompts do not belong into core dumps
+            with contextlib.suppress(OSError):
+                self._mapping.madvise(advice)
+
+    @classmethod
+    def create(cls, num_slots: int, rank_slot_bytes: int, ranks_on_host: int = 1) -> ArenaSegment:
+        """New memory, in the worker. Pages are taken from the machine at first use or by `start_prefault`.
+
+        Raises ConfigError if `ranks_on_host` segments of this size are more than the machine can give now.
+        """
+        if num_slots < 1 or rank_slot_bytes < 1 or rank_slot_bytes % PAGE_BYTES:
+            raise PactViolation(
+                f"a segment needs slots of whole {PAGE_BYTES}-byte pages, not {num_slots} of {rank_slot_bytes} bytes"
+            )
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("the memory tier needs memfd_create (Linux 3.17, glibc 2.27), which this Python lacks")
+        size = num_slots * rank_slot_bytes
+        available = available_memory_bytes()
+        if size * ranks_on_host > available:
+            raise ConfigError(
+                f"memory: the arena wants {format_size(size * ranks_on_host)} "
+                f"({ranks_on_host} x {num_slots} blocks of {format_size(rank_slot_bytes)}), this machine or its "
+                f"container has {format_size(available)} available; set `memory` below that"
+            )
+        descriptor = os.memfd_create("kvpact-arena", os.MFD_CLOEXEC)
+        try:
+            os.fchmod(descriptor, 0o600)  # it is made for everybody, and has no name that could be opened but in /proc
+            os.ftruncate(descriptor, size + HUGE_BYTES)
+            return cls(descriptor, num_slots, rank_slot_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigError(
+                f"memory: cannot map an arena of {format_size(size)}: {error.strerror}; set a smaller `memory`, or "
+                "raise the limit on address space (ulimit -v)"
+            ) from error
+
+    @classmethod
+    def attach(cls, address: SegmentAddress) -> ArenaSegment:
+        """Map a segment that a worker on this host made, this process included.
+
+        Raises KvpactError if the worker is gone, on another host or in another pid namespace.
+        """
+        where = f"the arena of worker process {address.pid}"
+        if address.boot_id != _boot_id() or address.pid_namespace != _pid_namespace():
+            raise KvpactError(
+                f"{where} is on another host or in another pid namespace; all ranks must share this one's"
+            )
+        try:
+            descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise KvpactError(
+                f"{where} cannot be opened ({error.strerror}): the worker must be alive and run as the same user"
+            ) from error
+        try:
+            found = os.fstat(descriptor)
+            size = address.num_slots * address.rank_slot_bytes + HUGE_BYTES
+            expected = (address.device, address.inode, size)
+            if (found.st_dev, found.st_ino, found.st_size) != expected:
+                raise KvpactError(
+                    f"{where} is not what descriptor {address.descriptor} shows now (device, inode, bytes): expected "
+                    f"{expected}, found {(found.st_dev, found.st_ino, found.st_size)}; the worker has closed it"
+                )
+            return cls(descriptor, address.num_slots, address.rank_slot_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def address(self) -> SegmentAddress:
+        """What another process of this host needs to attach; good as long as this segment is open."""
+        found = os.fstat(self._descriptor)
+        return SegmentAddress(
+            pid=os.getpid(),
+            descriptor=self._descriptor,
+            num_slots=self.num_slots,
+            rank_slot_bytes=self.rank_slot_bytes,
+            device=found.st_dev,
+            inode=found.st_ino,
+            boot_id=_boot_id(),
+            pid_namespace=_pid_namespace(),
+        )
+
+    def slot_view(self, slot: int) -> memoryview:
+        """The piece of `slot`, writable and page aligned. Raises PactViolation for a slot that is not there."""
+        if not 0 <= slot < self.num_slots:
+            raise PactViolation(f"slot {slot} is outside the arena's {self.num_slots} slots")
+        start = slot * self.rank_slot_bytes
+        return self.memory[start : start + self.rank_slot_bytes]
+
+    def start_prefault(self) -> None:
+        """Take pages from the machine in a background thread: a window ahead of the slots in use, the rest at rest.
+
+        The first touch of a page costs up to 70 times the copy into it; slots are handed out from the low end. What is
+        taken while the engine computes slows it down, on other cores too, so that is no more than will be used soon.
+        """
+        self._pages.start()
+
+    def wait_for_first_pages(self, seconds: float) -> bool:
+        """After `start_prefault`: wait until the first slots have their pages, at most so long; whether they have."""
+        return self._pages.wait_for_first(seconds)
+
+    def use(self, slots: Sequence[int]) -> None:
+        """These slots are in use, or about to be: have the pages of the ones after them ready."""
+        if slots:
+            self._pages.use((max(slots) + 1) * self.rank_slot_bytes)
+
+    def step_began(self) -> None:
+        """The engine computes."""
+        self._pages.step_began()
+
+    def step_ended(self) -> None:
+        """The engine computes no more."""
+        self._pages.step_ended()
+
+    def prefault(self) -> None:
+        """Take all pages now. Stops early, with a warning, if the machine runs out of memory."""
+        self._pages.take_all()
+
+    def close(self) -> None:
+        """Give the memory back. Views still exported keep the mapping alive until the last of them is gone."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pages.close()
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+            self.notice.release()
+            self._mapping.close()
+        os.close(self._descriptor)
+
+
+class Arena:
+    """All ranks' segments, in rank order: a slot is one piece of each. The scheduler's process works on this."""
+
+    def __init__(self, segments: Sequence[ArenaSegment]) -> None:
+        if not segments:
+            raise PactViolation("an arena needs the segment of at least one rank")
+        self.segments = tuple(segments)
+        self.num_slots = min(segment.num_slots for segment in segments)
+        self.slot_bytes = sum(segment.rank_slot_bytes for segment in segments)
+
+    def slot_views(self, slot: int) -> list[memoryview]:
+        """One writable, page-aligned view per rank; their concatenation is the slot's payload."""
+        return [segment.slot_view(slot) for segment in self.segments]
+
+    def close(self) -> None:
+        """Close every segment."""
+        for segment in self.segments:
+            segment.close()
+
+
+def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
+    """A mapping, and where in it the file's first `size` bytes lie at an address that huge pages need.
+
+    The file has `HUGE_BYTES` more, a hole that takes no memory. Raises OSError.
+    """
+    mapping = mmap.mmap(descriptor, size + HUGE_BYTES)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    start = -base % HUGE_BYTES
+    if start:  # mmap gives no say in the address, so the file is mapped once more, inside the mapping that we own
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+        flags = mmap.MAP_SHARED | MAP_FIXED
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if libc.mmap(base + start, size, access, flags, descriptor, 0) != base + start:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapping, start
+
+
+def slots_for(memory_bytes: int, rank_slot_bytes: int, world_size: int) -> int:
+    """How many slots `memory_bytes`, the sum over all ranks, hold. Raises ConfigError below `MINIMUM_SLOTS`."""
+    slot_bytes = rank_slot_bytes * world_size
+    slots = memory_bytes // slot_bytes
+    if slots < MINIMUM_SLOTS:
+        raise ConfigError(
+            f"memory: {format_size(memory_bytes)} holds {slots} blocks of {format_size(slot_bytes)} each (all layers, "
+            f"{world_size} ranks); the least that works is {format_size(MINIMUM_SLOTS * slot_bytes)}, a useful cache "
+            "has room for the blocks of several prompts"
+        )
+    return slots
+
+
+def available_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """What can still be taken without swapping or being killed: the machine's share or the cgroup's, the smaller."""
+    available = next(
+        int(line.split()[1]) * 1024
+        for line in (proc / "meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    return max(0, min([available, *_cgroup_room(proc, cgroups)]))
+
+
+def _cgroup_room(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Bytes left in each memory cgroup that holds this process, version 2 or 1, up to the root."""
+    try:
+        memberships = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for membership in memberships:
+        _, controllers, path = membership.split(":", 2)
+        if not controllers:
+            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for directory in (group, *group.parents):  # inside a container the path may not exist here, the root does
+            if directory.is_relative_to(root):
+                with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or no such file at this level
+                    limit, used = (int((directory / name).read_text()) for name in names[:2])
+                    yield limit - used + _cgroup_statistic(directory, names[2])
+
+
+def _cgroup_statistic(directory: Path, name: str) -> int:
+    """A line of memory.stat: page cache that the kernel drops before it refuses anything counts as free."""
+    for line in (directory / "memory.stat").read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

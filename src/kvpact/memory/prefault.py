@@ -1,0 +1,218 @@
+"""When the arena's pages are taken from the machine, and how.
+
+Owns the order (some at the start, a window ahead of the slots in use, the rest while the engine rests) and the thread
+that does it. The schedule takes time as an argument and touches no memory. Never knows which slot holds what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+import time
+from typing import Final
+
+from kvpact.threads import give_way, start_background
+from kvpact.tiers.urls import format_size
+
+logger = logging.getLogger(__name__)
+
+HUGE_BYTES: Final = 2 << 20
+"""A huge page where pages have 4 KiB; elsewhere a size like any other."""
+
+PIECE_BYTES: Final = 8 << 20
+"""Taken at a time: 1 ms in huge pages, 8 ms in small ones, 30 ms where the host must find the memory first. Closing
+waits no longer."""
+
+START_SECONDS: Final = 1.0
+"""CPU time for taking pages as a thread like others, before the first step: 8 GiB in huge pages, 1 GiB in small ones,
+half a GiB where the host must find the memory first. If it delays the start at all, it is by no more; from then on the
+thread gives way to all others, and goes on until the first step."""
+
+AHEAD_BYTES: Final = 256 << 20
+"""Taken ahead of the slots in use: two prompts of 4,096 tokens of a model with 32 KiB a token."""
+
+REST_SECONDS: Final = 10.0
+"""An engine whose last step ended so long ago rests. More than what lies between the prompts of one user, and more than
+what an engine does after its first step: vLLM 0.32 on a CPU works on the first sample for 3.4 s."""
+
+RESTING_PAUSE_SECONDS: Final = 0.05
+"""Between two pieces while the engine rests: 160 MB/s, a hundredth of a core in huge pages."""
+
+MADV_POPULATE_WRITE: Final = 23
+"""Linux 5.14; older kernels answer EINVAL and the pages are then mapped at their first use."""
+
+MADV_COLLAPSE: Final = 25
+"""Linux 6.1: make a range huge pages now, whatever the setting for transparent huge pages."""
+
+
+class PageSchedule:
+    """Which bytes of a segment are taken next, and when. For one segment, from the low end to the high one."""
+
+    def __init__(self, size: int, now: float) -> None:
+        self.size = size
+        self.taken = 0
+        """All below is taken, or was tried."""
+        self.wanted = min(size, AHEAD_BYTES)
+        """All below is to be taken at once."""
+        self._start_seconds = START_SECONDS
+        """What is left of it."""
+        self._stepped = False
+        """Whether a step has begun."""
+        self._computing = False
+        self._not_before = now + REST_SECONDS
+
+    def use(self, end: int) -> bool:
+        """All below `end` is in use now; whether there is something to take at once because of it."""
+        self.wanted = max(self.wanted, min(self.size, end + AHEAD_BYTES))
+        return self.taken < self.wanted
+
+    @property
+    def starting(self) -> bool:
+        """Whether the first step is still to come, and time as a thread like others is left."""
+        return self._start_seconds > 0 and not self._stepped
+
+    def step_began(self) -> None:
+        """The engine computes, and has started."""
+        self._computing = self._stepped = True
+
+    def step_ended(self, now: float) -> None:
+        """The engine computes no more."""
+        self._computing = False
+        self._not_before = now + REST_SECONDS
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next piece may be taken, 0 if that is now; at most `REST_SECONDS`, then ask again."""
+        if self.taken < self.wanted or not self._stepped:
+            return 0.0
+        return REST_SECONDS if self._computing else max(0.0, self._not_before - now)
+
+    def take(self, now: float) -> tuple[int, int]:
+        """The next piece, (start, bytes), which counts as taken from here on. Only while `taken` is below `size`."""
+        start, self.taken = self.taken, min(self.size, self.taken + PIECE_BYTES)
+        self._not_before = max(self._not_before, now + RESTING_PAUSE_SECONDS)
+        return start, self.taken - start
+
+    def took(self, seconds: float) -> None:
+        """The last piece took so much CPU time."""
+        self._start_seconds -= seconds
+
+    def check(self) -> None:
+        """Verify the invariants, for tests. Raises AssertionError."""
+        assert 0 <= self.taken <= self.size
+        assert self.wanted <= self.size
+
+
+class PageTaker:
+    """Takes the pages of one mapping of a memfd, in huge pages where the kernel can."""
+
+    def __init__(self, descriptor: int, address: int, size: int) -> None:
+        """The file behind `descriptor` is mapped at `address`, aligned to `HUGE_BYTES`, from its start on."""
+        self._descriptor, self._address, self._size = descriptor, address, size
+        self._huge = True
+        self._closing = False
+        self._wake = threading.Event()
+        self._has_first = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._schedule = PageSchedule(size, time.monotonic())
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def start(self) -> None:
+        """Take pages in a background thread from now on, until all are taken or `close` is called.
+
+        The thread gives way to all others as soon as the start is over.
+        """
+        if self._thread is None:
+            self._thread = start_background("kvpact-prefault", self._run)
+
+    def wait_for_first(self, seconds: float) -> bool:
+        """Wait until the first `AHEAD_BYTES` are taken, so that no prompt pays for them; at most so long."""
+        return self._has_first.wait(seconds)
+
+    def use(self, end: int) -> None:
+        """All below byte `end` is in use, or about to be: what follows it is wanted next."""
+        if self._schedule.use(end):
+            self._wake.set()
+
+    def step_began(self) -> None:
+        """The engine computes: nothing is taken but what `use` wants."""
+        self._schedule.step_began()
+
+    def step_ended(self) -> None:
+        """The engine computes no more."""
+        self._schedule.step_ended(time.monotonic())
+
+    def take_all(self) -> None:
+        """Take everything now."""
+        for start in range(0, self._size, PIECE_BYTES):
+            if not self._take(start, min(PIECE_BYTES, self._size - start)):
+                return
+
+    def close(self) -> None:
+        """End the thread; at most one piece is still taken. Idempotent."""
+        self._closing = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._take_all_in_time()
+        finally:
+            self._has_first.set()
+
+    def _take_all_in_time(self) -> None:
+        schedule, starting = self._schedule, True
+        while schedule.taken < schedule.size:
+            seconds = schedule.wait(time.monotonic())
+            if seconds:
+                self._wake.wait(seconds)
+                self._wake.clear()
+            if self._closing:
+                return
+            if starting and not schedule.starting:
+                starting = False
+                give_way()
+            if not seconds:
+                began = time.thread_time()
+                if not self._take(*schedule.take(time.monotonic())):
+                    return
+                schedule.took(time.thread_time() - began)
+                if schedule.taken >= AHEAD_BYTES:
+                    self._has_first.set()
+
+    def _take(self, start: int, length: int) -> bool:
+        """Take and map these bytes; False, with a warning, if the machine has no memory left."""
+        try:
+            whole = length // HUGE_BYTES * HUGE_BYTES
+            if whole and self._huge and self._collapse(start, whole):
+                start, length = start + whole, length - whole
+            if length:
+                # posix_fallocate finds and clears the pages without the lock on the process's mappings; populating then
+                # only maps them. Both release the interpreter's lock.
+                os.posix_fallocate(self._descriptor, start, length)
+                self._libc.madvise(self._address + start, length, MADV_POPULATE_WRITE)
+        except OSError as error:
+            logger.warning(
+                "arena: no memory beyond %s (%s); set a smaller `memory`", format_size(start), error.strerror
+            )
+            return False
+        return True
+
+    def _collapse(self, start: int, length: int) -> bool:
+        """Have huge pages: a tenth of the CPU time, here and when the other process maps them.
+
+        The kernel makes one only where there is a page already, so each gets its first. Raises OSError if there is no
+        memory for that.
+        """
+        for huge in range(start, start + length, HUGE_BYTES):
+            os.posix_fallocate(self._descriptor, huge, 1)
+        if not self._libc.madvise(self._address + start, length, MADV_COLLAPSE):
+            return True
+        # Busy means that somebody uses a page just now. Otherwise this kernel has none, or memory is in pieces, and
+        # asking again would have it search for whole ones each time.
+        self._huge = ctypes.get_errno() in (errno.EAGAIN, errno.EBUSY)
+        return False

@@ -1,0 +1,277 @@
+"""Checks of what bounds a cache: room, time, memory, and numbers that add up.
+
+Part of `CacheConformance`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpact.engine import KVCacheGroup
+from kvpact.testkit.cache.factory import CacheLab, in_every_mode, promised, reachable_bytes
+from kvpact.testkit.cache.harness import CacheScene, prompt
+from kvpact.testkit.faults import Fault, Operation
+from kvpact.testkit.findings import NotObservable, require
+from kvpact.testkit.suite import Suite, protects
+
+DOCUMENT = prompt(6)
+
+MANY_REQUESTS = 300
+"""Requests after which all bounded histories are full."""
+
+GROWTH = 1.1
+"""How much more memory may be in use after as many requests again."""
+
+HANGING_S = 0.2
+"""Seconds of the engine's clock by which a request that waits for a tier is late; a step takes 10 ms."""
+
+LONGEST_CALL_S = 1.0
+"""Real seconds that no call may take, not even on a busy machine."""
+
+
+class BoundChecks(Suite[CacheLab]):
+    """What holds however long and however full."""
+
+    if TYPE_CHECKING:
+        modes: tuple[str, ...]
+
+    # Room
+
+    @protects("P12", "H57")
+    @in_every_mode(prefix_caching=False)
+    def test_h57_promises_are_bounded_by_the_room_and_follow_what_is_held(self, scene: CacheScene) -> None:
+        """Twice as many prompts as fit: together they are promised no more than fits, and what is promised loads."""
+        slots, size = scene.settings.num_slots, scene.settings.block_size
+        prompts = [prompt(4, seed=seed) for seed in range(slots // 2)]
+        scene.warm(*prompts)
+        asked = [scene.request(f"again-{n}", tokens, held=True) for n, tokens in enumerate(prompts)]
+        matches = scene.probe_all(asked)
+        total = sum(match.num_tokens for match in matches)
+        if not total:
+            raise NotObservable("the cache promises nothing of prompts that were computed before")
+        least, most = slots * size // 2, slots * size
+        require(total <= most, f"{total} tokens are promised at once; the cache has room for {most}")
+        require(total >= least, f"of a full cache, with room for {most} tokens, {total} can be used")
+        for request in asked:
+            scene.let_go(request)
+        scene.run(*asked)
+        scene.as_good_as_new("P12")
+
+    @protects("H53")
+    @in_every_mode(prefix_caching=False)
+    def test_h53_new_blocks_do_not_push_out_what_is_promised(self, scene: CacheScene) -> None:
+        """All room is promised, and another prompt is to be saved: the promises hold, and so does what they hold."""
+        blocks = scene.settings.num_slots
+        whole = prompt(blocks)
+        scene.warm(whole)
+        request, match = promised(scene, "promised", whole)
+        scene.run(scene.request("other", prompt(6, seed=5)))
+        scene.settle()
+        again = scene.probe(request)
+        require(
+            again.num_tokens == match.num_tokens, f"of {match.num_tokens} promised tokens {again.num_tokens} are left"
+        )
+        used = scene.engine.counts.external_hits
+        scene.let_go(request)
+        scene.run(request)
+        used = scene.engine.counts.external_hits - used
+        require(used == match.num_tokens, f"{match.num_tokens} tokens were promised and {used} came")
+        scene.settle()
+        request, after = promised(scene, "afterwards", whole)
+        scene.cancel("afterwards")
+        require(
+            after.num_tokens >= match.num_tokens // 2,
+            f"after one allocation while all was promised, {after.num_tokens} of {match.num_tokens} tokens are left",
+        )
+        scene.as_good_as_new("H53")
+
+    @protects("H54")
+    @in_every_mode(prefix_caching=False)
+    def test_h54_a_prompt_larger_than_the_room_keeps_its_head(self, scene: CacheScene) -> None:
+        """A prompt of twice the room is computed: its beginning can be used, not its end that nothing reaches."""
+        tokens = prompt(2 * scene.settings.num_slots)
+        scene.warm(DOCUMENT)
+        promised(scene, "seen", DOCUMENT)
+        scene.cancel("seen")
+        for turn in range(2):
+            scene.warm(tokens, name=f"large-{turn}")
+            request = scene.request(f"again-{turn}", tokens, held=True)
+            match = scene.probe(request)
+            scene.cancel(request.request_id)
+            most = scene.settings.num_slots * scene.settings.block_size
+            require(
+                match.num_tokens >= most // 4, f"of a prompt larger than the cache {match.num_tokens} tokens are usable"
+            )
+        scene.as_good_as_new("H54")
+
+    @protects("P12", "H51")
+    def test_h51_memory_does_not_grow_with_the_requests_served(self, lab: CacheLab) -> None:
+        """As many requests again, half of them cancelled, need no more memory than the first."""
+        with lab.scene(self.modes[-1]) as scene:
+            self._serve(scene, 0)
+            before = reachable_bytes(scene)
+            self._serve(scene, 1)
+            after = reachable_bytes(scene)
+            require(
+                after <= before * GROWTH + 4096,
+                f"the cache holds {before:,} bytes after {MANY_REQUESTS} requests and {after:,} after as many again",
+            )
+
+    def _serve(self, scene: CacheScene, turn: int) -> None:
+        for number in range(0, MANY_REQUESTS, 6):
+            for each in range(number, number + 6):
+                tokens = prompt(1 + each % 4, seed=1000 * turn + each // 2)
+                scene.request(f"{turn}-{each}", tokens, 1 + each % 3)
+            scene.step(2)
+            for each in range(number, number + 6, 2):
+                scene.cancel(f"{turn}-{each}")
+            scene.step(3)
+        scene.settle()
+        scene.pass_time(scene.settings.patience)
+        scene.step(8)
+
+    # Tiers
+
+    @protects("H52")
+    @in_every_mode(prefix_caching=False, write_queue_bytes=1)
+    def test_h52_a_dropped_write_keeps_no_memory(self, scene: CacheScene) -> None:
+        """The queue to the tiers takes nothing: all writes are dropped, and what they held is free again."""
+        scene.tiers_possible()
+        scene.warm(*[prompt(8, seed=seed) for seed in range(6)])
+        scene.as_good_as_new("H52")
+
+    @protects("P11", "H10")
+    @in_every_mode(prefix_caching=False)
+    def test_p11_a_tier_that_hangs_delays_no_request_beyond_its_deadline(self, scene: CacheScene) -> None:
+        """Blocks are on a tier that stops answering: "ask again later" ends, and the request is computed."""
+        scene.tiers_possible()
+        prompts = [prompt(8, seed=seed) for seed in range(6)]
+        scene.warm(*prompts)
+        for queue in scene.place.queues:
+            queue.stalled_steps = scene.most_steps
+        scene.say("the tiers hang")
+        requests = [scene.request(f"again-{number}", tokens) for number, tokens in enumerate(prompts)]
+        scene.run(*requests, steps=scene.most_steps)
+        for queue in scene.place.queues:
+            queue.stalled_steps = 0
+        scene.say("the tiers go on")
+        scene.as_good_as_new("P11")
+
+    @protects("H61", "P14")
+    @in_every_mode(prefix_caching=False)
+    def test_h61_a_tier_that_hangs_costs_few_requests_and_leaves_room(self, scene: CacheScene) -> None:
+        """Prompts that only tiers have that hang are asked for one by one: most are computed at once."""
+        scene.tiers_possible()
+        prompts = [prompt(2, seed=seed) for seed in range(2 * scene.settings.num_slots)]
+        scene.warm(*prompts)
+        usual = self._seconds_of(scene, "usual", prompt(2, seed=900))
+        for queue in scene.place.queues:
+            queue.stalled_steps = scene.most_steps
+        scene.say("the tiers hang")
+        asked = prompts[: scene.settings.num_slots]
+        seconds = [self._seconds_of(scene, f"asked-{number}", tokens) for number, tokens in enumerate(asked)]
+        late = sum(each > usual + HANGING_S for each in seconds)
+        require(late <= len(asked) // 3, f"{late} of {len(asked)} requests waited for a tier that hangs")
+        tokens = prompt(4, seed=901)
+        scene.run(scene.request("new", tokens))
+        scene.step(8)
+        scene.forget_local()
+        match = scene.probe(scene.request("new again", tokens, held=True))
+        scene.cancel("new again")
+        require(match.num_tokens > 0, "with tiers that hang there is no room for a new prompt in memory")
+        for queue in scene.place.queues:
+            queue.stalled_steps = 0
+        scene.say("the tiers go on")
+        scene.as_good_as_new("H61")
+
+    def _seconds_of(self, scene: CacheScene, name: str, tokens: list[int]) -> float:
+        """How long a request takes, by the engine's clock."""
+        began = scene.clock.now
+        scene.run(scene.request(name, tokens), steps=scene.most_steps)
+        return scene.clock.now - began
+
+    @protects("P2", "P9")
+    @in_every_mode(prefix_caching=False)
+    def test_p2_tiers_that_fail_break_no_promise(self, scene: CacheScene) -> None:
+        """Reads fail, end early and find damage: what is promised afterwards loads, whatever it is."""
+        scene.tiers_possible()
+        prompts = [prompt(8, seed=seed) for seed in range(6)]
+        scene.warm(*prompts)
+        for turn, fault in enumerate((Fault.PARTIAL, Fault.ERROR, Fault.DAMAGE)):
+            for number, tokens in enumerate(prompts):
+                scene.place.faults.arm(Operation.GET, fault)
+                scene.run(scene.request(f"again-{turn}-{number}", tokens))
+                scene.place.faults.disarm()
+            scene.settle()
+        require(scene.engine.counts.failed == 0, "a load failed though the ranks copied everything")
+        scene.as_good_as_new("P2")
+
+    # Time
+
+    @protects("P11", "H58")
+    def test_h58_no_call_of_the_scheduler_waits(self, lab: CacheLab) -> None:
+        """A call in which the thread goes to sleep waits for I/O or for another thread: now and then is chance, most of
+        the time is design."""
+        with lab.scene(self.modes[0], prefix_caching=False) as scene:
+            for number in range(30):
+                scene.request(f"r-{number}", prompt(6, seed=number % 3), 2)
+                scene.step(2)
+            scene.settle()
+            for name, times in scene.watch.times.items():
+                require(
+                    times.calls < 10 or times.slept * 2 < times.calls,
+                    f"{times.slept} of {times.calls} calls of {name} put the scheduler's thread to sleep",
+                )
+                require(times.longest < LONGEST_CALL_S, f"a call of {name} took {times.longest:.2f} s")
+
+    # Accounts
+
+    @protects("H70", "H71")
+    @in_every_mode(num_blocks=26)
+    def test_h70_tokens_are_counted_when_used_and_once(self, scene: CacheScene) -> None:
+        """Promised, committed, loaded and used tokens agree with the engine's own counts, and no total ever falls."""
+        if scene.subject.counts is None:
+            raise NotObservable("the cache shows no counts (CacheUnderTest.counts)")
+        scene.warm(DOCUMENT)
+        before = dict(scene.subject.counts())
+        for number in range(6):
+            scene.forget_local()
+            scene.request(f"r-{number}", DOCUMENT + prompt(1, seed=20 + number), 12)
+            scene.step(4)
+            if number % 3 == 2:
+                scene.cancel(f"r-{number}")
+            now = dict(scene.subject.counts())
+            fell = [name for name, value in before.items() if now.get(name, 0) < value]
+            require(not fell, f"{', '.join(fell)} fell")
+            before = now
+        scene.rest()
+        counts, engine = dict(scene.subject.counts()), scene.engine.counts
+        for name, most in (
+            ("committed_tokens", engine.committed),
+            ("loaded_tokens", engine.loaded),
+            ("used_tokens", engine.external_hits),
+        ):
+            if name in counts:
+                exact = name != "used_tokens"
+                require(
+                    counts[name] == most if exact else counts[name] <= most,
+                    f"the cache counts {counts[name]:g} {name}, the engine {most}",
+                )
+        chain = [counts[name] for name in CHAIN if name in counts]
+        require(chain == sorted(chain, reverse=True), f"promised, committed, loaded, used: {chain} must not grow")
+
+    # Several groups
+
+    @protects("P4", "P7", "P9")
+    @in_every_mode(groups=(KVCacheGroup(), KVCacheGroup(sliding_window=10)), num_slots=32, prefix_caching=False)
+    def test_several_kv_cache_groups_are_loaded_together(self, scene: CacheScene) -> None:
+        """Full attention and a sliding window: the blocks of both are saved, promised and loaded, each in its own."""
+        scene.warm(DOCUMENT)
+        request, match = promised(scene, "again", DOCUMENT)
+        scene.let_go(request)
+        scene.run(request)
+        require(scene.engine.counts.external_hits == match.num_tokens, "not all that was promised was used")
+        scene.rest()
+
+
+CHAIN = ("promised_tokens", "committed_tokens", "loaded_tokens", "used_tokens")

@@ -1,0 +1,92 @@
+"""`CacheConformance`: the properties P1 to P14 and the hazards of a cache, as checks that its author inherits.
+
+Owns what an author says of his cache; the checks themselves stand in the modules beside this one, by subject. pytest
+collects them from a subclass named `Test...`; `run_conformance` runs them without pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvpact.contract import ExternalCache
+from kvpact.engine import EngineQuirks
+from kvpact.testkit.cache.checks_bounds import BoundChecks
+from kvpact.testkit.cache.checks_epochs import EpochChecks
+from kvpact.testkit.cache.checks_failures import FailureChecks
+from kvpact.testkit.cache.checks_promises import PromiseChecks
+from kvpact.testkit.cache.factory import CacheLab
+from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, CacheUnderTest
+from kvpact.testkit.report import Check, ConformanceReport
+from kvpact.testkit.suite import run_suite
+
+__all__ = ["CacheConformance", "CacheFactory", "CachePlace", "CacheUnderTest", "run_conformance", "run_suite_as_report"]
+
+
+class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks):
+    """Inherit this, say how your cache is made, and the whole pact is checked on the embedded engine.
+
+        class TestMyCache(CacheConformance):
+            def make_cache(self, place: CachePlace) -> ExternalCache:
+                return MyCache(place.block_size, place.num_slots, place.num_ranks)
+
+    Each check runs in every mode of `modes`: an engine that speaks the contract, and engines that act like releases of
+    vLLM. `patience` is the longest time, in seconds of the kit's clock, that a request may wait for your cache.
+    """
+
+    modes: tuple[str, ...] = tuple(EngineQuirks.presets())
+    ranks = 2
+    num_slots = 16
+    patience = 60.0
+    plays = 4
+    """Random plays in each mode."""
+    calls = 120
+    """Calls of each random play."""
+
+    def make_cache(self, place: CachePlace) -> ExternalCache | CacheUnderTest:
+        """Your cache, made for `place`; as a `CacheUnderTest` if it shows more of itself."""
+        raise NotImplementedError(f"{type(self).__name__} must say in `make_cache` how the cache is made")
+
+    @contextmanager
+    def scene(self, directory: Path) -> Iterator[CacheLab]:
+        yield CacheLab(self, directory)
+
+
+def run_conformance(
+    factory: CacheFactory,
+    *,
+    subject: str = "a cache",
+    only: str = "",
+    modes: tuple[str, ...] = (),
+    parent: Path | None = None,
+    progress: Callable[[Check], object] = lambda check: None,
+) -> ConformanceReport:
+    """Run all checks whose name matches `only` on the caches that `factory` makes, in all modes or the named ones."""
+    chosen = modes or CacheConformance.modes
+
+    class Anonymous(CacheConformance):
+        """The suite around one factory."""
+
+        modes = chosen
+
+        def make_cache(self, place: CachePlace) -> ExternalCache | CacheUnderTest:
+            return factory(place)
+
+    return run_suite_as_report(Anonymous, subject, only=only, parent=parent, progress=progress)
+
+
+def run_suite_as_report(
+    suite: type[CacheConformance],
+    subject: str,
+    *,
+    only: str = "",
+    parent: Path | None = None,
+    progress: Callable[[Check], object] = lambda check: None,
+) -> ConformanceReport:
+    """Run an author's own suite; `progress` is told each check as it ends."""
+    checks = []
+    for check in run_suite(suite, only, parent=parent):
+        checks.append(check)
+        progress(check)
+    return ConformanceReport(subject, f"the embedded engine as {', '.join(suite.modes)}", tuple(checks))

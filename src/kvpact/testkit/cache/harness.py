@@ -1,0 +1,532 @@
+"""The scene of a cache's check: an embedded engine around the watched cache, and the levers that make trouble.
+
+Owns the script of what was done and the judgement that holds at all times: invariants after each step, nothing held at
+rest. Decides no check.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from kvpact.contract import ExternalCacheWorker, ExternalKVMatch, LoadJob, WorkerReport
+from kvpact.engine import (
+    ByteSegment,
+    Engine,
+    EngineConfig,
+    EngineQuirks,
+    JobConduct,
+    KVCacheGroup,
+    OracleViolation,
+    Request,
+    SimulatedWorker,
+    StepClock,
+)
+from kvpact.engine.config import NO_EXTRAS
+from kvpact.engine.simulated_worker import Job
+from kvpact.errors import PactViolation, WeightsVersionRefused
+from kvpact.identity.keys import RangeSet, RequestIdentity
+from kvpact.testkit.cache.monitor import ContractWatch, EverStored, StoredBlock
+from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, made_for
+from kvpact.testkit.faults import Crash
+from kvpact.testkit.findings import TITLES, Broken, NotObservable
+
+SCRIPT_LINES = 200
+"""Steps of a script that are kept; a check that needs more is no longer readable."""
+
+NEVER = 1 << 40
+"""A step that never comes: the engine looks at a request that becomes ready in it only when told to."""
+
+REST_STEPS = 4000
+"""Steps in which an engine without requests must come to rest: 40 s of its clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class SceneSettings:
+    """Sizes in tokens, blocks and slots. `mode` names a preset of `EngineQuirks`; `quirks` overrides parts of it."""
+
+    mode: str = "native"
+    ranks: int = 2
+    block_size: int = 4
+    num_slots: int = 16
+    num_blocks: int = 64
+    max_tokens_per_step: int = 512
+    max_running: int = 16
+    prefix_caching: bool = True
+    priority: bool = False
+    layers: int = 1
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
+    write_queue_bytes: int = 1 << 30
+    patience: float = 60.0
+    quirks: EngineQuirks | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"a {self.mode} engine of {self.ranks} ranks with {self.num_blocks - 1} blocks of {self.block_size} tokens "
+            f"and a cache of {self.num_slots} slots{self._ways()}"
+        )
+
+    def _ways(self) -> str:
+        """How the engine differs from its mode, in words."""
+        if self.quirks is None:
+            return ""
+        usual = EngineQuirks.presets()[self.mode]
+        ways = [(item.name, getattr(self.quirks, item.name)) for item in fields(EngineQuirks)]
+        return "".join(f", {name}={value}" for name, value in ways if value != getattr(usual, name))
+
+
+class StagedWorker(SimulatedWorker):
+    """A simulated rank that can fall silent for some steps, or forget all it was told."""
+
+    def __init__(self, rank: int, slot_view: Callable[[int], memoryview], scene: CacheScene) -> None:
+        super().__init__(rank, slot_view, scene.conduct_of)
+        self.silent_steps = 0
+        self._kept_back = WorkerReport({})
+
+    def report(self) -> WorkerReport:
+        """See `ExternalCacheWorker`; what a silent rank has to say, it says later."""
+        self._kept_back = self._kept_back.aggregate(super().report())
+        if self.silent_steps:
+            self.silent_steps -= 1
+            return WorkerReport({})
+        report, self._kept_back = self._kept_back, WorkerReport({})
+        return report
+
+    def forget(self) -> None:
+        """Drop jobs that are not copied yet and reports that are not sent; asked later, this rank knows nothing."""
+        self._tasks, self._reports, self._kept_back = [], [], WorkerReport({})
+        self._said.clear()
+
+
+class CacheScene:
+    """One engine and one cache. `script` are the steps so far; `stored` what earlier caches of this place saved."""
+
+    def __init__(
+        self,
+        factory: CacheFactory,
+        directory: Path,
+        settings: SceneSettings,
+        script: deque[str] | None = None,
+        *,
+        weights: int = 0,
+        stored: dict[StoredBlock, int] | None = None,
+        ever_stored: EverStored | None = None,
+        shared_directory: Path | None = None,
+        clock: StepClock | None = None,
+    ) -> None:
+        """The engine starts from the files of `weights`, whatever weights are put in place later.
+
+        Its cache's own things are in `directory`; what engines share is in `shared_directory`, by default there too.
+        """
+        self.factory, self.directory, self.settings = factory, directory, settings
+        self.script: deque[str] = deque(maxlen=SCRIPT_LINES) if script is None else script
+        self.quirks = settings.quirks or EngineQuirks.presets()[settings.mode]
+        self.clock = clock or StepClock()
+        self.weights_of_files = weights
+        self.conducts: dict[int, deque[JobConduct]] = {rank: deque() for rank in range(settings.ranks)}
+        """How each rank treats its next jobs; faithfully when there is none left."""
+        self.load_conducts: dict[int, deque[JobConduct]] = {rank: deque() for rank in range(settings.ranks)}
+        """The same for its next loads alone."""
+        self.conduct: Callable[[int, Job], JobConduct] | None = None
+        """How each rank treats each job, if it is to be decided for all of them."""
+        self.faulty_jobs = 0
+        config = EngineConfig(
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            groups=settings.groups,
+            num_ranks=settings.ranks,
+            num_layers=settings.layers,
+            max_model_len=(settings.num_blocks + 8) * settings.block_size,
+            max_running=settings.max_running,
+            max_tokens_per_step=settings.max_tokens_per_step,
+            prefix_caching=settings.prefix_caching,
+            policy="priority" if settings.priority else "fcfs",
+        )
+        self.place = CachePlace(
+            block_size=settings.block_size,
+            num_slots=settings.num_slots,
+            num_ranks=settings.ranks,
+            num_groups=len(settings.groups),
+            slot_bytes=settings.layers * config.page_bytes,
+            clock=self.clock,
+            directory=directory,
+            shared_directory=shared_directory or directory,
+            weights=f"weights-{weights}",
+            write_queue_bytes=settings.write_queue_bytes,
+        )
+        self.subject = made_for(factory, self.place)
+        if len(settings.groups) > 1 and not self.subject.cache.supports_kv_cache_groups:
+            self.subject.close()
+            raise NotObservable("the cache knows one KV cache group (`supports_kv_cache_groups`)")
+        self.watch = ContractWatch(
+            self.subject.cache,
+            block_size=settings.block_size,
+            num_ranks=settings.ranks,
+            clock=self.clock,
+            patience=settings.patience,
+            whole_answers=self.quirks.ignores_commit_answer,
+            own_workers=bool(self.subject.workers),
+            stored=stored,
+            ever_stored=ever_stored,
+            say=lambda words: self.script.append(f"    {words}"),
+        )
+        self.workers: list[StagedWorker] = []
+        if not self.subject.workers:
+            views = self.subject.slot_views or [
+                ByteSegment(settings.num_slots, self.place.slot_bytes).slot_view for _ in range(settings.ranks)
+            ]
+            self.workers = [StagedWorker(rank, view, self) for rank, view in enumerate(views)]
+        every_worker: Sequence[ExternalCacheWorker] = self.subject.workers or self.workers
+        self.engine = Engine(config, self.quirks, self.watch, every_worker, self.clock)
+        self.engine.runner.weights = weights
+        self._squeezed: list[int] = []
+        self.say(str(settings))
+
+    def say(self, words: str) -> None:
+        """Add a line to the script."""
+        self.script.append(words)
+
+    def conduct_of(self, rank: int, job: Job) -> JobConduct:
+        """How a rank treats a job. An engine that trusts synchronous loads can take no failure of one: none is made."""
+        loads = self.load_conducts[rank]
+        queued = loads if loads and isinstance(job, LoadJob) else self.conducts[rank]
+        conduct = queued.popleft() if queued else JobConduct()
+        if self.conduct is not None:
+            conduct = self.conduct(rank, job)
+        if isinstance(job, LoadJob) and job.synchronous and self.quirks.trusts_sync_loads:
+            conduct = replace(conduct, failed_blocks=RangeSet())
+        self.faulty_jobs += conduct != JobConduct()
+        return conduct
+
+    @contextmanager
+    def judged(self, *names: str) -> Iterator[None]:
+        """Turn a broken contract into `Broken`, by the property that its message names, else by `names`."""
+        try:
+            yield
+        except (Broken, NotObservable, Crash):
+            raise
+        except Exception as error:
+            found = [name for name in re.findall(r"\b[PH]\d+\b", str(error)) if name in TITLES]
+            what = str(error) if isinstance(error, PactViolation) else f"{type(error).__name__}: {error}"
+            default = () if isinstance(error, OracleViolation) else ("H13",)
+            raise Broken(what, protects=found or names or default) from error
+
+    # Requests
+
+    def request(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        outputs: int = 1,
+        *,
+        salt: str = "",
+        identity: RequestIdentity | None = NO_EXTRAS,
+        priority: int = 0,
+        may_load: bool = True,
+        held: bool = False,
+        ready_in: int = 0,
+        encoder_tokens: int = 0,
+        encoder_ready_in: int = 0,
+    ) -> Request:
+        """Add a request. `held`: the engine does not look at it before `let_go`, so that its cache can be asked."""
+        if salt:
+            identity = RequestIdentity(salt=salt)
+        added = Request(
+            name,
+            tokens,
+            outputs,
+            identity=identity,
+            priority=priority,
+            may_load=may_load,
+            ready_step=NEVER if held else self.engine.scheduler.step + ready_in,
+            encoder_tokens=encoder_tokens,
+            encoder_ready_step=self.engine.scheduler.step + encoder_ready_in,
+        )
+        self.say(f"add request {name}: {len(tokens)} tokens, {outputs} to generate{', held back' if held else ''}")
+        with self.judged():
+            self.engine.add_request(added)
+        return added
+
+    def let_go(self, request: Request) -> None:
+        """The engine may look at a held request."""
+        self.say(f"let go of {request.request_id}")
+        request.ready_step = 0
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request in any state; False if it is not alive."""
+        if request_id not in self.engine.scheduler.requests:
+            return False
+        self.say(f"cancel {request_id}")
+        with self.judged():
+            return self.engine.cancel(request_id)
+
+    def probe(self, request: Request, computed: int = 0, steps: int = 500) -> ExternalKVMatch:
+        """Ask for a held request's match until there is an answer. Raises Broken if there is none in time."""
+        self.say(f"ask for {request.request_id} behind {computed} tokens")
+        for _ in range(steps):
+            with self.judged():
+                match = self.watch.prepare_external_match(request, computed)
+            if match is not None:
+                return match
+            self.step()
+        raise Broken(f"{request.request_id} is told to ask again later, {steps} times", protects=("P11", "H10"))
+
+    def probe_all(self, requests: Sequence[Request], steps: int = 500) -> list[ExternalKVMatch]:
+        """Ask for all these held requests' matches, as an engine does whose head of the queue is blocked.
+
+        The answers are of one step, so all promises hold at once. Raises Broken if there are none in time.
+        """
+        self.say(f"ask for {', '.join(request.request_id for request in requests)} behind 0 tokens, until all answer")
+        for _ in range(steps):
+            with self.judged():
+                matches = [self.watch.prepare_external_match(request, 0) for request in requests]
+            answers = [match for match in matches if match is not None]
+            if len(answers) == len(requests):
+                return answers
+            self.step()
+        raise Broken(f"some are told to ask again later, {steps} times", protects=("P11", "H10"))
+
+    def run(self, *requests: Request, steps: int = 2000) -> None:
+        """Step until these requests have ended. Raises Broken (P11) if they do not."""
+        self.say(f"run {', '.join(request.request_id for request in requests)} to the end")
+        for _ in range(steps):
+            if all(request.has_ended for request in requests):
+                return
+            self.step()
+        left = [request for request in requests if not request.has_ended]
+        raise Broken(f"after {steps} steps there are still alive: {left}", protects=("P11",))
+
+    def warm(self, *prompts: Sequence[int], name: str = "first") -> None:
+        """Have prompts computed and saved, then forgotten in the engine's own prefix cache."""
+        for number, tokens in enumerate(prompts):
+            self.run(self.request(f"{name}-{number}", tokens))
+            self.settle()
+        self.forget_local()
+
+    def forget_local(self) -> None:
+        """Empty the engine's own prefix cache; the external one is not told."""
+        self.say("the engine's own prefix cache is emptied")
+        self.engine.scheduler.kv.pool.unpublish_all()
+
+    def settle(self, steps: int = REST_STEPS) -> None:
+        """Step until no copy and no write is under way. Raises Broken (P11) if that does not end."""
+        for _ in range(steps):
+            if not self.busy:
+                return
+            self.step()
+        raise Broken(f"after {steps} steps the cache still wants the engine to step", protects=("P11",))
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything but held requests is alive or under way."""
+        scheduler = self.engine.scheduler
+        alive = any(request.ready_step < NEVER for request in scheduler.requests.values())
+        writing = any(queue.under_way for queue in self.place.queues)
+        executed = any(step[0].requests for step in self.engine._executed)
+        return bool(alive or scheduler.loads or executed or writing or self.watch.has_pending_work)
+
+    # Steps and trouble
+
+    def step(self, times: int = 1) -> None:
+        """Engine steps, each followed by the verification of every invariant."""
+        for _ in range(times):
+            with self.judged():
+                self.engine.step()
+                for queue in self.place.queues:
+                    queue.advance()
+                self.engine.check()
+                self.subject.check()
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes between two steps."""
+        self.say(f"{seconds:g} s pass")
+        self.clock.now += seconds
+
+    def squeeze(self, leave: int = 0) -> None:
+        """Somebody else takes all of the engine's free blocks but `leave`."""
+        free = [view.block_id for view in self.engine.context.iter_free_blocks()]
+        taken = free[: max(0, len(free) - leave)]
+        if taken:
+            self.say(f"{len(taken)} of the engine's free blocks are taken away")
+            self.engine.context.touch(taken)
+            self._squeezed += taken
+
+    def release(self) -> None:
+        """Give back what `squeeze` took."""
+        if self._squeezed:
+            self.say("the blocks are given back")
+            taken, self._squeezed = self._squeezed, []
+            self.engine.context.free_blocks(taken)
+
+    def reset(self) -> bool:
+        """Reset the prefix caches, here and outside; False if this engine refuses it now."""
+        return self._reset(self.engine.reset, "reset the prefix caches", clear_cache=True)
+
+    def reset_connector(self) -> None:
+        """Reset the external cache alone: running requests go on with what is in their blocks."""
+        self._reset(self.engine.reset_connector, "reset the external cache; requests run on", clear_cache=False)
+
+    def update_weights(self, weights: int | None = None, *, clear_cache: bool = True) -> bool:
+        """Put other weights in place, by default ones never seen; False if this engine refuses it now.
+
+        Without `clear_cache` requests run on with what is in their blocks, and no engine refuses it.
+        """
+        weights = self.engine.runner.weights + 1 if weights is None else weights
+        words = f"put weights {weights} in place{'' if clear_cache else '; requests run on'}"
+        return self._reset(
+            lambda: self.engine.update_weights(weights, clear_cache=clear_cache), words, clear_cache=clear_cache
+        )
+
+    def weights_version(self, version: str) -> bool:
+        """Say a word for the weights that are in place; False if the cache refuses it.
+
+        Raises NotObservable if the cache takes no words.
+        """
+        if not self.watch.knows_words:
+            raise NotObservable("the cache takes no word for its weights (`set_weights_version`)")
+        self.say(f"the weights are called {version}")
+        try:
+            self.watch.set_weights_version(version)
+        except WeightsVersionRefused:
+            self.say("    the word is refused")
+            return False
+        return True
+
+    def _reset(self, reset: Callable[[], None], words: str, *, clear_cache: bool) -> bool:
+        loading = any(load.asynchronous for load in self.engine.scheduler.loads.values())
+        if clear_cache and loading and self.quirks.reset_refuses_loading:
+            return False
+        self.say(words)
+        with self.judged():
+            reset()
+        return True
+
+    @property
+    def most_steps(self) -> int:
+        """Steps that a request may wait for the cache, and some that it needs itself."""
+        return int(self.settings.patience / self.clock.seconds_per_step) + 500
+
+    def tiers_possible(self) -> None:
+        """Raises NotObservable if the cache made no queue of a tier at its place."""
+        if not self.place.queues:
+            raise NotObservable("the cache has no tier whose queue it made with `CachePlace.queue`")
+
+    def faults_possible(self) -> None:
+        """Raises NotObservable if the cache brings its own workers, which the kit cannot let fail."""
+        if not self.workers:
+            raise NotObservable("the cache brings its own workers; the kit lets only its own ones fail")
+
+    # Judgement at the end
+
+    def rest(self) -> None:
+        """Everything ends; then nothing may be held. Raises Broken (P1) naming what is."""
+        self.release()
+        for worker in self.workers:
+            worker.silent_steps = 0
+        self.settle()
+        self.pass_time(self.settings.patience)  # what no engine told the cache runs out by itself
+        self.step(8)
+        self.settle()
+        self.say("all is at rest")
+        self.watch.check_rest()
+        with self.judged("P1"):
+            self.engine.check_nothing_held()
+        self.nothing_held()
+
+    def nothing_held(self) -> None:
+        """What the cache shows of its holds is 0. Raises Broken (P1)."""
+        left = {name: number for name, number in self.subject.held().items() if number}
+        if left:
+            raise Broken(f"no request is alive and the cache still holds {left}", protects=("P1", "H01"))
+
+    def room(self) -> int:
+        """Tokens that the cache promises of a new prompt that just fits it: less than before, and something is lost."""
+        blocks = min(self.settings.num_slots, self.settings.num_blocks - 3 - self.quirks.keeps_free_blocks)
+        tokens = [7_000_000 + position for position in range(blocks * self.settings.block_size + 1)]
+        self.warm(tokens, name="room")
+        request = self.request("room-probe", tokens, held=True)
+        promised = self.probe(request).num_tokens
+        self.cancel("room-probe")
+        self.settle()
+        return promised
+
+    def as_good_as_new(self, *names: str) -> None:
+        """At rest, the cache has as much room as a new one. Raises Broken by `names`, else P1 and H01."""
+        self.rest()
+        with self.twin() as fresh:
+            fresh_room = fresh.room()
+        room = self.room()
+        if room < fresh_room:
+            raise Broken(
+                f"a prompt that just fits is promised {fresh_room} tokens by a new cache, and {room} by this one: "
+                "the rest of its room is held for nobody",
+                protects=names or ("P1", "H01"),
+            )
+        self.rest()
+
+    @contextmanager
+    def twin(self) -> Iterator[CacheScene]:
+        """A new scene with the same settings, in a place of its own."""
+        directory = self.directory / "twin"
+        directory.mkdir()
+        scene = CacheScene(self.factory, directory, self.settings)
+        try:
+            yield scene
+        finally:
+            scene.close()
+
+    @contextmanager
+    def neighbour(self) -> Iterator[CacheScene]:
+        """Another engine, started from the same files: it shares whatever engines can share."""
+        self.say("another engine starts beside this one")
+        directory = self.directory / f"neighbour-{len([*self.directory.glob('neighbour-*')])}"
+        directory.mkdir()
+        with self._another(directory) as scene:
+            yield scene
+
+    @contextmanager
+    def restarted(self) -> Iterator[CacheScene]:
+        """After `shut_down`: the same engine, started again from its files."""
+        self.say("the engine starts again")
+        with self._another(self.directory) as scene:
+            yield scene
+
+    @contextmanager
+    def _another(self, directory: Path) -> Iterator[CacheScene]:
+        self.watch.has_neighbours = True
+        scene = CacheScene(
+            self.factory,
+            directory,
+            self.settings,
+            self.script,
+            weights=self.weights_of_files,
+            ever_stored=self.watch.ever_stored,
+            shared_directory=self.place.shared_directory,
+            clock=self.clock,
+        )
+        scene.watch.has_neighbours = True
+        try:
+            yield scene
+        finally:
+            scene.close()
+
+    def shut_down(self) -> None:
+        """Take in what is executed and end the cache, as an engine does. Raises Broken if that goes wrong."""
+        with self.judged():
+            self.engine.shutdown()
+        self.subject.close()
+
+    def close(self) -> None:
+        """Release everything, in whatever state it is."""
+        for ending in (*(worker.shutdown for worker in self.engine.workers), self.watch.shutdown, self.subject.close):
+            with suppress(Exception):
+                ending()
+
+
+def prompt(blocks: int, *, seed: int = 0, tail: int = 1, block_size: int = 4) -> list[int]:
+    """`blocks` whole blocks and `tail` further tokens; prompts of different seeds share no block."""
+    return [(seed + 1) * 10_007 + position for position in range(blocks * block_size + tail)]

@@ -1,0 +1,514 @@
+"""Plays: lists of calls that drive an engine and its cache through trouble, and can be repeated and shortened.
+
+Owns what may happen (arrivals, cancellations, faults of ranks and tiers, resets, restarts), the verification after each
+step, and the shortest script that still fails. Any list of calls is legal: one that finds nothing to act on does
+nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kvpact.engine import EngineQuirks, JobConduct, Request, StepClock
+from kvpact.engine.config import NO_EXTRAS
+from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
+from kvpact.testkit.cache.harness import SCRIPT_LINES, CacheScene, SceneSettings
+from kvpact.testkit.cache.monitor import EverStored, StoredBlock
+from kvpact.testkit.cache.subjects import CacheFactory
+from kvpact.testkit.faults import Crash, Fault, Operation
+from kvpact.testkit.findings import Broken
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"identity": RequestIdentity(salt="tenant")},
+    {"identity": RequestIdentity(adapter="weights-of-an-adapter")},
+    {"identity": None},
+    {"may_load": False},
+    {"ready_in": 6},
+    {"encoder_tokens": 5},
+    {"encoder_ready_in": 6},
+)
+"""What requests may be; a kind beyond these is a plain one too."""
+
+PREFIXES = 3
+"""Documents that prompts begin with."""
+
+TIER_FAULTS = (Fault.ERROR, Fault.PARTIAL, Fault.DAMAGE)
+TIER_OPERATIONS = (Operation.GET, Operation.PUT)
+MOST_ALIVE = 12
+"""Requests alive at once; a play with more of them only waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a script: a method of `Play` and its arguments."""
+
+    name: str
+    arguments: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, **arguments: int) -> Call:
+        """`Call.of("step", times=3)`."""
+        return cls(name, tuple(arguments.items()))
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.arguments)})"
+
+
+@dataclass(slots=True)
+class Figures:
+    """What happened in plays: engine steps, calls, and what of each kind."""
+
+    steps: int = 0
+    calls: int = 0
+    plays: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Figures) -> None:
+        """Both together."""
+        self.steps += other.steps
+        self.calls += other.calls
+        self.plays += other.plays
+        self.counts.update(other.counts)
+
+
+class BrokenPlay(Broken):
+    """What a play broke, and how to play it again: `perform(factory, settings, calls)`."""
+
+    def __init__(self, broken: Broken, settings: SceneSettings, calls: Sequence[Call]) -> None:
+        super().__init__(broken.explanation, broken.script, broken.protects)
+        self.settings, self.calls = settings, tuple(calls)
+
+
+class Play:
+    """One play. Every method is a call of a script; arguments are small numbers and are taken modulo what there is."""
+
+    def __init__(self, factory: CacheFactory, settings: SceneSettings, parent: Path | None = None) -> None:
+        self.factory, self.settings = factory, settings
+        self.figures = Figures(plays=1)
+        self._folder = tempfile.TemporaryDirectory(prefix="kvpact-play-", dir=parent, ignore_cleanup_errors=True)
+        self._stored: dict[StoredBlock, int] = {}
+        self._ever_stored: EverStored = {}
+        self._clock = StepClock()
+        self._names = 0
+        self._alive: list[Request] = []
+        self._script: deque[str] = deque(maxlen=SCRIPT_LINES)
+        self.scene = self._open()
+
+    def _open(self) -> CacheScene:
+        return CacheScene(
+            self.factory,
+            Path(self._folder.name),
+            self.settings,
+            self._script,
+            stored=self._stored,
+            ever_stored=self._ever_stored,
+            clock=self._clock,
+        )
+
+    def do(self, call: Call) -> None:
+        """Carry out one call. Raises Broken, with the script so far."""
+        self.figures.calls += 1
+        try:
+            getattr(self, call.name)(**dict(call.arguments))
+        except Broken as broken:
+            names = broken.protects or ("P2",)  # what was read is not what was promised
+            raise Broken(broken.explanation, tuple(self._script), names) from broken
+
+    # Requests
+
+    def arrive(
+        self, prefix: int = 0, shared: int = 0, tail: int = 1, outputs: int = 1, kind: int = 0, priority: int = 0
+    ) -> None:
+        """A request comes: `shared` tokens of document `prefix`, then `tail` of its own."""
+        self._alive = [request for request in self._alive if not request.has_ended]
+        if len(self._alive) >= MOST_ALIVE:
+            return
+        self._names += 1
+        blocks = self.settings.num_blocks - 1 - self.scene.quirks.keeps_free_blocks
+        room = blocks * self.settings.block_size // len(self.settings.groups)
+        shared = min(shared, room // 2)
+        tail = 1 + tail % max(1, room // 4)
+        outputs = 1 + outputs % max(1, room // 4 - 1)
+        document = 1000 * (prefix % PREFIXES)
+        own = 10**6 + 1000 * self._names
+        tokens = [*range(document, document + shared), *range(own, own + tail)]
+        extras = KINDS[kind] if kind < len(KINDS) else {"identity": NO_EXTRAS}
+        self._alive.append(self.scene.request(f"r{self._names}", tokens, outputs, priority=priority, **extras))
+        self.figures.counts["requests"] += 1
+
+    def cancel(self, which: int = 0) -> None:
+        """One of the live requests is cancelled, in whatever state it is."""
+        self._alive = [request for request in self._alive if not request.has_ended]
+        if self._alive:
+            request = self._alive[which % len(self._alive)]
+            self.figures.counts[f"cancelled while {request.status.value.replace('_', ' ')}"] += 1
+            self.scene.cancel(request.request_id)
+
+    def step(self, times: int = 1) -> None:
+        """The engine steps, and all invariants are verified after each step."""
+        self.scene.say(f"{times} step{'s' if times > 1 else ''}")
+        for _ in range(times):
+            try:
+                self.figures.steps += 1
+                self.scene.step()
+            except Crash:
+                self._restart(crash=True)
+                return
+
+    # Trouble in the engine
+
+    def squeeze(self, leave: int = 0) -> None:
+        """Free blocks become scarce until `release`."""
+        self.scene.release()
+        self.scene.squeeze(leave)
+        self.figures.counts["squeezes"] += 1
+
+    def release(self) -> None:
+        """Blocks are no longer scarce."""
+        self.scene.release()
+
+    def reset(self) -> None:
+        """The prefix caches are reset."""
+        self.figures.counts["resets"] += self.scene.reset()
+
+    def reset_connector(self) -> None:
+        """The external cache is reset while requests run on."""
+        self.scene.reset_connector()
+        self.figures.counts["resets while requests run on"] += 1
+
+    def update_weights(self, to: int = 1, clear: int = 1) -> None:
+        """Other weights are put in place, perhaps some that were there before."""
+        if self.scene.update_weights(to, clear_cache=bool(clear)):
+            self.figures.counts["weight updates" if clear else "weight updates while requests run on"] += 1
+
+    def weights_version(self) -> None:
+        """The weights that are in place are called by their name."""
+        if self.scene.watch.knows_words:
+            believed = self.scene.weights_version(f"v{self.scene.engine.runner.weights}")
+            self.figures.counts["words" if believed else "words refused"] += 1
+
+    def forget_local(self) -> None:
+        """The engine's own prefix cache is emptied."""
+        self.scene.forget_local()
+
+    def wait(self, tenths: int = 1) -> None:
+        """Time passes without steps."""
+        self.scene.pass_time(tenths / 10)
+
+    # Trouble with ranks
+
+    def misbehave(
+        self,
+        rank: int = 0,
+        copy_after: int = 0,
+        report_after: int = 0,
+        reports: int = 1,
+        pieces: int = 0,
+        fail_at: int = 0,
+        fail_count: int = 0,
+        load: int = 0,
+    ) -> None:
+        """How a rank treats its next job, or load: late, lost (0 reports), repeated, in pieces; which blocks fail."""
+        rank %= self.settings.ranks
+        what = "load" if load else "job"
+        self.scene.say(
+            f"rank {rank} treats its next {what} so: copied {copy_after} and reported {report_after} steps late, "
+            f"{reports} times{', in pieces' if pieces else ''}, {fail_count} blocks failing from block {fail_at} on"
+        )
+        failed = RangeSet.of(BlockRange(fail_at, fail_count))
+        conducts = self.scene.load_conducts if load else self.scene.conducts
+        conducts[rank].append(JobConduct(copy_after, report_after, failed, reports, bool(pieces)))
+        for name, happens in (
+            ("late copies", copy_after),
+            ("late reports", report_after),
+            ("lost reports", reports == 0),
+            ("repeated reports", reports > 1),
+            ("reports in pieces", pieces),
+            ("failing jobs", fail_count),
+        ):
+            self.figures.counts[name] += bool(happens)
+
+    def silence(self, rank: int = 0, steps: int = 1) -> None:
+        """A rank says nothing for some steps; what it had to say comes late, behind what came after."""
+        if self.scene.workers:
+            rank %= self.settings.ranks
+            self.scene.say(f"rank {rank} falls silent for {steps} steps")
+            self.scene.workers[rank].silent_steps = steps
+            self.figures.counts["silent ranks"] += 1
+
+    def rank_restarts(self, rank: int = 0) -> None:
+        """A rank forgets its jobs and what it had to report."""
+        if self.scene.workers:
+            rank %= self.settings.ranks
+            self.scene.say(f"rank {rank} forgets its jobs")
+            self.scene.workers[rank].forget()
+            self.figures.counts["rank failures"] += 1
+
+    # Trouble with tiers
+
+    def stall(self, steps: int = 1) -> None:
+        """The tiers do nothing for some steps."""
+        for queue in self.scene.place.queues:
+            self.scene.say(f"tier {queue.tier.name} stalls for {steps} steps")
+            queue.stalled_steps = steps
+            self.figures.counts["stalled tiers"] += 1
+
+    def tier_fault(self, operation: int = 0, fault: int = 0) -> None:
+        """The tiers' next operation of a kind fails."""
+        if self.scene.place.queues:
+            what, how = TIER_OPERATIONS[operation % len(TIER_OPERATIONS)], TIER_FAULTS[fault % len(TIER_FAULTS)]
+            self.scene.say(f"the tier's next {what} meets: {how}")
+            self.scene.place.faults.arm(what, how)
+            self.figures.counts["tier faults"] += 1
+
+    def tier_crash(self, after: int = 0) -> None:
+        """The process dies in the tiers' next write, once `after` of them went well."""
+        if self.scene.place.queues:
+            self.scene.say(f"the process is to die in the tier's write after {after} more")
+            self.scene.place.faults.arm(Operation.PUT, Fault.CRASH, after=after)
+
+    def damage(self, at: int = 0) -> None:
+        """A byte of what the tiers keep in files is flipped, at `at` thousandths of each file."""
+        for path in sorted(Path(self._folder.name).rglob("*")):
+            if path.is_file() and path.stat().st_size:
+                with path.open("r+b") as file:
+                    file.seek(path.stat().st_size * (at % 1000) // 1000)
+                    byte = file.read(1)
+                    file.seek(-1, 1)
+                    file.write(bytes([byte[0] ^ 0x20]))
+                self.scene.say(f"a byte of {path.name} is flipped at {at % 1000} thousandths")
+                self.figures.counts["flipped bytes"] += 1
+
+    def restart(self, crash: int = 0) -> None:
+        """The engine's process ends, in order or not, and another one takes over what outlives it."""
+        self._restart(crash=bool(crash))
+
+    def _restart(self, *, crash: bool) -> None:
+        self.scene.say("the process dies and starts again" if crash else "the engine is shut down and starts again")
+        self._count()
+        self.scene.place.faults.revive()
+        if crash:
+            for queue in self.scene.place.queues:
+                queue.drop()
+            self.scene.close()
+            self._stored = self._ever_stored[""]
+        else:
+            self.scene.release()
+            stalled = any(queue.stalled_steps for queue in self.scene.place.queues)
+            self.scene.shut_down()
+            # A tier that hangs to the end never hears of what was dropped: then it is as after a crash. So it is after
+            # a reset, which deletes nothing: started again, the engine has the weights and the epoch of its files.
+            as_after_a_crash = stalled or self.scene.watch.resets > 0
+            self._stored = self._ever_stored[""] if as_after_a_crash else self.scene.watch.stored
+        self.figures.counts["crashes" if crash else "shutdowns"] += 1
+        self.scene.say("it is back")
+        self._alive = []
+        self.scene = self._open()
+
+    # The end
+
+    def finish(self) -> None:
+        """All requests run to their end; then nothing may be held, and the cache has all its room. Raises Broken."""
+        try:
+            self.scene.release()
+            self.scene.place.faults.disarm()
+            for conducts in (*self.scene.conducts.values(), *self.scene.load_conducts.values()):
+                conducts.clear()
+            steps = self.scene.engine.counts.steps
+            self.scene.as_good_as_new()
+            self.figures.steps += self.scene.engine.counts.steps - steps
+        except Broken as broken:
+            raise Broken(broken.explanation, tuple(self._script), broken.protects) from broken
+
+    def _count(self) -> None:
+        counts, engine = self.figures.counts, self.scene.engine.counts
+        counts["finished"] += engine.finished
+        counts["preemptions"] += engine.preemptions
+        counts["loads"] += engine.commits
+        counts["loads that failed"] += engine.failed_loads
+        counts["tokens promised"] += engine.promised
+        counts["tokens loaded"] += engine.loaded
+        counts["tokens used"] += engine.external_hits
+        counts["promises not used"] += engine.declined.total()
+        counts["promises behind 'ask again later'"] += engine.pending_probes
+
+    def close(self) -> None:
+        """Release everything, whatever happened."""
+        self._count()
+        self.scene.close()
+        self._folder.cleanup()
+
+
+CHANCES: tuple[tuple[str, int, dict[str, tuple[int, int]]], ...] = (
+    ("step", 100, {"times": (1, 8)}),
+    (
+        "arrive",
+        80,
+        {"prefix": (0, 2), "shared": (0, 60), "tail": (0, 12), "outputs": (0, 6), "kind": (0, 21), "priority": (0, 2)},
+    ),
+    ("cancel", 10, {"which": (0, 11)}),
+    (
+        "misbehave",
+        30,
+        {
+            "rank": (0, 2),
+            "copy_after": (0, 4),
+            "report_after": (0, 4),
+            "reports": (0, 2),
+            "pieces": (0, 1),
+            "fail_at": (0, 12),
+            "fail_count": (0, 3),
+            "load": (0, 1),
+        },
+    ),
+    ("silence", 5, {"rank": (0, 2), "steps": (1, 12)}),
+    ("rank_restarts", 2, {"rank": (0, 2)}),
+    ("squeeze", 2, {"leave": (0, 6)}),
+    ("release", 6, {}),
+    ("forget_local", 25, {}),
+    ("wait", 3, {"tenths": (1, 40)}),
+    ("stall", 6, {"steps": (1, 30)}),
+    ("tier_fault", 8, {"operation": (0, 1), "fault": (0, 2)}),
+    ("tier_crash", 1, {"after": (0, 3)}),
+    ("damage", 3, {"at": (0, 999)}),
+    ("reset", 1, {}),
+    ("reset_connector", 1, {}),
+    ("update_weights", 2, {"to": (0, 2), "clear": (0, 1)}),
+    ("weights_version", 2, {}),
+    ("restart", 1, {"crash": (0, 1)}),
+)
+"""The calls of a random play: name, weight, and the bounds of each argument, both included."""
+
+_NAMES = [name for name, _, _ in CHANCES]
+_WEIGHTS = [weight for _, weight, _ in CHANCES]
+_BOUNDS = {name: bounds for name, _, bounds in CHANCES}
+
+
+def random_call(random: Random) -> Call:
+    """Some call with some arguments."""
+    name = random.choices(_NAMES, _WEIGHTS)[0]
+    return Call(name, tuple((argument, random.randint(*bounds)) for argument, bounds in _BOUNDS[name].items()))
+
+
+WAYS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("silent_aborts", (False, True)),
+    ("async_scheduling", (False, True)),
+    ("commits_zero", (False, True)),
+    ("finishes_before_report", (False, True)),
+    ("truncates_at_failure", (False, True)),
+    ("probes_after_failed_load", (False, True)),
+    ("commits_async_late", (False, True)),
+    ("load_failure", ("recompute", "recompute", "fail")),
+    ("drops_hit_within_tokens", (0, 0, 12)),
+    ("local_tail_tokens", (0, 0, 8)),
+    ("rounds_match_to_tokens", (1, 5, 16)),
+    ("throttles_prefill_every", (0, 0, 3)),
+    ("encoder_tokens_per_step", (None, 8)),
+    ("keeps_free_blocks", (0, 0, 2)),
+)
+"""In what engines may differ from their mode: exits and rewrites between a match and its commit, and what follows."""
+
+
+def random_settings(random: Random, mode: str | None = None) -> SceneSettings:
+    """Some engine: small, so that everything is scarce; half of them with ways of their own."""
+    settings = SceneSettings(
+        mode=mode or random.choice([*EngineQuirks.presets()]),
+        ranks=random.choice((1, 2, 2, 3)),
+        num_slots=random.choice((8, 16, 40)),
+        num_blocks=random.choice((14, 24, 48)),
+        max_tokens_per_step=random.choice((16, 64, 512)),
+        max_running=random.choice((2, 8)),
+        prefix_caching=random.random() < 0.7,
+        priority=random.random() < 0.3,
+    )
+    if random.random() < 0.5:
+        ways = {name: random.choice(values) for name, values in WAYS if random.random() < 0.4}
+        settings = replace(settings, quirks=replace(EngineQuirks.presets()[settings.mode], **ways))
+    return settings
+
+
+def perform(
+    factory: CacheFactory, settings: SceneSettings, calls: Iterable[Call], parent: Path | None = None
+) -> Broken | None:
+    """Play `calls` to the end; what was broken, if something was."""
+    play = Play(factory, settings, parent)
+    try:
+        for call in calls:
+            play.do(call)
+        play.finish()
+    except Broken as broken:
+        return broken
+    finally:
+        play.close()
+    return None
+
+
+def shortest(fails: Callable[[Sequence[Call]], bool], calls: Sequence[Call], tries: int = 2000) -> list[Call]:
+    """The shortest list found that still fails: calls left out, in ever smaller groups, then arguments made smaller."""
+    left, budget = list(calls), tries
+    size = max(1, len(left) // 2)
+    while size and budget > 0:
+        start, changed = 0, False
+        while start < len(left) and budget > 0:
+            shorter = left[:start] + left[start + size :]
+            budget -= 1
+            if fails(shorter):
+                left, changed = shorter, True
+            else:
+                start += size
+        size = size if changed and size == 1 else size // 2
+    for at, call in enumerate(left):
+        for argument, now in call.arguments:
+            for value in range(_BOUNDS[call.name][argument][0], now):
+                simpler = [*left]
+                simpler[at] = Call(call.name, tuple((n, value if n == argument else v) for n, v in left[at].arguments))
+                budget -= 1
+                if budget > 0 and fails(simpler):
+                    left = simpler
+                    break
+    return left
+
+
+def random_play(
+    factory: CacheFactory,
+    seed: int,
+    num_calls: int,
+    *,
+    mode: str | None = None,
+    figures: Figures | None = None,
+    parent: Path | None = None,
+) -> BrokenPlay | None:
+    """Play `num_calls` random calls; what was broken first, with the shortest script found, or None."""
+    random = Random(seed)
+    settings = random_settings(random, mode)
+    calls: list[Call] = []
+    play = Play(factory, settings, parent)
+    try:
+        for _ in range(num_calls):
+            calls.append(random_call(random))
+            play.do(calls[-1])
+        play.finish()
+        return None
+    except Broken as broken:
+        found = broken
+    finally:
+        play.close()
+        if figures is not None:
+            figures.add(play.figures)
+
+    def fails(calls: Sequence[Call], settings: SceneSettings) -> bool:
+        again = perform(factory, settings, calls, parent)
+        return again is not None and again.protects == found.protects
+
+    plain = replace(settings, quirks=None)
+    if fails(calls, plain):
+        settings = plain
+    calls = shortest(lambda shorter: fails(shorter, settings), calls)
+    return BrokenPlay(perform(factory, settings, calls, parent) or found, settings, calls)

@@ -1,0 +1,85 @@
+"""Checks of a tier's bound: how much it holds, and what goes first.
+
+Part of `TierConformance`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpact.testkit.findings import NotObservable, require
+from kvpact.testkit.sample_blocks import Document, document
+from kvpact.testkit.suite import Suite, protects
+from kvpact.testkit.tier.harness import TierScene, WatchedTier, expect
+
+CAPACITY = 12
+
+
+class BoundChecks(Suite[TierScene]):
+    """What holds when the tier is full."""
+
+    if TYPE_CHECKING:
+        bounded: bool
+
+    def _open(self, scene: TierScene) -> WatchedTier:
+        if not self.bounded:
+            raise NotObservable("the suite says `bounded = False`: the store's owner bounds it")
+        return scene.open(scene.sized(CAPACITY))
+
+    @protects("H50", "P12")
+    def test_h50_capacity_is_never_exceeded(self, scene: TierScene) -> None:
+        """However much is stored, no more blocks are held than there is room for, and no more bytes than it says."""
+        tier = self._open(scene)
+        documents = [document(f"document {number}", 5) for number in range(40)]
+        documents += [wanted.branch(f"branch of {wanted.name}", 3, 7) for wanted in documents[::8]]
+        for number, wanted in enumerate(documents):
+            stored = tier.put(wanted)
+            require(tier.lookup(wanted) >= stored, f"put says that {stored} blocks are held, lookup knows of fewer")
+            if number % 4 == 0:
+                self._require_bound(tier, documents[: number + 1])
+        self._require_bound(tier, documents)
+        require(tier.held(documents[-1]) > 0, "a full tier takes nothing new")
+        require(tier.tier.counts().evicted > 0, "blocks were evicted, and counts() tells of none")
+        tier.check_accounts(*documents)
+
+    def _require_bound(self, tier: WatchedTier, documents: list[Document]) -> None:
+        held = held_keys(tier, documents)
+        require(held <= CAPACITY, f"{held} blocks are held, in a tier with room for {CAPACITY}")
+        said = tier.tier.capacity()
+        used = sum(path.stat().st_size for path in tier.place.directory.rglob("*") if path.is_file())
+        if said.capacity_bytes:
+            require(said.used_bytes <= said.capacity_bytes, f"capacity() says so itself: {said}")
+            require(used <= said.capacity_bytes, f"files of {used} bytes, in a tier of {said.capacity_bytes}")
+
+    @protects("H50")
+    def test_h50_a_document_larger_than_the_tier_keeps_its_head(self, scene: TierScene) -> None:
+        """What does not fit is its tail: the blocks that are held are a prefix, and they are served."""
+        tier = self._open(scene)
+        wanted = document("longer than the tier", 2 * CAPACITY + 1)
+        stored = tier.put(wanted)
+        require(0 < stored <= CAPACITY, f"put of {len(wanted)} blocks says {stored}, with room for {CAPACITY}")
+        expect("blocks held", tier.held(wanted), stored)
+
+    @protects("H54")
+    def test_h54_tails_go_before_heads(self, scene: TierScene) -> None:
+        """What is evicted for new blocks is what nothing else needs: every block that stays can still be reached."""
+        tier = self._open(scene)
+        first, second = document("first", CAPACITY), document("second", CAPACITY // 2)
+        tier.put(first)
+        stored = tier.put(second)
+        left = tier.held(first)
+        require(stored > 0, "a full tier takes nothing new")
+        require(left > 0, f"of {CAPACITY} blocks no head is left, after {stored} others were stored")
+        documents = [first, second]
+        for number in range(12):
+            documents.append(first.branch(f"branch {number}", number % 4 + 1, CAPACITY // 2 + number % 3))
+            tier.put(documents[-1])
+            reached = held_keys(tier, documents)
+            if tier.tier.exclusive:
+                expect("blocks held that can be reached from a first block", reached, tier.tier.capacity().blocks)
+        tier.check_accounts(*documents)
+
+
+def held_keys(tier: WatchedTier, documents: list[Document]) -> int:
+    """How many different blocks of `documents` can be looked up."""
+    return len({key for wanted in documents for key in wanted.keys[: tier.tier.lookup(wanted.keys)]})

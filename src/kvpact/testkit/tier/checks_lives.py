@@ -1,0 +1,249 @@
+"""Checks over threads, processes and lives: many users at once, restarts, crashes, and long random histories.
+
+Part of `TierConformance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from kvpact.testkit.faults import Crash, Fault, Faults, Operation
+from kvpact.testkit.findings import NotObservable, require
+from kvpact.testkit.sample_blocks import Document, document
+from kvpact.testkit.suite import Suite, protects
+from kvpact.testkit.tier.checks_promises import BRANCH, DOCUMENT
+from kvpact.testkit.tier.harness import Background, Place, TierScene, WatchedTier, expect, store
+
+if TYPE_CHECKING:
+    from kvpact.testkit.tier.conformance import TierConformance
+
+CRASH_POINTS = 60
+"""Writes of one life at which the process is let die, one after another."""
+
+STEPS = 40
+WRITERS_SECONDS = 60.0
+"""So long `STEPS` steps may take, in threads or processes that do it at once."""
+
+DOCUMENTS = [DOCUMENT, BRANCH, document("alone", 7), DOCUMENT.branch("twig", 6, 9)]
+
+
+class LifeChecks(Suite[TierScene]):
+    """What holds over time."""
+
+    machine_examples = 25
+    """Random histories that are tried; raise it for a long run."""
+
+    machine_steps = 20
+    """Steps of one history."""
+
+    if TYPE_CHECKING:
+        reopens: bool
+        bounded: bool
+        several_writers: bool
+
+    @protects("H59")
+    def test_h59_a_restart_finds_what_was_stored(self, scene: TierScene) -> None:
+        """Everything that `put` said is held is held by the next tier at the same place."""
+        scene.require_reopening()
+        tier = scene.open()
+        for wanted in DOCUMENTS:
+            store(tier, wanted)
+        for _ in range(2):
+            tier = scene.reopen(tier)
+            for wanted in DOCUMENTS:
+                expect(f"blocks of {wanted.name} held after a restart", tier.held(wanted), len(wanted))
+            tier.check_accounts(*DOCUMENTS)
+            damaged = tier.tier.counts().damaged
+            require(damaged == 0, f"after an orderly restart {damaged} records are damaged")
+
+    @protects("H22", "H26", "H59")
+    def test_a_crash_at_any_write_loses_and_damages_nothing(self, scene: TierScene) -> None:
+        """The process dies at each of its writes in turn, that one torn: what was stored before is there, what was
+        deleted is not, and nothing is served that is not itself."""
+        scene.require_reopening()
+        scene.require_store_calls()
+        for point in range(CRASH_POINTS):
+            place = scene.other_place(f"crash {point}")
+            scene.script.clear()
+            tier = scene.open(place)
+            store(tier, DOCUMENT, end=4)
+            life = _Life(held=set(DOCUMENT.keys[:4]))
+            tier.say(f"the process will die at write {point} from here")
+            scene.faults.arm(Operation.WRITE, Fault.CRASH, after=point)
+            try:
+                life.live(tier)
+            except Crash:
+                life.require_survives(scene.bury(tier))
+            else:
+                scene.faults.disarm()
+                tier.close()
+                return
+
+    @protects("T8")
+    def test_threads_may_use_it_at_once(self, scene: TierScene) -> None:
+        """Four threads store, read and delete the same documents: nothing raises, and all that is served is sound."""
+        tier = scene.open()
+        threads = [Background(_work(tier, seed)) for seed in range(4)]
+        for thread in threads:
+            thread.result(WRITERS_SECONDS)
+        for wanted in DOCUMENTS:
+            tier.held(wanted)
+        tier.check_accounts(*DOCUMENTS)
+        damaged = tier.tier.counts().damaged
+        require(damaged == 0, f"{damaged} blocks were damaged by threads that work at once")
+
+    @protects("T7", "T8")
+    def test_closing_while_threads_work_harms_nothing(self, scene: TierScene) -> None:
+        """`close` in the middle of reads and writes: those end, nothing raises, and what is served is sound."""
+        for seed in range(5):
+            tier = scene.open(scene.other_place(f"closed {seed}"))
+            store(tier, DOCUMENT)
+            threads = [Background(_work(tier, seed)) for seed in range(3)]
+            threads[0].ended(0.002 * seed)
+            Background(tier.close).result()
+            for thread in threads:
+                thread.result()
+            expect("lookup after close", tier.lookup(DOCUMENT), 0)
+            if self.reopens:
+                again = scene.open(tier.place)
+                for wanted in DOCUMENTS:
+                    again.held(wanted)
+                damaged = again.tier.counts().damaged
+                require(damaged == 0, f"{damaged} records are damaged after a close in the middle of work")
+                again.close()
+
+    @protects("T8", "H22")
+    def test_a_place_opened_twice_is_refused_or_shared(self, scene: TierScene) -> None:
+        """A second tier at a place that is in use either gets a TierError, or both serve only what is sound."""
+        first = scene.open(label="first")
+        store(first, DOCUMENT)
+        second = scene.open_or_none(scene.place, label="second")
+        if second is None:
+            require(not self.several_writers, "the suite says `several_writers = True`, and the second one is refused")
+            expect("blocks held by the one that has the place", first.held(DOCUMENT), 8)
+            return
+        if self.several_writers:
+            expect("blocks that the second one sees of the first one's", second.held(DOCUMENT), 8)
+            store(second, BRANCH)
+            expect("blocks that the first one sees of the second one's", first.held(BRANCH), 6)
+        second.delete(DOCUMENT, 5)
+        second.put(document("other", 6))
+        first.get(DOCUMENT)
+        first.put(DOCUMENT)
+        second.get(DOCUMENT)
+        threads = [Background(_work(tier, seed)) for seed, tier in enumerate((first, second, first, second))]
+        for thread in threads:
+            thread.result(WRITERS_SECONDS)
+
+    @protects("T8", "H22")
+    def test_processes_may_use_it_at_once(self, scene: TierScene) -> None:
+        """Two more processes store, read and delete at the same place: nothing raises, all that is served is sound."""
+        if not self.several_writers:
+            raise NotObservable("the suite says `several_writers = False`")
+        tier = scene.open()
+        with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+            working = [processes.submit(work_in_process, type(scene.suite), scene.place, seed) for seed in range(2)]
+            _work(tier, 2)()
+            for process in working:
+                process.result(WRITERS_SECONDS)
+        damaged = tier.tier.counts().damaged
+        require(damaged == 0, f"{damaged} blocks were damaged by processes that work at once")
+        tier.clear()
+        store(tier, DOCUMENT)
+        expect("blocks held at last", tier.held(DOCUMENT), 8)
+
+    @protects("T1", "T6")
+    def test_any_history_agrees_with_a_plain_model(self, scene: TierScene) -> None:
+        """Random histories of everything that can be done and can go wrong, against a set of keys; a failing one is
+        shrunk to the shortest."""
+        self._random_histories(scene, "roomy", scene.place.capacity_blocks)
+
+    @protects("H50", "T6")
+    def test_any_history_of_a_full_tier_agrees_with_a_plain_model(self, scene: TierScene) -> None:
+        """As above, in a tier with room for a fraction of what is stored, so that nearly every write evicts."""
+        if not self.bounded:
+            raise NotObservable("the suite says `bounded = False`: the store's owner bounds it")
+        self._random_histories(scene, "full", 5)
+
+    def _random_histories(self, scene: TierScene, name: str, capacity_blocks: int) -> None:
+        try:
+            from kvpact.testkit.tier.machine import run_histories
+        except ImportError:
+            raise NotObservable("hypothesis is not installed; pip install 'kvpact[testkit]'") from None
+        directory: Path = scene.other_place(name).directory
+        run_histories(scene, directory, capacity_blocks, self.machine_examples, self.machine_steps)
+
+
+class _Life:
+    """What must and what may be held, over a life that may end at any write."""
+
+    def __init__(self, held: set[bytes]) -> None:
+        self.must = set(held)
+        self.may = set(held)
+
+    def live(self, tier: WatchedTier) -> None:
+        """Some of everything that writes."""
+        self._put(tier, DOCUMENT)
+        self._put(tier, BRANCH)
+        self._delete(tier, DOCUMENT, 6)
+        self._put(tier, document("alone", 7))
+        self.must.clear()
+        tier.clear()
+        self.may.clear()
+        self._put(tier, BRANCH)
+
+    def _put(self, tier: WatchedTier, wanted: Document) -> None:
+        self.may.update(wanted.keys)
+        stored = tier.put(wanted)
+        self.must.update(wanted.keys[:stored])
+        self.may -= set(wanted.keys[stored:])
+
+    def _delete(self, tier: WatchedTier, wanted: Document, block: int) -> None:
+        self.must -= set(wanted.keys[block:])
+        tier.delete(wanted, block)
+        # In a shared store what is behind stays, out of reach until the block is stored again.
+        self.may -= set(wanted.keys[block:] if tier.tier.exclusive else wanted.keys[block : block + 1])
+
+    def require_survives(self, tier: WatchedTier) -> None:
+        """The next process finds what was stored, and nothing else."""
+        now: set[bytes] = set()
+        for wanted in DOCUMENTS:
+            now.update(wanted.keys[: tier.held(wanted)])
+        lost = len(self.must - now)
+        require(not lost, f"{lost} blocks that were stored before the process died are gone")
+        back = len(now - self.may)
+        require(not back, f"{back} blocks are held that were deleted, or never stored, before the process died")
+        tier.check_accounts(*DOCUMENTS)
+        store(tier, DOCUMENT)
+        expect("blocks held once stored again", tier.held(DOCUMENT), 8)
+        tier.close()
+
+
+def _work(tier: WatchedTier, seed: int) -> Callable[[], None]:
+    chance = Random(seed)
+
+    def work() -> None:
+        for _ in range(STEPS):
+            wanted = chance.choice(DOCUMENTS)
+            tier.put(wanted, 0, chance.randint(1, len(wanted)))
+            tier.get(wanted)
+            if chance.random() < 0.2:
+                tier.delete(wanted, chance.randrange(len(wanted)))
+
+    return work
+
+
+def work_in_process(suite: type[TierConformance], place: Place, seed: int) -> None:
+    """What another process does at a place."""
+    itself = suite()
+    with itself.store_calls(Faults()):
+        tier = itself.open_tier(place)
+        try:
+            _work(WatchedTier(tier, place, itself.ranks, [], f"process {seed}"), seed)()
+        finally:
+            tier.close()

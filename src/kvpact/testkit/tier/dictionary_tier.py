@@ -1,0 +1,220 @@
+"""The shortest tier that keeps every promise: blocks in a dictionary, in this process's memory.
+
+Owns a reference to test other things against, a cache above a tier for one; `records` may outlive the tier like a store
+does. Keeps no block for anybody's benefit, and does no I/O.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from kvpact.errors import TierError
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import BlockKey, Namespace
+from kvpact.testkit.faults import Faults
+from kvpact.tiers.base import (
+    HEADER_BYTES,
+    BlockBuffer,
+    Progress,
+    RecordHeader,
+    Tier,
+    TierCapacity,
+    TierCounts,
+    TierHealth,
+    payload_digest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One stored block. A test may change `payload`, as a bad disk would."""
+
+    header: RecordHeader
+    payload: bytearray
+
+
+Records: TypeAlias = dict[tuple[bytes, BlockKey], Record]
+"""A store: (namespace, key) -> record, the least recently used first."""
+
+
+class DictionaryTier(Tier):
+    """See `Tier`. `faults` is told of each read and write of a block. O(blocks held) for each block stored."""
+
+    name = "dictionary"
+    exclusive = True
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        slot_bytes: int,
+        capacity_blocks: int,
+        records: Records | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        self.records: Records = {} if records is None else records
+        self.namespace = namespace.digest
+        self.slot_bytes = slot_bytes
+        self.capacity_blocks = capacity_blocks
+        self.faults = faults or Faults()
+        self._lock = threading.RLock()
+        self._counts = TierCounts()
+        self._trouble = ""
+        self._closed = False
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        with self._lock:
+            if self._closed:
+                return 0
+            return next(
+                (block for block, key in enumerate(keys) if (self.namespace, key) not in self.records), len(keys)
+            )
+
+    def get(
+        self,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        on_progress: Progress | None = None,
+    ) -> int:
+        arrived = 0
+        with self._lock:
+            held = self.lookup(keys)
+            self._drop(keys[held : held + 1])  # a block that is gone takes along what is behind it
+        wanted = min(held - start, len(buffers))
+        while arrived < wanted and self._read(keys[start + arrived], buffers[arrived]):
+            arrived += 1
+            if on_progress is not None and not on_progress(arrived):
+                break
+        self._use(keys[: start + arrived])
+        return arrived
+
+    def _read(self, key: BlockKey, buffer: BlockBuffer) -> bool:
+        """Copy one block; whether it is sound. If not it is dropped."""
+        try:
+            self.faults.before_read(key)
+        except OSError as error:
+            self._trouble = f"cannot read: {error.strerror}"
+            self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
+            return False
+        self._trouble = ""
+        with self._lock:
+            record = self.records.get((self.namespace, key))
+        if record is None:
+            return False
+        at = 0
+        for piece in buffer:
+            part = record.payload[at : at + piece.nbytes]
+            piece[: len(part)] = part
+            at += piece.nbytes
+        if len(record.payload) == self.slot_bytes and payload_digest(buffer) == record.header.digest:
+            return True
+        with self._lock:
+            self._counts = replace(self._counts, damaged=self._counts.damaged + (self._drop([key]) > 0))
+        return False
+
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
+        for block in range(max(start, self.lookup(keys)), start + len(buffers)):
+            try:
+                self.faults.before_write(keys[block])
+            except OSError as error:
+                self._trouble = f"cannot write: {error.strerror}"
+                self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + 1)
+                break
+            self._trouble = ""
+            if not self._write(keys, block, bytearray().join(buffers[block - start]), epoch):
+                break
+        held = self.lookup(keys)
+        self._use(keys[:held])
+        return max(0, min(held - start, len(buffers)))
+
+    def _write(self, keys: Sequence[BlockKey], block: int, payload: bytearray, epoch: Epoch) -> bool:
+        """Store one block if the one before it is held and there is room, or some can be made."""
+        now = time.time()
+        parent = keys[block - 1] if block else b""
+        digest = payload_digest([memoryview(payload)])
+        header = RecordHeader(
+            self.namespace, keys[block], parent, block, self.slot_bytes, digest, now, now, epoch=epoch
+        )
+        with self._lock:
+            if self._closed or self.lookup(keys) != block:
+                return False
+            if len(self.records) >= self.capacity_blocks and not self._evict(set(keys)):
+                return False
+            self.records[self.namespace, keys[block]] = Record(header, payload)
+            return True
+
+    def _evict(self, needed: set[BlockKey]) -> bool:
+        """Drop the least recently used block that no other one needs."""
+        parents = {(record.header.namespace, record.header.parent) for record in self.records.values()}
+        for name in self.records:
+            if name not in parents and name[1] not in needed:
+                del self.records[name]
+                self._counts = replace(self._counts, evicted=self._counts.evicted + 1)
+                return True
+        return False
+
+    def _use(self, keys: Sequence[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                if (record := self.records.pop((self.namespace, key), None)) is not None:
+                    self.records[self.namespace, key] = record
+
+    def delete(self, keys: Iterable[BlockKey]) -> int:
+        if self._closed:
+            return 0
+        self._require_store()
+        return self._drop(keys)
+
+    def _require_store(self) -> None:
+        try:
+            self.faults.before_write()
+        except OSError as error:
+            self._trouble = f"cannot delete: {error.strerror}"
+            raise TierError(self._trouble) from error
+
+    def _drop(self, keys: Iterable[BlockKey]) -> int:
+        with self._lock:
+            if self._closed:
+                return 0
+            before = len(self.records)
+            doomed = set(keys)
+            for key in doomed:
+                self.records.pop((self.namespace, key), None)
+            while doomed:
+                behind = [name for name, record in self.records.items() if record.header.parent in doomed]
+                doomed = {self.records.pop(name).header.key for name in behind if name[0] == self.namespace}
+            return before - len(self.records)
+
+    def clear(self) -> None:
+        if not self._closed:
+            self._require_store()
+            with self._lock:
+                for name in [name for name in self.records if name[0] == self.namespace]:
+                    del self.records[name]
+
+    def capacity(self) -> TierCapacity:
+        block_bytes = self.slot_bytes + HEADER_BYTES
+        with self._lock:
+            blocks = sum(namespace == self.namespace for namespace, _ in self.records)
+        return TierCapacity(blocks * block_bytes, self.capacity_blocks * block_bytes, blocks)
+
+    def counts(self) -> TierCounts:
+        return self._counts
+
+    def scan(self) -> Iterator[RecordHeader]:
+        with self._lock:
+            headers = [] if self._closed else [record.header for record in self.records.values()]
+        return (header for header in headers if header.namespace == self.namespace)
+
+    def health(self) -> TierHealth:
+        return TierHealth(not self._trouble, self._trouble)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True

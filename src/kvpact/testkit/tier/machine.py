@@ -1,0 +1,209 @@
+"""Random histories of a tier against a plain model: the set of keys that were stored.
+
+Owns the steps and the model. Needs hypothesis, which shrinks a failing history to the shortest that fails.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from kvpact.testkit.faults import Crash, Fault, Operation
+from kvpact.testkit.findings import require
+from kvpact.testkit.sample_blocks import Document
+from kvpact.testkit.tier.checks_lives import DOCUMENTS
+from kvpact.testkit.tier.harness import Damage, TierScene, expect
+
+ALL_KEYS = {key for wanted in DOCUMENTS for key in wanted.keys}
+
+
+class TierMachine(RuleBasedStateMachine):
+    """One history. `stored` are the keys that must be held if there is room, and the only ones that may be.
+
+    In an exclusive tier they are always whole prefixes. In a shared one there are holes, and blocks behind them.
+    """
+
+    scene: ClassVar[TierScene]
+    directory: ClassVar[Path]
+    capacity_blocks: ClassVar[int]
+    lives: ClassVar[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).lives += 1
+        self.scene.script.clear()
+        self.scene.faults.reset()
+        self.place = self.scene.other_place(f"{self.directory.name} {self.lives}", self.capacity_blocks)
+        self.tier = self.scene.open(self.place)
+        self.roomy = self.capacity_blocks >= len(ALL_KEYS)
+        self.stored: set[bytes] = set()
+        self.faulty = False
+
+    def teardown(self) -> None:
+        self.scene.faults.reset()
+        self.tier.tier.close()
+
+    def prefix(self, wanted: Document) -> int:
+        return next((block for block, key in enumerate(wanted.keys) if key not in self.stored), len(wanted))
+
+    def take_over(self, may_be_held: set[bytes]) -> None:
+        """After something that may have cost blocks: what is held now is the model, if it may be held at all."""
+        self.scene.faults.disarm()
+        steps = len(self.scene.script)
+        held = {key for wanted in DOCUMENTS for key in wanted.keys[: self.tier.held(wanted)]}
+        if not self.tier.tier.exclusive:  # behind a hole, only scan sees what may be within reach again one day
+            held |= {header.key for header in self.tier.tier.scan()}
+        del self.scene.script[steps:]  # not a step of the history
+        unexpected = len(held - may_be_held)
+        require(not unexpected, f"{unexpected} blocks are held that were deleted, or never stored")
+        self.stored = held
+        self.faulty = False
+
+    @rule(wanted=st.sampled_from(DOCUMENTS), start=st.integers(0, 6), count=st.integers(1, 9))
+    def put(self, wanted: Document, start: int, count: int) -> None:
+        end = min(start + count, len(wanted))
+        before = set(self.stored)
+        chained = self.prefix(wanted) >= start
+        try:
+            stored = self.tier.put(wanted, start, end)
+        except Crash:
+            self.bury(before | set(wanted.keys[start:end]))
+            return
+        if not chained:
+            expect("put behind blocks that are not held stores", stored, 0)
+        elif self.roomy and not self.faulty:
+            expect("put stores", stored, end - start)
+        # A shared store may have taken some of the blocks behind the one that it failed to take.
+        taken = wanted.keys[start : start + stored if self.tier.tier.exclusive else end]
+        if self.faulty or not self.roomy:
+            self.take_over(before.union(taken) if chained else before)
+        elif chained:
+            self.stored.update(taken)
+
+    @rule(wanted=st.sampled_from(DOCUMENTS), start=st.integers(0, 6), count=st.integers(1, 9))
+    def get(self, wanted: Document, start: int, count: int) -> None:
+        end = min(start + count, len(wanted))
+        arrived = self.tier.get(wanted, start, end)
+        if self.faulty:
+            self.take_over(self.stored)
+        else:
+            row = next((block for block in range(start, end) if wanted.keys[block] not in self.stored), max(start, end))
+            expect("blocks served", arrived, row - start)
+
+    @rule(wanted=st.sampled_from(DOCUMENTS), block=st.integers(0, 6))
+    def delete(self, wanted: Document, block: int) -> None:
+        block = min(block, len(wanted) - 1)
+        before = set(self.stored)
+        self.forget(wanted.keys[block])
+        try:
+            dropped = self.tier.delete(wanted, block)
+        except Crash:
+            self.bury(before)
+            return
+        if not self.faulty:
+            expect("blocks dropped", dropped, len(before - self.stored))
+        self.take_over_what_was_not_dropped(before)
+
+    def take_over_what_was_not_dropped(self, before: set[bytes]) -> None:
+        """An exclusive tier forgets at once, whatever its store does; a shared store that fails keeps its blocks."""
+        if self.faulty and not self.tier.tier.exclusive:
+            self.take_over(before)
+
+    def forget(self, key: bytes) -> None:
+        if not self.tier.tier.exclusive:
+            self.stored.discard(key)
+            return
+        for wanted in DOCUMENTS:
+            if key in wanted.keys:
+                self.stored -= set(wanted.keys[wanted.keys.index(key) :])
+
+    @rule()
+    def clear(self) -> None:
+        before = set(self.stored)
+        self.stored.clear()
+        try:
+            self.tier.clear()
+        except Crash:
+            self.bury(before)
+            return
+        self.take_over_what_was_not_dropped(before)
+
+    @precondition(lambda self: self.scene.suite.reopens)
+    @rule()
+    def reopen(self) -> None:
+        self.scene.faults.disarm()
+        self.faulty = False
+        self.tier = self.scene.reopen(self.tier)
+
+    @precondition(lambda self: self.scene.suite.shows_store_calls and not self.faulty)
+    @rule(
+        operation=st.sampled_from([Operation.READ, Operation.WRITE]),
+        after=st.integers(0, 12),
+        times=st.sampled_from([1, 1000]),
+    )
+    def let_the_store_fail(self, operation: Operation, after: int, times: int) -> None:
+        self.tier.say(f"{operation} {after} of the store will fail{' and all after it' if times > 1 else ''}")
+        self.scene.faults.arm(operation, Fault.ERROR, after=after, times=times)
+        self.faulty = True
+
+    @precondition(lambda self: self.scene.suite.shows_store_calls and self.scene.suite.reopens and not self.faulty)
+    @rule(after=st.integers(0, 12))
+    def let_the_process_die(self, after: int) -> None:
+        self.tier.say(f"the process will die at write {after} of the store")
+        self.scene.faults.arm(Operation.WRITE, Fault.CRASH, after=after)
+        self.faulty = True
+
+    def bury(self, may_be_held: set[bytes]) -> None:
+        self.tier = self.scene.bury(self.tier)
+        self.take_over(may_be_held)
+
+    @precondition(lambda self: not self.faulty and any(map(self.prefix, DOCUMENTS)))
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        wanted = data.draw(st.sampled_from([wanted for wanted in DOCUMENTS if self.prefix(wanted)]), label="document")
+        block = data.draw(st.integers(0, self.prefix(wanted) - 1), label="block")
+        kinds = [how for how in Damage if self.may_happen(how)]
+        how = data.draw(st.sampled_from(kinds), label="how")
+        if self.scene.damage(self.tier, wanted, block, how):
+            if how is Damage.HEADER:
+                self.tier = self.scene.reopen(self.tier)
+            self.tier.get(wanted)
+            self.take_over(self.stored)
+
+    def may_happen(self, how: Damage) -> bool:
+        """Damage after which the model knows what must be held: of headers a tier may learn as late as on a restart."""
+        return how is not Damage.HEADER or self.scene.suite.reopens
+
+    @invariant()
+    def what_is_held_is_what_was_stored(self) -> None:
+        if self.faulty:
+            return
+        for wanted in DOCUMENTS:
+            expect(f"lookup of {wanted.name}", self.tier.tier.lookup(wanted.keys), self.prefix(wanted))
+        self.tier.check_accounts(*DOCUMENTS)
+        require(len(self.stored) <= self.capacity_blocks, f"{len(self.stored)} blocks, room for {self.capacity_blocks}")
+
+
+def run_histories(scene: TierScene, directory: Path, capacity_blocks: int, examples: int, steps: int) -> None:
+    """Run `examples` histories of up to `steps` steps; `scene.script` ends as the shortest failing one.
+
+    Raises what that one raised.
+    """
+    members = {"scene": scene, "directory": directory, "capacity_blocks": capacity_blocks, "lives": 0}
+    run_state_machine_as_test(
+        type("Histories", (TierMachine,), members),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            report_multiple_bugs=False,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,201 @@
+"""A tier's queue without threads: reads and writes are done when a scene's step says so, so a run repeats exactly.
+
+Owns the order of the work, how long it is put off, and the bound on bytes that wait. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvpact.errors import PactViolation
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import BlockKey
+from kvpact.tiers.base import BlockBuffer, Tier
+from kvpact.tiers.executor import (
+    NOTHING_OVERDUE,
+    ControlDone,
+    Done,
+    GetDone,
+    LookupDone,
+    Overdue,
+    PutDone,
+    Ticket,
+    TierQueue,
+)
+
+logger = logging.getLogger(__name__)
+
+_INSTANT = 1e-6
+"""Seconds that an operation is said to have taken: it was asked of the tier, and took none of the scene's time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    ticket: Ticket
+    run: Callable[[], Done]
+    given_up: Done
+    since: float
+    write_bytes: int = 0
+
+
+class SteppedQueue(TierQueue):
+    """See `TierQueue`. Nothing happens but in `advance`, and not even there while `stalled_steps` is above 0."""
+
+    def __init__(self, tier: Tier, max_write_bytes: int, clock: Callable[[], float] = float) -> None:
+        """`clock` gives the scene's seconds; without one, nothing takes too long."""
+        self.tier = tier
+        self.stalled_steps = 0
+        """Calls of `advance` that do nothing: how slow the tier is from now on."""
+        self.reads = 0
+        """Reads submitted so far."""
+        self._most = max_write_bytes
+        self._clock = clock
+        self._gets: deque[_Task] = deque()
+        self._puts: deque[_Task] = deque()
+        self._finished: deque[Done] = deque()
+        self._write_bytes = 0
+
+    def advance(self) -> None:
+        """One step passes: do everything that waits, reads first."""
+        if self.stalled_steps:
+            self.stalled_steps -= 1
+            return
+        while self._gets:
+            self._run(self._gets.popleft())
+        while self._puts:
+            self._run(self._puts.popleft())
+
+    def _run(self, task: _Task) -> None:
+        done = replace(task.given_up, ok=False, seconds=_INSTANT)
+        try:
+            done = task.run()
+        except Exception as error:  # as in TierQueue: a tier's defect costs this ticket and nothing else
+            logger.debug("tier %s: %s", self.tier.name, error)
+        finally:
+            self._end(task, done)
+
+    def _end(self, task: _Task, done: Done) -> None:
+        self._write_bytes -= task.write_bytes
+        self._finished.append(done)
+
+    def _task(self, ticket: Ticket, run: Callable[[], Done], given_up: Done, write_bytes: int = 0) -> _Task:
+        if any(task.ticket == ticket for task in (*self._gets, *self._puts)):
+            raise PactViolation(f"ticket {ticket!r} is under way already; a ticket names one read or write")
+        return _Task(ticket, run, given_up, self._clock(), write_bytes)
+
+    def submit_lookup(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
+        """See `TierQueue`."""
+
+        def run() -> Done:
+            held = self.tier.lookup(keys)
+            return LookupDone(ticket, held, self.tier.health().readable, _INSTANT)
+
+        self._gets.append(self._task(ticket, run, LookupDone(ticket, 0)))
+
+    def submit_get(self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
+        """See `TierQueue`."""
+        self.reads += 1
+
+        def run() -> Done:
+            arrived = self.tier.get(keys, start, buffers, lambda arrived: True)
+            return GetDone(ticket, arrived, self.tier.health().readable, _INSTANT)
+
+        self._gets.append(self._task(ticket, run, GetDone(ticket, 0)))
+
+    def submit_put(
+        self,
+        ticket: Ticket,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        nbytes: int,
+        epoch: Epoch = FIRST_EPOCH,
+    ) -> bool:
+        """See `TierQueue`."""
+        if not self.has_room(nbytes):
+            return False
+
+        def run() -> Done:
+            return PutDone(ticket, self.tier.put(keys, start, buffers, epoch))
+
+        self._write_bytes += nbytes
+        self._puts.append(self._task(ticket, run, PutDone(ticket, 0), nbytes))
+        return True
+
+    def submit_control(self, ticket: Ticket, operation: Callable[[Tier], object]) -> None:
+        """See `TierQueue`."""
+
+        def run() -> Done:
+            operation(self.tier)
+            return ControlDone(ticket, True, _INSTANT)
+
+        self._puts.append(self._task(ticket, run, ControlDone(ticket, False)))
+
+    def overdue(self, seconds: float) -> Overdue:
+        """See `TierQueue`: a tier is busy between two steps only while it is stalled, and then with all it was told."""
+        if not self.stalled_steps:
+            return NOTHING_OVERDUE
+        before = self._clock() - seconds
+        reads = tuple(task.ticket for task in self._gets if task.since < before)
+        return Overdue(reads, writes=any(task.since < before for task in self._puts))
+
+    def cancel_waiting_reads(self) -> None:
+        """See `TierQueue`; while the tier is stalled, it has begun with all of them."""
+
+    def progress(self, ticket: Ticket) -> int:
+        """See `TierQueue`: a read is done in one piece."""
+        return 0
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """See `TierQueue`."""
+        for tasks in (self._gets, self._puts):
+            for task in [task for task in tasks if task.ticket == ticket]:
+                tasks.remove(task)
+                self._end(task, task.given_up)
+                return True
+        return False
+
+    @property
+    def has_news(self) -> bool:
+        """See `TierQueue`."""
+        return bool(self._finished)
+
+    def poll(self) -> Iterator[Done]:
+        """See `TierQueue`."""
+        for _ in range(len(self._finished)):
+            yield self._finished.popleft()
+
+    @property
+    def pending_write_bytes(self) -> int:
+        """See `TierQueue`."""
+        return self._write_bytes
+
+    def has_room(self, nbytes: int) -> bool:
+        """See `TierQueue`."""
+        return self._write_bytes + nbytes <= self._most
+
+    @property
+    def under_way(self) -> int:
+        """See `TierQueue`."""
+        return len(self._gets) + len(self._puts)
+
+    def drop(self) -> None:
+        """The process dies: nothing that waits is done any more."""
+        for task in (*self._gets, *self._puts):
+            self._end(task, task.given_up)
+        self._gets.clear()
+        self._puts.clear()
+
+    def close(self, timeout: float) -> bool:
+        """See `TierQueue`; a stalled tier is given up on at once."""
+        for task in self._gets:
+            self._end(task, task.given_up)
+        self._gets.clear()
+        flushed = not self.stalled_steps
+        if flushed:
+            self.advance()
+        self.drop()
+        return flushed

@@ -1,0 +1,179 @@
+"""What a connector shows of its insides: a few lines a connector, so that leaks are counted and faults injected.
+
+Owns the adapters of the connectors known here; an author passes one for his own. A connector without one is judged by
+its behaviour alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpact.contract import LoadJob, SaveJob
+
+if TYPE_CHECKING:
+    from kvpact.testkit.vllm.engine import VllmEngine
+
+
+class ConnectorAdapter:
+    """Shows nothing and breaks only files. Subclass it for a connector; every method is optional."""
+
+    def held(self, connector: Any) -> Mapping[str, int]:
+        """What the scheduler half holds, by name; with no request alive each number must be 0."""
+        return {}
+
+    def quiet(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The connector's configuration, changed so that it holds none of the engine's blocks of its own accord."""
+        return config
+
+    def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
+        """From now on loads fail from the request's block `good_blocks` on; False if that cannot be done."""
+        return False
+
+    def fail_blocks(self, engine: VllmEngine, rank: int, *, loads: Collection[int], saves: Collection[int]) -> bool:
+        """From now on this rank fails to load and to save just these blocks of any request; False if it cannot be."""
+        return False
+
+    def break_hooks(self, engine: VllmEngine) -> Mapping[str, Callable[[], None]]:
+        """Ways to break the connector's own code inside a hook, by the hook's name: it raises the next three times."""
+        return {}
+
+    def damage(self, folder: Path, how: str) -> int:
+        """Damage what is stored in `folder` ("flip", "truncate" or "delete"); returns the number of files damaged."""
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
+        for path in files:
+            if how == "delete":
+                path.unlink()
+            elif how == "truncate":
+                with path.open("r+b") as file:
+                    file.truncate(path.stat().st_size // 2)
+            else:
+                _flip(path)
+        return len(files)
+
+
+def _flip(path: Path) -> None:
+    """Flip a byte in every 512 of the last three quarters of a file: bodies, not headers."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for position in range(size // 4, size, 512):
+            file.seek(position)
+            byte = file.read(1)
+            file.seek(position)
+            file.write(bytes([byte[0] ^ 0x5A]))
+
+
+def _raising(method: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """`method`, but its first calls raise."""
+    left = [times]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("injected")
+        return method(*args, **kwargs)
+
+    return call
+
+
+class PactAdapter(ConnectorAdapter):
+    """kvpact's own connector."""
+
+    def held(self, connector: Any) -> Mapping[str, int]:
+        """Plans, leases, index pins, copies under way, engine blocks under protection."""
+        side = connector._scheduler_side
+        if side.cache is None:
+            return {}
+        cache = side.cache
+        return {
+            "open plans": len(cache.ledger.open_plans()),
+            "leases": cache.ledger.leases_held,
+            "pinned blocks": cache.index.pinned_count,
+            "loads under way": len(cache._copies.loads),
+            "saves under way": len(cache._copies.saves),
+            "reads and writes of tiers": cache.staging.pending,
+            "protected engine blocks": side.context.touched_blocks if side.context is not None else 0,
+        }
+
+    def quiet(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Saves nothing."""
+        return {**config, "save": "off"}
+
+    def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
+        """Asynchronous loads fail block by block; a synchronous one as a whole, however many blocks are good."""
+
+        def fault(job: Any, block: int) -> None:
+            if block >= good_blocks:
+                raise OSError("injected")
+
+        def scatter(*_: Any) -> None:
+            raise OSError("injected")
+
+        for rank in engine.ranks:
+            transfer = rank.connector._worker_side._transfer
+            original = transfer._engine.scatter
+            transfer._fault = fault
+            load = transfer._load_synchronous
+
+            def load_badly(transfer: Any = transfer, load: Any = load, original: Any = original) -> None:
+                transfer._engine.scatter = scatter
+                try:
+                    load()
+                finally:
+                    transfer._engine.scatter = original
+
+            transfer._load_synchronous = load_badly
+        return True
+
+    def fail_blocks(self, engine: VllmEngine, rank: int, *, loads: Collection[int], saves: Collection[int]) -> bool:
+        """The transfer thread passes them over: saves, and loads that are asynchronous."""
+        transfer = engine.ranks[rank].connector._worker_side._transfer
+        failing = {LoadJob: frozenset(loads), SaveJob: frozenset(saves)}
+        transfer._faulty = lambda job, block: job.start_block + block in failing[type(job)]
+        return True
+
+    def break_hooks(self, engine: VllmEngine) -> Mapping[str, Callable[[], None]]:
+        """The cache's methods under each hook."""
+
+        def breaking(owner: Any, method: str) -> Callable[[], None]:
+            return lambda: setattr(owner, method, _raising(getattr(owner, method), 3))
+
+        cache = engine.connector._scheduler_side.cache
+        worker = engine.ranks[0].connector._worker_side
+        return {
+            "get_num_new_matched_tokens": breaking(cache, "prepare_external_match"),
+            "update_state_after_alloc": breaking(cache, "commit_external_match"),
+            "build_connector_meta": breaking(cache, "note_computed"),
+            "update_connector_output": breaking(cache, "apply_report"),
+            "request_finished": breaking(cache, "request_finished"),
+            "start_load_kv": breaking(worker, "start_loads"),
+            "wait_for_save": breaking(worker, "start_saves"),
+            "get_finished": breaking(worker, "poll"),
+        }
+
+
+class NaiveAdapter(ConnectorAdapter):
+    """The naive connector of `simple_connector.py`."""
+
+    def held(self, connector: Any) -> Mapping[str, int]:
+        """Pinned blocks."""
+        return {"pinned blocks": connector.pinned_blocks}
+
+
+class OffloadingAdapter(ConnectorAdapter):
+    """vLLM's OffloadingConnector with the workers of `vllm_offloading.py`."""
+
+    def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
+        """A load fails as a whole, however many blocks are good."""
+        for rank in engine.ranks:
+            rank.connector.connector_worker.worker.loads_fail = True
+        return True
+
+
+KNOWN_ADAPTERS: Mapping[str, type[ConnectorAdapter]] = {
+    "PactConnector": PactAdapter,
+    "NaiveConnector": NaiveAdapter,
+    "OffloadingConnector": OffloadingAdapter,
+}
+"""By the name of the connector's class."""

@@ -1,0 +1,347 @@
+"""Where vLLM's releases differ or must be built by hand: configurations, requests, schedulers, ranks without a device.
+
+Owns every import from vLLM that the driver needs, for releases 0.26 to 0.33. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+def _choose_platform() -> None:
+    """Have vLLM settle on the CPU and on a quiet log; it does so once, and what it read is no concern of children's."""
+    defaults = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+    ours = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        from vllm.platforms import current_platform
+
+        logging.getLogger(__name__).debug("vLLM runs on %s", current_platform.device_type)
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+_choose_platform()
+
+HEADS = 2
+"""KV heads of the model that is not there; divided over the ranks."""
+HEAD_SIZE = 16
+"""Elements of a head's key; two bytes each, keys and values side by side."""
+MAX_MODEL_LEN = 8192
+"""Tokens of the longest request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The engine that a scenario wants; sizes in blocks, tokens or requests as named."""
+
+    num_blocks: int = 65
+    """KV blocks, of which vLLM keeps one for itself."""
+    block_size: int = 16
+    """Tokens in a block."""
+    layers: int = 2
+    ranks: int = 1
+    """Tensor-parallel ranks of each stage, all in this process."""
+    stages: int = 1
+    """Pipeline stages, each with its own layers: the first ones have one more where they cannot be equal."""
+    max_num_seqs: int = 16
+    """Requests that run at once."""
+    token_budget: int = 2048
+    """Tokens of one step."""
+    chunked_prefill: bool = True
+    chunk: int = 0
+    """Tokens of one request in one step, while others wait; 0 is no limit."""
+    by_priority: bool = False
+    """Take waiting requests by priority instead of in order of arrival."""
+    overlap: bool = False
+    """Schedule a step before the last one's output is known, as GPU engines do."""
+    draft_tokens: int = 0
+    """Tokens that a draft model adds to each decode step."""
+    adapters: int = 0
+    """LoRA adapters that run at once; 0 turns LoRA off."""
+    failure_policy: str = "recompute"
+    """What becomes of a request whose load failed: "recompute" or "fail"."""
+
+    @property
+    def workers(self) -> int:
+        """All ranks of all stages; they are numbered stage by stage."""
+        return self.ranks * self.stages
+
+
+def release() -> str:
+    """The release of vLLM that this process imports, such as "0.32.0"."""
+    import vllm
+
+    return str(vllm.__version__).partition("+")[0]
+
+
+@cache
+def _model_directory() -> str:
+    directory = tempfile.TemporaryDirectory(prefix="kvpact-testkit-")
+    atexit.register(directory.cleanup)
+    description = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": HEADS,
+        "num_hidden_layers": 2,
+        "vocab_size": 32_000,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "torch_dtype": "float16",
+    }
+    Path(directory.name, "config.json").write_text(json.dumps(description))
+    return directory.name
+
+
+@cache
+def _model_config() -> Any:
+    """One for all engines of the process: making it takes seconds."""
+    from vllm.config import ModelConfig
+
+    return ModelConfig(
+        model=_model_directory(), skip_tokenizer_init=True, dtype="float16", max_model_len=MAX_MODEL_LEN, seed=0
+    )
+
+
+def layer_names(settings: EngineSettings) -> list[str]:
+    """The attention layers in forward order, as vLLM names them."""
+    return [f"model.layers.{layer}.self_attn.attn" for layer in range(settings.layers)]
+
+
+def layers_of_worker(settings: EngineSettings, worker: int) -> list[str]:
+    """The layers of the worker's stage."""
+    stage, names = worker // settings.ranks, layer_names(settings)
+    sizes = [len(names) // settings.stages + (one < len(names) % settings.stages) for one in range(settings.stages)]
+    first = sum(sizes[:stage])
+    return names[first : first + sizes[stage]]
+
+
+def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any]) -> Any:
+    """A `VllmConfig` for an engine with the connector that `transfer` (fields of `KVTransferConfig`) names."""
+    from vllm import config
+
+    vllm_config = config.VllmConfig(
+        model_config=_model_config(),
+        load_config=config.LoadConfig(load_format="dummy"),
+        device_config=config.DeviceConfig(device="cpu"),
+        cache_config=config.CacheConfig(block_size=settings.block_size, enable_prefix_caching=True),
+        parallel_config=config.ParallelConfig(
+            tensor_parallel_size=settings.ranks,
+            pipeline_parallel_size=settings.stages,
+            distributed_executor_backend="mp" if settings.workers > 1 else "uni",
+        ),
+        scheduler_config=config.SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.token_budget,
+            max_model_len=MAX_MODEL_LEN if settings.chunked_prefill else settings.token_budget,
+            enable_chunked_prefill=settings.chunked_prefill,
+            long_prefill_token_threshold=settings.chunk,
+            is_encoder_decoder=False,
+            policy="priority" if settings.by_priority else "fcfs",
+        ),
+        lora_config=config.LoRAConfig(max_loras=settings.adapters, max_lora_rank=8) if settings.adapters else None,
+        speculative_config=_draft_config(settings),
+        kv_transfer_config=config.KVTransferConfig(
+            kv_role="kv_both", kv_load_failure_policy=settings.failure_policy, **transfer
+        ),
+    )
+    # The CPU platform forces this off, because it has one stream; what is simulated here is an engine that has more.
+    vllm_config.scheduler_config.async_scheduling = settings.overlap
+    vllm_config.cache_config.num_gpu_blocks = settings.num_blocks
+    return vllm_config
+
+
+def _draft_config(settings: EngineSettings) -> Any:
+    if not settings.draft_tokens:
+        return None
+    from vllm.config import ParallelConfig, SpeculativeConfig
+
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=settings.draft_tokens,
+        prompt_lookup_max=2,
+        prompt_lookup_min=1,
+        target_model_config=_model_config(),
+        target_parallel_config=ParallelConfig(),
+    )
+
+
+def make_kv_cache_config(settings: EngineSettings, worker: int | None = None) -> Any:
+    """One group of full-attention layers: all of them, or those of one worker."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(
+        block_size=settings.block_size,
+        num_kv_heads=HEADS // settings.ranks,
+        head_size=HEAD_SIZE,
+        dtype=torch.float16,
+    )
+    names = layer_names(settings) if worker is None else layers_of_worker(settings, worker)
+    group = KVCacheGroupSpec(names, spec)
+    return KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+
+
+def make_scheduler(settings: EngineSettings, vllm_config: Any, kv_cache_config: Any) -> Any:
+    """vLLM's own scheduler; it builds the connector's scheduler half."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    with set_current_vllm_config(vllm_config):
+        return (AsyncScheduler if settings.overlap else Scheduler)(
+            vllm_config=vllm_config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=settings.block_size,
+            log_stats=False,
+        )
+
+
+@cache
+def _block_hasher(block_size: int) -> Any:
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    function = get_hash_fn_by_name("sha256")
+    init_none_hash(function)
+    return get_request_block_hasher(block_size, function)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSettings:
+    """A request that a scenario sends."""
+
+    prompt: Sequence[int]
+    max_tokens: int = 2
+    """Output tokens, all of which are made."""
+    priority: int = 0
+    """Lower goes first, if the engine goes by priority."""
+    salt: str | None = None
+    """The tenant: requests with different salts share nothing."""
+    prompt_logprobs: bool = False
+    """Ask for the prompt's log-probabilities, for which vLLM must compute the prompt itself."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter."""
+
+
+def make_request(request_id: str, wanted: RequestSettings, block_size: int) -> Any:
+    """vLLM's own request."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(
+        max_tokens=wanted.max_tokens, ignore_eos=True, prompt_logprobs=1 if wanted.prompt_logprobs else None
+    )
+    return Request(
+        request_id,
+        list(wanted.prompt),
+        sampling,
+        None,
+        priority=wanted.priority,
+        cache_salt=wanted.salt,
+        lora_request=_adapter_request(wanted.adapter) if wanted.adapter else None,
+        block_hasher=_block_hasher(block_size),
+    )
+
+
+def _adapter_request(directory: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(Path(directory).name, 1 + int.from_bytes(directory.encode(), "big") % 997, directory)
+
+
+# Ranks
+
+
+class CollectiveNotPossible(Exception):
+    """A connector's worker half talks to other ranks, which cannot be done with all ranks in one thread."""
+
+
+class RankGroup:
+    """A rank's process group as far as a connector asks where it is. Collectives of more than one rank are refused."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = self.rank_in_group = self.local_rank = rank
+        self.world_size = world_size
+        self.ranks = list(range(world_size))
+        self.first_rank, self.last_rank = 0, world_size - 1
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == world_size - 1
+
+    def __getattr__(self, name: str) -> Any:
+        if self.world_size > 1:
+            raise CollectiveNotPossible(f"the connector uses `{name}` of its rank's process group")
+        raise AttributeError(name)
+
+
+@contextmanager
+def acting_as(settings: EngineSettings, worker: int, connector: Any = None) -> Iterator[None]:
+    """Within: vLLM's globals say that this process is that worker, with that worker half of the connector."""
+    from vllm.distributed import parallel_state
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    stage, rank = divmod(worker, settings.ranks)
+    ours = {
+        (parallel_state, "_TP"): RankGroup(rank, settings.ranks),
+        (parallel_state, "_PP"): RankGroup(stage, settings.stages),
+        (parallel_state, "_DCP"): RankGroup(0, 1),
+        (parallel_state, "_PCP"): RankGroup(0, 1),
+        (parallel_state, "_WORLD"): RankGroup(worker, settings.workers),
+        (kv_transfer_state, "_KV_CONNECTOR_AGENT"): connector,
+    }
+    before = {(module, name): getattr(module, name, None) for module, name in ours}
+    for (module, name), value in ours.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name), value in before.items():
+            setattr(module, name, value)
+
+
+def make_worker_connector(settings: EngineSettings, vllm_config: Any, worker: int) -> Any:
+    """The connector's worker half, as the worker's own process would build it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    own = copy.copy(vllm_config)
+    own.parallel_config = copy.copy(vllm_config.parallel_config)
+    own.parallel_config.rank = worker
+    with acting_as(settings, worker), set_current_vllm_config(own):
+        return KVConnectorFactory.create_connector(
+            config=own, role=KVConnectorRole.WORKER, kv_cache_config=make_kv_cache_config(settings, worker)
+        )
+
+
+def shake_hands(settings: EngineSettings, scheduler_connector: Any, worker_connectors: Sequence[Any]) -> None:
+    """What `EngineCore` does once the workers are up."""
+    hellos = {}
+    for worker, connector in enumerate(worker_connectors):
+        with acting_as(settings, worker, connector):
+            if (hello := connector.get_handshake_metadata()) is not None:
+                hellos[divmod(worker, settings.ranks)] = hello
+    if hellos:
+        scheduler_connector.set_xfer_handshake_metadata_pp_aware(hellos)
+
+
+def make_aggregator(scheduler_connector: Any, world_size: int) -> Any:
+    """vLLM's own combination of the ranks' outputs."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+    return KVOutputAggregator.from_connector(scheduler_connector, world_size)

@@ -1,0 +1,113 @@
+"""`VllmDriver`: conformance scenarios under vLLM itself, without a model, for any connector.
+
+Owns the run over scenarios and the verdict on each. The scheduler is vLLM's own, the workers' calls come in vLLM's own
+order, the KV memory is plain CPU tensors full of digests. Runs on the release of vLLM that this process imports;
+`vllm_releases.py` runs it on others.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpact.testkit.report import Check, ConformanceReport, Verdict, Violation, shortened
+from kvpact.testkit.vllm.adapters import KNOWN_ADAPTERS, ConnectorAdapter
+from kvpact.testkit.vllm.compat import CollectiveNotPossible, release
+from kvpact.testkit.vllm.engine import EngineDied
+from kvpact.testkit.vllm.factory import FOLDER, FOLDER_PREFIX, BrokenError, ConnectorUnderTest, Lab, NotObservableError
+from kvpact.testkit.vllm.random_ops import WALKS
+from kvpact.testkit.vllm.registry import Scenario
+from kvpact.testkit.vllm.scenarios_context import CONTEXTS
+from kvpact.testkit.vllm.scenarios_exits import EXITS
+from kvpact.testkit.vllm.scenarios_loads import LOADS
+from kvpact.testkit.vllm.scenarios_promises import PROMISES
+from kvpact.testkit.vllm.scenarios_ranks import RANKS
+
+SCENARIOS = (*PROMISES, *EXITS, *LOADS, *RANKS, *WALKS, *CONTEXTS)
+"""All scenarios, in the order in which they run."""
+
+
+class VllmDriver:
+    """Runs scenarios against one connector.
+
+    `connector` is its import path, "module:Class"; `config` its `kv_connector_extra_config`, in which "{folder}" stands
+    for a folder that is new for each scenario. `adapter` lets its insides be seen; without one its behaviour is judged.
+    What does not end within `patience` seconds hangs.
+    """
+
+    def __init__(
+        self,
+        connector: str,
+        config: Mapping[str, Any] | None = None,
+        adapter: ConnectorAdapter | None = None,
+        patience: float = 20.0,
+    ) -> None:
+        """Raises ValueError if `connector` is not of the form "module:Class"."""
+        module, _, name = connector.partition(":")
+        if not module or not name:
+            raise ValueError(f'connector is {connector!r}; it must be "module:Class", like "kvpact.vllm:PactConnector"')
+        adapter = adapter or KNOWN_ADAPTERS.get(name, ConnectorAdapter)()
+        self.subject = ConnectorUnderTest(module, name, config or {}, adapter, patience)
+
+    def scenarios(self, names: Sequence[str] | None = None) -> list[Scenario]:
+        """All scenarios, or those of these names. Raises KeyError for an unknown one."""
+        by_name = {scenario.name: scenario for scenario in SCENARIOS}
+        return list(SCENARIOS) if names is None else [by_name[name] for name in names]
+
+    def run(self, names: Sequence[str] | None = None) -> ConformanceReport:
+        """Run all scenarios, or those of these names, on this process's vLLM."""
+        checks = tuple(self.check(scenario) for scenario in self.scenarios(names))
+        return ConformanceReport(f"{self.subject.module}:{self.subject.name}", f"vLLM {release()}", checks)
+
+    def check(self, scenario: Scenario) -> Check:
+        """Run one scenario."""
+        lab = Lab(self.subject)
+        verdict, note = Verdict.KEPT, ""
+        try:
+            scenario.run(lab)
+        except NotObservableError as reason:
+            verdict, note = Verdict.NOT_OBSERVABLE, str(reason)
+        except CollectiveNotPossible as reason:
+            verdict, note = Verdict.NOT_OBSERVABLE, f"{reason}, which needs ranks of their own"
+        except BrokenError as broken:
+            lab.violations += broken.violations
+        except EngineDied:
+            pass  # the lab has noted it
+        finally:
+            lab.close()
+        if lab.violations:
+            verdict = Verdict.BROKEN
+        return Check(
+            name=scenario.name,
+            protects=scenario.protects,
+            meaning=scenario.meaning,
+            verdict=verdict,
+            violations=tuple(Violation(one.broken, _without_folder(one.what)) for one in lab.violations),
+            note=_without_folder(note or "; ".join(lab.notes)),
+            script=shortened([_without_folder(line) for line in lab.journal]),
+        )
+
+
+def _without_folder(text: str) -> str:
+    """The same script gives the same text, wherever the scenario's folder was."""
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/{FOLDER_PREFIX}[^/ ]+", FOLDER, text)
+
+
+def main(order: str) -> None:
+    """What a process of its own does: run as `vllm_releases.run_on_release` ordered, and write the report."""
+    wanted = json.loads(order)
+    logging.disable(logging.CRITICAL)
+    faulthandler.dump_traceback_later(wanted["seconds"], exit=True)
+    report = VllmDriver(wanted["connector"], wanted["config"]).run(wanted["names"])
+    Path(wanted["answer"]).write_bytes(report.to_json())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,379 @@
+"""vLLM's real scheduler over ranks without a model: one step at a time, every word between engine and connector noted.
+
+Owns the engine's loop (the order of `EngineCore.step`) and the observations that scenarios judge by. Judges nothing
+itself but what no engine survives: a hook that raises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+from kvpact.testkit.vllm import compat as seams
+from kvpact.testkit.vllm.compat import EngineSettings, RequestSettings
+from kvpact.testkit.vllm.oracle import VOCABULARY, TokenChain, WrongSlot
+from kvpact.testkit.vllm.rank import Rank
+
+IDLE_SECONDS = 0.001
+"""Pause after a step that computed nothing, so that a connector's threads get on."""
+
+
+class EngineDied(Exception):
+    """An exception left the scheduler or a rank: under vLLM, EngineCore ends here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One `get_num_new_matched_tokens`: what was asked and what was answered (None: ask again later)."""
+
+    step: int
+    request_id: str
+    num_tokens: int
+    """Tokens of the request at that time."""
+    computed: int
+    answer: int | None
+    asynchronous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One `update_state_after_alloc` with external tokens."""
+
+    step: int
+    request_id: str
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Observed:
+    """All that passed between the engine and the connector."""
+
+    probes: list[Probe] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+    received: Counter[str] = field(default_factory=Counter)
+    """How often each request's asynchronous load was reported finished to the scheduler."""
+    invalid_blocks: list[set[int]] = field(default_factory=list)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    """Output tokens of each request, as its user got them."""
+    finished: dict[str, str] = field(default_factory=dict)
+    """Why each request ended, in vLLM's words."""
+    wrong_slots: list[WrongSlot] = field(default_factory=list)
+    preemptions: int = 0
+    steps: int = 0
+
+    def probes_of(self, request_id: str) -> list[Probe]:
+        """This request's probes."""
+        return [probe for probe in self.probes if probe.request_id == request_id]
+
+    def committed_tokens(self, request_id: str) -> int:
+        """Tokens committed for this request, all its commits together."""
+        return sum(commit.num_tokens for commit in self.commits if commit.request_id == request_id)
+
+
+class VllmEngine:
+    """One engine. `transfer` are the fields of `KVTransferConfig` that name the connector and its configuration."""
+
+    def __init__(self, settings: EngineSettings, transfer: Mapping[str, Any], journal: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.observed = Observed()
+        self.report_delay = [0] * settings.workers
+        """Steps by which each rank's words to the scheduler come late."""
+        self.rewrite: Callable[[str, int], int] | None = None
+        """Makes the scheduler take other numbers of tokens than it was answered: (request, answer) -> tokens."""
+        self.journal = journal
+        """Where what is done is written down, one line each."""
+        self.abandoned = False
+        """The scenario broke the connector beyond repair: what it holds in the end says nothing."""
+        self._weights = 0
+        self._identities: dict[str, str] = {}
+        self._wanted: dict[str, RequestSettings] = {}
+        self._aborts: list[str] = []
+        self._late: list[deque[tuple[int, Any]]] = [deque() for _ in range(settings.workers)]
+        self._in_flight: deque[tuple[Any, Any]] = deque()
+        self._drafts: Any = None
+        self._said: dict[str, tuple[int, str]] = {}
+        self._closed = False
+        vllm_config = seams.make_vllm_config(settings, transfer)
+        kv_cache_config = seams.make_kv_cache_config(settings)
+        # Workers come up before the scheduler does.
+        self.ranks = [Rank(settings, vllm_config, worker) for worker in range(settings.workers)]
+        self.scheduler = seams.make_scheduler(settings, vllm_config, kv_cache_config)
+        self.connector = self.scheduler.connector
+        seams.shake_hands(settings, self.connector, [rank.connector for rank in self.ranks])
+        self._aggregator = seams.make_aggregator(self.connector, settings.workers)
+        self._tap()
+
+    # What a scenario does
+
+    def add(self, request_id: str, prompt: Sequence[int], **settings: Any) -> None:
+        """A request arrives; see `RequestSettings`."""
+        wanted = RequestSettings(prompt=prompt, **settings)
+        special = ", ".join(f"{name}={value}" for name, value in settings.items())
+        self.journal(f"add {request_id}: {len(prompt)} tokens, first is {prompt[0]}{', ' + special if special else ''}")
+        self._identities[request_id] = f"{wanted.salt}|{wanted.adapter}|{self._weights}"
+        self._wanted[request_id] = wanted
+        self.observed.outputs[request_id] = []
+        request = seams.make_request(request_id, wanted, self.settings.block_size)
+        self._guarded("add_request", lambda: self.scheduler.add_request(request))
+
+    def abort(self, request_id: str, *, during_step: bool = False) -> None:
+        """The user goes away: at once, or (as most do) while the next step computes."""
+        if during_step:
+            self.journal(f"abort {request_id} while the next step computes")
+            self._aborts.append(request_id)
+        else:
+            self.journal(f"abort {request_id}")
+            self._abort_now(request_id)
+
+    def _abort_now(self, request_id: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.observed.finished.setdefault(request_id, "abort")
+        self._guarded(
+            "finish_requests", lambda: self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+        )
+
+    def step(self, throttle_prefills: bool = False) -> int:
+        """One turn of the engine's loop; returns the number of tokens computed."""
+        self.observed.steps += 1
+        output = self._guarded("schedule", lambda: self.scheduler.schedule(throttle_prefills))
+        self.observed.preemptions += len(output.preempted_req_ids or ())
+        answer = self._guarded("execute_model", lambda: self._execute(output))
+        self._in_flight.append((output, answer))
+        if self.settings.draft_tokens:
+            self._draft(output)
+        computing = int(self.settings.overlap and output.total_num_scheduled_tokens > 0)
+        while len(self._in_flight) > computing:
+            self._take_output()
+        return int(output.total_num_scheduled_tokens)
+
+    def _draft(self, output: Any) -> None:
+        """A draft model's guesses for the next step, none of which will come true."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        scheduled = list(output.num_scheduled_tokens)
+        guesses = [[VOCABULARY + 1] * self.settings.draft_tokens for _ in scheduled]
+        self._drafts = DraftTokenIds(scheduled, guesses)
+
+    def _take_output(self) -> None:
+        output, answer = self._in_flight.popleft()
+        while self._aborts:
+            self._abort_now(self._aborts.pop(0))
+        results = self._guarded("update_from_output", lambda: self.scheduler.update_from_output(output, answer))
+        for client in results.values():
+            for result in client.outputs:
+                self.observed.outputs[result.request_id].extend(result.new_token_ids)
+                if result.finish_reason is not None:
+                    self.observed.finished.setdefault(result.request_id, str(result.finish_reason))
+        if self._drafts is not None:
+            self.scheduler.update_draft_token_ids(self._drafts)
+            self._drafts = None
+
+    def run(self, until: Callable[[], bool], *, steps: int = 20_000, seconds: float = 20.0) -> bool:
+        """Step until `until()`, at most so many steps and seconds; whether it came true."""
+        end = time.monotonic() + seconds
+        for _ in range(steps):
+            if until():
+                return True
+            if time.monotonic() > end:
+                break
+            if not self.step():
+                time.sleep(IDLE_SECONDS)
+        return until()
+
+    def finish(self, *request_ids: str, **limits: Any) -> bool:
+        """Run until these requests (or all) have ended; whether they have."""
+        self.journal(f"run until {', '.join(request_ids) or 'all requests'} ended")
+        return self.run(lambda: all(self.ended(one) for one in request_ids or self._wanted), **limits)
+
+    def drain(self, seconds: float = 20.0) -> bool:
+        """Run as vLLM does, until it sees nothing left to do; whether it came so far."""
+        return self.run(lambda: not self.scheduler.has_requests() and not self._in_flight, seconds=seconds)
+
+    def forget_computed(self) -> bool:
+        """Empty the engine's own prefix cache, so that the next hit can only come from the connector."""
+        self.journal("empty the engine's own prefix cache")
+        return self.run(
+            lambda: bool(self._guarded("reset_prefix_cache", self.scheduler.reset_prefix_cache)), seconds=10.0
+        )
+
+    def evict_computed(self) -> None:
+        """Push every block out of the engine's own prefix cache, whoever holds it."""
+        self.journal("evict everything from the engine's own prefix cache")
+        pool = self.scheduler.kv_cache_manager.block_pool
+        pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+
+    def new_weights(self) -> None:
+        """From now on the model computes other keys and values."""
+        self.journal("the weights change")
+        self._weights += 1
+
+    def reset(self, *, running: bool, connector: bool) -> bool:
+        """vLLM's `reset_prefix_cache`, as after a change of weights; whether vLLM says that it was done.
+
+        It refuses while blocks are held by a transfer, by an answer or (with `running`) by an exception to its caller.
+        """
+        self.journal(f"reset the prefix cache{', running requests too' * running}{', the connector too' * connector}")
+        try:
+            return bool(self.scheduler.reset_prefix_cache(running, connector))
+        except RuntimeError as error:
+            if "Failed to reset KV cache" not in str(error):
+                raise EngineDied(f"reset_prefix_cache raises RuntimeError: {error}") from error
+            self.journal("    vLLM refuses: blocks are held")
+            return False
+
+    def pause(self, paused: bool) -> None:
+        """Hold back requests that do not run yet, or let them go on."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.journal("pause new requests" if paused else "go on with new requests")
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+
+    def close(self) -> None:
+        """Shut the connector down, scheduler half first, as the engine does."""
+        if self._closed:
+            return
+        self._closed = True
+        self._guarded("shutdown", self.scheduler.shutdown)
+        for rank in self.ranks:
+            with rank.acting():
+                self._guarded("shutdown", rank.connector.shutdown)
+
+    # What a scenario asks
+
+    def ended(self, request_id: str) -> bool:
+        """Whether the user of this request has got the last word."""
+        return request_id in self.observed.finished
+
+    def status(self, request_id: str) -> str:
+        """vLLM's word for the request's state, such as WAITING_FOR_REMOTE_KVS; "" if it does not know it any more."""
+        request = self.scheduler.requests.get(request_id)
+        return str(request.status.name) if request is not None else ""
+
+    def expected(self, request_id: str) -> list[int]:
+        """The output that this request must get, whatever happens to loads."""
+        wanted = self._wanted[request_id]
+        chain = TokenChain(self._identities[request_id], wanted.prompt)
+        for _ in range(wanted.max_tokens):
+            chain.extend([chain.next_token()])
+        return chain.tokens[len(wanted.prompt) :]
+
+    @property
+    def requests(self) -> list[str]:
+        """All requests ever added."""
+        return list(self._wanted)
+
+    @property
+    def held_blocks(self) -> int:
+        """KV blocks that are not free, without the one that vLLM keeps for itself."""
+        return self.settings.num_blocks - 1 - int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def wrong_published(self) -> list[str]:
+        """Blocks of the engine's prefix cache whose content is not what their hash says, in words."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash
+
+        size = self.settings.block_size
+        owners: dict[bytes, list[tuple[str, int, TokenChain]]] = {}
+        for request_id, wanted in self._wanted.items():
+            if not self._identities[request_id].endswith(f"|{self._weights}"):
+                continue
+            request = seams.make_request(request_id, wanted, size)
+            request.append_output_token_ids(self.observed.outputs[request_id])
+            chain = TokenChain(self._identities[request_id], request.all_token_ids)
+            for block, block_hash in enumerate(request.block_hashes):
+                owners.setdefault(bytes(block_hash), []).append((request_id, block, chain))
+        wrong = []
+        for block in self.scheduler.kv_cache_manager.block_pool.blocks:
+            candidates = owners.get(bytes(get_block_hash(block.block_hash)), []) if block.block_hash is not None else []
+            found = [self._content_fault(block.block_id, index, chain) for _, index, chain in candidates]
+            if found and all(found):
+                request_id, index, _ = candidates[0]
+                wrong.append(f"block {block.block_id} is published as block {index} of {request_id}, {found[0]}")
+        return wrong
+
+    def _content_fault(self, block_id: int, index: int, chain: TokenChain) -> str:
+        """In words, what is wrong if `block_id` is to hold block `index` of these tokens; "" if nothing."""
+        size = self.settings.block_size
+        digests = chain.digests(index * size, (index + 1) * size)
+        for rank in self.ranks:
+            for layer in rank.layers:
+                if (offset := rank.memory.first_wrong([block_id], digests, layer)) is not None:
+                    found = rank.memory.describe(block_id, offset, layer, iter(rank.known.items()))
+                    return f"but its slot {offset} holds ({layer}, rank {rank.rank}) {found}"
+        return ""
+
+    # The engine's insides
+
+    def _execute(self, output: Any) -> Any:
+        answers = []
+        for rank in self.ranks:
+            answer = rank.execute(output, self._identities)
+            answer.kv_connector_output = self._delayed(rank.rank, answer.kv_connector_output)
+            answers.append(answer)
+        answer = self._aggregator.aggregate(answers)
+        words = answer.kv_connector_output
+        if words is not None:
+            self.observed.received.update(words.finished_recving or ())
+            if words.invalid_block_ids:
+                self.observed.invalid_blocks.append(set(words.invalid_block_ids))
+        # What a request computed over blocks that are named as not loaded, vLLM throws away.
+        named = words.invalid_block_ids if words is not None else set()
+        self.observed.wrong_slots += [slot for rank in self.ranks for slot in rank.wrong if slot.block_id not in named]
+        return answer
+
+    def _delayed(self, rank: int, words: Any) -> Any:
+        """This rank's words that are due now: those of `report_delay` steps ago, in their order, at most one a step."""
+        late = self._late[rank]
+        if words is not None and not words.is_empty():
+            late.append((self.observed.steps + self.report_delay[rank], words))
+        if late and late[0][0] <= self.observed.steps:
+            return late.popleft()[1]
+        return None
+
+    def _tap(self) -> None:
+        """Note what the scheduler asks its half of the connector and what it is told."""
+        probe, commit = self.connector.get_num_new_matched_tokens, self.connector.update_state_after_alloc
+
+        @wraps(probe)
+        def noted_probe(request: Any, computed: int) -> tuple[int | None, bool]:
+            answer, asynchronous = probe(request, computed)
+            self.observed.probes.append(
+                Probe(self.observed.steps, request.request_id, request.num_tokens, computed, answer, asynchronous)
+            )
+            self._note_promise(request.request_id, computed, answer, asynchronous)
+            if self.rewrite is not None and answer:
+                answer = self.rewrite(request.request_id, answer)
+            return answer, asynchronous and bool(answer)
+
+        @wraps(commit)
+        def noted_commit(request: Any, blocks: Any, num_tokens: int) -> None:
+            if num_tokens:
+                self.journal(f"    vLLM takes {num_tokens} tokens for {request.request_id}")
+                (block_ids,) = blocks.get_block_ids()
+                self.observed.commits.append(
+                    Commit(self.observed.steps, request.request_id, num_tokens, tuple(block_ids))
+                )
+            commit(request, blocks, num_tokens)
+
+        self.connector.get_num_new_matched_tokens = noted_probe
+        self.connector.update_state_after_alloc = noted_commit
+
+    def _note_promise(self, request_id: str, computed: int, answer: int | None, asynchronous: bool) -> None:
+        """Into the journal, unless it was the same the last time."""
+        said = f"{answer} tokens{' later' if asynchronous else ''}" if answer is not None else "'ask again later'"
+        if self._said.get(request_id) != (computed, said):
+            self._said[request_id] = (computed, said)
+            self.journal(f"    asked for {request_id} behind {computed} tokens, the connector promises {said}")
+
+    def _guarded(self, where: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except seams.CollectiveNotPossible:
+            raise
+        except Exception as error:
+            raise EngineDied(f"{where} raises {type(error).__name__}: {error}"[:600]) from error

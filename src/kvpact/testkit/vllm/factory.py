@@ -1,0 +1,261 @@
+"""Where a scenario works: engines on demand, a journal of what was done, and the rules that hold at all times.
+
+Owns the judgement: what is broken, by which rule, and how it was seen. Scenarios only create situations.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvpact.testkit.report import Violation
+from kvpact.testkit.vllm.adapters import ConnectorAdapter
+from kvpact.testkit.vllm.compat import CollectiveNotPossible, EngineSettings
+from kvpact.testkit.vllm.engine import EngineDied, VllmEngine
+
+BLOCK = 16
+"""Tokens in a block of these engines."""
+
+FOLDER = "{folder}"
+"""In a connector's configuration, stands for a folder that is new and empty for each scenario."""
+
+FOLDER_PREFIX = "kvpact-lab-"
+"""How such a folder's name begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorUnderTest:
+    """A connector by its import path, and its `kv_connector_extra_config`."""
+
+    module: str
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    adapter: ConnectorAdapter = field(default_factory=ConnectorAdapter)
+    patience: float = 20.0
+    """Seconds after which what does not end is taken to hang."""
+
+    def transfer(self, folder: Path) -> dict[str, Any]:
+        """The fields of `KVTransferConfig` that name it."""
+        config = json.loads(json.dumps(dict(self.config)).replace(FOLDER, str(folder)))
+        return {
+            "kv_connector": self.name,
+            "kv_connector_module_path": self.module,
+            "kv_connector_extra_config": config,
+        }
+
+
+def under_multi_connector(*children: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `KVTransferConfig` that put these connectors, in this order, under vLLM's MultiConnector."""
+    connectors = [{**child, "kv_role": "kv_both"} for child in children]
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
+
+
+class NotObservableError(Exception):
+    """The situation did not come about; the message says why."""
+
+
+class BrokenError(Exception):
+    """Something is broken: a scenario's own demand, or a rule that the lab has noted already."""
+
+    def __init__(self, *violation: str) -> None:
+        super().__init__(": ".join(violation))
+        self.violations = [Violation(*violation)] if violation else []
+
+
+def prompt(seed: int, blocks: int, tail: int = 7) -> list[int]:
+    """`blocks` full blocks and `tail` more tokens; prompts of different seeds differ from the first token on."""
+    return [(seed * 1009 + position * 7) % 29_989 + seed for position in range(blocks * BLOCK + tail)]
+
+
+class Lab:
+    """One scenario's workplace."""
+
+    def __init__(self, subject: ConnectorUnderTest) -> None:
+        self.subject = subject
+        self.journal: list[str] = []
+        self.violations: list[Violation] = []
+        self.notes: list[str] = []
+        self.started = False
+        """Whether an engine of this scenario came up."""
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
+        self.folder = Path(self._folder.name)
+
+    def close(self) -> None:
+        """Remove what the connector stored."""
+        self._folder.cleanup()
+
+    @contextmanager
+    def engine(self, transfer: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[VllmEngine]:
+        """An engine with the connector; when the scenario is done with it, every rule is checked.
+
+        `settings` are those of `EngineSettings`; `transfer` replaces the connector's own `KVTransferConfig`.
+        """
+        wanted = EngineSettings(block_size=BLOCK, **settings)
+        shown = ", ".join(f"{name}={value}" for name, value in settings.items())
+        self.journal.append(f"start an engine{' with ' + shown if shown else ''}")
+        engine = self._start(wanted, transfer or self.subject.transfer(self.folder))
+        try:
+            yield engine
+            if not engine.abandoned:
+                self._settle(engine)
+            engine.close()
+            if self.violations:
+                raise BrokenError
+        except EngineDied as death:
+            self.violations.append(Violation("H13", f"the engine dies: {death}"))
+            raise
+        finally:
+            with suppress(Exception):
+                engine.close()
+
+    def _start(self, settings: EngineSettings, transfer: Mapping[str, Any]) -> VllmEngine:
+        """An engine that does not start with what an earlier one left behind is dead; else it cannot be driven here."""
+        try:
+            engine = VllmEngine(settings, transfer, self.journal.append)
+        except CollectiveNotPossible:
+            raise
+        except Exception as error:
+            what = f"the engine does not start: {type(error).__name__}: {error}"[:500]
+            if self.started:
+                raise BrokenError("H13", what) from error
+            raise NotObservableError(what) from error
+        self.started = True
+        return engine
+
+    # What scenarios do again and again
+
+    def store(self, engine: VllmEngine, *prompts: Sequence[int], **settings: Any) -> None:
+        """Have these prompts computed one after the other, then forget them in the engine's own prefix cache."""
+        for number, tokens in enumerate(prompts):
+            engine.add(f"first{number}", tokens, **settings)
+            self.finish(engine, f"first{number}")
+        self.forget(engine)
+
+    def forget(self, engine: VllmEngine) -> None:
+        """Let everything be saved, then empty the engine's own prefix cache."""
+        self.rest(engine)
+        if not engine.forget_computed():
+            raise BrokenError("P1", "with no request alive, blocks stay held and the prefix cache cannot be emptied")
+
+    def rest(self, engine: VllmEngine) -> None:
+        """Run until vLLM sees nothing left to do."""
+        if not engine.drain(self.subject.patience):
+            raise BrokenError("P11", f"with no request alive, vLLM is kept stepping for {self.subject.patience:.0f} s")
+
+    def finish(self, engine: VllmEngine, *request_ids: str) -> None:
+        """Run until these requests (or all) have ended."""
+        if not engine.finish(*request_ids, seconds=self.subject.patience):
+            waiting = [one for one in request_ids or engine.requests if not engine.ended(one)]
+            states = ", ".join(f"{one} ({engine.status(one) or 'unknown'})" for one in waiting)
+            raise BrokenError("P11", f"still waiting after {self.subject.patience:.0f} s: {states}")
+
+    def require_promise(self, engine: VllmEngine, *request_ids: str) -> None:
+        """Without a promised token for one of these requests (or any) there is nothing to see."""
+        for probe in engine.observed.probes:
+            if probe.answer and (not request_ids or probe.request_id in request_ids):
+                return
+        raise NotObservableError("the connector promised no token for a prompt that was computed before")
+
+    def held(self, engine: VllmEngine) -> dict[str, int]:
+        """What the connector's adapter counts as held, without zeros."""
+        connectors = getattr(engine.connector, "_connectors", [engine.connector])
+        connectors = [one for one in connectors if type(one).__name__ == self.subject.name]
+        counts: dict[str, int] = {}
+        for connector in connectors:
+            for name, count in self.subject.adapter.held(connector).items():
+                counts[name] = counts.get(name, 0) + count
+        return {name: count for name, count in counts.items() if count}
+
+    def start_over(self) -> None:
+        """What was done so far is over and has left nothing behind: it is not part of the script."""
+        self.journal.clear()
+
+    def attempt(self, situation: Callable[[Lab], None]) -> Lab:
+        """Try a situation in a lab of its own; the lab that comes back has what was found."""
+        lab = Lab(self.subject)
+        try:
+            situation(lab)
+        except BrokenError as broken:
+            lab.violations += broken.violations
+        except EngineDied:
+            pass  # noted already
+        finally:
+            lab.close()
+        return lab
+
+    # The rules
+
+    def _settle(self, engine: VllmEngine) -> None:
+        """No request is left to run: what must be true now is."""
+        self.finish(engine)
+        drained = engine.drain(self.subject.patience)
+        found = [*self._promises(engine), *self.reads(engine)]
+        found += [Violation("P8", what) for what in engine.wrong_published()]
+        self.violations += _first_of_each([*found, *self.answers(engine), *self._lasting(engine, drained)])
+
+    def _lasting(self, engine: VllmEngine, drained: bool) -> Iterator[Violation]:
+        if not drained:
+            yield Violation("P11", f"with no request alive, vLLM is kept stepping for {self.subject.patience:.0f} s")
+        if engine.held_blocks:
+            yield Violation("P1", f"with no request alive, {engine.held_blocks} of the engine's blocks are not free")
+        if held := self.held(engine):
+            yield Violation("P1", f"with no request alive, the connector holds {_counted(held)}")
+
+    def _promises(self, engine: VllmEngine) -> Iterator[Violation]:
+        asynchronous = {
+            (probe.step, probe.request_id) for probe in engine.observed.probes if probe.asynchronous and probe.answer
+        }
+        loads: dict[str, int] = {}
+        for commit in engine.observed.commits:
+            if (commit.step, commit.request_id) in asynchronous:
+                loads[commit.request_id] = loads.get(commit.request_id, 0) + 1
+        for request_id, times in engine.observed.received.items():
+            if times > loads.get(request_id, 0):
+                yield Violation("H08", f"{times} receives of {request_id} are reported, {loads.get(request_id, 0)} ran")
+        for probe in engine.observed.probes:
+            room = probe.num_tokens - probe.computed - (0 if probe.asynchronous else 1)
+            if probe.answer is not None and not 0 <= probe.answer <= max(room, 0):
+                yield Violation(
+                    "P6",
+                    f"{probe.request_id} has {probe.num_tokens} tokens, {probe.computed} of them computed, and is "
+                    f"promised {probe.answer}",
+                )
+                return
+
+    def answers(self, engine: VllmEngine) -> Iterator[Violation]:
+        """Requests whose users got other tokens than an engine without any cache gives."""
+        for request_id in engine.requests:
+            got, wanted = engine.observed.outputs[request_id], engine.expected(request_id)
+            whole = engine.observed.finished.get(request_id) == "length"
+            if got != (wanted if whole else wanted[: len(got)]):
+                yield Violation("P9", f"the user of {request_id} gets other tokens than without a cache")
+
+    def reads(self, engine: VllmEngine) -> Iterator[Violation]:
+        """Wrong slots that attention has read, one for each request."""
+        seen: set[str] = set()
+        for slot in engine.observed.wrong_slots:
+            if slot.request_id not in seen:
+                seen.add(slot.request_id)
+                yield Violation("P2", str(slot))
+
+
+def _first_of_each(violations: Sequence[Violation]) -> list[Violation]:
+    """One violation of each property, and how many more there are."""
+    firsts: dict[str, Violation] = {}
+    for violation in violations:
+        firsts.setdefault(violation.broken, violation)
+    counts = Counter(violation.broken for violation in violations)
+    return [
+        Violation(broken, first.what + (f" (and {counts[broken] - 1} more like it)" if counts[broken] > 1 else ""))
+        for broken, first in firsts.items()
+    ]
+
+
+def _counted(held: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in held.items())

@@ -1,0 +1,98 @@
+"""vLLM's own OffloadingConnector where there is no GPU: its scheduler, managers and tiers, with plain copies as worker.
+
+Owns a worker that copies at once. Nothing of vLLM is changed: its configuration names the specs here. From vLLM 0.32
+on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+MEMORY = {
+    "spec_name": "MemcpySpec",
+    "spec_module_path": __name__,
+    "cpu_bytes_to_use": 1 << 20,
+}
+"""`kv_connector_extra_config` for host memory alone."""
+
+FILES = {
+    "spec_name": "MemcpyTieringSpec",
+    "spec_module_path": __name__,
+    "cpu_bytes_to_use": 1 << 20,
+    "secondary_tiers": [{"type": "fs", "root_dir": "{folder}", "n_read_threads": 2, "n_write_threads": 2}],
+}
+"""`kv_connector_extra_config` for host memory and files."""
+
+
+class MemcpyWorker(OffloadingWorker):
+    """Copies blocks of KV memory to chunks of host memory and back; a chunk is one block."""
+
+    def __init__(self, memory: Sequence[Any], chunks: Sequence[Any], close: Callable[[], None] = lambda: None) -> None:
+        self.loads_fail = False
+        """Loads end without success, and copy nothing."""
+        self._memory = memory
+        self._chunks = chunks
+        self._close = close
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy to the chunks."""
+        for memory, chunks in zip(self._memory, self._chunks, strict=True):
+            chunks[dst_spec.block_ids] = memory[src_spec.block_ids]
+        self._finished.append(TransferResult(job_id, True))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy from the chunks."""
+        if not self.loads_fail:
+            for memory, chunks in zip(self._memory, self._chunks, strict=True):
+                memory[dst_spec.block_ids] = chunks[src_spec.block_ids]
+        self._finished.append(TransferResult(job_id, not self.loads_fail))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """All copies since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Every copy is over when it is submitted."""
+
+    def shutdown(self) -> None:
+        """Let go of shared memory."""
+        self._close()
+
+
+class MemcpySpec(CPUOffloadingSpec):
+    """Host memory."""
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        """The worker of this rank."""
+        memory = [tensor.tensor for tensor in kv_caches.tensors]
+        chunks = [torch.zeros((self.num_chunks, tensor.shape[1]), dtype=tensor.dtype) for tensor in memory]
+        return MemcpyWorker(memory, chunks)
+
+
+class MemcpyTieringSpec(TieringOffloadingSpec):
+    """Host memory that the scheduler's process shares, and the tiers below it."""
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        """The worker of this rank."""
+        memory = [tensor.tensor for tensor in kv_caches.tensors]
+        region = SharedOffloadRegion(
+            engine_id=self.config.engine_id,
+            num_chunks=self.num_chunks,
+            rank=self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        return MemcpyWorker(
+            memory, [region.create_next_worker_view(tensor.shape[1]) for tensor in memory], region.cleanup
+        )

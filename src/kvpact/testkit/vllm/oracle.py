@@ -1,0 +1,149 @@
+"""What every slot of KV memory must hold: a digest of all tokens up to its own, so that any wrong byte is seen.
+
+Owns the digests and the plain CPU tensors that carry them. Knows no request's fate and no connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Chain: TypeAlias = NDArray[np.uint64]
+"""One digest a token, over all tokens up to and including it; shape [tokens]."""
+
+VOCABULARY = 30_000
+"""Sampled tokens are below this number."""
+
+
+class TokenChain:
+    """A request's tokens with their digests; grows by appending. `identity` is what else decides the KV content."""
+
+    def __init__(self, identity: str, tokens: Sequence[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._identity = identity
+        self._digests: list[int] = []
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        last = self._digests[-1] if self._digests else _digest(self._identity.encode(errors="surrogatepass"))
+        for token in tokens:
+            last = _digest(last.to_bytes(8, "little") + token.to_bytes(8, "little", signed=True))
+            self._digests.append(last)
+            self.tokens.append(token)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+        del self.tokens[length:], self._digests[length:]
+
+    def digests(self, start: int, end: int) -> Chain:
+        """The digests of tokens `start` to `end`."""
+        return np.array(self._digests[start:end], dtype=np.uint64)
+
+    def next_token(self) -> int:
+        """The token that the "model" samples after these: it depends on all of them."""
+        return self._digests[-1] % VOCABULARY
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def continuation(identity: str, prompt: Sequence[int], length: int) -> list[int]:
+    """The output that an engine without any cache gives."""
+    chain = TokenChain(identity, prompt)
+    for _ in range(length):
+        chain.extend([chain.next_token()])
+    return chain.tokens[len(prompt) :]
+
+
+@dataclass(frozen=True, slots=True)
+class WrongSlot:
+    """A slot of KV memory that does not hold what it must; `found` says in words what is there instead."""
+
+    request_id: str
+    position: int
+    block_id: int
+    layer: str
+    rank: int
+    found: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.request_id} reads token {self.position} in block {self.block_id} "
+            f"({self.layer}, rank {self.rank}) and finds {self.found}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """How one rank's KV memory looks in each layer: `[num_blocks, heads, block_size, row_bytes]`, in bytes."""
+
+    num_blocks: int
+    heads: int
+    block_size: int
+    row_bytes: int
+
+
+class OracleMemory:
+    """One rank's KV memory: a tensor a layer, `[blocks, heads, block_size, elements]` of two bytes each, all zeros."""
+
+    def __init__(self, layers: Sequence[str], shape: PageShape, rank: int) -> None:
+        import torch
+
+        self.shape = shape
+        self.rank = rank
+        self.tensors: dict[str, Any] = {}
+        self._bytes: dict[str, NDArray[np.uint8]] = {}
+        self._patterns: dict[str, NDArray[np.uint64]] = {}
+        lanes = np.arange(shape.heads * shape.row_bytes // 8, dtype=np.uint64).reshape(shape.heads, -1)
+        for index, layer in enumerate(layers):
+            raw = np.zeros((shape.num_blocks, shape.heads, shape.block_size, shape.row_bytes), dtype=np.uint8)
+            self._bytes[layer] = raw
+            self.tensors[layer] = torch.from_numpy(raw).view(torch.float16)
+            self._patterns[layer] = _mix(lanes + np.uint64((index * 64 + rank) << 32))
+
+    def write(self, block_ids: Sequence[int], start: int, digests: Chain, layer: str) -> None:
+        """What a forward pass leaves in `layer` for tokens `start` on of a request with these blocks."""
+        blocks, offsets = self._places(block_ids, start, len(digests))
+        self._bytes[layer][blocks, :, offsets] = self._rows(digests, layer)
+
+    def first_wrong(self, block_ids: Sequence[int], digests: Chain, layer: str, start: int = 0) -> int | None:
+        """The first token from `start` on whose slot in `layer` does not hold what `digests` say, or None."""
+        blocks, offsets = self._places(block_ids, start, len(digests))
+        right = (self._bytes[layer][blocks, :, offsets] == self._rows(digests, layer)).all(axis=(1, 2))
+        return None if right.all() else start + int(np.argmin(right))
+
+    def describe(self, block_id: int, offset: int, layer: str, chains: Iterator[tuple[str, TokenChain]]) -> str:
+        """In words, what one slot holds: nothing, a token of one of `chains`, or unknown bytes."""
+        row = self._bytes[layer][block_id, :, offset]
+        if not row.any():
+            return "zeros: nothing was ever written there"
+        for request_id, chain in chains:
+            rows = self._rows(chain.digests(0, len(chain.tokens)), layer)
+            matches = (rows == row).all(axis=(1, 2))
+            if matches.any():
+                return f"token {int(np.argmax(matches))} of {request_id}"
+        return "bytes that no request ever wrote"
+
+    def _places(self, block_ids: Sequence[int], start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        positions = np.arange(start, start + count)
+        table = np.array(block_ids, dtype=np.int64)
+        return table[positions // self.shape.block_size], positions % self.shape.block_size
+
+    def _rows(self, digests: Chain, layer: str) -> NDArray[np.uint8]:
+        """The bytes of these tokens' slots, `[tokens, heads, row_bytes]`."""
+        rows = _mix(digests[:, None, None] ^ self._patterns[layer])
+        return rows.view(np.uint8).reshape(len(digests), self.shape.heads, self.shape.row_bytes)
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter 64 bits (the finaliser of splitmix64)."""
+    mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

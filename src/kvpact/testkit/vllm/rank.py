@@ -1,0 +1,190 @@
+"""One rank without a model: vLLM's own connector calls around a forward pass that only reads and writes digests.
+
+Owns what a model runner keeps of each request and its KV memory. The order of the connector's calls is not copied but
+vLLM's own: its runner mixin and its decorator of attention layers run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from kvpact.testkit.vllm.compat import (
+    HEAD_SIZE,
+    HEADS,
+    EngineSettings,
+    acting_as,
+    layers_of_worker,
+    make_worker_connector,
+)
+from kvpact.testkit.vllm.oracle import VOCABULARY, OracleMemory, PageShape, TokenChain, WrongSlot
+
+
+@dataclass(slots=True)
+class RankRequest:
+    """What a model runner knows of a request."""
+
+    chain: TokenChain
+    num_prompt_tokens: int
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
+class OracleAttention:
+    """An attention backend as far as a connector asks for it."""
+
+    @staticmethod
+    def get_name() -> str:
+        """What other backends answer with "FLASH_ATTN" and the like."""
+        return "ORACLE"
+
+
+@dataclass(frozen=True, slots=True)
+class OracleLayer:
+    """An attention layer as far as vLLM and connectors ask for it."""
+
+    kv_cache: Any
+
+    def get_attn_backend(self) -> type[OracleAttention]:
+        """As vLLM's layers."""
+        return OracleAttention
+
+
+class Rank:
+    """One worker of the engine: a tensor-parallel rank of a pipeline stage, with that stage's layers alone."""
+
+    def __init__(self, settings: EngineSettings, vllm_config: Any, rank: int) -> None:
+        self.settings = settings
+        self.rank = rank
+        self.layers = layers_of_worker(settings, rank)
+        shape = PageShape(settings.num_blocks, HEADS // settings.ranks, settings.block_size, 4 * HEAD_SIZE)
+        self.memory = OracleMemory(self.layers, shape, rank)
+        self.requests: dict[str, RankRequest] = {}
+        self.known: dict[str, TokenChain] = {}
+        """Every request ever seen, so that foreign content can be named."""
+        self.wrong: list[WrongSlot] = []
+        """Slots that the step's forward pass read and that did not hold what they must."""
+        self.mute = False
+        """The rank computes, but does nothing of what its connector is told, and says nothing."""
+        self._vllm_config = vllm_config
+        self.connector = make_worker_connector(settings, vllm_config, rank)
+        self._attention = self._decorated_attention()
+        # All ranks share one configuration here, and shake hands when the last of them is there.
+        vllm_config.compilation_config.static_forward_context.update(self._layers())
+        with self.acting():
+            self.connector.register_kv_caches(dict(self.memory.tensors))
+
+    def acting(self) -> Any:
+        """Within: this process is this rank."""
+        return acting_as(self.settings, self.rank, self.connector)
+
+    def execute(self, scheduler_output: Any, identities: dict[str, str]) -> Any:
+        """One step: a `ModelRunnerOutput`. `identities` is what besides tokens decides each request's KV content."""
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Runner
+
+        vllm_config = self._vllm_config
+        vllm_config.compilation_config.static_forward_context = self._layers()
+        self.wrong = []
+        with self.acting():
+            if self.mute:
+                return self._execute_mute(scheduler_output, identities)
+            self.connector.handle_preemptions(scheduler_output.kv_connector_metadata)
+            self._update_states(scheduler_output, identities)
+            if not scheduler_output.total_num_scheduled_tokens:
+                answer = Runner.kv_connector_no_forward(scheduler_output, vllm_config)
+                return ModelRunnerOutput([], {}, kv_connector_output=answer.kv_connector_output)
+            scheduled = scheduler_output.num_scheduled_tokens
+            metadata = {layer: SimpleNamespace(slot_mapping=None) for layer in self.layers}
+            with (
+                set_forward_context(metadata, vllm_config, slot_mapping={}),
+                Runner.maybe_get_kv_connector_output(scheduler_output) as connector_output,
+            ):
+                for layer in self.layers:
+                    self._attention(scheduled, layer)
+            sampled = [self._sample(request_id, scheduled[request_id]) for request_id in scheduled]
+        return ModelRunnerOutput(
+            list(scheduled),
+            {request_id: index for index, request_id in enumerate(scheduled)},
+            sampled_token_ids=sampled,
+            kv_connector_output=connector_output,
+        )
+
+    def _layers(self) -> dict[str, OracleLayer]:
+        return {layer: OracleLayer(tensor) for layer, tensor in self.memory.tensors.items()}
+
+    def _execute_mute(self, scheduler_output: Any, identities: dict[str, str]) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        self._update_states(scheduler_output, identities)
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id, count in scheduled.items():
+            for layer in self.layers:
+                self._attend(request_id, count, layer)
+        sampled = [self._sample(request_id, count) for request_id, count in scheduled.items()]
+        places = {request_id: index for index, request_id in enumerate(scheduled)}
+        return ModelRunnerOutput(list(scheduled), places, sampled_token_ids=sampled)
+
+    def _update_states(self, scheduler_output: Any, identities: dict[str, str]) -> None:
+        """As `GPUModelRunner._update_states`, as far as tokens and block tables go."""
+        for request_id in scheduler_output.finished_req_ids:
+            self.requests.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            prompt = list(new.prompt_token_ids)
+            chain = TokenChain(identities[new.req_id], prompt)
+            (block_ids,) = new.block_ids
+            self.requests[new.req_id] = RankRequest(chain, len(prompt), list(block_ids), new.num_computed_tokens)
+            self.known[new.req_id] = chain
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            request = self.requests[request_id]
+            request.num_computed_tokens = cached.num_computed_tokens[index]
+            request.chain.truncate(request.num_prompt_tokens + cached.num_output_tokens[index])
+            if request_id in cached.all_token_ids:
+                missing = cached.all_token_ids[request_id][len(request.chain.tokens) :]
+                request.chain.extend(missing)
+            new_blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                (block_ids,) = new_blocks
+                request.block_ids = list(block_ids)
+            elif new_blocks is not None:
+                request.block_ids.extend(new_blocks[0])
+
+    def _decorated_attention(self) -> Callable[[dict[str, int], str], None]:
+        """One attention layer under vLLM's decorator: wait for the layer's load, attend, hand the layer out."""
+        from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+
+        def attend(scheduled: dict[str, int], layer_name: str) -> None:
+            for request_id, count in scheduled.items():
+                self._attend(request_id, count, layer_name)
+
+        decorated: Callable[[dict[str, int], str], None] = maybe_transfer_kv_layer(attend)
+        return decorated
+
+    def _attend(self, request_id: str, count: int, layer: str) -> None:
+        """Read the keys and values of all computed tokens, write those of the next `count`."""
+        request = self.requests[request_id]
+        computed = request.num_computed_tokens
+        before = request.chain.digests(0, computed)
+        wrong = self.memory.first_wrong(request.block_ids, before, layer)
+        if wrong is not None:
+            block_id, offset = request.block_ids[wrong // self.settings.block_size], wrong % self.settings.block_size
+            found = self.memory.describe(block_id, offset, layer, iter(self.known.items()))
+            self.wrong.append(WrongSlot(request_id, wrong, block_id, layer, self.rank, found))
+        # Draft tokens have no digest: nothing is written for them, and none of them is ever accepted.
+        known = min(computed + count, len(request.chain.tokens))
+        self.memory.write(request.block_ids, computed, request.chain.digests(computed, known), layer)
+
+    def _sample(self, request_id: str, count: int) -> list[int]:
+        """The next token if this step computed the last known one; a wrong one if attention read wrong slots."""
+        request = self.requests[request_id]
+        if request.num_computed_tokens + count < len(request.chain.tokens):
+            return []
+        token = request.chain.next_token()
+        if any(slot.request_id == request_id for slot in self.wrong):
+            token = (token + 1) % VOCABULARY
+        request.chain.extend([token])
+        return [token]

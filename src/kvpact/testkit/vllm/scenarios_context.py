@@ -1,0 +1,64 @@
+"""Scenarios about a connector's scheduler context: the checks of `context_checks.py` on vLLM itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpact.contract import SchedulerContext
+from kvpact.testkit.context_checks import BLOCKS, CHECKS, ContextCheck
+from kvpact.testkit.findings import Broken
+from kvpact.testkit.vllm.engine import VllmEngine
+from kvpact.testkit.vllm.factory import BrokenError, Lab, NotObservableError
+from kvpact.testkit.vllm.registry import Scenario, Scenarios
+
+CONTEXTS = Scenarios()
+
+
+class VllmStage:
+    """vLLM's scheduler, as a `ContextStage`. Raises NotObservableError if the connector shows no context."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        context = getattr(engine.connector, "scheduler_context", None)
+        if not isinstance(context, SchedulerContext):
+            raise NotObservableError("the connector shows no SchedulerContext as `scheduler_context`")
+        self.engine = engine
+        self.context: SchedulerContext = context
+
+    def add(self, name: str, tokens: Sequence[int], outputs: int = 8, priority: int = 0) -> None:
+        """See `ContextStage`."""
+        self.engine.add(name, tokens, max_tokens=outputs, priority=priority)
+
+    def cancel(self, name: str) -> None:
+        """See `ContextStage`."""
+        self.engine.abort(name)
+
+    def step(self, times: int = 1) -> None:
+        """See `ContextStage`."""
+        for _ in range(times):
+            self.engine.step()
+
+    def finish(self, name: str) -> None:
+        """See `ContextStage`."""
+        self.engine.finish(name)
+
+
+def _scenario(name: str, check: ContextCheck) -> Scenario:
+    def run(lab: Lab) -> None:
+        transfer = lab.subject.transfer(lab.folder)
+        transfer["kv_connector_extra_config"] = lab.subject.adapter.quiet(transfer["kv_connector_extra_config"])
+        with lab.engine(transfer, num_blocks=BLOCKS, by_priority="priority" in name) as engine:
+            stage = VllmStage(engine)
+            try:
+                check(stage)
+            except Broken as broken:
+                raise BrokenError("P1", broken.explanation) from broken
+            for request_id in engine.requests:
+                if not engine.ended(request_id):
+                    engine.abort(request_id)
+
+    return Scenario(f"context_{name}", ("P1",), " ".join((check.__doc__ or "").split()), run)
+
+
+CONTEXTS.extend(_scenario(name, check) for name, check in CHECKS.items())
+
+__all__ = ["CONTEXTS", "VllmStage"]

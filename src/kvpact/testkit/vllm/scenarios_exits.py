@@ -1,0 +1,256 @@
+"""Scenarios about a match that vLLM's scheduler drops or shortens: one for each place of its code where it does.
+
+The usual ones (no room, no budget for the prompt, cancellation, another connector) are in `vllm_scenarios_promises.py`;
+docs/contract-on-vllm.md has the table. Those here turn a switch of the scheduler by hand where the model that would
+need it is not there; what the scheduler does then is its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import UserDict
+from types import SimpleNamespace
+from typing import Any
+
+from kvpact.testkit.vllm.engine import VllmEngine
+from kvpact.testkit.vllm.factory import BLOCK, BrokenError, Lab, NotObservableError, prompt, under_multi_connector
+from kvpact.testkit.vllm.registry import Scenarios
+from kvpact.testkit.vllm.simple_connector import HesitantConnector
+
+scenario = EXITS = Scenarios()
+
+SILENT_STEPS = 12
+
+
+def _switch(engine: VllmEngine, name: str, value: object) -> None:
+    """Set a field of the scheduler that only some models or releases use."""
+    if not hasattr(engine.scheduler, name):
+        raise NotObservableError(f"this release's scheduler has no {name}")
+    setattr(engine.scheduler, name, value)
+    engine.journal(f"the scheduler's {name} is {value if isinstance(value, (int, bool)) else 'set'}")
+
+
+def _dropped(engine: VllmEngine, request_id: str) -> int:
+    """Positive lookups of the request that no commit of the same step followed."""
+    taken = {commit.step for commit in engine.observed.commits if commit.request_id == request_id}
+    return sum(bool(probe.answer) and probe.step not in taken for probe in engine.observed.probes_of(request_id))
+
+
+def _require_dropped(lab: Lab, engine: VllmEngine, request_id: str) -> None:
+    dropped = _dropped(engine, request_id)
+    if not dropped:
+        raise NotObservableError("the match was taken in the step in which it was promised")
+    lab.notes.append(f"{dropped} promises dropped")
+
+
+@scenario("P1", "P2", "H01")
+def draft_model_wants_the_rest_of_the_prompt(lab: Lab) -> None:
+    """A drafter that looks ahead lets no chunk end just before the prompt does: the promise waits for a wider step."""
+    with lab.engine(token_budget=2 * BLOCK) as engine:
+        tokens = prompt(1, 5, tail=BLOCK - 1)
+        lab.store(engine, tokens)
+        _switch(engine, "num_prefill_lookahead", BLOCK)
+        engine.add("beside", prompt(2, 1, tail=2), max_tokens=1)
+        engine.add("other", prompt(3, 1, tail=1), max_tokens=1)  # leaves 14 of 15 tokens that are missing
+        engine.add("late", tokens)
+        lab.finish(engine)
+        lab.require_promise(engine, "late")
+        _require_dropped(lab, engine, "late")
+
+
+class _EncoderConnector:
+    """A connector for encoder outputs that says they are still on their way."""
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        return False
+
+    def take_unavailable_requests(self) -> set[str]:
+        return set()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@scenario("P1", "P3", "H02")
+def encoder_outputs_are_on_their_way(lab: Lab) -> None:
+    """A request is passed over, after its lookup, as long as outputs of an encoder elsewhere have not arrived."""
+    with lab.engine() as engine:
+        tokens = prompt(1, 10)
+        lab.store(engine, tokens)
+        engine.add("waiting", tokens)
+        request = engine.scheduler.requests["waiting"]
+        place = SimpleNamespace(offset=len(tokens) - 1, length=1, is_embed=None)  # behind all that can be loaded
+        picture = SimpleNamespace(identifier="picture", modality="image", data=UserDict(), mm_position=place)
+        features, request.mm_features = request.mm_features, [picture]
+        _switch(engine, "ec_connector", _EncoderConnector())
+        until = time.monotonic() + 1.0  # a connector may have to read the picture first
+        while not _dropped(engine, "waiting") and time.monotonic() < until:
+            engine.step()
+        for _ in range(SILENT_STEPS):
+            engine.step()
+        _switch(engine, "ec_connector", None)
+        request.mm_features = features
+        _require_dropped(lab, engine, "waiting")
+        lab.finish(engine)
+        lab.require_promise(engine, "waiting")
+
+
+@scenario("P4", "H04")
+def window_is_computed_again(lab: Lab) -> None:
+    """Sliding windows are replayed: a match is cut to whole blocks, its end computed again, a short one dropped."""
+    with lab.engine() as engine:
+        tokens, short = prompt(1, 10), prompt(2, 2)
+        lab.store(engine, tokens, short)
+        _switch(engine, "prefix_replay_tokens", 3 * BLOCK)
+        engine.add("long", tokens)
+        lab.finish(engine, "long")
+        engine.add("short", short)
+        lab.finish(engine)
+        lab.require_promise(engine, "short")
+        if engine.observed.committed_tokens("short"):
+            raise NotObservableError("the short match was taken")
+        lab.notes.append("a match of two blocks was dropped")
+
+
+@scenario("P1", "P2", "H01", "H11")
+def as_many_run_as_may(lab: Lab) -> None:
+    """A request with a promise is overtaken; then as many run as may, and it is not even looked up for a while."""
+    with lab.engine(num_blocks=21, max_num_seqs=2, by_priority=True) as engine:
+        tokens = prompt(1, 10)
+        lab.store(engine, tokens)
+        engine.add("wall", prompt(2, 9), max_tokens=30)
+        engine.step()
+        engine.add("silent", tokens, priority=5)
+        engine.run(lambda: any(probe.answer for probe in engine.observed.probes_of("silent")), steps=20)
+        engine.add("urgent", prompt(3, 2), max_tokens=SILENT_STEPS + 4, priority=0)
+        _stay_silent(engine, "silent")
+        lab.finish(engine)
+        lab.require_promise(engine, "silent")
+
+
+@scenario("P1", "P2", "H01", "H11")
+def budget_of_the_step_is_spent(lab: Lab) -> None:
+    """A request with a promise waits while a running one takes the whole budget, step after step."""
+    with lab.engine(num_blocks=41, token_budget=BLOCK, by_priority=True) as engine:
+        tokens = prompt(1, 10)
+        lab.store(engine, tokens)
+        engine.add("wall", prompt(2, 31), max_tokens=2)
+        engine.step()
+        engine.step()
+        engine.add("silent", tokens, priority=5)
+        _stay_silent(engine, "silent")
+        lab.finish(engine)
+        lab.require_promise(engine, "silent")
+
+
+def _stay_silent(engine: VllmEngine, request_id: str) -> None:
+    asked = len(engine.observed.probes_of(request_id))
+    for _ in range(SILENT_STEPS):
+        engine.step()
+    if len(engine.observed.probes_of(request_id)) > asked + 1:
+        raise NotObservableError("the request is looked up all the time")
+
+
+@scenario("P1", "P2", "H01")
+def preemption_closes_the_queue(lab: Lab) -> None:
+    """In a step in which a running request is preempted nobody who waits is looked at, whatever he was promised."""
+    with lab.engine(num_blocks=31) as engine:
+        tokens = prompt(1, 10)
+        lab.store(engine, tokens)
+        for seed in range(2, 5):
+            engine.add(f"wall{seed}", prompt(seed, 9, tail=BLOCK - 2), max_tokens=60)
+        engine.step()
+        engine.add("silent", tokens)
+        closed = 0
+        while not engine.ended("silent") and engine.observed.steps < 2000:
+            before, asked = engine.observed.preemptions, len(engine.observed.probes_of("silent"))
+            waiting = engine.status("silent") == "WAITING"
+            engine.step()
+            silent = len(engine.observed.probes_of("silent")) == asked
+            closed += waiting and silent and engine.observed.preemptions > before
+        lab.finish(engine)
+        lab.require_promise(engine, "silent")
+        if not closed:
+            raise NotObservableError("nobody was preempted while the request waited")
+        lab.notes.append(f"{closed} steps with a preemption")
+
+
+@scenario("P1", "P3", "H02")
+def another_connector_asks_for_time(lab: Lab) -> None:
+    """Under MultiConnector one that says 'ask again later' takes every promise of the step with it."""
+    first = {"kv_connector": "HesitantConnector", "kv_connector_module_path": HesitantConnector.__module__}
+    transfer = under_multi_connector(lab.subject.transfer(lab.folder), first)
+    lab.journal.append("MultiConnector with this connector before one that hesitates")
+    with lab.engine(transfer) as engine:
+        tokens = prompt(1, 10)
+        lab.store(engine, tokens)
+        engine.add("again", tokens)
+        lab.finish(engine)
+        lab.require_promise(engine)
+        if not any(probe.answer is None for probe in engine.observed.probes_of("again")):
+            raise NotObservableError("the other connector did not hesitate")
+
+
+@scenario("P8", "P9", "H28")
+def h28_failed_load_of_a_request_that_is_preempted(lab: Lab) -> None:
+    """A load fails and its request is preempted before it recomputes: nothing that did not arrive is served."""
+    for good_blocks in (0, 3):
+        lab.start_over()
+        with lab.engine() as engine:
+            tokens = prompt(1, 10)
+            lab.store(engine, tokens)
+            if not lab.subject.adapter.fail_loads(engine, good_blocks):
+                raise NotObservableError("no adapter makes this connector's loads fail")
+            engine.journal(f"from now on loads fail behind {good_blocks} blocks")
+            engine.add("victim", tokens, max_tokens=4)
+            engine.run(lambda: bool(engine.observed.invalid_blocks) or engine.ended("victim"), steps=50)
+            lab.require_promise(engine, "victim")
+            if not engine.observed.invalid_blocks:
+                raise NotObservableError("the failed load was not reported as invalid blocks")
+            engine.run(lambda: engine.status("victim") == "RUNNING", steps=50)
+            _preempt(engine, "victim")
+            if wrong := engine.wrong_published():
+                raise BrokenError("P8", wrong[0])
+            engine.add("next", tokens, max_tokens=4)
+            lab.finish(engine)
+
+
+def _preempt(engine: VllmEngine, request_id: str) -> None:
+    """Preempt a running request, as the scheduler does for want of blocks."""
+    request = engine.scheduler.requests.get(request_id)
+    if request not in engine.scheduler.running:
+        raise NotObservableError(f"{request_id} does not run any more")
+    engine.journal(f"preempt {request_id}")
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, time.monotonic())
+
+
+@scenario("P1", "P2", "H01", "H07")
+def commits_come_with_the_next_output(lab: Lab) -> None:
+    """Release 0.33 may put an asynchronous load off until the running step's output is in; some users are gone then."""
+    with lab.engine(overlap=True, num_blocks=65) as engine:
+        _switch(engine, "defer_async_loads", True)
+        _switch(engine, "defer_block_free", True)
+        prompts = [prompt(seed, 10) for seed in range(1, 5)]
+        lab.store(engine, *prompts)
+        put_off: set[str] = set()
+        start = engine.scheduler._drain_deferred_loads
+
+        def note_and_start() -> None:
+            put_off.update(engine.scheduler.deferred_loads)
+            start()
+
+        engine.scheduler._drain_deferred_loads = note_and_start
+        engine.add("running", prompt(9, 2), max_tokens=60)
+        for _ in range(3):
+            engine.step()
+        for number, tokens in enumerate(prompts):
+            engine.add(f"again{number}", tokens, max_tokens=4)
+            if number % 2:
+                engine.abort(f"again{number}", during_step=True)  # after the load was put off, before it began
+            engine.step()
+        lab.finish(engine)
+        lab.require_promise(engine)
+        if not put_off:
+            raise NotObservableError("no load was put off")
+        lab.notes.append(f"{len(put_off)} loads put off")

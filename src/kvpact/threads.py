@@ -1,0 +1,89 @@
+"""Background threads that keep off the CPUs the engine computes on.
+
+Owns how kvpact starts a thread that moves bytes; never touches the engine's own threads or their affinity. Engines that
+compute on CPUs pin the thread that calls a connector, a new thread inherits that pin, and copies would then take turns
+with the forward pass they are meant to hide behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+COMM_BYTES = 15
+"""As much of a thread's name as the kernel keeps."""
+
+_thread = threading.local()
+"""`is_background`: whether `start_background` started the calling thread."""
+
+
+def spare_cpus() -> frozenset[int]:
+    """CPUs that this process may use and the calling thread may not; empty if the caller is not pinned.
+
+    Empty for a background thread too: it is on the spare ones, and what it leaves is for the engine.
+
+    A pinned thread no longer knows what it was allowed before, so the parent process and the other threads are asked:
+    a limit that the user put on the launching process is kept.
+    """
+    if getattr(_thread, "is_background", False):
+        return frozenset()
+    allowed: set[int] = set()
+    for task in (os.getppid(), *_threads_of_this_process()):
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+            allowed |= os.sched_getaffinity(task)
+    return frozenset(allowed - os.sched_getaffinity(0))
+
+
+def start_background(name: str, target: Callable[[], None]) -> threading.Thread:
+    """Start a daemon thread running `target` on the spare CPUs, or wherever the caller runs if there are none."""
+    cpus = spare_cpus()
+
+    def run() -> None:
+        _show_name(name)
+        _thread.is_background = True
+        with contextlib.suppress(OSError):  # a cpuset may forbid it; the thread then stays where it is
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def give_way() -> None:
+    """The calling thread computes only where nobody else wants to, from now on."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def _show_name(name: str) -> None:
+    """Give the calling thread its name where the kernel shows it: 15 characters in `top -H` and /proc/*/task/*/comm.
+
+    Python does so itself from 3.14 on. What a thread starts has its name until it takes another.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/thread-self/comm").write_bytes(name.encode()[:COMM_BYTES])
+
+
+@contextlib.contextmanager
+def on_spare_cpus() -> Iterator[None]:
+    """The calling thread computes on the spare CPUs meanwhile, so that what a library starts here stays there."""
+    mine, cpus = os.sched_getaffinity(0), spare_cpus()
+    try:
+        if cpus:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, cpus)
+        yield
+    finally:
+        if cpus:
+            os.sched_setaffinity(0, mine)
+
+
+def _threads_of_this_process() -> list[int]:
+    try:
+        return [int(task) for task in os.listdir("/proc/self/task")]
+    except OSError:
+        return []

@@ -1,0 +1,1 @@
+"""Records in a directory that many hosts mount."""

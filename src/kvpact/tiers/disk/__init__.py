@@ -1,0 +1,1 @@
+"""The disk tier: blocks in slab files."""

@@ -1,0 +1,219 @@
+"""What lies in a directory of slabs, and whether it is sound: for tools and people, beside a running engine.
+
+Owns reports. Never writes, and waits for nobody's lock, so an engine may use it meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvpact.errors import TierError
+from kvpact.own_files import OwnFolder, open_own
+from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header, payload_digest
+from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock, occupied
+from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at
+
+
+@dataclass(frozen=True, slots=True)
+class SlabSummary:
+    """One slab as its superblock and header table describe it. `problem` is "" or says why nothing can be told.
+
+    `blocks` are sound headers, `payload_bytes` what they stand for, ages are seconds since a block was written (0 if
+    there is none). `in_use_by` is the pid of the engine that has it open, 0 if that cannot be told, None if none has.
+    """
+
+    path: Path
+    namespace: str
+    fields: Mapping[str, str]
+    slot_bytes: int
+    slots: int
+    blocks: int
+    payload_bytes: int
+    file_bytes: int
+    oldest_age: float
+    newest_age: float
+    in_use_by: int | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedRecord:
+    """A record that a read refuses. `torn`: its header is sound and its payload is not what the header promises.
+
+    `key` is hexadecimal, "" where the header cannot be trusted to name it.
+    """
+
+    slot: int
+    key: str
+    reason: str
+    torn: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What reading every record of a slab found.
+
+    `records` had a header, `sound` are good in full, `damaged` are refused by every read and so never served. `orphans`
+    are sound records without the block before them: no lookup reaches them. `changed` were rewritten by an engine while
+    they were looked at.
+    """
+
+    path: Path
+    records: int = 0
+    sound: int = 0
+    orphans: int = 0
+    changed: int = 0
+    damaged: list[DamagedRecord] = field(default_factory=list)
+
+    @property
+    def torn(self) -> int:
+        """Records whose payload alone is damaged; a kill never leaves one, a power cut or a bad disk may."""
+        return sum(record.torn for record in self.damaged)
+
+
+def scan_directory(path: str | os.PathLike[str], now: float | None = None) -> list[SlabSummary]:
+    """A summary of every slab in a directory, by name. Reads header tables, no payload.
+
+    Raises:
+        TierError: the directory cannot be read.
+    """
+    try:
+        os.listdir(path)
+        with suppress(FileNotFoundError), OwnFolder.look(Path(path)) as folder:
+            os.listdir(folder.held)
+        found = [look_at(slab) for slab in SlabDirectory(Path(path)).slab_paths()]
+        return [
+            summary
+            for item in found
+            if item is not None and (summary := _summary(item, time.time() if now is None else now)) is not None
+        ]
+    except OSError as error:
+        raise TierError(f"cannot read {path}: {error.strerror}; give the directory of a disk tier") from None
+
+
+def verify_slab(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Read every record of a slab and check it as a read by the engine would.
+
+    `progress(done, total)` is called after each record.
+
+    Raises:
+        TierError: the file cannot be read, or is not a slab of this release's format.
+    """
+    path = Path(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TierError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        return _verify(descriptor, path, progress)
+    except OSError as error:
+        raise TierError(f"cannot read {path}: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _verify(descriptor: int, path: Path, progress: Callable[[int, int], None] | None) -> VerifyReport:
+    superblock = Superblock.read(descriptor, path)
+    slots = [slot for slot, _ in occupied(_table(descriptor, superblock))]
+    payload = memoryview(bytearray(superblock.slot_bytes))
+    sound: dict[bytes, bytes] = {}
+    report = VerifyReport(path)
+    changed = 0
+    for done, slot in enumerate(slots, 1):
+        found = _read_record(descriptor, superblock, slot, payload)
+        if isinstance(found, RecordHeader):
+            sound[found.key] = found.parent
+        elif found is not None:
+            report.damaged.append(found)
+        else:
+            changed += 1
+        if progress is not None:
+            progress(done, len(slots))
+    return VerifyReport(path, len(slots), len(sound), _orphans(sound), changed, report.damaged)
+
+
+def _read_record(
+    descriptor: int, superblock: Superblock, slot: int, payload: memoryview
+) -> RecordHeader | DamagedRecord | None:
+    """The sound record in `slot`, or what is wrong with it; None if it was rewritten meanwhile."""
+    raw = _raw_header(descriptor, slot)
+    if is_empty_header(raw):
+        return None
+    key, torn, reason = "", False, ""
+    try:
+        header = RecordHeader.decode(
+            raw, namespace=superblock.namespace.digest, length=superblock.slot_bytes, slot=slot
+        )
+        key, torn = header.key.hex(), True
+        at = superblock.file_bytes(slot)
+        got = os.preadv(descriptor, [payload], at)
+        os.posix_fadvise(descriptor, at, superblock.slot_bytes, os.POSIX_FADV_DONTNEED)
+        if got == superblock.slot_bytes and payload_digest([payload]) == header.digest:
+            return header
+        reason = "payload does not match its checksum" if got == superblock.slot_bytes else f"payload ends after {got}"
+    except RecordError as error:
+        reason = str(error)
+    return DamagedRecord(slot, key, reason, torn) if _raw_header(descriptor, slot) == raw else None
+
+
+def _orphans(parents: Mapping[bytes, bytes]) -> int:
+    """How many keys do not reach the root through their parents."""
+    reaches = {b"": True}
+    for key in parents:
+        walk: list[bytes] = []
+        while key not in reaches and key in parents:
+            walk.append(key)
+            reaches[key] = False
+            key = parents[key]
+        reaches.update(dict.fromkeys(walk, reaches.get(key, False)))
+    return list(reaches.values()).count(False)
+
+
+def _summary(item: Neighbour, now: float) -> SlabSummary | None:
+    """None if the slab is gone by now."""
+    path, in_use, file_bytes = item.path, item.in_use, item.file_bytes
+    try:
+        descriptor = open_own(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        superblock = Superblock.read(descriptor, path)
+        written: list[float] = []
+        for slot, raw in occupied(_table(descriptor, superblock)):
+            try:
+                header = RecordHeader.decode(
+                    raw, namespace=superblock.namespace.digest, length=superblock.slot_bytes, slot=slot
+                )
+            except RecordError:
+                continue
+            written.append(header.written)
+    except TierError as error:
+        return SlabSummary(path, path.stem, {}, 0, 0, 0, 0, file_bytes, 0.0, 0.0, 0 if in_use else None, str(error))
+    finally:
+        os.close(descriptor)
+    return SlabSummary(
+        path=path,
+        namespace=superblock.namespace.name,
+        fields=superblock.namespace.fields,
+        slot_bytes=superblock.slot_bytes,
+        slots=superblock.slots_in(superblock.claim_bytes),
+        blocks=len(written),
+        payload_bytes=len(written) * superblock.slot_bytes,
+        file_bytes=file_bytes,
+        oldest_age=max(0.0, now - min(written, default=now)),
+        newest_age=max(0.0, now - max(written, default=now)),
+        in_use_by=superblock.pid if in_use else None,
+    )
+
+
+def _table(descriptor: int, superblock: Superblock) -> bytes:
+    return os.pread(descriptor, superblock.table_slots * HEADER_BYTES, PAGE_BYTES)
+
+
+def _raw_header(descriptor: int, slot: int) -> bytes:
+    return os.pread(descriptor, HEADER_BYTES, PAGE_BYTES + slot * HEADER_BYTES)

@@ -1,0 +1,363 @@
+"""One slab: a file of fixed-size slots with a table of record headers, locked by the process that writes it.
+
+Owns the file's layout, its lock and every read and write of it. Never decides what is kept or where, and verifies no
+payload.
+
+    0      superblock, 4,096 bytes: what the file is, for whom, and who has it open
+    4096   header table, 256 bytes a slot, read at once on a restart
+    ...    slots, `slot_bytes` each, page-aligned
+
+Order makes a kill at any moment harmless: the header of a slot is cleared before the slot is rewritten, and written
+after its payload. What a process wrote survives its death in the kernel, so order is all that takes, and only the
+superblock of a new slab is synced. A power cut may keep any part of what was written last; then the checksums find what
+is torn.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import xxhash
+
+from kvpact.errors import TierError
+from kvpact.identity.keys import Namespace
+from kvpact.own_files import PRIVATE, Access, sync_folder
+from kvpact.tiers.base import HEADER_BYTES, BlockBuffer
+
+PAGE_BYTES = 4096
+"""What O_DIRECT asks of memory, offsets and lengths on every file system in use."""
+
+SLAB_MAGIC = b"kvpactSL"
+SLAB_FORMAT = 1
+"""Raised when the layout changes; a slab of another format is left alone."""
+
+SLAB_SUFFIX = ".slab"
+_UNFINISHED_SUFFIX = ".new"
+
+_TABLE_ROOM = 4
+"""The table is made for this many times the slots, so that the capacity can grow without losing the blocks. The room is
+a hole in the file, but counted as if it were filled: 1 KiB for each slot of usually a MiB."""
+
+_Vectored: TypeAlias = Callable[[int, list[memoryview], int], int]
+
+_IOV_MAX = 1024
+_FIXED = struct.Struct("<8sIIQQ32s")
+_CHECKSUM = struct.Struct("<Q")
+_OWNER = struct.Struct("<QQ")
+_OWNER_AT = PAGE_BYTES - _OWNER.size
+_CHECKSUM_AT = _OWNER_AT - _CHECKSUM.size
+
+
+class SuperblockError(TierError):
+    """The file began as a slab of this format, but what it holds can no longer be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """The first page of a slab. `claim_bytes` is how large its present or last owner lets it grow, `pid` that owner.
+
+    Those two change with every opening and stand behind the checksum; nothing but messages and room depend on them.
+    """
+
+    slot_bytes: int
+    table_slots: int
+    namespace: Namespace
+    claim_bytes: int = 0
+    pid: int = 0
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the header table, up to the page where slot 0 starts."""
+        return -(-self.table_slots * HEADER_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def payload_at(self) -> int:
+        """Where slot 0 starts in the file."""
+        return PAGE_BYTES + self.table_bytes
+
+    def file_bytes(self, slots: int) -> int:
+        """The size of the file with this many slots."""
+        return self.payload_at + slots * self.slot_bytes
+
+    def slots_in(self, file_bytes: int) -> int:
+        """How many whole slots a file of this size holds."""
+        return min(self.table_slots, max(0, file_bytes - self.payload_at) // self.slot_bytes)
+
+    @classmethod
+    def for_capacity(cls, namespace: Namespace, slot_bytes: int, capacity_bytes: int) -> Superblock:
+        """The layout of a new slab of at most `capacity_bytes`, with as many slots as fit. May have room for none."""
+        slots = max(0, capacity_bytes - PAGE_BYTES) // (slot_bytes + _TABLE_ROOM * HEADER_BYTES)
+        layout = cls(slot_bytes, max(1, _TABLE_ROOM * slots), namespace)
+        while slots and layout.file_bytes(slots) > capacity_bytes:
+            slots -= 1
+            layout = cls(slot_bytes, max(1, _TABLE_ROOM * slots), namespace)
+        return layout
+
+    def encode(self) -> bytes:
+        """One page. Raises TierError if the namespace's description does not fit."""
+        text = self.namespace.describe().encode()
+        if (room := _CHECKSUM_AT - _FIXED.size - 4) < len(text):
+            raise TierError(f"the namespace's description has {len(text)} bytes; a slab has room for {room}")
+        fixed = _FIXED.pack(SLAB_MAGIC, SLAB_FORMAT, 0, self.slot_bytes, self.table_slots, self.namespace.digest)
+        checked = (fixed + len(text).to_bytes(4, "little") + text).ljust(_CHECKSUM_AT, b"\0")
+        return checked + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(checked)) + _OWNER.pack(self.claim_bytes, self.pid)
+
+    @classmethod
+    def decode(cls, raw: bytes, path: Path) -> Superblock:
+        """The superblock in `raw`.
+
+        Raises:
+            SuperblockError: the file is ours and has no contents to lose.
+            TierError: the file is not a slab, or of another format.
+        """
+        if not raw.strip(b"\0"):
+            raise SuperblockError(f"{path} has an empty superblock")
+        if raw[: len(SLAB_MAGIC)] != SLAB_MAGIC[: len(raw)]:
+            raise TierError(f"{path} is not a kvpact slab: it starts with {raw[:8]!r}; move it away")
+        if len(raw) < PAGE_BYTES:
+            raise SuperblockError(f"{path} is cut off after {len(raw)} bytes, inside its superblock")
+        _, version, _, slot_bytes, table_slots, digest = _FIXED.unpack_from(raw)
+        if version != SLAB_FORMAT:
+            raise TierError(
+                f"{path} is a slab of format {version}; this release reads format {SLAB_FORMAT}. "
+                f"Delete the file to start an empty cache, or use the release that wrote it"
+            )
+        if xxhash.xxh3_64_intdigest(raw[:_CHECKSUM_AT]) != _CHECKSUM.unpack_from(raw, _CHECKSUM_AT)[0]:
+            raise SuperblockError(f"{path} has a damaged superblock: its checksum does not match")
+        size = int.from_bytes(raw[_FIXED.size : _FIXED.size + 4], "little")
+        namespace = Namespace.parse(raw[_FIXED.size + 4 : _FIXED.size + 4 + size].decode())
+        if namespace.digest != digest:
+            raise SuperblockError(f"{path} names its namespace {digest.hex()[:16]} but describes {namespace.name}")
+        return cls(slot_bytes, table_slots, namespace, *_OWNER.unpack_from(raw, _OWNER_AT))
+
+    @classmethod
+    def read(cls, descriptor: int, path: Path) -> Superblock:
+        """The superblock of an open file. Raises as `decode` does; a file without room for its table is damaged."""
+        found = cls.decode(os.pread(descriptor, PAGE_BYTES, 0), path)
+        file_bytes = os.fstat(descriptor).st_size
+        if found.slot_bytes < 1 or found.payload_at > file_bytes:
+            raise SuperblockError(
+                f"{path} has {file_bytes} bytes and claims a table of {found.table_slots} slots of {found.slot_bytes} "
+                "bytes: it is damaged"
+            )
+        return found
+
+
+def lock_file(descriptor: int) -> bool:
+    """Take the exclusive lock on an open file, without waiting; it ends with the process."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(descriptor: int) -> bool:
+    """Whether somebody holds the exclusive lock on an open file, for who only looks.
+
+    It is asked by a shared lock, given back at once: who wants the exclusive one in that moment has to try again.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+class Slab:
+    """An open, locked slab. Reads and writes are thread-safe as long as no two threads use one slot.
+
+    Every method that does I/O may raise OSError.
+    """
+
+    pwritev = staticmethod(os.pwritev)
+    """Every byte that goes into the file goes through here; tests stop the world at any one of them."""
+
+    preadv = staticmethod(os.preadv)
+
+    def __init__(self, path: Path, descriptor: int, superblock: Superblock) -> None:
+        """Take over the locked `descriptor` of the file at `path`."""
+        self.path = path
+        self.superblock = superblock
+        self._buffered = descriptor
+        self._direct = _open_direct(descriptor)
+        self.slots = superblock.slots_in(os.fstat(descriptor).st_size)
+        _open_slabs.add(self)
+
+    @classmethod
+    def create(cls, path: Path, superblock: Superblock, access: Access = PRIVATE) -> Slab:
+        """A new, empty slab at `path`, complete before it has its name. Replaces what is there.
+
+        The directory must be locked: what others left unfinished is removed.
+        """
+        for left in path.parent.glob(f"*{_UNFINISHED_SUFFIX}"):
+            left.unlink(missing_ok=True)
+        unfinished = path.with_suffix(_UNFINISHED_SUFFIX)
+        descriptor = access.create(unfinished, os.O_RDWR)
+        try:
+            lock_file(descriptor)
+            os.pwrite(descriptor, superblock.encode(), 0)
+            os.ftruncate(descriptor, superblock.payload_at)
+            os.fsync(descriptor)
+            os.rename(unfinished, path)
+            sync_folder(path.parent)
+            return cls(path, descriptor, superblock)
+        except BaseException:
+            os.close(descriptor)
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """Whether payloads bypass the page cache."""
+        return self._direct is not None
+
+    def claim(self, claim_bytes: int, pid: int) -> None:
+        """Write down who has the slab and how large it may grow; slots beyond are given up."""
+        self.superblock = replace(self.superblock, claim_bytes=claim_bytes, pid=pid)
+        self._write(self._buffered, [memoryview(_OWNER.pack(claim_bytes, pid))], _OWNER_AT)
+        if os.fstat(self._buffered).st_size > claim_bytes:
+            self.slots = self.superblock.slots_in(claim_bytes)
+            os.ftruncate(self._buffered, self.superblock.file_bytes(self.slots))
+
+    def grow(self, slots: int) -> None:
+        """Have the file system set aside room for `slots` slots. Raises OSError (ENOSPC) and keeps what there was."""
+        start, end = self.superblock.file_bytes(self.slots), self.superblock.file_bytes(slots)
+        try:
+            os.posix_fallocate(self._buffered, start, end - start)
+        except OSError:
+            os.ftruncate(self._buffered, start)
+            raise
+        self.slots = slots
+
+    def read_table(self) -> bytearray:
+        """All headers, in slot order, in one read, also of slots that the file no longer reaches."""
+        table = bytearray(self.superblock.table_slots * HEADER_BYTES)
+        self._read(self._buffered, [memoryview(table)], PAGE_BYTES)
+        return table
+
+    def read_header(self, slot: int) -> bytes:
+        """The header of one slot as it is on disk."""
+        return os.pread(self._buffered, HEADER_BYTES, PAGE_BYTES + slot * HEADER_BYTES)
+
+    def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
+        """Make the records in `slots` known."""
+        for first, count in runs(slots):
+            views = [memoryview(header) for header in headers[first : first + count]]
+            self._write(self._buffered, views, PAGE_BYTES + slots[first] * HEADER_BYTES)
+
+    def clear_headers(self, slots: Sequence[int]) -> None:
+        """Make the records in `slots` unknown, before anything else may be written there."""
+        self.write_headers(slots, [bytes(HEADER_BYTES)] * len(slots))
+
+    def read_payloads(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
+        """Fill `buffers[i]` from `slots[i]`; return how many blocks in a row were there in full."""
+        for first, count in runs(slots):
+            wanted = count * self.superblock.slot_bytes
+            views = list(chain.from_iterable(buffers[first : first + count]))
+            got = self._transfer(self._read, views, self.superblock.file_bytes(slots[first]))
+            if got < wanted:
+                return first + got // self.superblock.slot_bytes
+        return len(slots)
+
+    def write_payloads(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> None:
+        """Write `buffers[i]` to `slots[i]`, whose headers must have been cleared before."""
+        for first, count in runs(slots):
+            views = list(chain.from_iterable(buffers[first : first + count]))
+            self._transfer(self._write, views, self.superblock.file_bytes(slots[first]))
+
+    def close(self) -> None:
+        """Let go of the file and its lock. Only when no other thread is reading or writing."""
+        _open_slabs.discard(self)
+        for descriptor in (self._direct, self._buffered):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self._direct, self._buffered = None, -1
+
+    def _transfer(self, call: _Vectored, views: list[memoryview], offset: int) -> int:
+        """Past the page cache if that works with this memory, through it if not; the kernel keeps both coherent."""
+        if self._direct is not None:
+            try:
+                return call(self._direct, list(views), offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return call(self._buffered, views, offset)
+
+    def _read(self, descriptor: int, views: list[memoryview], offset: int) -> int:
+        return _completely(self.preadv, descriptor, views, offset)
+
+    def _write(self, descriptor: int, views: list[memoryview], offset: int) -> int:
+        return _completely(self.pwritev, descriptor, views, offset)
+
+
+def occupied(table: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
+    """(slot, raw header) of every slot in a header table whose header is not empty."""
+    view = memoryview(table)[: len(table) // HEADER_BYTES * HEADER_BYTES]
+    words = np.frombuffer(view, np.uint64).reshape(-1, HEADER_BYTES // 8)
+    for slot in np.flatnonzero(words.any(axis=1)).tolist():
+        yield slot, view[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
+
+
+def runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(index of the first, count) of each run of neighbouring slots, in order: each is one read or write."""
+    first = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+            yield first, index - first
+            first = index
+
+
+def _completely(call: _Vectored, descriptor: int, views: list[memoryview], offset: int) -> int:
+    """Repeat `call` until all of `views` is moved or the file ends; return the bytes moved. Uses up `views`."""
+    moved = 0
+    views.reverse()
+    while views:
+        count = call(descriptor, views[: -_IOV_MAX - 1 : -1], offset + moved)
+        if count == 0:
+            break
+        moved += count
+        while views and count >= views[-1].nbytes:
+            count -= views.pop().nbytes
+        if count:
+            views[-1] = views[-1][count:]
+    return moved
+
+
+def _open_direct(buffered: int) -> int | None:
+    """A second descriptor that bypasses the page cache; None where the file system refuses, now or at a first read."""
+    try:
+        descriptor = os.open(f"/proc/self/fd/{buffered}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with mmap.mmap(-1, PAGE_BYTES) as page:
+        try:
+            os.preadv(descriptor, [page], 0)
+        except OSError:
+            os.close(descriptor)
+            return None
+    return descriptor
+
+
+_open_slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child shares the lock: without this it would keep the slab locked after its parent was killed."""
+    for slab in list(_open_slabs):
+        slab.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

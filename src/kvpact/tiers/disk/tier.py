@@ -1,0 +1,522 @@
+"""The disk tier: blocks in one slab file for a namespace, found again after a restart.
+
+Owns what the slab holds: its index, eviction, the bound on the directory's bytes, and the rule that nothing unverified
+is ever handed out. Only this process writes the slab, so lookups answer from memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Final
+
+from kvpact.errors import PactViolation, TierError
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import BlockKey, Namespace
+from kvpact.index.block_index import ROOT, BlockIndex, State, StoredBlock
+from kvpact.own_files import PRIVATE, Access
+from kvpact.tiers.base import (
+    BlockBuffer,
+    Progress,
+    RecordError,
+    RecordHeader,
+    Tier,
+    TierCapacity,
+    TierCounts,
+    TierHealth,
+    payload_digest,
+)
+from kvpact.tiers.disk.slab import PAGE_BYTES, SLAB_SUFFIX, Slab, occupied
+from kvpact.tiers.disk.slab_directory import SlabDirectory, open_slab
+from kvpact.tiers.use_count import Uses
+
+logger = logging.getLogger(__name__)
+
+
+GROUP_BYTES: Final = 16 << 20
+"""Blocks are moved in groups of about this size, by two threads: one verifies while the other reads. Against one bare
+read of 128 MiB, on two cores with five times as many busy threads, groups of 8, 16 and 32 MiB reached 0.80, 0.89 and
+0.86 of its speed."""
+
+GROWTH_BYTES: Final = 64 << 20
+"""The file grows by this much at a time, so that the file system lays slots side by side."""
+
+GROWTH_RETRY_S: Final = 10.0
+"""A full disk is asked again after this time; until then a write that needs more room is dropped."""
+
+LOCK_PATIENCE_S: Final = 2.0
+"""The threads of a predecessor that was just killed may hold its lock for a moment."""
+
+_DIGEST_BYTES: Final = 16
+_LOCK_RETRY_S: Final = 0.05
+_PERSIST_S: Final = 1.0
+_KINDS_SAID: Final = 20
+"""Kinds of events that are logged; a damaged disk can think of many."""
+
+
+class DiskTier(Tier):
+    """See `Tier`. Open one with `DiskTier.open`.
+
+    Two locks: `_lock` guards the index and is never held during I/O, so `lookup` never waits for the disk.
+    `_header_lock` is taken before it, and makes a change of the index and its trace in the header table one step.
+    """
+
+    name = "disk"
+    exclusive = True
+
+    def __init__(self, slab: Slab, directory: SlabDirectory) -> None:
+        """Take over an open slab, which may grow to what it claims, and read its header table. Raises OSError."""
+        self._slab = slab
+        self._directory = directory
+        self._slot_limit = slot_limit = slab.superblock.slots_in(slab.superblock.claim_bytes)
+        self._slot_bytes = slab.superblock.slot_bytes
+        self._namespace = slab.superblock.namespace.digest
+        self._lock = threading.Lock()
+        self._header_lock = threading.Lock()
+        self._growth_lock = threading.Lock()
+        self._index = BlockIndex(slot_limit)
+        self._digests = bytearray(_DIGEST_BYTES * slot_limit)
+        self._used: dict[int, float] = {}
+        self._counts = TierCounts()
+        self._trouble: dict[str, str] = {}
+        self._said: set[str] = set()
+        self._no_growth_until = 0.0
+        self._stale_headers: set[int] = set()
+        """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
+        self._uses = Uses(slab.close)
+        self._restore()
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        namespace: Namespace,
+        slot_bytes: int,
+        capacity_bytes: int,
+        *,
+        access: Access = PRIVATE,
+        patience: float = LOCK_PATIENCE_S,
+    ) -> DiskTier:
+        """Open or create the namespace's slab in kvpact's folder inside `directory`, below `capacity_bytes` in all.
+
+        Slabs of other namespaces count too: those in use reduce what this one may take, idle ones are removed when
+        their room is needed. `slot_bytes` is a block's size over all ranks, a multiple of 4,096. Waits up to `patience`
+        seconds for another process to let go of the slab.
+
+        Raises:
+            TierError: with one message for people; the engine serves on without this tier.
+        """
+        if slot_bytes < 1 or slot_bytes % PAGE_BYTES:
+            raise TierError(f"disk tier: a slot must be a multiple of {PAGE_BYTES} bytes, not {slot_bytes}")
+        room = SlabDirectory.prepare(Path(directory), capacity_bytes, access)
+        path = room.path / f"{namespace.name}{SLAB_SUFFIX}"
+        deadline = time.monotonic() + patience
+        try:
+            while True:
+                with room.locked(patience):
+                    opened = open_slab(room, path, namespace, slot_bytes)
+                if isinstance(opened, Slab):
+                    break
+                if time.monotonic() >= deadline:
+                    raise TierError(f"disk tier: {path} is in use by pid {opened}; give each engine its own directory")
+                time.sleep(_LOCK_RETRY_S)
+        except OSError as error:
+            raise TierError(f"disk tier: cannot use {path}: {error.strerror}") from None
+        try:
+            return cls(opened, room)
+        except BaseException as error:
+            opened.close()
+            if isinstance(error, OSError):
+                raise TierError(f"disk tier: cannot read {path}: {error.strerror}") from None
+            raise
+
+    # Looking and reading
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        with self._lock:
+            return 0 if self._uses.stopped else self._index.held_prefix(keys)
+
+    def get(
+        self,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        on_progress: Progress | None = None,
+    ) -> int:
+        self._require_sizes(buffers)
+        with self._uses.one() as running:
+            with self._lock:
+                count = min(self._index.held_prefix(keys) - start, len(buffers)) if running else 0
+                if count <= 0:
+                    return 0
+                wanted = keys[start : start + count]
+                pin = self._index.pin(wanted[-1])
+                self._index.touch(wanted[-1])
+                slots = self._index.slots_of(wanted)
+                digests = [self._digest(slot) for slot in slots]
+                self._used[slots[-1]] = time.time()
+            try:
+                arrived, reason = self._read_verified(slots, digests, buffers, on_progress)
+                if reason:
+                    self._quarantine(wanted[arrived], slots[arrived], reason)
+                return arrived
+            finally:
+                with self._lock:
+                    self._index.unpin(pin)
+
+    def _read_verified(
+        self, slots: list[int], digests: list[bytes], buffers: Sequence[BlockBuffer], on_progress: Progress | None
+    ) -> tuple[int, str]:
+        """Read and verify; return how many blocks arrived in a row, and why the next is unusable ("" if it is not)."""
+        groups = list(self._groups(len(slots)))
+        found: dict[int, tuple[int, str]] = {}
+        caller = threading.current_thread()
+
+        def read(first: int, end: int) -> bool:
+            found[first] = self._read_group(slots[first:end], digests[first:end], buffers[first:end])
+            wanted = on_progress is None or threading.current_thread() is not caller or on_progress(arrived()[0])
+            return wanted and not found[first][1]
+
+        def arrived() -> tuple[int, str]:
+            for first, end in groups:
+                sound, reason = found.get(first, (0, ""))
+                if first + sound < end:
+                    return first + sound, reason
+            return len(slots), ""
+
+        _in_two_lanes(read, groups)
+        result = arrived()
+        if on_progress is not None:
+            on_progress(result[0])
+        return result
+
+    def _read_group(
+        self, slots: Sequence[int], digests: Sequence[bytes], buffers: Sequence[BlockBuffer]
+    ) -> tuple[int, str]:
+        """As `_read_verified`, for one group on one thread."""
+        try:
+            count = self._slab.read_payloads(slots, buffers)
+            self._trouble.pop("read", None)
+        except OSError as error:
+            count = 0
+            self._say_read_failed(error)
+        for index, (digest, buffer) in enumerate(zip(digests[:count], buffers, strict=False)):
+            if payload_digest(buffer) != digest:
+                return index, "payload does not match its checksum"
+        return count, "" if count == len(slots) else "cannot be read in full"
+
+    # Storing
+
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
+        self._require_sizes(buffers)
+        with self._uses.one() as running:
+            if not running:
+                return 0
+            begin, slots = self._reserve(keys, start, start + len(buffers))
+            stored = 0
+            try:
+                stored = self._store(keys, begin, slots[: self._backed(slots)], buffers[begin - start :], epoch)
+            except OSError as error:
+                self._say_write_failed(error)
+            finally:
+                if stored < len(slots):
+                    self._abandon(slots[stored:])
+            with self._lock:
+                return max(0, min(self._index.held_prefix(keys) - start, len(buffers)))
+
+    def _reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """(first block, slots) for those of blocks [start, end) that are new and for which there is room."""
+        with self._lock:
+            begin = self._index.known_prefix(keys)
+            if not start <= begin < end:
+                return begin, ()
+            end = min(end, begin + self._index.reservable(keys[begin - 1] if begin else ROOT))
+            reservation = self._index.reserve(keys, begin, end)
+            if reservation is None:
+                return begin, ()
+            self._counts = replace(self._counts, evicted=self._counts.evicted + len(reservation.evicted))
+            return begin, reservation.slots
+
+    def _store(
+        self,
+        keys: Sequence[BlockKey],
+        begin: int,
+        slots: Sequence[int],
+        buffers: Sequence[BlockBuffer],
+        epoch: Epoch,
+    ) -> int:
+        """Write block `begin + i` of `keys` to `slots[i]` and make it known; return how many were, in a row.
+
+        Headers only before and after all payloads: writing one waits for every write to the file that is under way.
+        Raises OSError, and then none is known.
+        """
+        if not slots:
+            return 0
+        digests: dict[int, bytes] = {}
+
+        def write(first: int, end: int) -> bool:
+            try:
+                self._slab.write_payloads(slots[first:end], buffers[first:end])
+            except OSError as error:
+                self._say_write_failed(error)
+                return False
+            digests.update((slots[index], payload_digest(buffers[index])) for index in range(first, end))
+            return True
+
+        with self._header_lock:
+            self._slab.clear_headers(slots)
+            self._stale_headers.difference_update(slots)
+        _in_two_lanes(write, self._groups(len(slots)))
+        written = list(takewhile(digests.__contains__, slots))
+        now = time.time()
+        headers = {}
+        for block, slot in enumerate(written, begin):
+            parent = keys[block - 1] if block else ROOT
+            headers[slot] = RecordHeader(
+                self._namespace, keys[block], parent, block, self._slot_bytes, digests[slot], now, now, slot, epoch
+            ).encode()
+        with self._header_lock:
+            with self._lock:  # a block that was deleted while it was written gets no header
+                wanted = [slot for slot in written if self._index.state(slot) == State.RESERVED]
+            self._slab.write_headers(wanted, [headers[slot] for slot in wanted])
+            with self._lock:
+                for slot in written:
+                    self._digests[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES] = digests[slot]
+                    self._used.pop(slot, None)
+                self._index.complete(written)
+        if len(written) == len(slots):
+            self._trouble.pop("write", None)
+        return len(written)
+
+    def _abandon(self, slots: Sequence[int]) -> None:
+        """Give back slots whose blocks could not be stored, with all that waited for those blocks (H26)."""
+        with self._header_lock:
+            with self._lock:
+                lost = self._index.abandon(slots)
+                self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + len(slots))
+            self._forget_headers({*slots, *(slot for _, slot in lost)})
+
+    def _backed(self, slots: Sequence[int]) -> int:
+        """How many of `slots` in a row the file has room for, after growing it if need be and possible."""
+        needed = max(slots, default=-1) + 1
+        if needed > self._slab.slots:
+            with self._growth_lock:
+                if needed > self._slab.slots and time.monotonic() >= self._no_growth_until:
+                    self._grow(needed)
+        return next((index for index, slot in enumerate(slots) if slot >= self._slab.slots), len(slots))
+
+    def _grow(self, needed: int) -> None:
+        """Make the file large enough for `needed` slots, and some more at once; or remember not to ask again soon."""
+        superblock = self._slab.superblock
+        generous = min(self._slot_limit, max(needed, self._slab.slots + GROWTH_BYTES // self._slot_bytes))
+        try:
+            with self._directory.locked(LOCK_PATIENCE_S):
+                for removed in self._directory.make_room(self._slab.path, superblock.file_bytes(generous)):
+                    logger.info("disk tier: removed %s, unused, to make room", removed.path)
+                try:
+                    self._slab.grow(generous)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC or generous == needed:
+                        raise
+                    self._slab.grow(needed)
+            self._trouble.pop("room", None)
+        except (OSError, TierError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            self._no_growth_until = time.monotonic() + GROWTH_RETRY_S
+            self._say("room", f"cannot grow {self._slab.path}: {reason}; it serves what it has")
+
+    # Losing
+
+    def delete(self, keys: Iterable[BlockKey]) -> int:
+        with self._uses.one() as running:
+            if not running:
+                return 0
+            dropped = sum([self._drop(key) for key in keys])
+            self._require_no_stale_headers()
+            return dropped
+
+    def clear(self) -> None:
+        with self._uses.one() as running:
+            if running:
+                with self._header_lock:
+                    with self._lock:
+                        self._index.clear()
+                    self._forget_headers(range(self._slab.slots))  # evicted blocks left theirs behind, too
+                self._require_no_stale_headers()
+
+    def _require_no_stale_headers(self) -> None:
+        if self._stale_headers:
+            raise TierError(f"disk tier: cannot clear {len(self._stale_headers)} headers in {self._slab.path}")
+
+    def _drop(self, key: BlockKey) -> int:
+        with self._header_lock:
+            with self._lock:
+                lost = self._index.drop(key)
+            self._forget_headers({slot for _, slot in lost})
+        return len(lost)
+
+    def _quarantine(self, key: BlockKey, slot: int, reason: str) -> None:
+        """A block that cannot be served is dropped with all that need it, in memory and on disk (H22)."""
+        with self._header_lock:
+            with self._lock:  # dropped meanwhile, perhaps even stored anew elsewhere: then it is not this one
+                lost = self._index.drop(key) if self._index.key_at(slot) == key else []
+                self._counts = replace(self._counts, damaged=self._counts.damaged + bool(lost))
+            self._forget_headers({slot for _, slot in lost})
+        self._say(
+            f"damaged: {reason}", f"block {key.hex()[:16]} in {self._slab.path} {reason}: dropped, recomputed", False
+        )
+
+    def _forget_headers(self, slots: Iterable[int]) -> None:
+        """Clear headers, with the header lock held; what fails is tried again with the next ones."""
+        self._stale_headers.update(slots)
+        try:
+            self._slab.clear_headers(sorted(self._stale_headers))
+            self._stale_headers.clear()
+        except OSError as error:
+            self._say_write_failed(error)
+
+    # Telling
+
+    def capacity(self) -> TierCapacity:
+        with self._lock:
+            blocks = self._index.held_count
+        return TierCapacity(blocks * self._slot_bytes, self._directory.capacity_bytes, blocks)
+
+    def counts(self) -> TierCounts:
+        with self._lock:
+            return self._counts
+
+    def scan(self) -> Iterator[RecordHeader]:
+        table = bytearray()
+        with self._uses.one() as running:
+            try:
+                table = self._slab.read_table() if running else table
+            except OSError as error:
+                self._say_read_failed(error)
+        for slot, raw in occupied(table):
+            with suppress(RecordError):
+                yield RecordHeader.decode(raw, namespace=self._namespace, length=self._slot_bytes, slot=slot)
+
+    def health(self) -> TierHealth:
+        trouble = dict(self._trouble)
+        ok = not trouble.keys() & {"read", "write"}
+        return TierHealth(ok, "; ".join(trouble.values()), "read" not in trouble)
+
+    def close(self) -> None:
+        with self._uses.the_last() as first:
+            if first:
+                self._persist_use()
+
+    def check(self) -> None:
+        """Verify the index's invariants, for tests. Raises PactViolation."""
+        with self._lock:
+            self._index.check()
+
+    # Coming and going
+
+    def _restore(self) -> None:
+        """Fill the index from the header table; payloads are not read (H59). Raises OSError."""
+        blocks: list[StoredBlock] = []
+        unusable: list[int] = []
+        for slot, raw in occupied(self._slab.read_table()):
+            try:
+                header = RecordHeader.decode(raw, namespace=self._namespace, length=self._slot_bytes, slot=slot)
+                if slot >= self._slab.slots:
+                    raise RecordError("its payload is beyond the end of the file")
+            except RecordError as error:
+                unusable.append(slot)
+                self._say(f"damaged: {error}", f"slot {slot} of {self._slab.path}: {error}; dropped", False)
+                continue
+            self._digests[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES] = header.digest
+            blocks.append(StoredBlock(header.key, header.parent, slot, header.used))
+        orphans = self._index.restore(blocks)
+        self._counts = replace(self._counts, damaged=len(unusable))
+        self._forget_headers({*unusable, *(block.slot for block in orphans)})
+        logger.info(
+            "disk tier: %s holds %d blocks (%d records unusable, %d without the block before them)",
+            self._slab.path, self._index.held_count, len(unusable), len(orphans),
+        )  # fmt: skip
+
+    def _persist_use(self) -> None:
+        """Write down when blocks were last used, newest first, within `_PERSIST_S`. Lost by a kill."""
+        deadline = time.monotonic() + _PERSIST_S
+        for slot, used in sorted(self._used.items(), key=lambda item: -item[1]):
+            if time.monotonic() >= deadline:
+                return
+            with self._header_lock, suppress(RecordError, OSError):
+                header = RecordHeader.decode(
+                    self._slab.read_header(slot), namespace=self._namespace, length=self._slot_bytes, slot=slot
+                )
+                self._slab.write_headers([slot], [replace(header, used=used).encode()])
+
+    def _groups(self, count: int) -> Iterator[tuple[int, int]]:
+        """`count` blocks cut into (first, end) of about `GROUP_BYTES`."""
+        step = max(1, GROUP_BYTES // self._slot_bytes)
+        return ((first, min(first + step, count)) for first in range(0, count, step))
+
+    def _digest(self, slot: int) -> bytes:
+        return bytes(self._digests[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES])
+
+    def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
+        for buffer in buffers:
+            if (size := sum(piece.nbytes for piece in buffer)) != self._slot_bytes:
+                raise PactViolation(
+                    f"a block's buffer has {size} bytes; a slot of {self._slab.path} has {self._slot_bytes}"
+                )
+
+    def _say_read_failed(self, error: OSError) -> None:
+        with self._lock:
+            self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
+        self._say("read", f"cannot read {self._slab.path}: {error.strerror}")
+
+    def _say_write_failed(self, error: OSError) -> None:
+        self._say("write", f"cannot write {self._slab.path}: {error.strerror}; those blocks are not kept")
+
+    def _say(self, kind: str, message: str, trouble: bool = True) -> None:
+        """Log each kind of event once; remember trouble until it is over."""
+        if trouble:
+            self._trouble[kind] = message
+        if kind not in self._said and len(self._said) < _KINDS_SAID:
+            self._said.add(kind)
+            logger.warning("disk tier: %s", message)
+
+
+def _in_two_lanes(work: Callable[[int, int], bool], groups: Iterable[tuple[int, int]]) -> None:
+    """Call `work` for each group, in order, on this thread and on one more, until it answers False; wait for both.
+
+    The second thread is made for this: it lasts as long as one batch, and a stuck one cannot hold up the process's end.
+    """
+    waiting = deque(groups)
+
+    def lane() -> None:
+        while True:
+            try:
+                group = waiting.popleft()
+            except IndexError:
+                return
+            if not work(*group):
+                waiting.clear()
+
+    helper = threading.Thread(target=lane, name="kvpact-disk-lane", daemon=True) if len(waiting) > 1 else None
+    if helper is not None:
+        try:
+            helper.start()
+        except RuntimeError:  # the interpreter is shutting down, and this is the last flush
+            helper = None
+    try:
+        lane()
+    finally:
+        waiting.clear()
+        if helper is not None:
+            helper.join()

@@ -1,0 +1,403 @@
+"""Host threads that run a tier's blocking reads and writes for the scheduler's thread.
+
+Owns the order (reads first), the bound on bytes waiting to be written, and the moment at which a buffer is nobody's any
+more. Never touches an index or a lease: it reports, on the scheduler's own thread, what became of each ticket.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from queue import SimpleQueue
+from typing import TypeAlias
+
+from kvpact.errors import PactViolation, TierError
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import BlockKey
+from kvpact.threads import start_background
+from kvpact.tiers.base import BlockBuffer, Tier
+
+logger = logging.getLogger(__name__)
+
+Ticket: TypeAlias = Hashable
+"""The caller's own name for one read or write; unique among those under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupDone:
+    """A look-up has ended: `held` blocks in a row from the first were there. `ok` and `seconds` as in `GetDone`."""
+
+    ticket: Ticket
+    held: int
+    ok: bool = field(default=True, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class GetDone:
+    """A read has ended: `arrived` blocks in a row are in their buffers, and nothing writes to any of them any more.
+
+    `ok` is False if the store did not work, which a miss alone does not show. `seconds` were spent in the tier, without
+    the wait for a thread; 0 if it was not asked.
+    """
+
+    ticket: Ticket
+    arrived: int
+    ok: bool = field(default=True, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PutDone:
+    """A write has ended or was given up: `stored` blocks in a row are held; the buffers are the caller's again."""
+
+    ticket: Ticket
+    stored: int
+    ok: bool = field(default=True, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlDone:
+    """A control operation has ended. `ok` is False if the tier refused it, raised, or was never asked."""
+
+    ticket: Ticket
+    ok: bool = False
+    seconds: float = field(default=0.0, compare=False)
+
+
+Done: TypeAlias = LookupDone | GetDone | PutDone | ControlDone
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """Operations that take too long: these reads and look-ups, whether a write is among them, and what is left."""
+
+    reads: tuple[Ticket, ...] = ()
+    writes: bool = False
+    everything: bool = False
+    """Whether every thread is stuck in one, so that nothing else can begin."""
+
+
+NOTHING_OVERDUE = Overdue()
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    ticket: Ticket
+    keys: Sequence[BlockKey]
+    start: int
+    buffers: Sequence[BlockBuffer]
+    write_bytes: int = 0
+    kind: type[Done] = GetDone
+    control: Callable[[Tier], object] | None = None
+    epoch: Epoch = FIRST_EPOCH
+    began: float | None = None
+    moved: float = inf
+    """When the tier last gave a sign of life: it was asked, or blocks arrived."""
+    arrived: int = 0
+    cancelled: bool = False
+
+    @property
+    def words(self) -> str:
+        """What it is, for logs."""
+        return {PutDone: "write", ControlDone: "control operation"}.get(self.kind, "read")
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes what the tier holds; such jobs run one after another."""
+        return self.kind is PutDone or self.kind is ControlDone
+
+    def done(self, blocks: int, ok: bool) -> Done:
+        seconds = 0.0 if self.began is None else time.monotonic() - self.began
+        if self.kind is LookupDone or self.kind is GetDone or self.kind is PutDone:
+            return self.kind(self.ticket, blocks, ok, seconds)
+        return ControlDone(self.ticket, ok and self.began is not None, seconds)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the threads and their owner share. Threads hold only this, so a forgotten queue can be collected.
+
+    The owner is the scheduler's thread, which takes none of these locks: a thread of ours may hold one while it waits
+    for the interpreter, for milliseconds. What both touch changes in single steps of the interpreter: whoever gets a
+    job out of its deque has it.
+    """
+
+    gets: deque[_Job] = field(default_factory=deque)
+    puts: deque[_Job] = field(default_factory=deque)
+    wakes: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    """Wakes one thread each, to look for a job; there may be more than jobs."""
+    under_way: dict[Ticket, _Job] = field(default_factory=dict)
+    done: deque[Done] = field(default_factory=deque)
+    closing: bool = False
+    accepted_bytes: int = 0
+    """To be written, ever, without those that were given up; counted by the owner alone."""
+    writer: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that writes."""
+    ended_bytes: int = 0
+    """Of `accepted_bytes`, those of writes that have ended; counted by the thread that writes."""
+    said: set[str] = field(default_factory=set)
+
+
+class TierQueue:
+    """Runs one tier's `lookup`, `get` and `put` on `threads` daemon threads.
+
+    Every ticket that was accepted is reported by `poll` exactly once, and until then its buffers belong to the queue,
+    also after `cancel` (H21). Writes run one after another, in the order in which they came, so that a chain's head is
+    held before its tail arrives; while one runs, the other threads read. At most `max_write_bytes` wait to be written.
+    With `woken_by_owner`, what was submitted begins with the next `wake` at the latest: a thread that wakes up may have
+    the core of who woke it, in the middle of what he does.
+    """
+
+    def __init__(self, tier: Tier, threads: int, max_write_bytes: int, *, woken_by_owner: bool = False) -> None:
+        if threads < 1:
+            raise ValueError(f"a tier's queue needs at least 1 thread, not {threads}")
+        self.tier = tier
+        self._woken_by_owner = woken_by_owner
+        self._unannounced = 0
+        """Jobs submitted since threads were last woken."""
+        self._max_write_bytes = max_write_bytes
+        self._shared = _Shared()
+        self._threads = [
+            start_background(f"kvpact-{tier.name}-{number}", partial(_work, tier, self._shared))
+            for number in range(threads)
+        ]
+
+    def submit_lookup(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
+        """Find out how many of `keys` the tier holds. Raises PactViolation if the ticket is under way."""
+        self._submit(_Job(ticket, keys, 0, (), kind=LookupDone))
+
+    def submit_get(self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
+        """Read block `start + i` of `keys` into `buffers[i]`. Raises PactViolation if the ticket is under way."""
+        self._submit(_Job(ticket, keys, start, buffers))
+
+    def submit_put(
+        self,
+        ticket: Ticket,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        nbytes: int,
+        epoch: Epoch = FIRST_EPOCH,
+    ) -> bool:
+        """Write block `start + i` from `buffers[i]`, `nbytes` in all, as blocks of `epoch`.
+
+        False if the bytes waiting leave no room for it: then nothing was accepted, no completion follows, and the
+        caller releases what it holds for it at once (H52). Raises PactViolation if the ticket is under way.
+        """
+        if not self.has_room(nbytes):
+            return False
+        self._submit(_Job(ticket, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch))
+        return True
+
+    def submit_control(self, ticket: Ticket, operation: Callable[[Tier], object]) -> None:
+        """Call `operation(tier)` after the writes that were submitted before it.
+
+        It is begun at once, also by an owner who wakes threads himself: no request waits for its end, and so perhaps no
+        other step follows. Raises PactViolation if the ticket is under way.
+        """
+        self._submit(_Job(ticket, (), 0, (), kind=ControlDone, control=operation))
+        self.wake()
+
+    def _submit(self, job: _Job) -> None:
+        shared = self._shared
+        if job.ticket in shared.under_way:
+            raise PactViolation(f"ticket {job.ticket!r} is under way already; a ticket names one read or write")
+        if shared.closing:
+            shared.done.append(job.done(0, True))
+            return
+        shared.under_way[job.ticket] = job
+        shared.accepted_bytes += job.write_bytes
+        (shared.puts if job.changes else shared.gets).append(job)
+        self._unannounced += 1
+        if not self._woken_by_owner:
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake threads for what was submitted since the last call. Costs next to nothing if that is nothing."""
+        for _ in range(min(self._unannounced, len(self._threads))):
+            self._shared.wakes.put(None)
+        self._unannounced = 0
+
+    def progress(self, ticket: Ticket) -> int:
+        """How many blocks of a read under way are in their buffers, verified; for use when a deadline passes."""
+        job = self._shared.under_way.get(ticket)
+        return job.arrived if job is not None else 0
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """It is wanted no more; whether it is never begun. If it has begun, a read may end early, and a write goes on.
+
+        It is reported like any other. Control operations cannot be cancelled.
+        """
+        shared = self._shared
+        job = shared.under_way.get(ticket)
+        if job is None or job.kind is ControlDone:
+            return False
+        job.cancelled = True
+        try:
+            (shared.puts if job.changes else shared.gets).remove(job)
+        except ValueError:  # a thread has it
+            return False
+        shared.accepted_bytes -= job.write_bytes
+        _finish(shared, job, 0)
+        return True
+
+    def cancel_waiting_reads(self) -> None:
+        """Cancel all reads and look-ups that no thread has begun."""
+        for job in list(self._shared.gets):
+            self.cancel(job.ticket)
+
+    def overdue(self, seconds: float) -> Overdue:
+        """What the tier has been busy with for more than so many seconds without a sign of life."""
+        if not self._shared.under_way:
+            return NOTHING_OVERDUE
+        before = time.monotonic() - seconds
+        late = [job for job in list(self._shared.under_way.values()) if job.moved < before]  # copied in one go
+        reads = tuple(job.ticket for job in late if not job.changes)
+        return Overdue(reads, writes=len(reads) < len(late), everything=len(late) >= len(self._threads))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` would tell anything."""
+        return bool(self._shared.done)
+
+    def poll(self) -> Iterator[Done]:
+        """What has ended by now, once each; what the caller does not take stays for a later call. Never waits."""
+        done = self._shared.done
+        for _ in range(len(done)):
+            yield done.popleft()
+
+    @property
+    def pending_write_bytes(self) -> int:
+        """Bytes accepted and not yet written; at most `max_write_bytes`."""
+        return self._shared.accepted_bytes - self._shared.ended_bytes
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a write of so many bytes would be accepted now."""
+        return self.pending_write_bytes + nbytes <= self._max_write_bytes
+
+    @property
+    def under_way(self) -> int:
+        """Tickets accepted and not yet ended."""
+        return len(self._shared.under_way)
+
+    def close(self, timeout: float) -> bool:
+        """Drop waiting reads, finish waiting writes within `timeout` seconds, then give up on them (H56).
+
+        True if all threads have ended. If not, one is stuck in the tier: its buffers must not be reused, and its ticket
+        is reported if it ever ends. `poll` still tells what became of the others. Idempotent.
+        """
+        shared = self._shared
+        deadline = time.monotonic() + timeout
+        shared.closing = True
+        for job in list(shared.under_way.values()):
+            job.cancelled = job.cancelled or not job.changes
+        _drop_waiting(shared, shared.gets)
+        for _ in self._threads:
+            shared.wakes.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if not ended:
+            _drop_waiting(shared, shared.puts)
+        return ended
+
+
+def _drop_waiting(shared: _Shared, waiting: deque[_Job]) -> None:
+    while (job := _take(waiting)) is not None:
+        shared.accepted_bytes -= job.write_bytes
+        _finish(shared, job, 0)
+
+
+def _take(waiting: deque[_Job]) -> _Job | None:
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
+
+
+def _finish(shared: _Shared, job: _Job, blocks: int, ok: bool = True) -> None:
+    """Report the end of a job that the caller has, exactly once."""
+    del shared.under_way[job.ticket]
+    shared.done.append(job.done(blocks, ok))
+
+
+def _next_job(shared: _Shared) -> _Job | None:
+    """The next thing to do: a read if there is one, else the oldest write if none runs. None when closing."""
+    while True:
+        if (job := _take(shared.gets)) is not None:
+            return job
+        if shared.puts and shared.writer.acquire(blocking=False):
+            if (job := _take(shared.puts)) is not None:
+                return job
+            shared.writer.release()
+        if shared.closing and not shared.puts:
+            shared.wakes.put(None)  # the next thread is to see it too
+            return None
+        shared.wakes.get()
+
+
+def _work(tier: Tier, shared: _Shared) -> None:
+    while (job := _next_job(shared)) is not None:
+        blocks, ok = 0, False
+        job.began = job.moved = time.monotonic()
+        try:
+            blocks = _run(tier, job)
+            ok = job.control is not None or _works(tier, job)
+        except Exception as error:  # a tier's defect costs this ticket, never the thread or the engine
+            _log_once(tier, shared, job, error)
+        if job.changes:
+            shared.ended_bytes += job.write_bytes
+        _finish(shared, job, blocks, ok)
+        if job.changes:
+            shared.writer.release()
+            shared.wakes.put(None)  # a write may have waited for its turn
+
+
+def _works(tier: Tier, job: _Job) -> bool:
+    health = tier.health()
+    return health.ok if job.changes else health.readable
+
+
+def _log_once(tier: Tier, shared: _Shared, job: _Job, error: Exception) -> None:
+    """What a job failed at: a line where the tier says why, all there is to know where it should not have raised."""
+    refused = isinstance(error, TierError)
+    kind = f"{job.words} refused" if refused else f"{job.words} that raised {type(error).__name__}"
+    if kind in shared.said:
+        return
+    shared.said.add(kind)
+    if refused:
+        logger.warning("tier %s: a %s was refused: %s; further ones are not logged", tier.name, job.words, error)
+    else:
+        logger.error("tier %s: a %s failed; further ones are not logged", tier.name, kind, exc_info=error)
+
+
+def _run(tier: Tier, job: _Job) -> int:
+    """How many blocks it was, of those that were asked for."""
+    if job.control is not None:
+        job.control(tier)
+        return 0
+    if job.kind is PutDone:
+        return checked_answer(tier.put(job.keys, job.start, job.buffers, job.epoch), len(job.buffers))
+    if job.kind is LookupDone:
+        return checked_answer(tier.lookup(job.keys), len(job.keys))
+
+    def progress(arrived: int) -> bool:
+        job.arrived, job.moved = checked_answer(arrived, len(job.buffers)), time.monotonic()
+        return not job.cancelled
+
+    return checked_answer(tier.get(job.keys, job.start, job.buffers, progress), len(job.buffers))
+
+
+def checked_answer(blocks: int, most: int) -> int:
+    """How many of `most` blocks that it was asked for a tier has. Raises TierError for what cannot be."""
+    if not 0 <= blocks <= most:
+        raise TierError(f"of {most} blocks it names {blocks}")
+    return int(blocks)

@@ -1,0 +1,299 @@
+"""One bucket, container or directory, as the package obstore sees it: requests for whole objects and parts of them.
+
+Owns the options of the client, the limits on time and parallel requests, and what an error means; a message never
+repeats what a server or the client said, for that may hold credentials. Knows nothing of records.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from kvpact.errors import TierError
+from kvpact.own_files import Access, NotOurs, OwnFolder
+from kvpact.tiers.objects.daemon_pool import DaemonPool
+from kvpact.tiers.objects.packs import PackVersion
+from kvpact.tiers.shared.tier import StoreError
+from kvpact.tiers.urls import TierURL
+
+TIMEOUT_SECONDS: Final = 2.0
+CONCURRENCY: Final = 16
+
+RETRIES: Final = 10
+RETRIED_PART: Final = 0.75
+"""Of the time for a request: after that no further try begins, so that the last one has time to end."""
+
+FIRST_BACKOFF_SECONDS: Final = 0.05
+LONGEST_BACKOFF_SECONDS: Final = 0.5
+
+PAGE_OBJECTS: Final = 1000
+"""Objects in one answer when a bucket is listed; S3 allows no more."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class StoreRefused(StoreError):
+    """The store is there and will not serve us before somebody mends its settings or ours."""
+
+
+class ObjectChanged(Exception):
+    """The object is not the version that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of an object, and which version of it they are of."""
+
+    data: memoryview
+    object_bytes: int
+    version: PackVersion
+
+
+class Bucket:
+    """Objects by name. A single request ends by itself soon after `timeout`; `each` gives up on time."""
+
+    def __init__(
+        self, store: Any, place: str, *, timeout: float, concurrency: int, folder: OwnFolder | None = None
+    ) -> None:
+        """`store` is one of obstore's. One of files, in `folder`, replaces an object of any version."""
+        self._api = import_module("obstore")
+        self._failures = (import_module("obstore.exceptions").BaseError, OSError)
+        self._changed = import_module("obstore.exceptions").PreconditionError
+        self._exists = import_module("obstore.exceptions").AlreadyExistsError
+        self._store = store
+        self.place = place
+        self.timeout = timeout
+        self.concurrency = concurrency
+        self._folder = folder
+        self._pool = DaemonPool("kvpact-objects", concurrency)
+
+    def each(self, call: Callable[[Item], Result], items: Sequence[Item], requests: int = 1) -> list[Result]:
+        """`call` for every item, in parallel, each with time for so many `requests`. Raises StoreError when it is up.
+
+        What has not ended then goes on for a while, and its result is dropped.
+        """
+        futures = [self._pool.submit(partial(call, item)) for item in items]
+        rounds = requests * math.ceil(len(items) / self.concurrency)
+        _, late = wait(futures, self.timeout * rounds)
+        for future in late:
+            future.cancel()
+        if late:
+            raise StoreError(f"{self.place} has not answered within {self.timeout:g} s")
+        try:
+            return [future.result() for future in futures]
+        except BaseException as error:
+            if type(error).__module__ != "pyo3_runtime":
+                raise
+            # A panic in the client's Rust code, which is no Exception and would end the engine.
+            raise StoreRefused(f"{self.place}: obstore broke down on this request; check the tier's options") from None
+
+    def get(self, name: str, start: int = 0, end: int | None = None, version: PackVersion | None = None) -> Part | None:
+        """Bytes [start, end) of an object, or less where it ends before; None if there is no such object.
+
+        Raises ObjectChanged if it is there in another `version`.
+        """
+        options: dict[str, object] = {"range": {"offset": start} if end is None else (start, end)}
+        if version is not None and version.e_tag is not None:
+            options["if_match"] = version.e_tag
+        try:
+            result = self._api.get(self._store, name, options=options)
+            meta = result.meta
+            return Part(memoryview(result.bytes()), meta["size"], PackVersion(meta["e_tag"], meta["version"]))
+        except self._changed:
+            raise ObjectChanged(name) from None
+        except self._failures as error:
+            if re.search(r"InvalidRange|[Rr]ange was invalid", str(error)):  # it ends before `start`
+                return Part(memoryview(b""), 0, PackVersion())
+            if self._gone(error):
+                return None
+            raise self._said(error) from None
+
+    def put(self, name: str, data: bytes, replaced: PackVersion | None = None) -> PackVersion | None:
+        """Store an object that is not there, or instead of the version `replaced`; None if that is not so."""
+        mode: str | dict[str, str] = "create"
+        if replaced is not None:
+            known = {"e_tag": replaced.e_tag, "version": replaced.version}
+            mode = {key: text for key, text in known.items() if text is not None}
+            if not mode or self._folder is not None:
+                mode = "overwrite"
+        try:
+            if self._folder is not None:
+                self._folder.access.make_parents(self._folder.path / name, self._folder.path)
+            result = self._api.put(self._store, name, data, mode=mode, use_multipart=False)
+            if self._folder is not None:
+                with suppress(FileNotFoundError):  # somebody has removed it since
+                    self._folder.access.settle(self._folder.path / name, self._folder.access.file_mode)
+            return PackVersion(result["e_tag"], result["version"])
+        except (self._changed, self._exists):
+            return None
+        except self._failures as error:
+            if replaced is not None and self._gone(error):
+                return None
+            raise self._said(error) from None
+
+    def delete(self, name: str) -> None:
+        """Remove an object, if it is there."""
+        try:
+            self._api.delete(self._store, name)
+        except self._failures as error:
+            if not self._gone(error):
+                raise self._said(error) from None
+
+    def pages(self, folder: str = "") -> Iterator[list[str]]:
+        """The names of all objects in a folder, or in all."""
+        listing = self._api.list(self._store, prefix=folder or None, chunk_size=PAGE_OBJECTS)
+        while True:
+            [page] = self.each(self.next_page, [listing])
+            if page is None:
+                return
+            yield page
+
+    def next_page(self, listing: Any) -> list[str] | None:
+        """Some more names of a listing; None at its end."""
+        try:
+            return [entry["path"] for entry in next(listing)]
+        except StopIteration:
+            return None
+        except self._failures as error:
+            if self._gone(error):
+                return None
+            raise self._said(error) from None
+
+    def close(self) -> None:
+        """Start no more requests. Does not wait for those under way."""
+        self._pool.close()
+
+    @staticmethod
+    def _gone(error: Exception) -> bool:
+        return isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(str(error))
+
+    def _said(self, error: Exception) -> StoreError:
+        """What to tell of an error: from what it says only words that cannot be a secret are taken."""
+        text = str(error)
+        status = re.search(r"status code: (\d{3})", text)
+        code = re.search(r"<Code>(\w{1,40})</Code>", text)
+        answer = f"HTTP {status[1]}{f' ({code[1]})' if code else ''}" if status else type(error).__name__
+        if _NO_BUCKET.search(text):
+            return StoreRefused(f"{self.place}: there is no such bucket; create it, or mend the tier's URL")
+        if _CREDENTIALS.search(text):
+            return StoreRefused(
+                f'{self.place}: no credentials; set them in the environment, or "anonymous=true" for a public bucket'
+            )
+        if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError") or answer.startswith("HTTP 40"):
+            return StoreRefused(
+                f"{self.place} refused: {answer}; the credentials must be valid and may list, get, put and delete"
+            )
+        if status:
+            return StoreError(f"{self.place} answered {answer}")
+        if re.search(r"TimedOut|kind: Timeout|timed out", text):
+            return StoreError(f"{self.place} has not answered within {self.timeout:g} s")
+        if re.search(r"kind: (Connect|Request)|error sending request", text):
+            return StoreError(f"{self.place} cannot be reached")
+        return StoreError(f"{self.place}: the answer is unusable ({answer})")
+
+
+_NO_BUCKET: Final = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+_CREDENTIALS: Final = re.compile(
+    r"169\.254\.16\d\.\d+|metadata\.google|[Cc]redential provider|MissingAccountKey|login\."
+)
+
+
+_ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?")
+"""Obstore panics on some that are no addresses; and credentials do not belong there."""
+
+
+def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
+    """The bucket that a URL names, asked once whether it will serve us. One that does not answer now may do so later.
+
+    `for_tool`: of a directory that is not there, or has no folder of ours, nothing is made.
+
+    Raises TierError for what somebody must mend: obstore is missing, no such bucket, wrong credentials or options.
+    """
+    place = f"{url.scheme}://{url.host}{url.path}"
+    if "@" in url.host:
+        raise TierError(f"a {url.scheme} tier takes its credentials from the environment; leave them out of the URL")
+    try:
+        stores = import_module("obstore.store")
+    except ImportError:
+        raise TierError(f"{place} needs the package obstore: pip install 'kvpact[s3]'") from None
+    endpoint = url.options.get("endpoint", "")
+    if endpoint and not _ENDPOINT.fullmatch(endpoint):
+        raise TierError(f'{place}: its endpoint is no address such as "https://objects.example:9000"')
+    if endpoint.startswith("http://") and url.options.get("allow_http") != "true":
+        raise TierError(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
+    timeout = url.seconds("timeout", TIMEOUT_SECONDS)
+    folder = _folder(url, for_tool=for_tool) if url.scheme == "file" else None
+    try:
+        if folder is None:
+            store = _client(stores, url, timeout)
+        else:
+            store = stores.LocalStore(folder.path) if folder.is_there else stores.MemoryStore()
+    except Exception:  # whatever a client thinks of its options, and it would repeat them
+        raise TierError(f"{place}: obstore does not take these options; check endpoint, region and path") from None
+    concurrency = int(url.options.get("concurrency", CONCURRENCY))
+    bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder)
+    try:
+        bucket.each(lambda name: bucket.get(name, 0, 1), [_PROBED])
+    except StoreRefused as refused:
+        bucket.close()
+        raise TierError(str(refused)) from None
+    except StoreError:
+        pass
+    return bucket
+
+
+_PROBED: Final = "kvpact-is-not-an-object"
+
+
+def _folder(url: TierURL, *, for_tool: bool) -> OwnFolder:
+    """Where objects are files: a folder of ours, which hides them until they have their modes. Raises TierError."""
+    try:
+        if for_tool:
+            return OwnFolder.look(Path(url.path))
+        return OwnFolder.make(Path(url.path), Access.of(url.options.get("group")))
+    except NotOurs as error:
+        raise TierError(f"file tier: {error}") from None
+
+
+def _client(stores: Any, url: TierURL, timeout: float) -> Any:
+    """obstore's store for a URL. Credentials are what its own providers find: environment, files, instance metadata."""
+    limit = timedelta(seconds=timeout)
+    common: dict[str, object] = {
+        "prefix": url.path.strip("/") or None,
+        "client_options": {
+            "timeout": limit,
+            "connect_timeout": limit,
+            "allow_http": url.options.get("allow_http") == "true",
+        },
+        "retry_config": {
+            "max_retries": RETRIES,
+            "retry_timeout": limit * RETRIED_PART,
+            "backoff": {
+                "init_backoff": timedelta(seconds=FIRST_BACKOFF_SECONDS),
+                "max_backoff": timedelta(seconds=LONGEST_BACKOFF_SECONDS),
+                "base": 2,
+            },
+        },
+    }
+    if url.options.get("anonymous") == "true":
+        common["skip_signature"] = True
+    endpoint = url.options.get("endpoint")
+    if url.scheme == "gs":
+        return stores.GCSStore(url.host, **common, **({"base_url": endpoint} if endpoint else {}))
+    if endpoint:
+        common["endpoint"] = endpoint
+    if url.scheme == "az":
+        return stores.AzureStore(url.host, **common)
+    if "region" in url.options:
+        common["region"] = url.options["region"]
+    return stores.S3Store(url.host, **common)

@@ -1,0 +1,196 @@
+"""Packs: several blocks in one object, behind a table of what stands where.
+
+Owns the format of an object and the memory of which pack holds which record. Never does I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from kvpact.tiers.shared.tier import RecordPieces
+
+PACK_MAGIC: Final = b"kvpactPK"
+PACK_FORMAT: Final = 1
+"""Raised when the table or what follows it changes; a pack of another format holds nothing."""
+
+_HEAD: Final = struct.Struct("<8sIIQ")
+_CHECKSUM: Final = struct.Struct("<Q")
+HEAD_BYTES: Final = _HEAD.size + _CHECKSUM.size
+_ENTRY: Final = struct.Struct("<HQ")
+_LONGEST_NAME: Final = 255
+"""Bytes of a record's name behind its group's; a block's has 64."""
+
+REMEMBERED_RECORDS: Final = 65_536
+"""Places of records that are remembered: some 20 MB of memory, for tens of gigabytes of blocks. No pack has more."""
+
+
+class PackError(ValueError):
+    """An object is no pack of this format, or its table is damaged: it holds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackVersion:
+    """What a store calls one version of an object, to read and replace that one and no other."""
+
+    e_tag: str | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Which records one object holds: (offset in the object, length) by name, in the order of the object.
+
+    An object is: magic, format, number of entries, bytes of the table, xxh3-64 of all that and the table; the table,
+    which has each record's name behind the group's, and its length; and the records, one behind the other.
+    """
+
+    name: str
+    """Of the object: that of the first record it was written for, which it need not hold any more."""
+    records: Mapping[str, tuple[int, int]]
+    version: PackVersion = PackVersion()
+
+
+def encode_pack(records: Mapping[str, RecordPieces]) -> bytes:
+    """An object with these records, which are of one group."""
+    pieces: list[bytes | memoryview] = [b""]
+    table = bytearray()
+    for name, record in records.items():
+        rest = name.partition("/")[2].encode()
+        pieces.extend(record)
+        table += _ENTRY.pack(len(rest), sum(map(len, record))) + rest
+    head = _HEAD.pack(PACK_MAGIC, PACK_FORMAT, len(records), len(table))
+    pieces[0] = head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head + table)) + table
+    return b"".join(pieces)
+
+
+def table_size(start: bytes | memoryview) -> tuple[int, int]:
+    """How many records an object that begins with `start` says it has, and where its table ends. Raises PackError."""
+    if len(start) < HEAD_BYTES:
+        raise PackError(f"{len(start)} bytes, less than a pack's head")
+    magic, version, count, table_bytes = _HEAD.unpack_from(start)
+    if magic != PACK_MAGIC or version != PACK_FORMAT:
+        raise PackError(f"no pack of format {PACK_FORMAT}: it starts with {bytes(start[:12])!r}")
+    if count > REMEMBERED_RECORDS or table_bytes > count * (_ENTRY.size + _LONGEST_NAME):
+        raise PackError(f"a table of {table_bytes} bytes for {count} records is none of ours")
+    return count, HEAD_BYTES + table_bytes
+
+
+def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version: PackVersion) -> Pack:
+    """The table in `start`, which holds it in full. Of an object that was cut off, what it has of whole records.
+
+    Raises PackError.
+    """
+    count, end = table_size(start)
+    if len(start) < end:
+        raise PackError(f"cut off in its table, at byte {len(start)} of {end}")
+    table = bytes(start[HEAD_BYTES:end])
+    checksum = xxhash.xxh3_64_intdigest(bytes(start[: _HEAD.size]) + table)
+    if checksum != _CHECKSUM.unpack_from(start, _HEAD.size)[0]:
+        raise PackError("its table does not match its checksum")
+    group = name.partition("/")[0]
+    records: dict[str, tuple[int, int]] = {}
+    at, offset = 0, end
+    try:
+        while at < len(table) and len(records) < count:
+            name_bytes, length = _ENTRY.unpack_from(table, at)
+            at += _ENTRY.size + name_bytes
+            if offset + length > object_bytes:
+                break
+            records[f"{group}/{table[at - name_bytes : at].decode('ascii')}"] = offset, length
+            offset += length
+    except (struct.error, UnicodeDecodeError):  # whoever can write to the store can give it any checksum
+        raise PackError("its table is none") from None
+    return Pack(name, records, version)
+
+
+class PackMemory:
+    """Which packs were seen, and which of them holds a record: bounded, thread-safe, and maybe out of date."""
+
+    def __init__(self, limit: int = REMEMBERED_RECORDS) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._packs: OrderedDict[str, Pack] = OrderedDict()
+        self._holders: dict[str, tuple[str, ...]] = {}
+        self._records = 0
+
+    def learn(self, pack: Pack) -> None:
+        """A pack was seen; what was known of one of this name is forgotten, and of others that were not used lately."""
+        with self._lock:
+            self._forget(pack.name)
+            self._packs[pack.name] = pack
+            self._records += len(pack.records)
+            for name in pack.records:
+                self._holders[name] = (pack.name, *self._holders.get(name, ()))
+            while self._records > self._limit and len(self._packs) > 1:
+                self._forget(next(iter(self._packs)))
+
+    def forget(self, pack: str) -> None:
+        """A pack is gone, or not what it was."""
+        with self._lock:
+            self._forget(pack)
+
+    def _forget(self, name: str) -> None:
+        pack = self._packs.pop(name, None)
+        if pack is None:
+            return
+        self._records -= len(pack.records)
+        for record in pack.records:
+            if others := tuple(holder for holder in self._holders[record] if holder != name):
+                self._holders[record] = others
+            else:
+                del self._holders[record]
+
+    def holders(self, name: str) -> tuple[str, ...]:
+        """The packs that hold a record, as far as known, the last seen first."""
+        with self._lock:
+            return self._holders.get(name, ())
+
+    def locate(self, names: Iterable[str]) -> dict[str, Pack]:
+        """A pack that holds each of these records, where one is known."""
+        with self._lock:
+            found = {name: self._packs[self._holders[name][0]] for name in names if name in self._holders}
+            for pack in {pack.name for pack in found.values()}:
+                self._packs.move_to_end(pack)
+            return found
+
+    def __len__(self) -> int:
+        return self._records
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring bytes of one pack that are read at once, and the records in them."""
+
+    pack: Pack
+    start: int
+    end: int
+    names: Sequence[str]
+
+
+def spans(wanted: Mapping[str, Pack], *, gap: int, head: int | None = None) -> list[Span]:
+    """What to read for these records, or for the first `head` bytes of each, with holes of up to `gap` bytes."""
+    by_pack: dict[int, tuple[Pack, list[str]]] = {}
+    for name, pack in wanted.items():  # by what was seen of a pack, not by its name: it may have been seen twice
+        by_pack.setdefault(id(pack), (pack, []))[1].append(name)
+    found: list[Span] = []
+    for pack, names in by_pack.values():
+        start, end, run = 0, -1, list[str]()
+        for name in sorted(names, key=lambda name: pack.records[name][0]):
+            offset, length = pack.records[name]
+            length = length if head is None else min(length, head)
+            if run and offset - end <= gap:
+                end = offset + length
+                run.append(name)
+                continue
+            if run:
+                found.append(Span(pack, start, end, run))
+            start, end, run = offset, offset + length, [name]
+        found.append(Span(pack, start, end, run))
+    return found

@@ -1,0 +1,137 @@
+"""Which Redis server has a key: the only one, the master that Sentinels name, or one of a Cluster's.
+
+Owns what is known of that and where it is asked. Never moves or copies anything between servers.
+"""
+
+from __future__ import annotations
+
+import binascii
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
+
+from kvpact.tiers.redis.connections import Address, ErrorReply, Pool, Reply
+from kvpact.tiers.shared.tier import StoreError
+
+_SLOTS: Final = 16384
+
+
+class Servers(ABC):
+    """Which server has a key. What is known of that is forgotten when a call fails, and asked anew by the next."""
+
+    @abstractmethod
+    def of(self, key: bytes, deadline: float) -> Address:
+        """The server that has `key`."""
+
+    @abstractmethod
+    def all(self, deadline: float) -> list[Address]:
+        """Every server that has keys."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """What is known may be wrong."""
+
+
+class OneServer(Servers):
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def of(self, key: bytes, deadline: float) -> Address:
+        return self._address
+
+    def all(self, deadline: float) -> list[Address]:
+        return [self._address]
+
+    def forget(self) -> None:
+        pass
+
+
+class _Guides:
+    """Servers that know where others are; one that hangs takes only its share of the time."""
+
+    def __init__(self, pool: Pool, addresses: Sequence[Address], *, known: bool) -> None:
+        self._pool = pool
+        self._addresses = list(addresses)
+        self._known = known
+
+    def ask(self, *words: bytes, deadline: float) -> tuple[Address, Reply]:
+        """The first answer, and whose it is; the next time that one is asked first."""
+        failed: Exception = TimeoutError()
+        for asked, address in enumerate(addresses := list(self._addresses)):
+            now = time.monotonic()
+            share = now + (deadline - now) / (len(addresses) - asked)
+            try:
+                with self._pool.wire(address, share, known=self._known) as wire:
+                    wire.send(*words)
+                    wire.flush()
+                    if (reply := wire.reply()) is not None:
+                        self._addresses = [address, *(other for other in addresses if other != address)]
+                        return address, reply
+            except (OSError, StoreError, ErrorReply) as error:
+                failed = error
+        raise failed
+
+
+class Sentinels(Servers):
+    """The master of one name, of which Sentinels know the address. They are asked without user and password."""
+
+    def __init__(self, pool: Pool, addresses: Sequence[Address], name: str) -> None:
+        self._guides = _Guides(pool, addresses, known=False)
+        self._name = name.encode()
+        self._master: Address | None = None
+
+    def of(self, key: bytes, deadline: float) -> Address:
+        if (master := self._master) is None:
+            _, reply = self._guides.ask(b"SENTINEL", b"get-master-addr-by-name", self._name, deadline=deadline)
+            master = self._master = _address(reply)
+        return master
+
+    def all(self, deadline: float) -> list[Address]:
+        return [self.of(b"", deadline)]
+
+    def forget(self) -> None:
+        self._master = None
+
+
+class Cluster(Servers):
+    """Masters that share the 16384 hash slots among them."""
+
+    def __init__(self, pool: Pool, addresses: Sequence[Address]) -> None:
+        self._guides = _Guides(pool, addresses, known=True)
+        self._slots: list[Address | None] | None = None
+
+    def of(self, key: bytes, deadline: float) -> Address:
+        address = self._table(deadline)[binascii.crc_hqx(key, 0) % _SLOTS]  # our names hold no "{": no hash tags
+        if address is None:
+            raise StoreError("the cluster is down: nobody serves some of its slots")
+        return address
+
+    def all(self, deadline: float) -> list[Address]:
+        return sorted({address for address in self._table(deadline) if address is not None})
+
+    def _table(self, deadline: float) -> list[Address | None]:
+        if (slots := self._slots) is None:
+            slots = [None] * _SLOTS
+            asked, reply = self._guides.ask(b"CLUSTER", b"SLOTS", deadline=deadline)
+            for entry in reply if isinstance(reply, list) else ():
+                match entry:
+                    case [int(first), int(last), master, *_] if 0 <= first <= last < _SLOTS:
+                        host, port = _address(master)
+                        slots[first : last + 1] = [(host or asked[0], port)] * (last + 1 - first)
+            self._slots = slots
+        return slots
+
+    def forget(self) -> None:
+        self._slots = None
+
+
+def _address(reply: Reply) -> Address:
+    """What servers say of each other: host, port, and more."""
+    match reply:
+        case [bytes(host), int() | bytes() as port, *_]:
+            return host.decode(errors="replace"), int(port)
+        case [None, int(port), *_]:
+            return "", port
+        case _:
+            raise ErrorReply("a server's address cannot be understood")

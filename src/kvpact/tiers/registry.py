@@ -1,0 +1,106 @@
+"""From a tier's URL to the tier: the kinds that kvpact brings, and those that other packages add.
+
+Owns the table of kinds and the entry-point group `kvpact.tiers`. Loads a kind's module only when one of its URLs is
+opened, so that nobody needs the client of a store that he does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias, cast
+
+from kvpact.errors import ConfigError, TierError
+from kvpact.identity.keys import Namespace
+from kvpact.own_files import Access
+from kvpact.tiers.base import UNSEALED, RecordSeal, Tier
+from kvpact.tiers.disk.tier import DiskTier
+from kvpact.tiers.shared.tier import RecordStore, SharedTier
+from kvpact.tiers.urls import ENTRY_POINTS, TierURL
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlace:
+    """What a tier is opened for. `slot_bytes` is a block's size over all ranks."""
+
+    namespace: Namespace
+    slot_bytes: int
+    seal: RecordSeal = UNSEALED
+
+
+OpenTier: TypeAlias = Callable[[TierURL, TierPlace], Tier]
+"""What an entry point of the group `kvpact.tiers` names. It raises TierError, with one message for people."""
+
+
+class OpenStore(Protocol):
+    """What opens a kind of store; see `open_store`."""
+
+    def __call__(self, url: TierURL, *, for_tool: bool) -> RecordStore: ...
+
+
+_STORES: Final[Mapping[str, str]] = {
+    "dir": "kvpact.tiers.directory.store:open_directory",
+    "redis": "kvpact.tiers.redis.store:open_redis",
+    "rediss": "kvpact.tiers.redis.store:open_redis",
+    "redis+cluster": "kvpact.tiers.redis.store:open_redis",
+    "rediss+cluster": "kvpact.tiers.redis.store:open_redis",
+    "redis+sentinel": "kvpact.tiers.redis.store:open_redis",
+    "s3": "kvpact.tiers.objects.store:open_objects",
+    "gs": "kvpact.tiers.objects.store:open_objects",
+    "az": "kvpact.tiers.objects.store:open_objects",
+    "file": "kvpact.tiers.objects.store:open_objects",
+    "mooncake": "kvpact.tiers.mooncake:open_mooncake",
+}
+
+
+def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
+    """The store behind a shared tier's URL. Raises TierError.
+
+    `for_tool`: for a person who looks. Nothing is made, evicted, kept for longer or lent by opening, asking, reading
+    and closing; `remove` alone changes what is there, and nothing is written.
+    """
+    target = _STORES.get(url.scheme)
+    if target is None:
+        raise TierError(f"{url} is no store that several engines share; those are {', '.join(_STORES)}")
+    module, _, function = target.partition(":")
+    return cast(OpenStore, getattr(import_module(module), function))(url, for_tool=for_tool)
+
+
+def open_tier(url: TierURL, place: TierPlace) -> Tier:
+    """The tier at a URL, for one engine's blocks.
+
+    Raises:
+        TierError: with one message for people; the engine serves on without this tier.
+    """
+    if url.scheme == "disk":
+        access = Access.of(url.options.get("group"))
+        return DiskTier.open(url.path, place.namespace, place.slot_bytes, url.capacity, access=access)
+    if url.scheme in _STORES:
+        return SharedTier(open_store(url), place.namespace, place.slot_bytes, seal=place.seal)
+    for entry in entry_points(group=ENTRY_POINTS, name=url.scheme):
+        try:
+            return cast(OpenTier, entry.load())(url, place)
+        except TierError:
+            raise
+        except Exception as error:  # somebody else's code must not cost the engine
+            raise TierError(f"{entry.value} cannot open {url}: {type(error).__name__}: {error}") from error
+    raise TierError(f"no installed package opens {url}: none has an entry point {url.scheme!r} in {ENTRY_POINTS}")
+
+
+def load_seal(path: Path | None) -> RecordSeal:
+    """The seal of a record key file; without one, none.
+
+    Raises:
+        ConfigError: it cannot be read, or holds too little; the engine does not start, rather than trust everybody.
+    """
+    if path is None:
+        return UNSEALED
+    try:
+        return RecordSeal.from_secret(path.read_bytes().strip())
+    except OSError as error:
+        raise ConfigError(f"record_key_file={path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"record_key_file={path}: {error}; make one with: openssl rand -hex 32") from None

@@ -1,0 +1,201 @@
+"""What lies in a store that engines share, and whether it is sound: for tools and people, beside running engines.
+
+Owns reports, and the removal of what a person names. Knows no engine, so it takes records of any namespace and length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvpact.identity.keys import Namespace
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordError, RecordHeader, RecordSeal, written_in_older_format
+from kvpact.tiers.shared.tier import NAMESPACE_RECORD, RecordStore, StoredRecord, key_of
+
+_BATCH = 512
+_MOST_LENGTH = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """The records of one namespace, and of one record key if they are sealed. `bytes` are those of whole records.
+
+    `fields` is empty where the store does not tell what the namespace means. Ages are seconds since a block was
+    written, 0 if there is none.
+    """
+
+    group: str
+    fields: Mapping[str, str]
+    blocks: int
+    bytes: int
+    oldest_age: float
+    newest_age: float
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the records carry a seal, which only engines with its key can check."""
+        return "-" in self.group
+
+
+@dataclass(frozen=True, slots=True)
+class UnsoundRecord:
+    """A record that a read refuses, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What reading every record found. `unsealed` could not be judged without their record key."""
+
+    place: str
+    records: int = 0
+    sound: int = 0
+    gone: int = 0
+    unsealed: int = 0
+    damaged: list[UnsoundRecord] = field(default_factory=list)
+
+
+def summarize(store: RecordStore, now: float | None = None) -> list[GroupSummary]:
+    """A summary of every namespace in the store, by name. Reads names and headers. Raises StoreError."""
+    now = time.time() if now is None else now
+    return [
+        _summary(store, group, records, now)
+        for group, records in sorted(_by_group(store.names()).items())
+        if any(key_of(record.name) for record in records)
+    ]
+
+
+def _by_group(records: Iterable[StoredRecord]) -> dict[str, list[StoredRecord]]:
+    groups: dict[str, list[StoredRecord]] = defaultdict(list)
+    for record in records:
+        groups[record.name.partition("/")[0]].append(record)
+    return groups
+
+
+def _summary(store: RecordStore, group: str, records: Sequence[StoredRecord], now: float) -> GroupSummary:
+    blocks = [record for record in records if key_of(record.name)]
+    written = []
+    for first in range(0, len(blocks), _BATCH):
+        for raw in store.heads([record.name for record in blocks[first : first + _BATCH]]):
+            with suppress(RecordError):
+                # Of a sealed record the checksum still tells damage; who wrote it does not matter here.
+                written.append(_peek(raw or b"").written)
+    return GroupSummary(
+        group=group,
+        fields=_fields(store, f"{group}/{NAMESPACE_RECORD}"),
+        blocks=len(blocks),
+        bytes=sum(record.nbytes for record in blocks),
+        oldest_age=max(0.0, now - min(written, default=now)),
+        newest_age=max(0.0, now - max(written, default=now)),
+    )
+
+
+def _peek(raw: bytes) -> RecordHeader:
+    return RecordHeader.decode(raw, namespace=None, length=None, seal=None)
+
+
+def _fields(store: RecordStore, name: str) -> Mapping[str, str]:
+    size = store.size(name)
+    if not size:
+        return {}
+    raw = bytearray(size)
+    if store.read([name], [[memoryview(raw)]]) != [True]:
+        return {}
+    try:
+        return dict(Namespace.parse(raw.decode()).fields)
+    except ValueError:
+        return {}
+
+
+def verify_store(
+    store: RecordStore,
+    group: str = "",
+    seal: RecordSeal = UNSEALED,
+    progress: Callable[[int, int], object] | None = None,
+) -> StoreReport:
+    """Read every record of a group, or of all, and check it as a read by its engine would. Raises StoreError.
+
+    Records with another seal than `seal` are counted and not judged. `progress(done, total)` is called now and then.
+    """
+    names = [record.name for record in store.names(group) if key_of(record.name)]
+    records = sound = gone = unsealed = 0
+    damaged: list[UnsoundRecord] = []
+    for first in range(0, len(names), _BATCH):
+        batch = names[first : first + _BATCH]
+        for name, raw in zip(batch, store.heads(batch), strict=True):
+            records += 1
+            if raw is None:
+                gone += 1
+            elif name.partition("/")[0].partition("-")[2] != seal.name:
+                unsealed += 1
+            elif reason := _wrong(store, name, raw, seal):
+                damaged.append(UnsoundRecord(name, reason))
+            else:
+                sound += 1
+        if progress is not None:
+            progress(records, len(names))
+    return StoreReport(store.place, records, sound, gone, unsealed, damaged)
+
+
+def _wrong(store: RecordStore, name: str, raw: bytes, seal: RecordSeal) -> str:
+    """Why a record would not be served; "" if it would."""
+    try:
+        header = RecordHeader.decode(raw, namespace=None, length=None, seal=seal)
+    except RecordError as error:
+        return str(error)
+    if not header.namespace.hex().startswith(name.partition("/")[0].partition("-")[0]):
+        return f"of namespace {header.namespace.hex()[:16]}"
+    if header.key != key_of(name):
+        return f"misplaced: it is block {header.key.hex()[:16]}"
+    if header.length > _MOST_LENGTH:
+        return f"a payload of {header.length} bytes"
+    again, payload = bytearray(HEADER_BYTES), bytearray(header.length)
+    if store.read([name], [[memoryview(again), memoryview(payload)]]) != [True]:
+        return "cut short, or replaced meanwhile"
+    if again != raw:
+        return ""  # written anew by an engine while it was looked at
+    if seal.payload_digest([memoryview(payload)]) != header.digest:
+        return "payload does not match its checksum"
+    return ""
+
+
+def remove_older(store: RecordStore, written_before: float, group: str = "") -> int:
+    """Remove records written before a time, in seconds since 1970; how many. Raises StoreError.
+
+    With `group` all of its records; without, those that no engine will ever ask for: of older formats, and of epochs
+    that an engine drew for itself and did not delete when it ended.
+    """
+    removed, doomed = 0, list[str]()
+    names = [record.name for record in store.names(group) if key_of(record.name)]
+    for first in range(0, len(names), _BATCH):
+        batch = names[first : first + _BATCH]
+        for name, raw in zip(batch, store.heads(batch), strict=True):
+            written = _written_if_unwanted(raw or b"", any_wanted=not group)
+            if written is not None and written < written_before:
+                doomed.append(name)
+        removed += store.remove(doomed) if doomed else 0
+        doomed.clear()
+    return removed
+
+
+def _written_if_unwanted(raw: bytes, *, any_wanted: bool) -> float | None:
+    """When a record was written; None if that cannot be told, or, with `any_wanted`, if an engine may ask for it."""
+    try:
+        header = _peek(raw)
+    except RecordError:
+        return written_in_older_format(raw)
+    return None if any_wanted and not header.epoch.is_drawn else header.written
+
+
+def remove_group(store: RecordStore, group: str) -> int:
+    """Remove every record of a group; how many there were. Raises StoreError."""
+    names = [record.name for record in store.names(group)]
+    removed = 0
+    for first in range(0, len(names), _BATCH):
+        removed += store.remove(names[first : first + _BATCH])
+    return removed

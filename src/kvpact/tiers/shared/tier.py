@@ -1,0 +1,476 @@
+"""What all shared tiers do alike: records by name in a store that other engines read and write too.
+
+Owns the meaning of a record's name, what is verified before a block is served, and what a store's failure costs. A
+store itself is a `RecordStore`, one file each; it knows names and bytes, and nothing of blocks or prefixes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from kvpact.errors import KvpactError, PactViolation, TierError
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import KEY_BYTES, BlockKey, Namespace
+from kvpact.tiers.base import (
+    HEADER_BYTES,
+    UNSEALED,
+    BlockBuffer,
+    Progress,
+    RecordError,
+    RecordHeader,
+    RecordSeal,
+    Tier,
+    TierCapacity,
+    TierCounts,
+    TierHealth,
+)
+from kvpact.tiers.use_count import Uses
+
+logger = logging.getLogger(__name__)
+
+RecordBuffer: TypeAlias = Sequence[memoryview]
+"""Memory for one record: a view of `HEADER_BYTES` for its header, then the pieces of its payload in rank order."""
+
+RecordPieces: TypeAlias = Sequence[bytes | memoryview]
+"""One record to be stored: its header, then the pieces of its payload in rank order."""
+
+GROUP_BYTES: Final = 16 << 20
+"""Payload that one call of a store moves: enough to use its batches, little enough to end early at a deadline."""
+
+USAGE_SECONDS: Final = 30.0
+"""How old the answer to "how full is the store" may get while blocks are written."""
+
+NAMESPACE_RECORD: Final = "namespace"
+"""Beside a namespace's records: its fields, as `Namespace.describe` writes them, for people and tools."""
+
+_CLEAR_BATCH: Final = 512
+_KINDS_SAID: Final = 20
+
+
+class StoreError(KvpactError):
+    """A store did not do what it was asked, or not in time. One line, without credentials."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """What a store lists: a record's name and its size in bytes, framing included (0 if it cannot be told)."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """How full a store is, in bytes; 0 where it does not say."""
+
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+
+
+class RecordStore(ABC):
+    """Named records in a place that several engines use. Blocking and thread-safe; each call ends in bounded time.
+
+    A name is `<group>/<rest>` of hex digits, "-" and letters, see `record_name`; the group is a namespace's. Batches
+    are in the order of a prompt's blocks. Every method raises `StoreError` when the store fails; a record that is not
+    there is no failure. When a method has returned or raised, nothing uses the memory that it was given.
+    """
+
+    kind: str
+    """The tier's name in metrics: "redis"."""
+
+    evicted: int = 0
+    """Records that it has removed to make room since it was opened; 0 where a server evicts by itself."""
+
+    record_bytes: int | None = None
+    """Length of every block's record, framing included; the tier that uses the store sets it. None: of any length.
+
+    Whatever a store claims of another length is there, so that it is removed, and never asked for or read (P14).
+    """
+
+    tears_reads: bool = False
+    """Whether a record that is removed while it is read may arrive in part, or as another one that took its place."""
+
+    @abstractmethod
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        """Whether each record is there, in full. One round trip for a batch, where the store allows it."""
+
+    def locate(self, names: Sequence[str]) -> None:
+        """Told before some of `names` are read: a prompt's, from its first block on.
+
+        For stores that find a block by those before it; others need do nothing.
+        """
+
+    @abstractmethod
+    def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
+        """Read record `names[i]` into `buffers[i]`; whether each was there and has exactly that length.
+
+        What a buffer of a False holds is undefined.
+        """
+
+    @abstractmethod
+    def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        """Store the records, in this order; one that is there is replaced. Nobody ever sees part of one.
+
+        After a StoreError some may be stored.
+        """
+
+    @abstractmethod
+    def remove(self, names: Sequence[str]) -> int:
+        """Remove records; how many were there."""
+
+    @abstractmethod
+    def heads(self, names: Sequence[str]) -> list[bytes | None]:
+        """The first `HEADER_BYTES` of each record, None where it is not there."""
+
+    @abstractmethod
+    def names(self, group: str = "") -> Iterator[StoredRecord]:
+        """Every record of a group, or of all, in no order."""
+
+    def clear(self, group: str) -> None:
+        """Remove every record of a group."""
+        names = [record.name for record in self.names(group)]
+        for first in range(0, len(names), _CLEAR_BATCH):
+            self.remove(names[first : first + _CLEAR_BATCH])
+
+    def size(self, name: str) -> int | None:
+        """The record's length in bytes, None if it is not there."""
+        return next((record.nbytes for record in self.names(name.partition("/")[0]) if record.name == name), None)
+
+    @abstractmethod
+    def usage(self) -> StoreUsage:
+        """How full it is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections. Never raises; idempotent; no call is under way."""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where it is, for messages, without credentials: "redis://cache:6379/0"."""
+
+
+def group_name(namespace: Namespace, seal: RecordSeal) -> str:
+    """What the names of a namespace's records begin with. Engines with other record keys keep apart."""
+    return f"{namespace.name}-{seal.name}" if seal.name else namespace.name
+
+
+def record_name(group: str, key: BlockKey) -> str:
+    """The name of a block's record."""
+    return f"{group}/{key.hex()}"
+
+
+def key_of(name: str) -> BlockKey | None:
+    """The block key in a record's name; None for a record that is no block."""
+    with suppress(ValueError):
+        key = bytes.fromhex(name.partition("/")[2])
+        return key if len(key) == KEY_BYTES else None
+    return None
+
+
+class SharedTier(Tier):
+    """See `Tier`. Blocks in a `RecordStore`, verified one by one; every call may wait for the store.
+
+    Other engines store, evict and delete here, so nothing is known without asking: a hole is a miss, and `delete` drops
+    the named blocks alone; what stands behind them cannot be reached until they are stored again.
+    """
+
+    exclusive = False
+
+    def __init__(
+        self, store: RecordStore, namespace: Namespace, slot_bytes: int, *, seal: RecordSeal = UNSEALED
+    ) -> None:
+        """`slot_bytes` is a block's size over all ranks. Takes over `store`, which it closes."""
+        self.name = store.kind
+        self.store = store
+        store.record_bytes = HEADER_BYTES + slot_bytes
+        self._namespace = namespace
+        self._digest = namespace.digest
+        self._group = group_name(namespace, seal)
+        self._slot_bytes = slot_bytes
+        self._seal = seal
+        self._lock = threading.Lock()
+        self._counts = TierCounts()
+        self._trouble: dict[str, str] = {}
+        self._said: set[str] = set()
+        self._usage = StoreUsage()
+        self._usage_at = float("-inf")
+        self._described = False
+        self._uses = Uses(store.close)
+
+    # Looking and reading
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        with self._uses.one() as running:
+            if not running or not keys:
+                return 0
+            return _unbroken(self._exists(self._names(keys)))
+
+    def _exists(self, names: Sequence[str]) -> list[bool]:
+        try:
+            found = self.store.exists(names)
+            self._trouble.pop("read", None)
+            return found
+        except StoreError as error:
+            self._say_failed("read", error)
+            return [False] * len(names)
+
+    def get(
+        self,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        on_progress: Progress | None = None,
+    ) -> int:
+        self._require_sizes(buffers)
+        wanted = keys[start : start + len(buffers)]
+        arrived = 0
+        with self._uses.one() as running:
+            step = max(1, GROUP_BYTES // self._slot_bytes)
+            running = running and bool(wanted) and self._locate(keys[: start + len(wanted)])
+            while running and arrived < len(wanted):
+                end = min(arrived + step, len(wanted))
+                sound = self._read_group(wanted[arrived:end], buffers[arrived:end])
+                arrived += sound
+                more = on_progress is None or on_progress(arrived)
+                if arrived < end or not more:
+                    break
+        return arrived
+
+    def _locate(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether the store can be asked for some of these."""
+        try:
+            self.store.locate(self._names(keys))
+            return True
+        except StoreError as error:
+            self._say_failed("read", error)
+            return False
+
+    def _read_group(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> int:
+        """Read and verify; how many are sound in a row."""
+        names = self._names(keys)
+        headers = [bytearray(HEADER_BYTES) for _ in keys]
+        records = [[memoryview(header), *buffer] for header, buffer in zip(headers, buffers, strict=True)]
+        try:
+            found = self.store.read(names, records)
+            self._trouble.pop("read", None)
+        except StoreError as error:
+            self._say_failed("read", error)
+            return 0
+        for index, key in enumerate(keys):
+            if not found[index]:
+                if self._cut_short(names[index]):
+                    self._quarantine(key, names[index], "has another length than a block of this engine")
+                return index
+            if reason := self._wrong(key, headers[index], buffers[index]):
+                if not self.store.tears_reads:
+                    self._quarantine(key, names[index], reason)
+                    return index
+                if not self._is_sound_again(key, names[index], headers[index], buffers[index]):
+                    return index
+        return len(keys)
+
+    def _is_sound_again(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
+        """Whether a record that arrived damaged is sound when it is read once more: it was only replaced meanwhile.
+
+        It is quarantined if it is there and damaged still; a sound one in its place must not be removed.
+        """
+        try:
+            (there,) = self.store.read([name], [[memoryview(header), *buffer]])
+        except StoreError as error:
+            self._say_failed("read", error)
+            return False
+        if there and (reason := self._wrong(key, header, buffer)):
+            self._quarantine(key, name, reason)
+            return False
+        return there
+
+    def _cut_short(self, name: str) -> bool:
+        """Whether a record is there after all: one of another length, which no read would ever take."""
+        with suppress(StoreError):
+            if self.store.heads([name]) == [None]:
+                return False
+            # Its length decides: somebody may have stored it in full after it was not found.
+            return self.store.size(name) not in (None, HEADER_BYTES + self._slot_bytes)
+        return False
+
+    def _wrong(self, key: BlockKey, raw: bytearray, buffer: BlockBuffer) -> str:
+        """Why a record must not be served; "" if it may."""
+        try:
+            header = RecordHeader.decode(bytes(raw), namespace=self._digest, length=self._slot_bytes, seal=self._seal)
+        except RecordError as error:
+            return str(error)
+        if header.key != key:
+            return f"misplaced: it is block {header.key.hex()[:16]}"
+        if header.digest != self._seal.payload_digest(buffer):
+            return "payload does not match its checksum"
+        return ""
+
+    def _quarantine(self, key: BlockKey, name: str, reason: str) -> None:
+        """A record that cannot be served is removed, so that the next write mends it (H22)."""
+        with self._lock:
+            self._counts = replace(self._counts, damaged=self._counts.damaged + 1)
+        self._say(f"damaged: {reason}", f"block {key.hex()[:16]} {reason}: removed, recomputed", trouble=False)
+        try:
+            self.store.remove([name])
+        except StoreError as error:
+            self._say_failed("write", error)
+
+    # Storing
+
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
+        self._require_sizes(buffers)
+        end = start + len(buffers)
+        names = self._names(keys[:end])
+        with self._uses.one() as running:
+            if not running or not buffers:
+                return 0
+            try:
+                held = self.store.exists(names)
+                if not all(held[:start]):
+                    return 0
+                self._describe()
+                self._write_missing(keys, start, buffers, names, held, epoch)
+                self._trouble.pop("write", None)
+                self._note_usage()
+                return len(buffers)
+            except StoreError as error:
+                self._say_failed("write", error)
+            stored = _unbroken(self._exists(names[start:]))
+            with self._lock:
+                dropped = len(buffers) - stored
+                self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + dropped)
+            return stored
+
+    def _write_missing(
+        self,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        names: Sequence[str],
+        held: Sequence[bool],
+        epoch: Epoch,
+    ) -> None:
+        missing = [block for block in range(start, len(names)) if not held[block]]
+        step = max(1, GROUP_BYTES // self._slot_bytes)
+        now = time.time()
+        for first in range(0, len(missing), step):
+            blocks = missing[first : first + step]
+            records: list[RecordPieces] = []
+            for block in blocks:
+                buffer = buffers[block - start]
+                parent = keys[block - 1] if block else b""
+                digest = self._seal.payload_digest(buffer)
+                header = RecordHeader(
+                    self._digest, keys[block], parent, block, self._slot_bytes, digest, now, now, epoch=epoch
+                )
+                records.append([header.encode(self._seal), *buffer])
+            self.store.write([names[block] for block in blocks], records)
+
+    def _describe(self) -> None:
+        """Once, leave word beside the records of what their namespace means."""
+        if not self._described:
+            self.store.write([f"{self._group}/{NAMESPACE_RECORD}"], [[self._namespace.describe().encode()]])
+            self._described = True
+
+    # Losing
+
+    def delete(self, keys: Iterable[BlockKey]) -> int:
+        names = self._names(list(keys))
+        with self._uses.one() as running:
+            try:
+                return self.store.remove(names) if running and names else 0
+            except StoreError as error:
+                self._say_failed("write", error)
+                raise TierError(f"cannot delete: {error}") from error
+
+    def clear(self) -> None:
+        with self._uses.one() as running:
+            if not running:
+                return
+            try:
+                self.store.clear(self._group)
+                self._described = False
+            except StoreError as error:
+                self._say_failed("write", error)
+                raise TierError(f"cannot clear: {error}") from error
+
+    # Telling
+
+    def capacity(self) -> TierCapacity:
+        return TierCapacity(self._usage.used_bytes, self._usage.capacity_bytes, 0)
+
+    def _note_usage(self) -> None:
+        if (now := time.monotonic()) >= self._usage_at + USAGE_SECONDS:
+            self._usage_at = now
+            self._usage = self.store.usage()
+
+    def counts(self) -> TierCounts:
+        with self._lock:
+            return replace(self._counts, evicted=self.store.evicted)
+
+    def scan(self) -> Iterator[RecordHeader]:
+        with self._uses.one() as running:
+            if not running:
+                return
+            try:
+                names = [record.name for record in self.store.names(self._group) if key_of(record.name)]
+                for first in range(0, len(names), _CLEAR_BATCH):
+                    batch = names[first : first + _CLEAR_BATCH]
+                    for name, raw in zip(batch, self.store.heads(batch), strict=True):
+                        with suppress(RecordError):
+                            header = RecordHeader.decode(
+                                raw or b"", namespace=self._digest, length=self._slot_bytes, seal=self._seal
+                            )
+                            if header.key == key_of(name):
+                                yield header
+            except StoreError as error:
+                self._say_failed("read", error)
+
+    def health(self) -> TierHealth:
+        trouble = dict(self._trouble)
+        return TierHealth(not trouble, "; ".join(trouble.values()), "read" not in trouble)
+
+    def close(self) -> None:
+        with self._uses.the_last():
+            pass
+
+    # Within
+
+    def _names(self, keys: Sequence[BlockKey]) -> list[str]:
+        return [record_name(self._group, key) for key in keys]
+
+    def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
+        for buffer in buffers:
+            if (size := sum(piece.nbytes for piece in buffer)) != self._slot_bytes:
+                raise PactViolation(
+                    f"a block's buffer has {size} bytes; a block of {self.store.place} {self._slot_bytes}"
+                )
+
+    def _say_failed(self, what: str, error: StoreError) -> None:
+        if what == "read":
+            with self._lock:
+                self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
+        self._say(what, f"cannot {what}: {error}")
+
+    def _say(self, kind: str, message: str, *, trouble: bool = True) -> None:
+        """Log each kind of event once; remember trouble until it is over."""
+        if trouble:
+            self._trouble[kind] = message
+        if kind not in self._said and len(self._said) < _KINDS_SAID:
+            self._said.add(kind)
+            logger.warning("%s tier at %s: %s", self.name, self.store.place, message)
+
+
+def _unbroken(found: Sequence[bool]) -> int:
+    """How many are True in a row from the first."""
+    return next((index for index, there in enumerate(found) if not there), len(found))

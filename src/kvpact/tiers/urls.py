@@ -1,0 +1,280 @@
+"""Where tiers are, as URLs such as `disk:///var/cache/kvpact?capacity=200GiB`; sizes and times as text.
+
+Owns what each kind of URL must and may say, so that a slip is found before anything is opened, and the rule that no
+credential is ever shown. Knows tiers by their URLs alone: what they are stands in `kvpact.tiers`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from importlib.metadata import entry_points
+from typing import Final
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+ENTRY_POINTS: Final = "kvpact.tiers"
+"""The entry-point group in which other packages add kinds of tier; an entry's name is its URLs' scheme."""
+
+_BYTES_PER_UNIT: Final = {"b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgtp", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+_SECONDS_PER_UNIT: Final = {
+    "us": Fraction(1, 1_000_000),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+
+_SECRET_NAMES: Final = "password|secret|token|key|credential"
+
+
+def parse_size(value: object) -> int:
+    """Bytes of a size: an int, or text such as "4GiB" (1024-based), "500MB" (1000-based), "4096".
+
+    Raises:
+        ValueError: not a size; "4G" is refused because tools disagree on what it means.
+    """
+    right = 'a size such as "4GiB", "500MB" or a number of bytes is needed'
+    if isinstance(value, bool):
+        raise ValueError(right)
+    if isinstance(value, int | float) and math.isfinite(value) and value == int(value) and value >= 0:
+        return int(value)  # JSON and TOML may write 4e9
+    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(right)
+    number, unit = match[1], match[2].lower()
+    if unit and f"{unit}b" in _BYTES_PER_UNIT:
+        letter = unit[0].upper()
+        raise ValueError(f'write "{number}{letter}iB" (1024-based) or "{number}{letter}B" (1000-based)')
+    bytes_per_unit = _BYTES_PER_UNIT.get(unit or "b")
+    if bytes_per_unit is None:
+        raise ValueError(right)
+    return int(Fraction(number) * bytes_per_unit)
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of a time: a number, or text such as "2s", "50ms", "1m", "0.5h", "7d".
+
+    Raises:
+        ValueError: not a finite time of 0 or more.
+    """
+    right = 'a time such as "2s", "50ms", "1m" or a number of seconds is needed'
+    if isinstance(value, bool):
+        raise ValueError(right)
+    if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
+        return float(value)
+    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+    seconds_per_unit = _SECONDS_PER_UNIT.get(match[2].lower() or "s") if match else None
+    if match is None or seconds_per_unit is None:
+        raise ValueError(right)
+    return float(Fraction(match[1]) * seconds_per_unit)
+
+
+def format_size(num_bytes: int) -> str:
+    """A size for a person to read, about three digits: 1536 is "1.5KiB"."""
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 5)
+    return f"{num_bytes / 1024**power:.4g}{('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
+
+
+def redact(url: str) -> str:
+    """The URL with user, password and the values of secret options replaced by `***`, fit for a log."""
+    shown = re.sub(r"(?s)(?<=//)[^/].*@", "***@", url)  # greedy: a password may hold any character
+    shown = re.sub(r"(?i)([?&][^=&]*=)[^&#]*(?:@|%40)", r"\1***@", shown)  # an option may be a URL
+    return re.sub(rf"(?i)([?&][^=&]*(?:{_SECRET_NAMES})[^=&]*=)[^&#]*", r"\1***", shown)
+
+
+@dataclass(frozen=True, slots=True)
+class TierURL:
+    """Where a tier below memory keeps its blocks."""
+
+    scheme: str
+    path: str
+    """Percent-decoded; absolute for `disk` and `dir`, a bucket's prefix, a database's number."""
+    options: Mapping[str, str]
+    """Percent-decoded, checked against what the scheme knows."""
+    host: str = field(default="", repr=False)
+    """What stands between "//" and the path, as it was written; it may hold a credential."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes the tier may occupy."""
+        return parse_size(self.options["capacity"])
+
+    def seconds(self, option: str, default: float) -> float:
+        """The value of an option that is a time."""
+        return parse_duration(self.options[option]) if option in self.options else default
+
+    def size(self, option: str, default: int) -> int:
+        """The value of an option that is a size, in bytes."""
+        return parse_size(self.options[option]) if option in self.options else default
+
+    @property
+    def url(self) -> str:
+        """The URL in full; it parses back to an equal value and may hold a credential."""
+        options = urlencode(self.options, quote_via=quote)
+        return f"{self.scheme}://{self.host}{quote(self.path)}{'?' if options else ''}{options}"
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What two tiers must not share: scheme, host without credentials, path."""
+        return self.scheme, self.host.rpartition("@")[2], self.path.rstrip("/")
+
+    @property
+    def holds_secret(self) -> bool:
+        """Whether a password, or an option that may be a secret, stands in the URL itself.
+
+        A user's name alone is none where kvpact knows the kind of tier, and the name of a file with a secret is none.
+        """
+        user = self.host.rpartition("@")[0]
+        if user and (":" in user or self.scheme not in SCHEMES):
+            return True
+        return any(
+            (re.search(_SECRET_NAMES, name, re.IGNORECASE) and not name.endswith("_file")) or "@" in text
+            for name, text in self.options.items()
+        )
+
+    def __str__(self) -> str:
+        return redact(self.url)
+
+    def __repr__(self) -> str:
+        return f"TierURL({redact(self.url)!r})"
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("a whole number of 1 or more is needed")
+    return int(text)
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("a value is needed")
+    return text
+
+
+def _yes_or_no(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError('"true" or "false" is needed')
+    return text == "true"
+
+
+Option = Callable[[str], object]
+_STORE: Final[Mapping[str, Option]] = {"timeout": parse_duration}
+_DIRECTORY: Final[Mapping[str, Option]] = {"capacity": parse_size, "group": _text}
+_REDIS: Final[Mapping[str, Option]] = {
+    **_STORE, "expiry": parse_duration, "password_file": _text, "ca_file": _text, "part": parse_size
+}  # fmt: skip
+_OBJECTS: Final[Mapping[str, Option]] = {
+    **_STORE, "endpoint": _text, "region": _text, "allow_http": _yes_or_no, "concurrency": _whole_number,
+    "anonymous": _yes_or_no,
+}  # fmt: skip
+_MOONCAKE: Final[Mapping[str, Option]] = {
+    **_STORE, "metadata_server": _text, "protocol": _text, "device": _text, "hostname": _text, "segment": parse_size,
+    "buffer": parse_size, "metrics": _whole_number,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class UrlRules:
+    """What the URLs of one kind of tier look like."""
+
+    example: str
+    options: Mapping[str, Option]
+    """Each option's name and what reads its value, raising ValueError."""
+    directory: bool = False
+    """It names a local directory: no host, an absolute path that is not "/", a capacity."""
+
+
+_REDIS_EXAMPLE: Final = "redis://cache:6379/0"
+SCHEMES: Final[Mapping[str, UrlRules]] = {
+    "disk": UrlRules("disk:///var/cache/kvpact?capacity=200GiB", _DIRECTORY, directory=True),
+    "dir": UrlRules("dir:///mnt/shared/kvpact?capacity=1TiB", _DIRECTORY, directory=True),
+    "redis": UrlRules(_REDIS_EXAMPLE, _REDIS),
+    "rediss": UrlRules("rediss://user@cache:6380/0?password_file=/run/secrets/redis", _REDIS),
+    "redis+cluster": UrlRules("redis+cluster://cache-1:6379,cache-2:6379", _REDIS),
+    "rediss+cluster": UrlRules("rediss+cluster://cache-1:6379,cache-2:6379", _REDIS),
+    "redis+sentinel": UrlRules("redis+sentinel://guard-1:26379,guard-2:26379/mymaster/0", _REDIS),
+    "s3": UrlRules("s3://bucket/prefix?region=eu-central-1", _OBJECTS),
+    "gs": UrlRules("gs://bucket/prefix", _OBJECTS),
+    "az": UrlRules("az://container/prefix", _OBJECTS),
+    "file": UrlRules("file:///mnt/objects/kvpact", {**_OBJECTS, "group": _text}),
+    "mooncake": UrlRules("mooncake://master:50051?metadata_server=P2PHANDSHAKE", _MOONCAKE),
+}
+"""The kinds that kvpact brings."""
+
+_DISK_EXAMPLE: Final = SCHEMES["disk"].example
+
+
+def other_schemes() -> set[str]:
+    """Kinds of tier that installed packages add."""
+    return {entry.name for entry in entry_points(group=ENTRY_POINTS)} - SCHEMES.keys()
+
+
+def parse_tier_url(value: object) -> TierURL:
+    """Read and check one tier URL; one of a kind that another package adds is checked by that package, when opened.
+
+    Raises:
+        ValueError: unknown scheme or option, relative path, missing host, missing or impossible capacity.
+    """
+    if isinstance(value, TierURL):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f'a tier is a URL such as "{_DISK_EXAMPLE}"')
+    try:
+        parts = urlsplit(value.strip())
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError:  # its message would repeat parts of the URL
+        raise ValueError(f'not a well-formed URL; one looks like "{_DISK_EXAMPLE}"') from None
+    options = dict(pairs)
+    if parts.fragment or "\0" in unquote(parts.path):
+        raise ValueError('"#" and NUL have no meaning in the path of a tier; write "#" as "%23"')
+    if len(options) != len(pairs):
+        raise ValueError("an option stands there twice; keep one")
+    url = TierURL(parts.scheme, unquote(parts.path), options, parts.netloc)
+    rules = SCHEMES.get(parts.scheme)
+    if rules is not None:
+        _check(url, rules)
+    elif parts.scheme not in (others := other_schemes()):
+        raise ValueError(f'unknown kind of tier "{parts.scheme}"{nearest(parts.scheme, [*SCHEMES, *sorted(others)])}')
+    return url
+
+
+def _check(url: TierURL, rules: UrlRules) -> None:
+    like = f'like "{rules.example}"'
+    if rules.directory or url.scheme == "file":
+        if url.host or not url.path.startswith("/"):
+            raise ValueError(f"a {url.scheme} tier needs an absolute path behind three slashes, {like}")
+        if url.path == "/":
+            raise ValueError(f'a {url.scheme} tier needs a directory of its own, not "/"; {like}')
+    elif "@" in url.path:
+        raise ValueError('a "/" in a user name or password must be written as "%2F"')
+    elif not url.host.rpartition("@")[2]:
+        raise ValueError(f"a {url.scheme} tier needs a host or bucket behind two slashes, {like}")
+    for name, text in url.options.items():
+        if name not in rules.options:
+            raise ValueError(f'unknown option "{name}"{nearest(name, rules.options)}')
+        try:
+            rules.options[name](text)
+        except ValueError as error:
+            raise ValueError(f'{name}="{text}": {error}') from None
+    if rules.directory:
+        if "capacity" not in url.options:
+            raise ValueError(f'a {url.scheme} tier needs a limit: add "?capacity=200GiB", {like}')
+        if url.capacity == 0:
+            raise ValueError('capacity is 0; give the tier room, such as "?capacity=200GiB", or leave it out')
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown `name`: the likely slip, or all that is known."""
+    candidates = list(known)
+    near = difflib.get_close_matches(name.lower(), candidates, n=1, cutoff=0.7)
+    return f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(candidates)}"

@@ -1,0 +1,96 @@
+"""Which engines can be served correctly: checked once at start, each refusal one clear message.
+
+Owns the list of releases and the settings under which kvpact's promises hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvpact.config import KvpactConfig
+from kvpact.errors import ConfigError
+from kvpact.vllm.compat.releases import COUNTS_HELD_BLOCKS
+from kvpact.vllm.worker_side import WorkerPlace
+
+logger = logging.getLogger(__name__)
+
+TESTED_RELEASES = ("0.26", "0.28", "0.30", "0.32", "0.33")
+"""Releases whose real scheduler the tests drive (of 0.32 the engine); others get a warning: the API may change."""
+
+SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Layouts in which a block's content depends on its tokens alone and every block of a request stays in place."""
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ConfigError if this engine's settings break a promise; warn of what only costs speed or safety margins."""
+    import vllm
+
+    release = str(vllm.__version__)
+    if not release.startswith(TESTED_RELEASES):
+        logger.warning("kvpact: vLLM %s is not among the tested releases (%s)", release, ", ".join(TESTED_RELEASES))
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(f'kv_role is "{transfer.kv_role}"; a cache both stores and loads: set "kv_role": "kv_both"')
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            'kvpact: kv_load_failure_policy is "%s": a load that fails ends its request with an error; '
+            'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
+            transfer.kv_load_failure_policy,
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales takes the scales of quantised keys and values from the first prompt that comes, so "
+            "no other engine could read what this one stores: leave --calculate-kv-scales out"
+        )
+    if COUNTS_HELD_BLOCKS and not getattr(vllm_config.model_config, "disable_cascade_attn", True):
+        raise ConfigError(
+            f"cascade attention on vLLM {release} goes by how often each block is used, and kvpact holds blocks while "
+            "they are copied: it would hear of a common prefix that requests do not have, and answer wrongly; "
+            "leave --no-disable-cascade-attn out"
+        )
+    parallel = vllm_config.parallel_config
+    context_parallel = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    if context_parallel > 1:
+        raise ConfigError(
+            f"context parallelism of {context_parallel} is not supported; blocks are then split over ranks"
+        )
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ConfigError(
+            f"the model has {len(groups)} KV cache groups; kvpact serves one: add --disable-hybrid-kv-cache-manager"
+        )
+    spec = type(groups[0].kv_cache_spec).__name__
+    if spec not in SUPPORTED_SPECS:
+        raise ConfigError(f"KV cache of kind {spec} is not supported; kvpact serves {', '.join(SUPPORTED_SPECS)}")
+
+
+def check_match_at(config: KvpactConfig) -> None:
+    """Raise ConfigError for settings under which workers could not look for blocks when a step begins."""
+    if config.match_at == "step" and config.save != "eager":
+        raise ConfigError(
+            f'match_at="step" loads what it finds through the slots of saves: save="{config.save}" has none then; '
+            'set "save": "eager"'
+        )
+
+
+def log_like_vllm() -> None:
+    """Send kvpact's log where the engine's goes, unless the user has set up logging for kvpact himself."""
+    ours, engine = logging.getLogger("kvpact"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers = engine.handlers
+        ours.setLevel(engine.level)
+        ours.propagate = False
+
+
+def worker_place(vllm_config: Any, kv_cache_config: Any) -> WorkerPlace:
+    """Where this worker stands; pipeline stages are counted before tensor-parallel ranks."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    parallel = vllm_config.parallel_config
+    rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
+    return WorkerPlace(
+        rank=rank,
+        world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        num_blocks=int(kv_cache_config.num_blocks),
+    )

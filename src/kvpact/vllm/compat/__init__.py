@@ -1,0 +1,1 @@
+"""Where vLLM's releases differ."""

@@ -1,0 +1,98 @@
+"""Where kvpact reaches into vLLM's scheduler: the free queue, block hashes, and what older releases do not offer.
+
+Owns the block tables under releases before 0.30, which hand out the block pool alone. Written for 0.26 to 0.33; a
+release that moves any of this is bridged here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, Protocol
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.core.sched.output import SchedulerOutput
+
+_TRANSFER_RESULTS: Any = getattr(base, "KVConnectorTransferResults", None)
+
+TAKES_FAILED_REQUESTS = _TRANSFER_RESULTS is not None
+"""Whether a connector can say that a request's load failed as a whole: from 0.30 on. Earlier it names blocks."""
+
+COUNTS_HELD_BLOCKS = any(
+    item.name == "num_common_prefix_blocks" and item.default_factory is MISSING for item in fields(SchedulerOutput)
+)
+"""Whether vLLM takes a block that is used as often as there are running requests for one that all of them have: up to
+0.30. A block held through a context counts as used once more (H94); only cascade attention goes by that."""
+
+
+def transfer_results(arrived: set[str], failed: set[str]) -> Any:
+    """What vLLM is told of asynchronous loads: requests whose load is over, and those of them that got nothing."""
+    return _TRANSFER_RESULTS(finished_recving=arrived, failed_recving=failed & arrived)
+
+
+class BlockTables(Protocol):
+    """As much of vLLM's KV cache manager as kvpact asks: the block ids of a request, one sequence a group."""
+
+    @property
+    def num_kv_cache_groups(self) -> int:
+        """How many groups there are."""
+
+    def get_block_ids(self, request_id: str) -> tuple[Sequence[int], ...]:
+        """All blocks that a request holds; none for a request that it does not know."""
+
+
+class StepBlockTables:
+    """The requests' block tables as each step's output tells them, before the workers get it."""
+
+    def __init__(self) -> None:
+        self.num_kv_cache_groups = 1
+        self._tables: dict[str, tuple[list[int], ...]] = {}
+
+    def take_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """A waiting request got these blocks."""
+        self._tables[request_id] = tuple(list(group) for group in block_ids)
+        self.num_kv_cache_groups = len(block_ids)
+
+    def take_step(self, scheduler_output: Any) -> None:
+        """Take in a step. To be called for every one: a table is sent whole once, then by what is added to it."""
+        for request_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+            self._tables.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self.take_blocks(new.req_id, new.block_ids)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if added is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                self.take_blocks(request_id, added)
+            else:
+                for table, blocks in zip(self._tables[request_id], added, strict=True):
+                    table.extend(blocks)
+
+    def get_block_ids(self, request_id: str) -> tuple[Sequence[int], ...]:
+        """See `BlockTables`."""
+        return self._tables.get(request_id, ((),) * self.num_kv_cache_groups)
+
+
+def is_free(block: Any) -> bool:
+    """Whether a block of the pool stands in the free queue."""
+    return bool(block.ref_cnt == 0 and not block.is_null)
+
+
+def next_free(pool: Any, after: Any) -> Any:
+    """The block of the free queue behind `after` (None: the first), or None at its end."""
+    return next(pool.free_block_queue.iter_blocks_after(after), None)
+
+
+def evict_first_of_all(pool: Any, blocks: Iterable[Any]) -> None:
+    """Move free blocks to the head of the queue, in this order."""
+    queue, moved = pool.free_block_queue, list(blocks)
+    for block in moved:
+        queue.remove(block)
+    queue.prepend_n(moved)
+
+
+def group_of(block_hash: Any) -> int:
+    """The KV cache group in the hash under which vLLM published a block."""
+    return int(get_group_id(block_hash))

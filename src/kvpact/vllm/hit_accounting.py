@@ -1,0 +1,130 @@
+"""Tells vLLM what it really did not compute: tokens that it took for loaded and that failed, and others found later.
+
+Owns the corrections of two counts that vLLM makes when it admits a request: the request's own statistics
+(`Request.prefill_stats`), which it sends with the first answer, after the workers' report, so there is time to mend
+them; and its hits of external caches, for `kvpact.vllm.scheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class AdmittedLoad:
+    """A load that vLLM counted as hits, until it is known what came of it."""
+
+    request: Any
+    stats: Any
+    """The request's statistics, None where vLLM counted the load elsewhere: after a preemption."""
+    tokens: int
+    """What arrives, as far as is known."""
+    synchronous: bool
+
+    @property
+    def after_preemption(self) -> bool:
+        """Whether vLLM counts its hits apart."""
+        return self.stats is None
+
+
+class HitCredit:
+    """Hits as vLLM is to count them: `num_cached_tokens` of each request, and the hits of all."""
+
+    def __init__(self) -> None:
+        self._watched: dict[str, tuple[Any, Any]] = {}
+        self._gone: set[str] = set()
+        self._loads: dict[str, AdmittedLoad] = {}
+        self._hits = 0
+        self._hits_again = 0
+
+    # Loads
+
+    def admit(self, request: Any, tokens: int, *, synchronous: bool) -> None:
+        """vLLM admits a request with a load of `tokens` and counts them; that is taken back until they are used."""
+        stats = request.prefill_stats if request.num_preemptions <= 0 else None
+        load = self._loads[request.request_id] = AdmittedLoad(request, stats, tokens, synchronous)
+        self._count(-tokens, load.after_preemption)
+
+    def load_failed(self, request_id: str, arrived: int) -> None:
+        """All but the first `arrived` tokens of the request's load are to be computed."""
+        load = self._loads.get(request_id)
+        if load is None or arrived >= load.tokens:
+            return
+        if load.stats is not None:
+            _mend(load.request, load.stats, arrived - load.tokens)
+        load.tokens = arrived
+
+    def step_reported(self, request_id: str) -> None:
+        """The step of a synchronous load is over: what arrived was used in it."""
+        load = self._loads.get(request_id)
+        if load is not None and load.synchronous:
+            self._use(request_id)
+
+    def scheduled(self, request_ids: Container[str]) -> None:
+        """These requests are computed in the step: what their asynchronous loads brought is used."""
+        for request_id in [each for each, load in self._loads.items() if not load.synchronous and each in request_ids]:
+            self._use(request_id)
+
+    def _use(self, request_id: str) -> None:
+        load = self._loads.pop(request_id)
+        self._count(load.tokens, load.after_preemption)
+
+    # Tokens found when a step begins
+
+    def watch(self, request: Any) -> None:
+        """Something is looked for: its statistics are remembered, because the answer may be told without them."""
+        stats = request.prefill_stats
+        known = self._watched.get(request.request_id)
+        if known is None or known[0] is not request:
+            self._watched[request.request_id] = (request, stats)
+
+    def credit(self, hits: Mapping[str, int]) -> None:
+        """The workers' report is in. As everywhere in vLLM, what a request gets after a preemption counts apart."""
+        for request_id, tokens in hits.items():
+            request, stats = self._watched.get(request_id, (None, None))
+            if request is None:
+                continue
+            self._count(tokens, request.num_preemptions > 0)
+            if request.num_preemptions <= 0 and stats is not None:
+                _mend(request, stats, tokens)
+        for request_id in self._gone:
+            self._watched.pop(request_id, None)
+        self._gone.clear()
+
+    # Both
+
+    def request_finished(self, request_id: str) -> None:
+        """The request ended; the report of its last step comes after this."""
+        if request_id in self._watched:
+            self._gone.add(request_id)
+        load = self._loads.get(request_id)
+        if load is not None and not load.synchronous:
+            del self._loads[request_id]
+
+    def take_corrections(self) -> tuple[int, int]:
+        """What to add to vLLM's hits since the last call: of requests at their first go, and after a preemption.
+
+        Negative only by what vLLM counted since then itself.
+        """
+        hits, self._hits, again, self._hits_again = self._hits, 0, self._hits_again, 0
+        return hits, again
+
+    def _count(self, tokens: int, after_preemption: bool) -> None:
+        if after_preemption:
+            self._hits_again += tokens
+        else:
+            self._hits += tokens
+
+    def __len__(self) -> int:
+        return len(self._watched) + len(self._loads)
+
+
+def _mend(request: Any, stats: Any, tokens: int) -> None:
+    """So many tokens more were not computed; less if negative."""
+    stats.num_cached_tokens += tokens
+    stats.num_external_cached_tokens += tokens
+    stats.num_computed_tokens -= tokens
+    if request.prefill_stats is not stats:  # final: what was not computed was not created here either
+        stats.num_cache_creation_tokens = max(0, stats.num_cache_creation_tokens - tokens)

@@ -1,0 +1,121 @@
+"""What the scheduler's process and the workers say to each other, as bytes.
+
+Owns the messages and their encoding. Nothing is unpickled (H80).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvpact.contract import StepLookup, StepRead, StepWork, WorkerReport
+from kvpact.memory.arena import SegmentAddress
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenLoad:
+    """A load that could not be ordered although the engine counts on it; the workers report it as failed."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    synchronous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """What a worker needs to open the shared tiers as the scheduler's half has: only that half knows all ranks.
+
+    `tiers` has pairs: the position under which the scheduler's half knows a tier, and its place in the configuration.
+    """
+
+    namespace: str
+    block_size: int
+    rank_slot_bytes: tuple[int, ...]
+    tiers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUsed:
+    """These blocks were loaded for adapter `number`, as its files of this `stamp` are."""
+
+    number: int
+    stamp: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """One scheduler step, as the workers get it."""
+
+    work: StepWork = field(default_factory=StepWork)
+    broken: tuple[BrokenLoad, ...] = ()
+    lookups: tuple[StepLookup, ...] = ()
+    store: StoreAddress | None = None
+    """Where to look; with every step that has `lookups`."""
+    adapters: tuple[AdapterUsed, ...] = ()
+    """What requests that run with loaded blocks for the first time must run with."""
+    changes: tuple[int, ...] = ()
+    """With loads or saves: how often each rank had said that its weights change, when they were ordered."""
+    spoilt: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """With overdue loads, where vLLM can only be told of blocks: by job, those to be named."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """What a worker says of itself once: where its part of the arena is, and what the bytes of its blocks mean."""
+
+    rank: int
+    segment: SegmentAddress
+    step_hook: bool = False
+    """Whether the worker asks this half before each step."""
+    watches_weights: bool = False
+    """Whether the worker says in the segment's notice when its weights change."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """What only this worker knows of the content of its blocks, by name: see `kvpact.vllm.worker_identity`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksMessage:
+    """One step's report over some ranks, with the reads of the one rank that tells them."""
+
+    report: WorkerReport
+    reads: tuple[StepRead, ...] = ()
+
+
+def encode_step(message: StepMessage) -> bytes:
+    """A step, as bytes."""
+    return _NOTHING_TO_DO if message == _NO_WORK else msgspec.msgpack.encode(message)
+
+
+def decode_step(payload: bytes) -> StepMessage:
+    """The step. Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(payload, type=StepMessage)
+
+
+def encode_hello(hello: WorkerHello) -> bytes:
+    """A worker's hello, as bytes."""
+    return msgspec.msgpack.encode(hello)
+
+
+def decode_hello(payload: bytes) -> WorkerHello:
+    """The hello. Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(payload, type=WorkerHello)
+
+
+def encode_reports(message: RanksMessage) -> bytes:
+    """Reports over some ranks, as bytes."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_reports(payload: bytes) -> RanksMessage:
+    """The reports. Raises msgspec.DecodeError."""
+    return _SILENCE if payload == _SILENT else _RANKS_MESSAGES.decode(payload)
+
+
+_RANKS_MESSAGES = msgspec.msgpack.Decoder(RanksMessage)
+# Most steps order nothing and most reports of a single rank are empty: those cost the scheduler a comparison.
+_NO_WORK = StepMessage()
+_NOTHING_TO_DO = msgspec.msgpack.encode(_NO_WORK)
+_SILENCE = RanksMessage(WorkerReport({0: {}}))
+_SILENT = msgspec.msgpack.encode(_SILENCE)

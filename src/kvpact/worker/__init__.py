@@ -1,0 +1,1 @@
+"""One rank: it copies, and reports what it copied."""

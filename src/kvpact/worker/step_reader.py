@@ -1,0 +1,204 @@
+"""One rank's own way into the shared tiers, for what it must know before a step begins.
+
+Owns the rank's clients of the tiers, their threads, and the memory that tiers read into: never a slot, because a read
+that is given up may go on writing. Each rank reads whole blocks, checked, and keeps its part of them. Waits, but never
+beyond its deadline: every request of the step waits too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count, pairwise
+
+from kvpact.config import KvpactConfig
+from kvpact.contract import StepRead
+from kvpact.errors import TierError
+from kvpact.identity.keys import BlockKey, BlockRange, Namespace
+from kvpact.threads import start_background
+from kvpact.tiers.client import LentSlots, TierClient
+from kvpact.tiers.executor import GetDone, TierQueue
+from kvpact.tiers.registry import TierPlace, load_seal, open_tier
+from kvpact.wire import StoreAddress
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 16 << 20
+"""Bytes of one read: what a deadline finds unfinished is lost."""
+
+LENT_BYTES = 256 << 20
+"""Memory that tiers read into, half of it one tier alone; what is given up is theirs until they are done with it."""
+
+PAUSE_SECONDS = 2e-4
+"""Between two looks at the tiers' threads."""
+
+
+@dataclass(eq=False, slots=True)
+class Wanted:
+    """Blocks that a step is to compute: `keys` from a request's first block on, of which those from `start` on."""
+
+    job_id: int
+    keys: Sequence[BlockKey]
+    start: int
+    slots: Sequence[int]
+
+
+@dataclass(eq=False, slots=True)
+class _Source:
+    """A shared tier, as this rank uses it; `position` is the scheduler's half's name for it."""
+
+    position: int
+    client: TierClient
+
+
+@dataclass(eq=False, slots=True)
+class _Walk:
+    """How far the blocks of one look-up have come, and from which tier the next are being read."""
+
+    wanted: Wanted
+    at: int
+    tier: int = 0
+    ticket: int = 0
+    buffers: list[list[memoryview]] = field(default_factory=list)
+
+
+class StepReader:
+    """Reads for one rank, whose part of each block is taken to its place by `keep(slot, part)`."""
+
+    def __init__(
+        self,
+        config: KvpactConfig,
+        rank: int,
+        keep: Callable[[int, memoryview], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._keep = keep
+        self._clock = clock
+        self._sources: list[_Source] = []
+        self._opening: threading.Event | None = None
+        self._bounds: list[tuple[int, int]] = []
+        self._block_bytes = 0
+        self._reads: list[StepRead] = []
+        self._tickets = count(1)
+        self._walks: dict[int, _Walk] = {}
+        self._crowded: list[_Walk] = []
+        """Which wait until their tier has less to read."""
+
+    def read(self, store: StoreAddress, wanted: Sequence[Wanted]) -> dict[int, int]:
+        """By job, how many blocks in a row from the start are in their slots now. Takes `step_deadline` at most."""
+        deadline = self._clock() + self._config.step_deadline
+        if not self._open(store).wait(self._config.step_deadline):
+            return {}
+        walks = [_Walk(one, one.start) for one in wanted]
+        for walk in walks:
+            self._go_on(walk)
+        while self._poll() and self._clock() < deadline:
+            time.sleep(PAUSE_SECONDS)
+        for walk in [*self._walks.values()]:
+            self._give_up(walk)
+        self._crowded.clear()
+        return {walk.wanted.job_id: walk.at - walk.wanted.start for walk in walks}
+
+    def take_reads(self) -> tuple[StepRead, ...]:
+        """What was read since the last call."""
+        reads, self._reads = tuple(self._reads), []
+        return reads
+
+    def _go_on(self, walk: _Walk) -> None:
+        """Ask the next tier, in the user's order, for the next blocks."""
+        left, now = len(walk.wanted.keys) - walk.at, self._clock()
+        while left and walk.tier < len(self._sources):
+            client = self._sources[walk.tier].client
+            number = min(left, max(1, READ_BYTES // self._block_bytes), client.room)
+            walk.buffers = self._new_buffers(number) if client.may_read(now) else []
+            walk.ticket = next(self._tickets)
+            keys = walk.wanted.keys[: walk.at + number]
+            if walk.buffers and client.submit_get(walk.ticket, keys, walk.at, walk.buffers, now):
+                self._walks[walk.ticket] = walk
+                return
+            if not number and any(other.tier == walk.tier for other in self._walks.values()):
+                self._crowded.append(walk)
+                return
+            walk.tier += 1
+
+    def _new_buffers(self, number: int) -> list[list[memoryview]]:
+        memory = memoryview(bytearray(number * self._block_bytes))
+        return [
+            [memory[block + first : block + last] for first, last in self._bounds]
+            for block in range(0, len(memory), self._block_bytes)
+        ]
+
+    def _poll(self) -> bool:
+        """Take in what has ended; whether anything is still to come."""
+        for source in self._sources:
+            for done in source.client.poll():
+                assert isinstance(done, GetDone)
+                assert isinstance(done.ticket, int)
+                walk = self._walks.pop(done.ticket, None)
+                if walk is not None:
+                    asked = len(walk.buffers)
+                    self._take(walk, source, done.arrived)
+                    walk.tier += done.arrived < asked
+                    crowded, self._crowded = self._crowded, []
+                    for ready in (walk, *crowded):
+                        self._go_on(ready)
+            source.client.check(self._clock())
+        return bool(self._walks)
+
+    def _give_up(self, walk: _Walk) -> None:
+        """The deadline has passed; what has arrived by now counts."""
+        source = self._sources[walk.tier]
+        arrived = source.client.executor.progress(walk.ticket)
+        self._take(walk, source, arrived)
+        del self._walks[walk.ticket]
+        source.client.give_up(walk.ticket, late=not arrived)  # else it works; the prompt was too long for one step
+
+    def _take(self, walk: _Walk, source: _Source, arrived: int) -> None:
+        """Blocks are there, verified: this rank's part of each goes into its slot."""
+        first = walk.at - walk.wanted.start
+        for slot, buffer in zip(walk.wanted.slots[first:], walk.buffers[:arrived], strict=False):
+            self._keep(slot, buffer[self._rank])
+        if arrived:
+            self._reads.append(StepRead(walk.wanted.job_id, source.position, BlockRange(walk.at, arrived)))
+        walk.at += arrived
+        walk.buffers = []
+
+    # Tiers
+
+    def _open(self, store: StoreAddress) -> threading.Event:
+        """The tiers are opened once, by a thread of their own: a server that is away must not hold the engine."""
+        if self._opening is None:
+            self._opening = threading.Event()
+            self._bounds = list(pairwise(accumulate(store.rank_slot_bytes, initial=0)))
+            self._block_bytes = sum(store.rank_slot_bytes)
+            start_background("kvpact-open-tiers", lambda: self._open_tiers(store))
+        return self._opening
+
+    def _open_tiers(self, store: StoreAddress) -> None:
+        assert self._opening is not None
+        try:
+            seal = load_seal(self._config.record_key_file)
+            place = TierPlace(Namespace.parse(store.namespace), self._block_bytes, seal)
+            lent = LentSlots(max(1, LENT_BYTES // self._block_bytes))
+            for position, number in store.tiers:
+                url = self._config.tiers[number]
+                try:
+                    tier = open_tier(url, place)
+                except TierError as error:
+                    logger.error("kvpact: rank %d looks up without the tier %s: %s", self._rank, url, error)
+                    continue
+                executor = TierQueue(tier, self._config.io_threads, 1)
+                timeout, clock = self._config.step_deadline, self._clock
+                self._sources.append(_Source(position, TierClient(executor, lent, timeout=timeout, clock=clock)))
+        finally:
+            self._opening.set()
+
+    def close(self, timeout: float) -> None:
+        """Stop the threads and let go of the tiers, in bounded time."""
+        for source in self._sources:
+            source.client.close(timeout / len(self._sources))

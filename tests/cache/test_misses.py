@@ -1,0 +1,180 @@
+"""A cache that never hits says why (H72): each cause, made on a real cache, is the one that a person is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from kvpact.cache.cache import MOST_IDLE_LOADS
+from kvpact.config import KvpactConfig
+from kvpact.contract import WorkerReport
+from kvpact.metrics import METRICS, MISS_HINTS, MissReason, explain_misses, series
+from kvpact.testkit.faults import Faults
+from kvpact.testkit.tier.dictionary_store import DictionaryStore
+from kvpact.testkit.tier.stepped_executor import SteppedQueue
+from kvpact.tiers.shared.tier import SharedTier
+from scenes import NAMESPACE, PAGE, Scene, SceneRequest, failed, tokens
+
+STORED, ASKED = SceneRequest("first", tokens(33)), SceneRequest("asked", tokens(33))
+
+
+def shared_scene(slots: int = 16, **settings: object) -> Scene:
+    """A cache above a store that works when a step says so, and has what another engine computed."""
+    store = DictionaryStore(faults=Faults())
+    other = Scene(tiers=[SteppedQueue(SharedTier(store, NAMESPACE, PAGE), 1 << 30)])
+    other.run_cold(STORED)
+    other.queues[0].advance()
+    other.close()
+    queue = SteppedQueue(SharedTier(store, NAMESPACE, PAGE), 1 << 30)
+    return Scene(slots, tiers=[queue], **{"recompute_if_faster": False, **settings})
+
+
+def ask(scene: Scene, request: SceneRequest = ASKED) -> None:
+    """Ask until there is an answer, which is a miss; a tenth of a second a step."""
+    for _ in range(100):
+        match = scene.cache.prepare_external_match(request, 0)
+        if match is not None:
+            assert match.num_tokens == 0
+            return
+        for queue in scene.queues:
+            queue.advance()
+        scene.cache.end_step()
+        scene.now += 0.1
+    raise AssertionError("there is no answer")
+
+
+def never_seen() -> Scene:
+    scene = Scene()
+    ask(scene)
+    return scene
+
+
+def below_one_block() -> Scene:
+    scene = Scene()
+    ask(scene, SceneRequest("short", tokens(3)))
+    return scene
+
+
+def not_to_be_named() -> Scene:
+    scene = Scene()
+    ask(scene, SceneRequest("unknown", tokens(33), None))
+    return scene
+
+
+def not_to_load() -> Scene:
+    scene = Scene()
+    scene.run_cold(STORED)
+    ask(scene, SceneRequest("must compute", tokens(33), may_load=False))
+    return scene
+
+
+def failed_before() -> Scene:
+    scene = Scene()
+    scene.run_cold(STORED)
+    match = scene.prepare(ASKED)
+    scene.cache.commit_external_match(ASKED, match, 32, scene.allocate(ASKED))
+    (job,) = scene.cache.end_step().loads
+    scene.cache.apply_report(WorkerReport({0: {job.job_id: failed(job, first=0)}}))
+    scene.run_cold(STORED)
+    ask(scene)
+    return scene
+
+
+def no_free_slot() -> Scene:
+    scene = shared_scene(slots=4)
+    holder = SceneRequest("holder", tokens(17, seed=1))
+    scene.run_cold(SceneRequest("held", tokens(17, seed=1)))
+    assert scene.prepare(holder).num_tokens == 16
+    ask(scene)
+    return scene
+
+
+def preempted_again_and_again() -> Scene:
+    scene = Scene()
+    scene.run_cold(STORED)
+    for _ in range(MOST_IDLE_LOADS):
+        scene.load(ASKED, scene.prepare(ASKED))
+    ask(scene)
+    return scene
+
+
+def slower_than_computing() -> Scene:
+    scene = shared_scene(recompute_if_faster=True)
+    (source,) = scene.cache.staging._sources
+    source.client.costs.latency.add(1e9, 1.0)  # quick to say what it has,
+    source.client.costs.note_read(1, 100.0, scene.now)  # slow to give it
+    for step in range(3):
+        fast = SceneRequest(f"fast-{step}", tokens(65, seed=9))
+        scene.cache.note_computed(fast, 64, lambda fast=fast: scene.allocate(fast))
+        scene.cache.end_step()
+        scene.now += 0.001
+    ask(scene)
+    return scene
+
+
+def asked_when_the_step_begins() -> Scene:
+    scene = shared_scene(match_at="step")
+    ask(scene)
+    return scene
+
+
+def too_late() -> Scene:
+    scene = shared_scene(prepare_deadline="500ms")
+    assert isinstance(scene.queues[0], SteppedQueue)
+    scene.queues[0].stalled_steps = 50
+    ask(scene)
+    return scene
+
+
+def behind_a_copy_that_hangs() -> Scene:
+    scene = Scene(load_deadline=1)
+    scene.run_cold(STORED)
+    hangs = SceneRequest("hangs", STORED.token_ids)
+    match = scene.prepare(hangs)
+    scene.cache.commit_external_match(hangs, match, match.num_tokens, scene.allocate(hangs))
+    for _ in range(6):
+        scene.cache.end_step()
+        scene.cache.apply_report(WorkerReport({}))
+        scene.now += 1.0
+    ask(scene)
+    return scene
+
+
+CAUSES: dict[MissReason, Callable[[], Scene]] = {
+    MissReason.NOT_STORED: never_seen,
+    MissReason.TOO_SHORT: below_one_block,
+    MissReason.UNKNOWN_IDENTITY: not_to_be_named,
+    MissReason.DISABLED: not_to_load,
+    MissReason.FAILED_BEFORE: failed_before,
+    MissReason.NO_ROOM: no_free_slot,
+    MissReason.CROWDED: preempted_again_and_again,
+    MissReason.RECOMPUTE_FASTER: slower_than_computing,
+    MissReason.ASKED_AT_STEP: asked_when_the_step_begins,
+    MissReason.DEADLINE: too_late,
+    MissReason.OVERDUE: behind_a_copy_that_hangs,
+}
+
+
+@pytest.mark.parametrize("reason", MissReason)
+def test_h72_each_cause_is_counted_as_itself_and_told(reason: MissReason) -> None:
+    scene = CAUSES[reason]()
+    shot = scene.cache.observe()
+    counted = {other: shot[series("misses", other)] for other in MissReason}
+    assert counted[reason] == 1
+    assert counted[MissReason.NOT_STORED] == (reason is MissReason.NOT_STORED)
+    line = explain_misses(shot)
+    assert f"most misses (1 {reason}) because {MISS_HINTS[reason]}" in line
+    for queue in scene.queues:
+        queue.advance()
+    scene.close()
+
+
+def test_h72_every_hint_is_its_own_and_names_what_there_is() -> None:
+    assert len({*MISS_HINTS.values()}) == len(MISS_HINTS) == len(MissReason)
+    there = {*KvpactConfig.model_fields, *(metric.name for metric in METRICS), "kvpact inspect"}
+    for hint in MISS_HINTS.values():
+        assert len(hint.split()) >= 6, hint
+        named = re.findall(r"`([^`]+)`", hint) + re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", hint)
+        assert {*named} <= there, hint

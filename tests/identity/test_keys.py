@@ -1,0 +1,323 @@
+"""Ranges against plain sets of integers; keys against everything that may or may not change them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import KEY_BYTES, BlockKeys, BlockRange, MediaSpan, Namespace, RangeSet, RequestIdentity, hull
+
+ranges = st.builds(BlockRange, st.integers(0, 30), st.integers(0, 8))
+lists_of_ranges = st.lists(ranges, max_size=6)
+range_sets = st.builds(lambda items: RangeSet.of(*items), lists_of_ranges)
+
+NAMESPACE = bytes(range(32))
+BLOCK_SIZE = 4
+TOKENS = list(range(100, 122))
+"""Five full blocks of four tokens, and two tokens more."""
+
+
+def blocks(ranges: RangeSet) -> set[int]:
+    return set(ranges.blocks())
+
+
+def require_canonical(ranges: RangeSet) -> None:
+    assert all(item.count > 0 for item in ranges.ranges)
+    assert all(left.end < right.start for left, right in zip(ranges.ranges, ranges.ranges[1:], strict=False))
+
+
+def keys_of(
+    identity: RequestIdentity | None = None, tokens: list[int] | None = None, namespace: bytes = NAMESPACE
+) -> list[bytes]:
+    keys = BlockKeys(namespace, BLOCK_SIZE, identity or RequestIdentity())
+    return list(keys.extend(TOKENS if tokens is None else tokens))
+
+
+def first_changed(changed: list[bytes], original: list[bytes] | None = None) -> int:
+    """The first block whose key differs; every later one must differ too, for a key stands for the whole prefix."""
+    original = keys_of() if original is None else original
+    same = [left == right for left, right in zip(original, changed, strict=True)]
+    start = same.index(False) if False in same else len(same)
+    assert not any(same[start:])
+    return start
+
+
+@given(lists_of_ranges)
+def test_a_range_set_holds_the_blocks_of_its_ranges(items: list[BlockRange]) -> None:
+    ranges = RangeSet.of(*items)
+    require_canonical(ranges)
+    expected = {block for item in items for block in item}
+    assert list(ranges.blocks()) == sorted(expected)
+    assert len(ranges) == len(expected)
+    assert [block for block in range(45) if block in ranges] == sorted(expected)
+
+
+@given(range_sets, range_sets)
+def test_set_operations_are_those_of_sets(left: RangeSet, right: RangeSet) -> None:
+    for combined, expected in [
+        (left.union(right), blocks(left) | blocks(right)),
+        (left.intersection(right), blocks(left) & blocks(right)),
+        (left.difference(right), blocks(left) - blocks(right)),
+    ]:
+        require_canonical(combined)
+        assert blocks(combined) == expected
+
+
+@given(range_sets, range_sets)
+def test_equal_sets_of_blocks_are_equal_range_sets(left: RangeSet, right: RangeSet) -> None:
+    assert (left == right) == (blocks(left) == blocks(right))
+    assert left.difference(right).union(left.intersection(right)) == left
+
+
+@given(range_sets, st.integers(0, 45))
+def test_the_prefix_from_a_block_is_the_unbroken_run_there(ranges: RangeSet, start: int) -> None:
+    run = 0
+    while start + run in blocks(ranges):
+        run += 1
+    assert ranges.prefix_from(start) == run
+
+
+@given(range_sets)
+def test_the_hull_is_the_smallest_range_around_all(ranges: RangeSet) -> None:
+    covering = ranges.hull()
+    if not len(ranges):
+        assert covering is None
+        return
+    assert covering is not None
+    assert (covering.start, covering.end - 1) == (min(blocks(ranges)), max(blocks(ranges)))
+
+
+@given(st.lists(range_sets, max_size=4))
+def test_the_hull_over_ranks_covers_every_rank(ranks: list[RangeSet]) -> None:
+    everything = set().union(*map(blocks, ranks))
+    expected = set(range(min(everything), max(everything) + 1)) if everything else set()
+    assert blocks(hull(ranks)) == expected
+
+
+def test_h41_failed_ranges_of_two_ranks_combine_to_their_hull() -> None:
+    failed = hull([RangeSet.of(BlockRange(10, 6)), RangeSet.of(BlockRange(4, 12))])
+    assert failed == RangeSet.of(BlockRange(4, 12))
+
+
+def test_h42_saves_with_a_gap_stay_two_ranges() -> None:
+    first = RangeSet.of(BlockRange(0, 16), BlockRange(32, 32))
+    assert first.intersection(RangeSet.span(0, 48)) == RangeSet.of(BlockRange(0, 16), BlockRange(32, 16))
+    assert first.prefix_from(0) == 16
+
+
+@given(st.integers(-5, 20), st.integers(-5, 20))
+def test_a_span_holds_what_lies_between(start: int, end: int) -> None:
+    if start < 0:
+        with pytest.raises(ValueError, match="start >= 0"):
+            RangeSet.span(start, end)
+    else:
+        assert blocks(RangeSet.span(start, end)) == set(range(start, end))
+
+
+@pytest.mark.parametrize(("start", "count"), [(-1, 1), (0, -1)])
+def test_a_range_before_the_first_block_is_refused(start: int, count: int) -> None:
+    with pytest.raises(ValueError, match="start >= 0 and count >= 0"):
+        BlockRange(start, count)
+
+
+def test_only_full_blocks_have_keys() -> None:
+    assert len(keys_of()) == 5
+    assert {len(key) for key in keys_of()} == {KEY_BYTES}
+    assert len(set(keys_of(tokens=[7] * 20))) == 5, "equal blocks at other places have other keys"
+    assert keys_of(tokens=TOKENS[:3]) == []
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.data())
+def test_keys_extended_step_by_step_are_those_computed_at_once(tokens: list[int], data: st.DataObject) -> None:
+    keys = BlockKeys(NAMESPACE, BLOCK_SIZE, RequestIdentity(salt="tenant"))
+    for length in sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=5))):
+        keys.extend(tokens[:length])
+    assert keys.extend(tokens) == keys_of(RequestIdentity(salt="tenant"), tokens)
+
+
+def test_keys_are_computed_once() -> None:
+    """A second call reads no token of a block that has a key: handing it other tokens there changes nothing."""
+    keys = BlockKeys(NAMESPACE, BLOCK_SIZE, RequestIdentity())
+    before = list(keys.extend(TOKENS[:16]))
+    assert keys.extend([0] * 16 + TOKENS[16:])[:4] == before
+    assert keys.keys == keys_of()
+
+
+@given(st.integers(0, 19))
+def test_a_token_changes_its_block_and_all_later_ones(position: int) -> None:
+    tokens = list(TOKENS)
+    tokens[position] += 1
+    assert first_changed(keys_of(tokens=tokens)) == position // BLOCK_SIZE
+
+
+def test_tokens_of_an_unfinished_block_change_nothing() -> None:
+    assert keys_of(tokens=[*TOKENS[:20], 1, 2, 3]) == keys_of()
+
+
+def test_token_ids_use_all_32_bits() -> None:
+    assert keys_of(tokens=[0, 0, 0, 1]) != keys_of(tokens=[0, 0, 0, 1 + 2**31])
+    assert len(keys_of(tokens=[0, 0, 0, 2**32 - 1])) == 1
+    assert not keys_of(tokens=[0, 0, 0, 2**32])
+
+
+def test_h23_two_namespaces_share_no_key() -> None:
+    fields = {"model": "llama", "dtype": "bfloat16", "block_size": "16", "layers": "16", "layout": "NHD", "ranks": "1"}
+    digests = {Namespace(fields).digest}
+    for name in fields:
+        digests.add(Namespace({**fields, name: fields[name] + "x"}).digest)
+        digests.add(Namespace({other: value for other, value in fields.items() if other != name}).digest)
+    assert len(digests) == 1 + 2 * len(fields)
+    assert len({keys_of(namespace=digest)[0] for digest in digests}) == len(digests)
+    assert Namespace(dict(reversed(fields.items()))).digest == Namespace(fields).digest
+
+
+def test_h24_another_adapter_changes_every_key() -> None:
+    assert first_changed(keys_of(RequestIdentity(adapter="sha256:1"))) == 0
+    assert keys_of(RequestIdentity(adapter="sha256:1")) != keys_of(RequestIdentity(adapter="sha256:2"))
+
+
+def test_h24_another_salt_changes_every_key() -> None:
+    assert first_changed(keys_of(RequestIdentity(salt="tenant"))) == 0
+    assert keys_of(RequestIdentity(salt="tenant")) != keys_of(RequestIdentity(salt="other"))
+    assert keys_of(RequestIdentity(salt="x")) != keys_of(RequestIdentity(adapter="x")), "the fields cannot be confused"
+
+
+def test_h24_media_change_keys_from_their_first_block_on() -> None:
+    image = MediaSpan(start=6, count=8, content="sha256:cat")
+    with_image = keys_of(RequestIdentity(media=(image,)))
+    assert first_changed(with_image) == 1, "the image covers tokens 6 to 13, blocks 1 to 3"
+    for other in [replace(image, content="sha256:dog"), replace(image, start=7)]:
+        assert first_changed(keys_of(RequestIdentity(media=(other,))), with_image) == 1
+
+
+def test_h24_media_that_start_in_an_earlier_block_count_with_their_offset() -> None:
+    """Tokens 8 to 11 are placeholders in both requests, but of other parts of the same image."""
+    early, late = (MediaSpan(start=start, count=8, content="sha256:cat") for start in (4, 5))
+    assert first_changed(keys_of(RequestIdentity(media=(early,))), keys_of(RequestIdentity(media=(late,)))) == 1
+
+
+@given(st.integers(0, 21), st.integers(1, 10))
+def test_h24_media_change_exactly_what_follows_their_start(start: int, count: int) -> None:
+    identity = RequestIdentity(media=(MediaSpan(start, count, "sha256:cat"),))
+    assert first_changed(keys_of(identity)) == min(start // BLOCK_SIZE, 5)
+
+
+@given(st.integers(0, 4))
+def test_h24_prompt_embeddings_change_keys_from_their_block_on(block: int) -> None:
+    with_embeddings = keys_of(RequestIdentity(embeddings={block: b"digest of the rows"}))
+    assert first_changed(with_embeddings) == block
+    assert first_changed(keys_of(RequestIdentity(embeddings={block: b"other rows"})), with_embeddings) == block
+
+
+def test_h37_keys_of_another_epoch_are_other_keys_from_the_first_block_on() -> None:
+    epochs = [FIRST_EPOCH, Epoch.of_word("v1"), Epoch.of_word("v2"), Epoch.draw(), Epoch.draw()]
+    first = [BlockKeys(NAMESPACE, 4, RequestIdentity(), epoch).extend(range(8))[0] for epoch in epochs]
+    assert len(set(first)) == len(epochs)
+    assert BlockKeys(NAMESPACE, 4, RequestIdentity(), Epoch.of_word("v1")).extend(range(4)) == [first[1]]
+
+
+def test_keys_of_another_group_are_other_keys() -> None:
+    plain = BlockKeys(NAMESPACE, 4, RequestIdentity())
+    windows = BlockKeys(NAMESPACE, 4, RequestIdentity(), group=b"w" * 32)
+    assert set(plain.extend(range(16))).isdisjoint(windows.extend(range(16)))
+
+
+@given(
+    spans=st.lists(st.builds(MediaSpan, st.integers(0, 40), st.integers(1, 12), st.sampled_from("ab")), max_size=4),
+    known=st.integers(0, 4),
+    tokens=st.integers(0, 48),
+)
+def test_h47_keys_of_a_request_that_has_grown_are_those_of_one_that_came_so(
+    spans: list[MediaSpan], known: int, tokens: int
+) -> None:
+    """Media of a later chunk: what stands before them keeps its keys, and nothing else does."""
+    whole = RequestIdentity(media=tuple(spans))
+    growing = BlockKeys(NAMESPACE, 4, RequestIdentity(media=tuple(spans[:known])))
+    before = list(growing.extend(range(tokens)))
+    kept = growing.renew(whole)
+    after = BlockKeys(NAMESPACE, 4, whole).extend(range(48))
+    assert growing.extend(range(48)) == after
+    assert before[:kept] == after[:kept]
+    assert kept == len(before) or before[kept] != after[kept]
+
+
+def test_a_living_request_cannot_change_its_adapter() -> None:
+    keys = BlockKeys(NAMESPACE, 4, RequestIdentity(adapter="a"))
+    with pytest.raises(ValueError, match="keeps its adapter"):
+        keys.renew(RequestIdentity(adapter="b"))
+
+
+def test_h24_media_and_embeddings_cannot_be_confused() -> None:
+    media = RequestIdentity(media=(MediaSpan(0, 4, "x"),))
+    embeddings = RequestIdentity(embeddings={0: b"x" + bytes(8)})
+    assert keys_of(media) != keys_of(embeddings)
+
+
+KEYS_IN_A_PROCESS = """
+from kvpact.identity.keys import *
+identity = RequestIdentity("adapter", "salt", (MediaSpan(2, 5, "image"),), {3: b"rows"})
+namespace = Namespace({name: name for name in {"model", "dtype", "layout", "ranks"}}).digest
+print(BlockKeys(namespace, 4, identity).extend(range(20))[-1].hex())
+"""
+
+
+def test_h25_keys_do_not_depend_on_the_process() -> None:
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", KEYS_IN_A_PROCESS],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }
+    assert len(found) == 1
+
+
+GOLDEN_KEYS = [
+    "70384aa2f3c76a780bedbf7f7cbe45dc563ce8d7c1bec407248b760c7b312edc",
+    "05f6c95c6fa2dfd2ee25cbdde960d69534c843fdd39fe812825d8c3603e75199",
+    "6113e0588d5376a3db8a8af74829c3c2fa56f2c95c129c857dbec38ab514f9d7",
+    "600abe28220b10bf2b5f80228cf21eb88e03285c26a5a0eac8ebda25957dcfb7",
+    "34bb2e0cf6e556e0f44089712853902338a1ffe1765e2345fc501d2e9f49cb4f",
+]
+GOLDEN_PLAIN_KEY = "b504ca80d4122200e3a20e00fb78780641118669e28d8bb4f02f4dd636f89a98"
+GOLDEN_NAMESPACE = "87878441118bbe3a785406bcc38bd9d35a5f8cfb637856aeb2b3dc7b217a9490"
+
+
+def test_h25_keys_are_the_same_in_every_release() -> None:
+    """These bytes name what lies on users' disks: if they must change, raise KEY_FORMAT."""
+    identity = RequestIdentity("adapter", "salt", (MediaSpan(2, 5, "image"),), {3: b"rows"})
+    assert [key.hex() for key in keys_of(identity)] == GOLDEN_KEYS
+    assert keys_of()[0].hex() == GOLDEN_PLAIN_KEY
+    assert Namespace({"model": "llama", "dtype": "bfloat16"}).digest.hex() == GOLDEN_NAMESPACE
+
+
+def test_a_namespace_survives_its_description() -> None:
+    namespace = Namespace({"model": 'ünï "quoted"', "dtype": "bfloat16"})
+    assert Namespace.parse(namespace.describe()) == namespace
+    assert namespace.digest.hex().startswith(namespace.name)
+    assert len(namespace.name) == 16
+    for bad in ["[]", '{"a": 1}']:
+        with pytest.raises(ValueError, match="JSON object of strings"):
+            Namespace.parse(bad)
+
+
+def test_differences_of_namespaces_are_told_field_by_field() -> None:
+    here, there = Namespace({"model": "a", "dtype": "fp8", "layers": "2"}), Namespace({"model": "b", "dtype": "fp8"})
+    assert here.differences(there) == ["layers: 2 here, (absent) there", "model: a here, b there"]
+    assert here.differences(here) == []
+
+
+def test_a_block_size_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 token, not 0"):
+        BlockKeys(NAMESPACE, 0, RequestIdentity())

@@ -1,0 +1,237 @@
+"""The index against a slow model that keeps objects and searches them all, in random order of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import event, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvpact.index.block_index import ROOT, BlockIndex, Pin, State
+
+NUM_SLOTS = 7
+paths = st.text("abc", min_size=1, max_size=5)
+"""A block is named by its path: `ab` is the block that follows `a`. Its key is the path itself."""
+
+
+def chain(path: str) -> list[bytes]:
+    return [path[: length + 1].encode() for length in range(len(path))]
+
+
+@dataclass(eq=False)
+class Block:
+    """One block as the model sees it; stays an object of its own after it was dropped."""
+
+    key: bytes
+    parent: Block | None
+    slot: int
+    last_use: int
+    filled: bool = False
+    dropped: bool = False
+    writing: bool = True
+    pins: list[Pin] = field(default_factory=list)
+
+    def lineage(self) -> list[Block]:
+        return [self, *(self.parent.lineage() if self.parent else [])]
+
+    @property
+    def held(self) -> bool:
+        return all(block.filled for block in self.lineage())
+
+    @property
+    def needed_by_itself(self) -> bool:
+        return self.writing or bool(self.pins) or (not self.dropped and not self.held)
+
+
+class Model:
+    """Every rule of the index in its plainest form: O(n) or worse, nothing kept twice."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.uses = 0
+
+    def known(self) -> dict[bytes, Block]:
+        return {block.key: block for block in self.blocks if not block.dropped}
+
+    def needed(self) -> set[Block]:
+        return {needed for block in self.blocks if block.needed_by_itself for needed in block.lineage()}
+
+    def free(self) -> int:
+        return NUM_SLOTS - len(self.blocks)
+
+    def evictable(self, parent: bytes) -> set[Block]:
+        protected = set(self.known()[parent].lineage()) if parent else set()
+        return set(self.blocks) - self.needed() - protected
+
+    def use(self, block: Block) -> None:
+        self.uses += 1
+        for used in block.lineage():
+            used.last_use = self.uses
+
+    def collect(self) -> None:
+        needed = self.needed()
+        self.blocks = [block for block in self.blocks if not block.dropped or block in needed]
+
+    def evict_for(self, count: int, parent: bytes) -> list[bytes] | None:
+        if self.free() + len(self.evictable(parent)) < count:
+            return None
+        evicted = []
+        while self.free() < count:
+            leaves = [block for block in self.evictable(parent) if block not in {other.parent for other in self.blocks}]
+            victim = min(leaves, key=lambda block: block.last_use)
+            self.blocks.remove(victim)
+            evicted.append(victim.key)
+        return evicted
+
+    def drop(self, key: bytes) -> set[bytes]:
+        gone = {block for block in self.blocks if not block.dropped and block.key.startswith(key)}
+        for block in gone:
+            block.dropped = True
+        self.collect()
+        return {block.key for block in gone}
+
+
+class IndexMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.index = BlockIndex(NUM_SLOTS)
+        self.model = Model()
+
+    def writers(self) -> list[Block]:
+        return [block for block in self.model.blocks if block.writing]
+
+    @rule(path=paths)
+    def save(self, path: str) -> None:
+        self.reserve(path)
+        if self.writers():
+            self.complete_all()
+
+    @rule(path=paths)
+    def reserve(self, path: str) -> None:
+        keys = chain(path)
+        start, end = self.index.known_prefix(keys), len(keys)
+        parent = keys[start - 1] if start else ROOT
+        before = {key: block.slot for key, block in self.model.known().items()}
+        expected = self.model.evict_for(end - start, parent)
+        reservation = self.index.reserve(keys, start, end)
+        if expected is None:
+            assert reservation is None
+            event("no room")
+            return
+        assert reservation is not None
+        event(f"evicted {len(expected)}")
+        assert reservation.evicted == tuple((key, before[key]) for key in expected)
+        assert len(reservation.slots) == end - start
+        for key, slot in zip(keys[start:end], reservation.slots, strict=True):
+            assert slot not in {block.slot for block in self.model.blocks}
+            block = Block(key, self.model.known().get(key[:-1]), slot, 0)
+            self.model.blocks.append(block)
+            self.model.use(block)
+
+    @precondition(lambda self: self.writers())
+    @rule()
+    def complete_all(self) -> None:
+        self.complete(self.writers())
+
+    @precondition(lambda self: self.writers())
+    @rule(data=st.data())
+    def complete_some(self, data: st.DataObject) -> None:
+        self.complete(data.draw(st.lists(st.sampled_from(self.writers()), min_size=1, unique=True)))
+
+    def complete(self, done: list[Block]) -> None:
+        before = {block.key for block in self.model.known().values() if block.held}
+        became_held = self.index.complete([block.slot for block in done])
+        for block in done:
+            block.writing = False
+            block.filled = not block.dropped
+        self.model.collect()
+        assert set(became_held) == {block.key for block in self.model.known().values() if block.held} - before
+        assert len(became_held) == len(set(became_held))
+        for position, key in enumerate(became_held):
+            assert key[:-1] in before | set(became_held[:position]) | {ROOT}
+
+    @precondition(lambda self: self.writers())
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        failed = data.draw(st.lists(st.sampled_from(self.writers()), min_size=1, unique=True))
+        slots = {key: block.slot for key, block in self.model.known().items()}
+        expected: set[bytes] = set()
+        for block in failed:
+            if not block.dropped:
+                expected |= self.model.drop(block.key)
+            block.writing = False
+        self.model.collect()
+        removed = self.index.abandon([block.slot for block in failed])
+        assert len(removed) == len(expected)
+        assert set(removed) == {(key, slots[key]) for key in expected}
+
+    @precondition(lambda self: self.model.known())
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.model.known().values(), key=lambda block: block.key)))
+        block.pins.append(self.index.pin(block.key))
+
+    @precondition(lambda self: self.index.pinned_count)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([block for block in self.model.blocks if block.pins]))
+        self.index.unpin(block.pins.pop())
+        self.model.collect()
+
+    @precondition(lambda self: self.model.known())
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.model.known().values(), key=lambda block: block.key)))
+        self.index.touch(block.key)
+        self.model.use(block)
+
+    @rule(path=st.one_of(st.just(""), paths, paths, paths, paths, paths))
+    def drop(self, path: str) -> None:
+        """Dropping the root is `clear`."""
+        slots = {key: block.slot for key, block in self.model.known().items()}
+        removed = self.index.drop(path.encode()) if path else self.index.clear()
+        assert sorted(removed) == sorted((key, slots[key]) for key in self.model.drop(path.encode()))
+        order = [key for key, _ in removed]
+        assert all(key[:-1] not in order[:position] for position, key in enumerate(order)), "parents go last"
+
+    @rule()
+    def restart(self) -> None:
+        """What a slab does: only held blocks are in its table, and neither pins nor writers survive."""
+        table = list(self.index.entries())
+        held = {block.key: block for block in self.model.known().values() if block.held}
+        assert {entry.key for entry in table} == set(held)
+        self.index = BlockIndex(NUM_SLOTS)
+        assert self.index.restore(reversed(table)) == []
+        self.model.blocks = list(held.values())
+        for block in self.model.blocks:
+            block.pins, block.writing = [], False
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self.index.check()
+        known = self.model.known()
+        assert len(self.index) == len(known)
+        assert self.index.held_count == sum(block.held for block in known.values())
+        assert self.index.pinned_count == sum(len(block.pins) for block in self.model.blocks)
+        assert self.index.free_slots == self.model.free()
+        assert self.index.waiting_slots == sum(block.dropped for block in self.model.blocks)
+        for key, block in known.items():
+            assert self.index.slot(key) == block.slot
+            assert self.index.key_at(block.slot) == key
+            expected = State.HELD if block.held else State.SAVED if block.filled else State.RESERVED
+            assert self.index.state(block.slot) == expected
+        for block in self.model.blocks:
+            if block.dropped:
+                assert self.index.key_at(block.slot) is None
+                assert self.index.state(block.slot) == (State.CANCELLED if block.writing else State.DOOMED)
+        for parent in [ROOT, *known]:
+            assert self.index.reservable(parent) == self.model.free() + len(self.model.evictable(parent))
+        for path in {key.decode() + "a" for key in [*known, b""]}:
+            keys = chain(path)
+            assert self.index.held_prefix(keys) == sum(key in known and known[key].held for key in keys)
+            assert self.index.known_prefix(keys) == sum(key in known for key in keys)
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

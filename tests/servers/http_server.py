@@ -1,0 +1,162 @@
+"""A real OpenAI-compatible server that a user's command started, asked over HTTP by the `openai` client.
+
+Owns the server's process, its log and what its metrics page says. The command is a user's: `kvpact serve` or
+`vllm serve`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.request import urlopen
+
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpact.demo.engine import session_members
+from servers.redis_server import free_ports
+
+START_SECONDS = 300.0
+"""Two idle cores take about 40."""
+
+STOP_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one completion gave."""
+
+    text: str
+    logprobs: tuple[Mapping[str, float], ...]
+    """For each token, its most likely tokens with log-probabilities."""
+    finish_reason: str | None
+    prompt_tokens: int
+    cached_tokens: int
+
+    def same_as(self, other: Answer) -> bool:
+        """Bit-identical tokens and log-probabilities, of a request that was answered to its end."""
+        return (self.text, self.logprobs) == (other.text, other.logprobs) and self.finish_reason == "length"
+
+
+class Server:
+    """A server in a session of its own; `command` is what a user types, without the address."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        (self.port,) = free_ports(1)
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(self.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120.0
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+        self.kill()
+
+    def wait_ready(self) -> Self:
+        """Wait until the server says that it is well."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert self.process.poll() is None, self._log_tail(f"the server left with code {self.process.returncode}")
+            assert time.monotonic() < deadline, self._log_tail(f"no answer within {START_SECONDS:g} s")
+            try:
+                with urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return self
+            except OSError:
+                time.sleep(0.2)
+
+    def ask(self, tokens: list[int], *, stream: bool = False, max_tokens: int = 6) -> Answer:
+        """Complete `tokens`, greedily."""
+        asked: dict[str, Any] = {"model": self.model, "prompt": tokens, "max_tokens": max_tokens, "temperature": 0}
+        asked |= {"logprobs": 3}
+        if not stream:
+            whole = self.client.completions.create(**asked)
+            return _answer([whole])
+        options: Any = {"include_usage": True}
+        with self.client.completions.create(**asked, stream=True, stream_options=options) as chunks:
+            return _answer(list(chunks))
+
+    @property
+    def model(self) -> str:
+        """The name under which the server answers."""
+        return self.client.models.list().data[0].id
+
+    def leave_after(self, tokens: list[int], chunks: int) -> None:
+        """Ask for a long answer as a stream, and hang up after a few chunks of it."""
+        with self.client.completions.create(model=self.model, prompt=tokens, max_tokens=400, stream=True) as stream:
+            for _ in zip(range(chunks), stream, strict=False):
+                pass
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics page: each sample by its name, and with kvpact's labels by `name{value}`; engines are summed."""
+        with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=20) as page:
+            families = text_string_to_metric_families(page.read().decode())
+        found: dict[str, float] = defaultdict(float)
+        for sample in (sample for family in families for sample in family.samples):
+            if not sample.name.endswith("_created"):
+                value = sample.labels.get("tier") or sample.labels.get("reason")
+                found[f"{sample.name}{{{value}}}" if value else sample.name] += sample.value
+        return found
+
+    def wait_for(self, what: Callable[[dict[str, float]], bool], seconds: float = 30.0) -> dict[str, float]:
+        """The metrics page once `what` is true of it. vLLM updates it with its steps, so short prompts are asked."""
+        deadline = time.monotonic() + seconds
+        while not what(seen := self.metrics()):
+            assert time.monotonic() < deadline, {name: value for name, value in seen.items() if "kvpact" in name}
+            self.ask([1, 2, 3], max_tokens=1)
+        return seen
+
+    def stop(self) -> int:
+        """SIGTERM, as a service manager sends it; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_SECONDS)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the server at once."""
+        while members := session_members(self.process.pid):
+            for pid in members:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.02)
+        self.process.wait()
+
+    def _log_tail(self, what: str) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return f"{what}; the end of {self.log}:\n" + "\n".join(lines[-40:])
+
+
+def _answer(parts: Sequence[Any]) -> Answer:
+    """One answer from all the parts in which it came."""
+    choices = [choice for part in parts for choice in part.choices]
+    usage = parts[-1].usage
+    details = usage.prompt_tokens_details
+    return Answer(
+        text="".join(choice.text for choice in choices),
+        logprobs=tuple(top for choice in choices if choice.logprobs for top in choice.logprobs.top_logprobs),
+        finish_reason=choices[-1].finish_reason,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+    )

@@ -1,0 +1,111 @@
+"""The house keeps its rules: a part imports only what stands above it in docs/architecture.md's table, in no circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import kvpact
+
+SOURCE = Path(kvpact.__file__).parent
+ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
+
+CORE = "worker"
+"""The last part of the core in the table."""
+
+CORE_MAY_NOT_IMPORT = {"torch", "vllm", "transformers", "typer", "rich", "pickle", "marshal", "shelve", "dill"}
+
+
+REACHES_ITS_STORE = {"tiers.mooncake": {"socket", "http.client"}}
+"""A tier talks to the store whose address its user gave; the others do so through that store's client."""
+
+
+def imports_of(path: Path, *, for_types: bool = True) -> set[str]:
+    """Every module that the file names in an import statement, wherever it stands; or those that it needs to run."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = node.body if for_types else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules_named = {name for name in named if name.removeprefix("kvpact.") in modules()}
+            found |= modules_named
+            if modules_named != named:
+                found.add(node.module)
+    return found
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name below kvpact -> file."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    del found[""]
+    return found
+
+
+def parts() -> list[str]:
+    """The parts of the table, those that others may import first."""
+    return re.findall(r"^\| `(\w+)(?:/|\.py)` \|", ARCHITECTURE.read_text(), re.MULTILINE)
+
+
+def test_every_module_belongs_to_a_part_and_imports_only_from_parts_above_it() -> None:
+    order = {part: place for place, part in enumerate(parts())}
+    for name, path in modules().items():
+        part = name.split(".")[0]
+        assert part in order, f"{name} has no place in the table"
+        for imported in imports_of(path):
+            package, _, rest = imported.partition(".")
+            if package == "kvpact" and rest:
+                other = rest.split(".")[0]
+                assert order[other] <= order[part], f"{name} imports {imported}, which stands below {part} in the table"
+
+
+def test_the_table_names_nothing_that_is_not_there() -> None:
+    assert set(parts()) == {name.split(".")[0] for name in modules()}
+
+
+def test_no_circle_of_imports() -> None:
+    graph = {
+        name: {
+            imported.removeprefix("kvpact.")
+            for imported in imports_of(path, for_types=False)
+            if imported.startswith("kvpact.")
+        }
+        for name, path in modules().items()
+        if not name.startswith("testkit.")
+    }
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def test_the_root_has_at_most_twelve_modules() -> None:
+    assert len(list(SOURCE.glob("*.py"))) <= 12
+
+
+def test_h80_the_core_imports_no_engine_and_nothing_that_unpickles() -> None:
+    order = parts()
+    core = order[: order.index(CORE) + 1]
+    for name, path in modules().items():
+        if name.split(".")[0] in core:
+            packages = {imported.split(".")[0] for imported in imports_of(path)}
+            assert not packages & CORE_MAY_NOT_IMPORT, f"{name} imports {packages & CORE_MAY_NOT_IMPORT}"
+    for name, path in modules().items():
+        assert not {"pickle", "marshal", "shelve", "dill"} & imports_of(path), f"{name} can unpickle"
+
+
+def test_h82_nothing_here_can_send_anything_to_anybody() -> None:
+    """Usage data, telemetry, update checks: no module has the means, so none can be on by default."""
+    means = {"socket", "ssl", "http", "urllib.request", "requests", "httpx", "aiohttp", "urllib3", "ftplib", "smtplib"}
+    for name, path in modules().items():
+        found = {imported for imported in imports_of(path) if imported in means or imported.split(".")[0] in means}
+        found -= REACHES_ITS_STORE.get(name, set())
+        assert not found, f"{name} imports {found}"

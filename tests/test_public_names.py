@@ -1,0 +1,61 @@
+"""What a user may import: the names of `kvpact` itself, and those that modules had before they moved."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import kvpact
+from kvpact._moved import MOVED
+
+PAGE = Path(__file__).parents[1] / "docs" / "public-names.md"
+
+
+@pytest.mark.parametrize("name", kvpact.__all__)
+def test_every_public_name_can_be_imported_and_stands_in_the_table(name: str) -> None:
+    assert getattr(kvpact, name) is not None
+    assert re.search(rf"^\| `{name}` \| (stable|not yet) \| ", PAGE.read_text(), re.MULTILINE)
+
+
+def test_the_table_names_nothing_else() -> None:
+    assert sorted(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)) == sorted(kvpact.__all__)
+
+
+def test_there_is_nothing_else_in_the_package() -> None:
+    with pytest.raises(AttributeError, match="module 'kvpact' has no attribute 'telemetry'"):
+        kvpact.telemetry  # noqa: B018
+
+
+@pytest.mark.parametrize("old", [name for name in MOVED if ".testkit.vllm" not in name and "transfer" not in name])
+def test_a_module_under_its_old_name_is_the_new_one_and_a_warning(old: str) -> None:
+    """In a process of its own: a module is imported once."""
+    program = f"import {old} as old, {MOVED[old]} as new; assert old is new"
+    ran = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert f"DeprecationWarning: {old} is {MOVED[old]} now" in ran.stderr
+
+
+@pytest.mark.parametrize("new", sorted(set(MOVED.values())))
+def test_what_a_module_is_called_now_exists(new: str) -> None:
+    path = Path(kvpact.__file__).parents[1] / (new.replace(".", "/") + ".py")
+    assert path.is_file()
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "home"),
+    [
+        ("kvpact.cache", "PactCache", "kvpact.cache.cache"),
+        ("kvpact.tiers.shared", "SharedTier", "kvpact.tiers.shared.tier"),
+        ("kvpact.testkit.tier", "TierConformance", "kvpact.testkit.tier.conformance"),
+    ],
+)
+def test_a_name_of_a_module_that_became_a_folder_is_still_there(package: str, name: str, home: str) -> None:
+    with pytest.deprecated_call(match=re.escape(f"{package}.{name} is {home}.{name} now")):
+        assert getattr(import_module(package), name) is getattr(import_module(home), name)
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        import_module(package).Nothing  # noqa: B018

@@ -1,0 +1,245 @@
+"""What dead writers leave in a shared directory is counted once and removed by the next open, though it dies (H65)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvpact.tiers.directory import store as directory
+from kvpact.tiers.directory.store import CONTROL, CONTROL_BYTES, DirectoryStore, open_directory
+from kvpact.tiers.urls import parse_tier_url
+
+WRITERS = 400
+RECORD = [bytes(700)]
+CAPACITY = 64 << 20
+GROUP = "0" * 16
+
+
+def open_store(path: Path, capacity: int = CAPACITY) -> DirectoryStore:
+    return open_directory(parse_tier_url(f"dir://{path}?capacity={capacity}"))
+
+
+def control(path: Path) -> Path:
+    """Where a directory has its ledger."""
+    return path / "kvpact" / CONTROL
+
+
+def name(number: int) -> str:
+    return f"{GROUP}/{number:064x}"
+
+
+def write_and_die(path: Path, first: int, writers: int) -> None:
+    """So many writers, of one process that is then killed; the last one dies in the middle of a record."""
+    stores = [open_store(path) for _ in range(writers)]
+    for number, store in enumerate(stores, first):
+        store.write([name(number)], [RECORD])
+    (control(path) / "new" / f"{stores[-1]._name}.7").write_bytes(b"half a record")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_and_die(path: Path, moment: str) -> None:
+    """A process that is killed while it counts what the dead have left."""
+    rename, unlink, removed = os.rename, Path.unlink, []
+
+    def renames(*paths: Path) -> None:
+        if moment == "before it is written down":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*paths)
+        if moment == "when it is written down":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def unlinks(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "writers":
+            removed.append(path)
+            if len(removed) == WRITERS // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        unlink(path, missing_ok=missing_ok)
+
+    os.rename, Path.unlink = renames, unlinks  # type: ignore[assignment,method-assign]
+    open_store(path)
+
+
+def open_with_others(path: Path) -> None:
+    """One of several processes that open the directory at the same moment; it stays until it is told to go."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+    store = open_store(path)
+    store.write([name(10_000 + os.getpid())], [RECORD])
+    print("open", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(what: str, *arguments: object) -> subprocess.Popen[str]:
+    """One of the functions above, in a process of its own."""
+    path = os.pathsep.join(sys.path)
+    program = f"import test_dead_writers as tests; from pathlib import Path; tests.{what}{arguments!r}"
+    program = program.replace("PosixPath", "Path")
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+def ends(process: subprocess.Popen[str]) -> None:
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+def counters(path: Path) -> list[str]:
+    return os.listdir(control(path) / "writers")
+
+
+_opened: list[str] | None = None
+
+
+def _note(event: str, arguments: tuple[object, ...]) -> None:
+    if _opened is not None and event == "open":
+        _opened.append(os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes, Path)) else "")
+
+
+sys.addaudithook(_note)
+
+
+@contextmanager
+def files_opened() -> Iterator[list[str]]:
+    """The files that this process opens meanwhile."""
+    global _opened
+    _opened = noted = []
+    try:
+        yield noted
+    finally:
+        _opened = None
+
+
+def test_h65_a_write_does_not_cost_more_after_400_writers_died(tmp_path: Path) -> None:
+    ends(start("write_and_die", tmp_path, 0, WRITERS))
+    assert len(counters(tmp_path)) == WRITERS
+    store = open_store(tmp_path)
+    with files_opened() as opened:
+        store.write([name(WRITERS)], [RECORD])
+    assert 0 < len([path for path in opened if "/writers/" in path]) < 8
+    assert len(opened) < 16
+    assert counters(tmp_path) == [store._name]
+    assert not os.listdir(control(tmp_path) / "new")
+    assert store.usage().used_bytes == CONTROL_BYTES + (WRITERS + 1) * len(RECORD[0])
+    assert sum(store.exists([name(number) for number in range(WRITERS + 1)])) == WRITERS + 1
+    store.close()
+
+
+def test_h65_restarts_that_are_killed_leave_one_counter(tmp_path: Path) -> None:
+    for number in range(12):
+        ends(start("write_and_die", tmp_path, number, 1))
+        assert len(counters(tmp_path)) == 1
+    store = open_store(tmp_path)
+    assert store.usage().used_bytes == CONTROL_BYTES + 12 * len(RECORD[0])
+
+
+@pytest.mark.parametrize(
+    "moment", ["before it is written down", "when it is written down", "when half of them are removed"]
+)
+def test_h65_a_kill_while_the_dead_are_counted_counts_no_byte_twice_and_none_less(moment: str, tmp_path: Path) -> None:
+    ends(start("write_and_die", tmp_path, 0, WRITERS))
+    for _ in range(3):
+        ends(start("open_and_die", tmp_path, moment))
+        if moment == "when half of them are removed":
+            break
+    store = open_store(tmp_path)
+    assert store.usage().used_bytes == CONTROL_BYTES + WRITERS * len(RECORD[0])
+    assert not counters(tmp_path)
+    store.write([name(WRITERS)], [RECORD])
+    assert store.usage().used_bytes == CONTROL_BYTES + (WRITERS + 1) * len(RECORD[0])
+
+
+def test_h65_processes_that_open_at_once_count_the_dead_once(tmp_path: Path) -> None:
+    for round_ in range(3):
+        ends(start("write_and_die", tmp_path, round_ * 100, 100))
+        others = [start("open_with_others", tmp_path) for _ in range(4)]
+        try:
+            for line in ("ready", "open"):
+                for other in others:
+                    assert other.stdout is not None
+                    assert other.stdout.readline().strip() == line
+                if line == "ready":
+                    for other in others:
+                        assert other.stdin is not None
+                        other.stdin.write("\n")
+                        other.stdin.flush()
+            store = open_store(tmp_path)
+            assert len(counters(tmp_path)) <= len(others)
+            written = (round_ + 1) * (100 + len(others))
+            assert store.usage().used_bytes == CONTROL_BYTES + written * len(RECORD[0])
+        finally:
+            for other in others:
+                other.kill()
+                other.communicate()
+
+
+def test_h65_what_a_writer_says_while_the_dead_are_counted_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer has read the counters, or the stocktaking, when another one folds the dead: it sees no less than all."""
+    for read in ("_counted", "_stocktaking"):
+        path = tmp_path / read
+        path.mkdir()
+        writer = open_store(path)
+        ends(start("write_and_die", path, 0, 50))
+        original = getattr(writer, read)
+
+        def behind(original=original, path=path, writer=writer, read=read):  # type: ignore[no-untyped-def]
+            found = original()
+            monkeypatch.setattr(writer, read, original)
+            open_store(path)
+            return found
+
+        monkeypatch.setattr(writer, read, behind)
+        assert writer._estimate() == CONTROL_BYTES + 50 * len(RECORD[0])
+
+
+def test_h65_what_is_counted_outlasts_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stocktaking and its name are on disk before the first counter goes."""
+    ends(start("write_and_die", tmp_path, 0, 20))
+    done: list[str] = []
+    fsync, rename, unlink = os.fsync, os.rename, Path.unlink
+
+    def synced(descriptor: int) -> None:
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name.partition('+')[0]}")
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        done.append(f"rename {target.name}")
+        rename(source, target)
+
+    def unlinked(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "writers":
+            done.append("remove")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(Path, "unlink", unlinked)
+    open_store(tmp_path)
+    host = directory._host().partition("+")[0]
+    assert done == [f"sync {host}", "rename stocktaking", f"sync {CONTROL}", *["remove"] * 20, "sync writers"]
+
+
+def test_h63_files_of_the_ledger_are_read_no_further_than_they_could_be_long(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.write([name(0)], [RECORD])
+    ledger = control(tmp_path)
+    for planted in (ledger / "writers" / "giant", ledger / "stocktaking"):
+        with planted.open("ab") as file:
+            file.truncate(1 << 40)
+    store.write([name(1)], [RECORD])
+    assert store.usage().used_bytes < CAPACITY
+    with (ledger / "collector").open("ab") as file:
+        file.truncate(1 << 40)
+    assert not store._lock_collector()
+    assert store.exists([name(0), name(1)]) == [True, True]

@@ -1,0 +1,475 @@
+"""The tier in a shared directory: it passes the suite of tiers, many writers keep one bound together, and neither a
+killed writer nor a killed collector leaves anything behind that hurts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from kvpact.errors import TierError
+from kvpact.identity.keys import BlockKey, Namespace
+from kvpact.own_files import OWN_FOLDER
+from kvpact.testkit.faults import Faults
+from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
+from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, Tier
+from kvpact.tiers.directory import store as directory
+from kvpact.tiers.directory.store import CONTROL, CONTROL_BYTES, DirectoryStore, open_directory
+from kvpact.tiers.shared.tier import SharedTier, StoreError, group_name, key_of, record_name
+from kvpact.tiers.urls import parse_tier_url
+
+NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})
+GROUP = group_name(NAMESPACE, UNSEALED)
+SLOT = 64 << 10
+DESCRIPTION_BYTES = 512
+"""More than a namespace's description needs, and less than a block."""
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
+
+
+def capacity_of(blocks: int, slot_bytes: int = SLOT) -> int:
+    return blocks * (HEADER_BYTES + slot_bytes) + CONTROL_BYTES + DESCRIPTION_BYTES
+
+
+def open_store(path: Path, capacity: int) -> DirectoryStore:
+    return open_directory(parse_tier_url(f"dir://{path}?capacity={capacity}"))
+
+
+def open_tier(path: Path, blocks: int = 1000) -> SharedTier:
+    return SharedTier(open_store(path, capacity_of(blocks)), NAMESPACE, SLOT)
+
+
+def put(tier: Tier, wanted: Document, start: int = 0) -> int:
+    return tier.put(wanted.keys, start, filled_buffers(wanted.keys[start:], SLOT, 2))
+
+
+def served(tier: Tier, wanted: Document) -> int:
+    buffers = empty_buffers(len(wanted), SLOT, 2)
+    arrived = tier.get(wanted.keys, 0, buffers)
+    for key, buffer in zip(wanted.keys[:arrived], buffers, strict=False):
+        assert b"".join(buffer) == content(key, SLOT)
+    return arrived
+
+
+def used_bytes(path: Path) -> int:
+    """What all files take at this moment, those being written and those of the ledger included."""
+    total = 0
+    for found, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(found, name)).st_size
+    return total
+
+
+def temporaries(path: Path) -> list[str]:
+    return os.listdir(path / OWN_FOLDER / CONTROL / "new")
+
+
+class TestDirectoryTier(TierConformance):
+    reopens = True
+    several_writers = True
+    gives_up_after = 0.2
+
+    def open_tier(self, place: Place) -> Tier:
+        capacity = capacity_of(place.capacity_blocks, place.slot_bytes)
+        return SharedTier(open_store(place.directory, capacity), place.namespace, place.slot_bytes, seal=place.seal)
+
+    @contextmanager
+    def store_calls(self, faults: Faults) -> Iterator[None]:
+        read, write = DirectoryStore._read_record, DirectoryStore._write_temporary
+        publish, remove, status = DirectoryStore._publish, DirectoryStore._remove, DirectoryStore._status
+
+        def watched_read(store: DirectoryStore, path: Path, buffer: list[memoryview]) -> bool:
+            faults.before_read(path.name.encode())
+            return read(store, path, buffer)
+
+        def watched_write(path: Path, pieces: list[memoryview], used_ns: int) -> None:
+            def torn(part: float) -> None:
+                whole = b"".join(pieces)
+                write(path, [whole[: int(len(whole) * part)]], used_ns)
+
+            faults.before_write(torn=torn)
+            write(path, pieces, used_ns)
+
+        def watched_publish(temporary: Path, path: Path) -> None:
+            faults.before_write()
+            publish(temporary, path)
+
+        def watched_remove(path: Path) -> bool:
+            faults.before_write()
+            return remove(path)
+
+        def watched_status(path: Path) -> os.stat_result | None:
+            faults.before_read()
+            return status(path)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DirectoryStore, "_read_record", watched_read)
+            for name, watched in (
+                ("_write_temporary", watched_write),
+                ("_publish", watched_publish),
+                ("_remove", watched_remove),
+                ("_status", watched_status),
+            ):
+                patch.setattr(DirectoryStore, name, staticmethod(watched))
+            yield
+
+    def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
+        group = place.directory / OWN_FOLDER / group_name(place.namespace, place.seal)
+        paths = {path.name: path for path in group.rglob("*") if key_of(f"/{path.name}")}
+        path = paths.pop(key.hex())
+        record = path.read_bytes()
+        path.unlink()
+        if how is not Damage.GONE:
+            path.write_bytes(how.of(record, next(iter(paths.values())).read_bytes()))
+        return True
+
+
+def test_the_parent_is_read_where_headers_have_it() -> None:
+    key, parent = document("any", 2).keys[1], document("any", 2).keys[0]
+    header = RecordHeader(NAMESPACE.digest, key, parent, 1, SLOT, bytes(16), 1.0, 1.0).encode()
+    assert directory._PARENT.unpack_from(header) == (parent,)
+
+
+def test_what_is_used_stays_and_tails_go_before_heads(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, 12)
+    old, used = document("old", 6), document("used", 6)
+    put(tier, used)
+    put(tier, old)
+    long_ago = time.time_ns() - int(1e12)
+    for number, key in enumerate((*used.keys, *old.keys)):  # `used` is the one written first
+        path = tier.store._path(record_name(GROUP, key))
+        os.utime(path, ns=(long_ago - number % 6, long_ago - number % 6))
+    assert tier.lookup(used.keys) == 6
+    assert put(tier, document("new", 3)) == 3
+    assert (tier.lookup(used.keys), served(tier, old)) == (6, 2)  # one more than needed, the collector's slack
+    assert tier.counts().evicted == 4
+
+
+def test_a_record_that_is_looked_up_often_is_touched_once_a_minute(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    wanted = document("popular", 4)
+    put(tier, wanted)
+    paths = [tier.store._path(record_name(GROUP, key)) for key in wanted.keys]
+    written = [path.stat().st_mtime_ns for path in paths]
+    assert written == sorted(written, reverse=True)
+    tier.lookup(wanted.keys)
+    assert [path.stat().st_mtime_ns for path in paths] == written
+    for path, time_ns in zip(paths, written, strict=True):
+        os.utime(path, ns=(time_ns - 61 * 10**9,) * 2)
+    tier.lookup(wanted.keys)
+    touched = [path.stat().st_mtime_ns for path in paths]
+    assert touched == sorted(touched, reverse=True)
+    assert touched[-1] > written[0]
+
+
+def test_a_document_stored_in_parts_keeps_its_head(tmp_path: Path) -> None:
+    """Also a document that needs more than the whole tier never evicts its own head."""
+    tier = open_tier(tmp_path, 12)
+    put(tier, document("another", 12))
+    wanted = document("long", 25)
+    for start in range(0, 25, 5):
+        tier.put(wanted.keys[: start + 5], start, filled_buffers(wanted.keys[start : start + 5], SLOT, 2))
+    assert served(tier, wanted) == 12
+    assert tier.counts().dropped_writes > 0
+    assert "larger capacity" in tier.health().reason
+
+
+def test_other_files_in_the_directory_are_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis" / "ch").mkdir(parents=True)
+    for path in (tmp_path / "thesis" / "ch" / "chapter", tmp_path / "notes"):
+        path.write_bytes(b"mine" * 1000)
+        os.utime(path, (1, 1))
+    tier = open_tier(tmp_path, 4)
+    for number in range(8):
+        put(tier, document(f"document {number}", 3))
+    assert tier.counts().evicted > 0
+    tier.clear()
+    assert (tmp_path / "thesis" / "ch" / "chapter").stat().st_size == 4000
+    assert (tmp_path / "notes").stat().st_size == 4000
+
+
+def test_a_smaller_capacity_is_reached_with_the_next_write(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, 20)
+    put(tier, document("large", 20))
+    tier.close()
+    tier = open_tier(tmp_path, 8)
+    assert put(tier, document("small", 2)) == 2
+    assert used_bytes(tmp_path) <= capacity_of(8)
+
+
+def test_a_record_of_another_length_is_not_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1 << 20)
+    name = record_name(GROUP, document("any", 1).keys[0])
+    store.write([name], [[bytes(HEADER_BYTES), b"payload"]])
+    for length in (6, 8):
+        assert store.read([name], [[memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(length))]]) == [False]
+    assert store.size(name) == HEADER_BYTES + 7
+
+
+def test_of_two_writers_that_reserve_the_last_room_at_once_one_at_most_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one looks at the very moment when the first one has looked."""
+    capacity = CONTROL_BYTES + 1000
+    first, second = open_store(tmp_path, capacity), open_store(tmp_path, capacity)
+    granted: list[int] = []
+    estimate = first._estimate
+
+    def with_another_behind() -> int:
+        found = estimate()
+        granted.append(second._try_reserve(700))
+        return found
+
+    monkeypatch.setattr(first, "_estimate", with_another_behind)
+    granted.append(first._try_reserve(700))
+    assert sum(room >= 700 for room in granted) == 1
+
+
+# Many processes
+
+
+def write_until_killed(path: Path, seed: int, blocks: int) -> None:
+    tier = open_tier(path, blocks)
+    chance = random.Random(seed)
+    while True:
+        wanted = document(f"document {chance.randrange(30)}", chance.randrange(2, 7))
+        put(tier, wanted)
+        assert served(tier, document(f"document {chance.randrange(30)}", 6)) >= 0
+        if chance.random() < 0.1:
+            tier.delete(wanted.keys[1:2])
+
+
+def start_writer(path: Path, seed: int, blocks: int) -> BaseProcess:
+    process = PROCESSES.Process(target=write_until_killed, args=(path, seed, blocks), daemon=True)
+    process.start()
+    return process
+
+
+def kill(process: BaseProcess) -> None:
+    assert process.is_alive(), "the writer ended by itself"
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+@contextmanager
+def stopped(processes: list[BaseProcess]) -> Iterator[None]:
+    """Nobody does anything meanwhile."""
+    for process in processes:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.0005)
+    yield
+    for process in processes:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def verify(tier: SharedTier) -> int:
+    """Read every record there is; how many. Fails for one that is not what it must be."""
+    names = [record.name for record in tier.store.names(GROUP) if key_of(record.name)]
+    for name in names:
+        key = key_of(name)
+        assert key is not None
+        record = [memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(SLOT))]
+        assert tier.store.read([name], [record]) == [True]
+        assert RecordHeader.decode(record[0], namespace=NAMESPACE.digest, length=SLOT).key == key
+        assert record[1] == content(key, SLOT)
+    return len(names)
+
+
+@pytest.mark.timeout(60)
+def test_h22_writers_killed_at_any_moment_leave_only_sound_records(tmp_path: Path) -> None:
+    """20 lives end with -9. Temporary files of the dead are removed, and their reserved bytes given back."""
+    chance = random.Random(4)
+    left = 0
+    for seed in range(20):
+        writer = start_writer(tmp_path, seed, 40)
+        while not (tmp_path / OWN_FOLDER / CONTROL / "stocktaking").exists():
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.02, 0.3))
+        deadline = time.monotonic() + 5.0
+        while seed % 2 and not temporaries(tmp_path) and time.monotonic() < deadline:
+            pass  # every other one dies in the middle of a record
+        kill(writer)
+        left += len(temporaries(tmp_path))
+        tier = open_tier(tmp_path, 40)
+        assert temporaries(tmp_path) == []
+        verify(tier)
+        assert tier.counts().damaged == 0
+        assert used_bytes(tmp_path) <= capacity_of(40)
+        tier.close()
+    tier = open_tier(tmp_path, 40)
+    assert put(tier, document("after all", 39)) == 39
+    assert len(os.listdir(tmp_path / OWN_FOLDER / CONTROL / "writers")) == 1
+    assert left > 0, "no writer was killed in the middle of a write: this test shows nothing"
+
+
+@pytest.mark.timeout(60)
+def test_h50_three_processes_that_write_at_once_keep_the_bound(tmp_path: Path) -> None:
+    """At no moment do all files together, temporary ones included, take more than the capacity."""
+    writers = [start_writer(tmp_path, seed, 24) for seed in range(3)]
+    most = 0
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        with stopped(writers):  # what is added up file by file must not move
+            most = max(most, used_bytes(tmp_path))
+        time.sleep(0.01)
+    for writer in writers:
+        kill(writer)
+    assert capacity_of(18) < most <= capacity_of(24)
+    assert verify(open_tier(tmp_path, 24)) > 0
+
+
+# A collector that died
+
+
+def lock_collector(path: Path, writer: str) -> Path:
+    lock = path / OWN_FOLDER / CONTROL / "collector"
+    lock.write_text(writer)
+    return lock
+
+
+def test_the_lock_of_a_collector_that_died_on_this_host_is_broken_at_once(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, 4)
+    put(tier, document("first", 4))
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    lock = lock_collector(tmp_path, f"{directory._host()}+{dead.pid}+01234567")
+    assert put(tier, document("second", 2)) == 2
+    assert not lock.exists()
+
+
+def test_a_collector_on_another_host_is_waited_for_until_its_lease_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile writes are dropped, in bounded time, and the bound holds; afterwards somebody else collects."""
+    monkeypatch.setattr(directory, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(directory, "LEASE_SECONDS", 0.6)
+    tier = open_tier(tmp_path, 4)
+    put(tier, document("first", 4))
+    lock = lock_collector(tmp_path, "elsewhere+1+2+01234567")
+    begun = time.monotonic()
+    assert put(tier, document("second", 2)) == 0
+    assert time.monotonic() - begun < 5.0
+    assert tier.counts().dropped_writes == 2
+    os.utime(lock)  # it moves: it is alive
+    time.sleep(0.5)
+    assert put(tier, document("second", 2)) == 0
+    assert used_bytes(tmp_path) <= capacity_of(4) + len("elsewhere+1+2+01234567")
+    time.sleep(0.7)
+    assert put(tier, document("second", 2)) == 2
+    assert not lock.exists()
+    assert tier.health().ok
+
+
+def test_what_a_writer_on_another_host_left_is_removed_after_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_tier(tmp_path).close()
+    left = tmp_path / OWN_FOLDER / CONTROL / "new" / "elsewhere+1+2+01234567.0"
+    left.write_bytes(b"half a rec")
+    open_tier(tmp_path).close()
+    assert left.exists()
+    monkeypatch.setattr(directory, "ABANDONED_SECONDS", 0.0)
+    time.sleep(0.05)
+    open_tier(tmp_path).close()
+    assert not left.exists()
+
+
+# What users must mend
+
+
+def test_a_directory_that_cannot_be_used_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=r"dir tier: .*/missing does not exist; create it"):
+        open_store(tmp_path / "missing" / "cache", 1 << 20)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match="is not a directory; give the path of one"):
+        open_store(tmp_path / "file", 1 << 20)
+
+
+DENIED = """
+import os, sys
+from kvpact.errors import TierError
+from kvpact.tiers.urls import parse_tier_url
+from kvpact.tiers.directory.store import open_directory
+os.setuid(65534)
+try:
+    open_directory(parse_tier_url(f"dir://{sys.argv[1]}?capacity=1MiB"))
+except TierError as error:
+    print(error)
+"""
+
+
+def test_a_directory_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
+    place = Path("/tmp") / f"kvpact-denied-{os.getpid()}"  # where another user can look
+    place.mkdir(mode=0o755)
+    try:
+        if os.geteuid():
+            place.chmod(0o555)
+            with pytest.raises(TierError, match="cannot be written by user"):
+                open_store(place, 1 << 20)
+        else:
+            said = subprocess.run(
+                [sys.executable, "-c", DENIED, str(place)], capture_output=True, text=True, check=True
+            )
+            assert said.stdout == f"dir tier: {place} cannot be written by user 65534; give this user the right to\n"
+    finally:
+        place.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("number", "right"),
+    [("ENOSPC", "make room there, or lower the capacity of"), ("EACCES", "the right to write there"), ("EIO", "")],
+)
+def test_what_the_file_system_refuses_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, right: str
+) -> None:
+    store = open_store(tmp_path, 1 << 20)
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(getattr(directory.errno, number), os.strerror(getattr(directory.errno, number)))
+
+    monkeypatch.setattr(directory.os, "writev", refuse)
+    with pytest.raises(StoreError) as caught:
+        store.write([f"{GROUP}/{'ab' * 32}"], [[bytes(HEADER_BYTES), b"payload"]])
+    assert str(caught.value).startswith(f"cannot write in dir://{tmp_path}: ")
+    assert right in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert temporaries(tmp_path) == []
+
+
+def test_a_full_disk_drops_writes_and_serves_what_is_there(tmp_path: Path) -> None:
+    """On a real file system with less room than the capacity says."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={6 * SLOT}", "tmpfs", str(tmp_path)], capture_output=True, text=True
+    )
+    assert mounted.returncode == 0, f"this test mounts a small tmpfs, which needs root: {mounted.stderr}"
+    try:
+        tier = open_tier(tmp_path)
+        wanted = document("more than the disk", 12)
+        stored = put(tier, wanted)
+        assert 0 < stored < 12
+        assert served(tier, wanted) == stored
+        assert tier.counts().dropped_writes == 12 - stored
+        assert "No space left on device; make room there, or lower the capacity of" in tier.health().reason
+        assert temporaries(tmp_path) == []
+        tier.delete(wanted.keys)
+        assert put(tier, document("fits", 2)) == 2
+        assert tier.health().ok
+        tier.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

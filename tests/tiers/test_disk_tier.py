@@ -1,0 +1,635 @@
+"""The disk tier: what it keeps, what it evicts, what it never exceeds, and the one clear message for each mistake."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_slab_kill import start
+
+from hook_time import assert_ends_within
+from kvpact.errors import PactViolation, TierError
+from kvpact.own_files import OWN_FOLDER
+from kvpact.tiers.disk import tier as disk
+from kvpact.tiers.disk.inspection import scan_directory, verify_slab
+from kvpact.tiers.disk.slab import Slab, runs
+from kvpact.tiers.disk.slab_directory import LOCK_FILE
+from kvpact.tiers.disk.tier import DiskTier
+from slab_scenes import (
+    NAMESPACE,
+    OTHER,
+    SLOT,
+    bytes_of,
+    capacity_for,
+    chain,
+    content,
+    filled,
+    memory,
+    open_tier,
+    overwrite,
+    payload_at,
+    served,
+    slab_path,
+    slot_of,
+    store,
+)
+
+KEYS = chain("document", 8)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    opened = open_tier(tmp_path)
+    yield opened
+    opened.check()
+    opened.close()
+
+
+def test_blocks_come_back_over_all_ranks(tier: DiskTier) -> None:
+    assert store(tier, KEYS) == 8
+    assert tier.lookup([*KEYS, b"?" * 32]) == 8
+    assert served(tier, KEYS) == 8
+
+
+def test_a_part_is_read_into_given_memory_and_the_rest_is_left_alone(tier: DiskTier) -> None:
+    store(tier, KEYS)
+    buffers = memory(4)
+    assert tier.get(KEYS, 5, buffers) == 3
+    assert [bytes_of(buffer) for buffer in buffers] == [*(content(key) for key in KEYS[5:]), bytes(SLOT)]
+
+
+def test_a_chain_is_extended_and_what_is_there_is_not_written_again(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(tier, KEYS[:5])
+    written: list[int] = []
+    original = os.pwritev
+
+    def counted(descriptor: int, views: list[memoryview], offset: int) -> int:
+        written.append(original(descriptor, views, offset))
+        return written[-1]
+
+    monkeypatch.setattr(Slab, "pwritev", staticmethod(counted))
+    assert tier.put(KEYS, 2, filled(KEYS[2:])) == 6
+    assert sum(written) == 3 * (SLOT + 2 * 256), "three payloads, three headers cleared and three written"
+    assert served(tier, KEYS) == 8
+
+
+def test_a_chain_lies_side_by_side_and_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+    for name in "abcdefgh":
+        store(tier, chain(name, 8))
+    store(tier, chain("late", 16))  # into slots that were evicted
+    reads: list[int] = []
+    original = os.preadv
+
+    def counted(descriptor: int, views: list[memoryview], offset: int) -> int:
+        reads.append(original(descriptor, views, offset))
+        return reads[-1]
+
+    monkeypatch.setattr(Slab, "preadv", staticmethod(counted))
+    assert served(tier, chain("late", 16)) == 16
+    assert len(reads) <= 2
+    tier.close()
+
+
+def test_runs_are_maximal_neighbouring_slots() -> None:
+    assert list(runs([4, 5, 6, 2, 3, 9])) == [(0, 3), (3, 2), (5, 1)]
+    assert list(runs([])) == []
+
+
+def slow_preadv(descriptor: int, views: list[memoryview], offset: int) -> int:
+    """So slow that both threads of a read get something to do."""
+    time.sleep(0.005)
+    return os.preadv(descriptor, views, offset)
+
+
+def test_progress_is_told_as_blocks_arrive_and_may_end_the_read(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "GROUP_BYTES", 2 * SLOT)
+    monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
+    store(tier, KEYS)
+    told: list[int] = []
+    assert tier.get(KEYS, 0, memory(8), lambda arrived: told.append(arrived) is None) == 8
+    assert told == sorted(told)
+    assert len(told) > 1
+    assert told[-1] == 8
+
+
+def test_a_read_that_is_wanted_no_more_ends_early(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = chain("long", 40)
+    store(tier, keys)
+    monkeypatch.setattr(disk, "GROUP_BYTES", SLOT)
+    monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
+    buffers = memory(40)
+    arrived = tier.get(keys, 0, buffers, lambda arrived: False)
+    assert arrived < 20
+    assert [bytes_of(buffer) for buffer in buffers[:arrived]] == [content(key) for key in keys[:arrived]]
+    assert tier.lookup(keys) == 40
+    assert tier.counts().damaged == 0
+
+
+def test_memory_that_is_not_aligned_works_as_well(tier: DiskTier) -> None:
+    unaligned = [[memoryview(bytearray(b"x" + content(key)))[1:]] for key in KEYS]
+    assert tier.put(KEYS, 0, unaligned) == 8
+    into = [[memoryview(bytearray(SLOT + 1))[1:]] for _ in KEYS]
+    assert tier.get(KEYS, 0, into) == 8
+    assert [bytes_of(buffer) for buffer in into] == [content(key) for key in KEYS]
+
+
+def test_a_buffer_of_another_size_is_the_callers_defect(tier: DiskTier) -> None:
+    with pytest.raises(PactViolation, match=r"buffer has 4096 bytes; a slot of .* has 8192"):
+        tier.put(KEYS, 0, memory(1, slot_bytes=4096))
+
+
+def test_deleting_a_block_deletes_what_needs_it(tier: DiskTier, tmp_path: Path) -> None:
+    store(tier, KEYS)
+    store(tier, chain("branch", 6, KEYS[:3]))
+    assert tier.delete([KEYS[4]]) == 4
+    assert tier.lookup(KEYS) == 4
+    assert served(tier, chain("branch", 6, KEYS[:3])) == 6
+    assert tier.delete([KEYS[4], b"?" * 32]) == 0
+    assert verify_slab(slab_path(tmp_path)).records == 7 == tier.capacity().blocks
+
+
+def test_clearing_is_for_good(tier: DiskTier, tmp_path: Path) -> None:
+    store(tier, KEYS)
+    tier.clear()
+    assert tier.lookup(KEYS) == 0 == tier.capacity().blocks
+    assert verify_slab(slab_path(tmp_path)).records == 0
+    assert store(tier, KEYS) == 8 == served(tier, KEYS)
+
+
+def test_h59_a_restart_finds_everything_and_reads_no_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+    store(tier, KEYS)
+    store(tier, chain("other", 20))
+    tier.close()
+    read: list[int] = []
+    original = os.preadv
+
+    def counted(descriptor: int, views: list[memoryview], offset: int) -> int:
+        read.append(original(descriptor, views, offset))
+        return read[-1]
+
+    monkeypatch.setattr(Slab, "preadv", staticmethod(counted))
+    tier = open_tier(tmp_path)
+    assert len(read) == 1
+    assert sum(read) < payload_at(slab_path(tmp_path), 0)
+    assert (tier.lookup(KEYS), tier.lookup(chain("other", 20))) == (8, 20)
+    assert (served(tier, KEYS), served(tier, chain("other", 20))) == (8, 20)
+    tier.close()
+
+
+def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, slots=12)
+    for name in ("old", "used", "young"):
+        store(tier, chain(name, 4))
+        time.sleep(0.002)
+    assert served(tier, chain("old", 4)) == 4
+    tier.close()
+    tier = open_tier(tmp_path, slots=12)
+    store(tier, chain("new", 4))
+    assert [tier.lookup(chain(name, 4)) for name in ("old", "used", "young", "new")] == [4, 0, 4, 4]
+    tier.close()
+
+
+def test_h50_capacity_is_never_exceeded_however_much_is_stored(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, slots=10)
+    capacity = capacity_for(10)
+    for number in range(60):
+        keys = chain(f"document {number}", 7)
+        assert store(tier, keys) == 7 == served(tier, keys)
+        assert sum(path.stat().st_size for path in (tmp_path / "kvpact").iterdir()) <= capacity
+        assert tier.capacity().blocks <= 10
+        tier.check()
+    assert tier.counts().evicted >= 410
+    tier.close()
+
+
+def test_h50_a_write_larger_than_the_slab_keeps_its_head(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, slots=10)
+    assert store(tier, chain("long", 25)) == 10 == served(tier, chain("long", 25))
+    tier.check()
+    tier.close()
+
+
+def test_h50_h51_a_smaller_capacity_gives_up_the_slots_beyond_it(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, slots=20)
+    store(tier, chain("long", 20))
+    tier.close()
+    smaller = capacity_for(20) - 10 * SLOT
+    tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, smaller)
+    assert slab_path(tmp_path).stat().st_size <= smaller
+    assert 0 < served(tier, chain("long", 20)) <= 10
+    assert not verify_slab(slab_path(tmp_path)).damaged
+    tier.close()
+
+
+def test_a_larger_capacity_keeps_every_block(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, slots=8)
+    store(tier, KEYS)
+    tier.close()
+    tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 2 * capacity_for(8))
+    assert served(tier, KEYS) == 8
+    assert store(tier, chain("more", 8)) == 8
+    assert served(tier, KEYS) == 8
+    tier.close()
+
+
+def test_h50_idle_slabs_of_other_models_count_and_go_when_their_room_is_needed(tmp_path: Path) -> None:
+    capacity = capacity_for(12)
+    other = DiskTier.open(tmp_path, OTHER, SLOT, capacity)
+    store(other, chain("theirs", 12))
+    other.close()
+    tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, capacity)
+    assert slab_path(tmp_path, OTHER).exists(), "kept until its room is needed"
+    store(tier, KEYS)
+    assert not slab_path(tmp_path, OTHER).exists()
+    assert sum(path.stat().st_size for path in (tmp_path / "kvpact").iterdir()) <= capacity
+    tier.close()
+
+
+def test_h50_slabs_in_use_reduce_what_is_left(tmp_path: Path) -> None:
+    first = DiskTier.open(tmp_path, OTHER, SLOT, capacity_for(12))
+    store(first, chain("theirs", 3))
+    with pytest.raises(TierError, match=rf"no room for one block.*capacity {capacity_for(12)} bytes, \d+ claimed"):
+        DiskTier.open(tmp_path, NAMESPACE, SLOT, capacity_for(12))
+    second = DiskTier.open(tmp_path, NAMESPACE, SLOT, 2 * capacity_for(12))
+    store(second, chain("mine", 40))
+    store(first, chain("theirs", 40))
+    assert served(first, chain("theirs", 40)) == 12
+    assert 8 <= served(second, chain("mine", 40)) <= 12
+    assert sum(path.stat().st_size for path in (tmp_path / "kvpact").iterdir()) <= 2 * capacity_for(12)
+    first.close()
+    second.close()
+
+
+def test_h26_a_failed_write_is_not_visible_and_gives_its_slots_back(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(tier, KEYS[:2])
+    payloads = 0
+
+    def broken(descriptor: int, views: list[memoryview], offset: int) -> int:
+        nonlocal payloads
+        payloads += sum(view.nbytes for view in views) >= SLOT
+        if payloads:
+            raise OSError(errno.EIO, "Input/output error")
+        return os.pwritev(descriptor, views, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slab, "pwritev", staticmethod(broken))
+        for _ in range(30):
+            assert tier.put(KEYS, 2, filled(KEYS[2:])) == 0
+            assert tier.lookup(KEYS) == 2
+        assert not tier.health().ok
+        assert "Input/output error" in tier.health().reason
+    assert caplog.text.count("cannot write") == 1
+    assert tier.counts().dropped_writes == 30 * 6
+    assert store(tier, KEYS) == 8 == served(tier, KEYS)
+    assert tier.health().ok
+
+
+def test_h22_a_read_error_is_a_miss_and_the_block_is_not_promised_again(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(tier, KEYS)
+
+    def broken(descriptor: int, views: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slab, "preadv", staticmethod(broken))
+        assert tier.get(KEYS, 3, memory(5)) == 0
+        assert not tier.health().ok
+        assert tier.counts().failed_reads == 1
+        assert list(tier.scan()) == [], "a header table that cannot be read raises nothing either"
+    assert tier.lookup(KEYS) == 3 == served(tier, KEYS)
+    assert tier.health().ok
+
+
+def test_lookup_does_not_wait_for_the_disk(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(tier, KEYS)
+    let_go = threading.Event()
+    stuck = threading.Event()
+
+    def hangs(descriptor: int, views: list[memoryview], offset: int) -> int:
+        stuck.set()
+        let_go.wait(20)
+        return os.pwritev(descriptor, views, offset)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(Slab, "pwritev", staticmethod(hangs))
+        writing = pool.submit(store, tier, chain("slow", 4))
+        assert stuck.wait(20)
+
+        def looked() -> float:
+            began = time.perf_counter()
+            assert tier.lookup(KEYS) == 8 == served(tier, KEYS)
+            return time.perf_counter() - began
+
+        assert_ends_within(looked, 0.0, 0.02)
+        let_go.set()
+        assert writing.result() == 4
+
+
+def test_a_block_that_is_deleted_while_it_is_written_stays_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    let_go = threading.Event()
+    stuck = threading.Event()
+
+    def hangs(descriptor: int, views: list[memoryview], offset: int) -> int:
+        if sum(view.nbytes for view in views) >= SLOT:
+            stuck.set()
+            let_go.wait(20)
+        return os.pwritev(descriptor, views, offset)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(Slab, "pwritev", staticmethod(hangs))
+        writing = pool.submit(store, tier, KEYS)
+        assert stuck.wait(20)
+        assert tier.delete([KEYS[3]]) == 5
+        let_go.set()
+        assert writing.result() == 3
+    tier.check()
+    assert tier.lookup(KEYS) == 3 == verify_slab(slab_path(tmp_path)).records
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert served(tier, KEYS) == 3
+    tier.close()
+
+
+def test_h21_closing_waits_with_the_file_for_reads_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+    store(tier, KEYS)
+    let_go = threading.Event()
+    stuck = threading.Event()
+
+    def hangs(descriptor: int, views: list[memoryview], offset: int) -> int:
+        stuck.set()
+        let_go.wait(20)
+        return os.preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(Slab, "preadv", staticmethod(hangs))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(served, tier, KEYS)
+        assert stuck.wait(20)
+        tier.close()
+        assert tier.lookup(KEYS) == 0 == tier.put(KEYS, 0, filled(KEYS))
+        with pytest.raises(TierError, match="in use by pid"):
+            open_tier(tmp_path)
+        let_go.set()
+        assert reading.result() == 8
+    open_tier(tmp_path).close()
+
+
+def test_many_threads_store_read_and_delete_at_once(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, slots=20)
+
+    def work(seed: int) -> None:
+        for step in range(60):
+            keys = chain(f"document {(seed + step) % 5}", 5 + (seed * step) % 9)
+            store(tier, keys)
+            served(tier, keys)
+            if step % 7 == seed:
+                tier.delete(keys[-3:])
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, seed) for seed in range(4)]:
+            done.result()
+    tier.check()
+    assert tier.counts().damaged == 0
+    report = verify_slab(slab_path(tmp_path))
+    assert not report.damaged
+    assert report.records == tier.capacity().blocks
+    tier.close()
+
+
+# Bad input: one clear message each
+
+
+def test_a_second_engine_on_the_same_slab_is_told_who_has_it(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    with pytest.raises(TierError, match=rf"in use by pid {os.getpid()}; give each engine its own directory"):
+        open_tier(tmp_path)
+    assert store(tier, KEYS) == 8
+    tier.close()
+    child = start(tmp_path, 64, 1)
+    try:
+
+        def refused() -> float:
+            began = time.monotonic()
+            with pytest.raises(TierError, match=rf"in use by pid {child.pid}"):
+                open_tier(tmp_path, patience=0.3)
+            return time.monotonic() - began
+
+        assert_ends_within(refused, 0.25, 0.6)
+        assert scan_directory(tmp_path)[0].in_use_by == child.pid
+        assert not verify_slab(slab_path(tmp_path)).damaged, "verifying works beside an engine that writes"
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+
+
+def test_the_leaf_directory_is_made_and_a_missing_parent_is_not(tmp_path: Path) -> None:
+    open_tier(tmp_path / "cache").close()
+    with pytest.raises(TierError, match=rf"{tmp_path}/no does not exist; create it"):
+        open_tier(tmp_path / "no" / "cache")
+
+
+def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("not a directory")
+    with pytest.raises(TierError, match="cache is not a directory"):
+        open_tier(tmp_path / "cache")
+
+
+def test_a_directory_in_place_of_the_slab(tmp_path: Path) -> None:
+    slab_path(tmp_path).mkdir(parents=True)
+    with pytest.raises(TierError, match="Is a directory"):
+        open_tier(tmp_path)
+
+
+def test_capacity_below_one_block_names_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=r"capacity 10000 bytes, 0 claimed by other slabs, 16384 needed .* of 8192"):
+        DiskTier.open(tmp_path, NAMESPACE, SLOT, 10000)
+    with pytest.raises(TierError, match="multiple of 4096 bytes, not 5000"):
+        DiskTier.open(tmp_path, NAMESPACE, 5000, 1 << 20)
+    assert [path.name for path in (tmp_path / OWN_FOLDER).iterdir()] == [LOCK_FILE]
+
+
+def test_a_slab_of_another_format_is_left_alone(tmp_path: Path) -> None:
+    open_tier(tmp_path).close()
+    overwrite(slab_path(tmp_path), 8, (2).to_bytes(4, "little"))
+    before = slab_path(tmp_path).read_bytes()
+    with pytest.raises(TierError, match=r"slab of format 2; this release reads format 1\. Delete the file"):
+        open_tier(tmp_path)
+    assert slab_path(tmp_path).read_bytes() == before
+
+
+def test_a_foreign_file_is_left_alone(tmp_path: Path) -> None:
+    slab_path(tmp_path).parent.mkdir()
+    slab_path(tmp_path).write_bytes(b"somebody's thesis" * 1000)
+    with pytest.raises(TierError, match="is not a kvpact slab"):
+        open_tier(tmp_path)
+    assert slab_path(tmp_path).read_bytes() == b"somebody's thesis" * 1000
+    with pytest.raises(TierError, match="is not a kvpact slab"):
+        verify_slab(slab_path(tmp_path))
+
+
+def test_h23_a_slab_of_another_model_explains_field_by_field(tmp_path: Path) -> None:
+    open_tier(tmp_path, namespace=OTHER).close()
+    slab_path(tmp_path, OTHER).rename(slab_path(tmp_path))
+    with pytest.raises(TierError, match=r"belongs to another model \(model: other here, tiny there\)"):
+        open_tier(tmp_path)
+
+
+def test_h23_models_do_not_share_blocks(tmp_path: Path) -> None:
+    mine = DiskTier.open(tmp_path, NAMESPACE, SLOT, 1 << 20)
+    store(mine, KEYS)
+    other = DiskTier.open(tmp_path, OTHER, SLOT, 3 << 20)
+    assert other.lookup(KEYS) == 0
+    mine.close()
+    other.close()
+
+
+def test_another_slot_size_under_the_same_namespace(tmp_path: Path) -> None:
+    open_tier(tmp_path).close()
+    with pytest.raises(TierError, match="has slots of 8192 bytes, the engine's blocks have 16384; delete the file"):
+        DiskTier.open(tmp_path, NAMESPACE, 2 * SLOT, 1 << 20)
+
+
+def mount(*arguments: str) -> None:
+    if subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs more rights than this user has")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", str(where))
+    yield where
+    subprocess.run(["umount", "-l", where], check=True)
+
+
+def test_a_full_disk_costs_new_blocks_only_and_growth_is_tried_again(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(128 << 10))
+    tier = open_tier(small_disk, slots=24)
+    assert store(tier, chain("first", 4)) == 4
+    for number in range(20):
+        store(tier, chain(f"document {number}", 4))
+    tier.check()
+    held = tier.capacity().blocks
+    assert 4 <= held < 16
+    assert served(tier, chain("first", 4)) == 4, "what it has, it serves"
+    assert caplog.text.count("cannot grow") == 1
+    assert "No space left on device" in tier.health().reason
+    assert tier.counts().dropped_writes > 0
+    ballast.unlink()
+    monkeypatch.setattr(disk, "GROWTH_RETRY_S", 0.0)
+    tier._no_growth_until = 0.0
+    assert store(tier, chain("later", 8)) == 8 == served(tier, chain("later", 8))
+    assert tier.health().reason == ""
+    tier.check()
+    tier.close()
+    assert not verify_slab(slab_path(small_disk)).damaged
+
+
+def test_a_disk_too_full_for_a_superblock(small_disk: Path) -> None:
+    subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/ballast"], capture_output=True, check=False)
+    with pytest.raises(TierError, match="No space left on device"):
+        open_tier(small_disk, slots=24)
+    assert {path.name for path in small_disk.rglob("*")} == {"ballast", OWN_FOLDER, LOCK_FILE}
+
+
+def test_without_direct_io_everything_works_the_same(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+
+    def refuses_direct(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuses_direct)
+    tier = open_tier(small_disk, slots=16)
+    assert not tier._slab.direct
+    assert store(tier, KEYS) == 8 == served(tier, KEYS)
+    tier.close()
+    tier = open_tier(small_disk, slots=16)
+    assert served(tier, KEYS) == 8
+    tier.close()
+
+
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    where = tmp_path / "fixed"
+    where.mkdir()
+    mount("-t", "tmpfs", "-o", "size=1m,ro", "tmpfs", str(where))
+    try:
+        with pytest.raises(TierError, match=r"fixed cannot be written by user \d+"):
+            open_tier(where)
+        with pytest.raises(TierError, match=r"cannot create .*fixed/cache: Read-only file system"):
+            open_tier(where / "cache")
+    finally:
+        subprocess.run(["umount", "-l", where], check=True)
+
+
+def test_an_unwritable_slab(tmp_path: Path) -> None:
+    open_tier(tmp_path).close()
+    path = slab_path(tmp_path)
+    if subprocess.run(["chattr", "+i", path], capture_output=True, check=False).returncode:
+        pytest.skip("the file system has no immutable files")
+    try:
+        with pytest.raises(TierError, match=r"cannot use .*: Operation not permitted"):
+            open_tier(tmp_path)
+    finally:
+        subprocess.run(["chattr", "-i", path], check=True)
+
+
+# For people
+
+
+def test_a_directory_is_described_for_people(tmp_path: Path) -> None:
+    tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 1 << 20)
+    store(tier, KEYS)
+    (tmp_path / OWN_FOLDER / "broken.slab").write_bytes(b"no slab")
+    broken, mine = sorted(scan_directory(tmp_path, time.time() + 60), key=lambda item: item.problem == "")
+    assert "is not a kvpact slab" in broken.problem
+    assert (mine.namespace, dict(mine.fields)) == (NAMESPACE.name, dict(NAMESPACE.fields))
+    assert (mine.blocks, mine.payload_bytes, mine.in_use_by) == (8, 8 * SLOT, os.getpid())
+    assert 55 < mine.newest_age <= mine.oldest_age < 120
+    tier.close()
+    assert [item.in_use_by for item in scan_directory(tmp_path)] == [None, None]
+    with pytest.raises(TierError, match="No such file or directory; give the directory of a disk tier"):
+        scan_directory(tmp_path / "missing")
+
+
+def test_verify_counts_what_no_lookup_reaches(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    store(tier, KEYS)
+    slot = slot_of(tier, KEYS[2])
+    tier.close()
+    overwrite(slab_path(tmp_path), 4096 + 256 * slot, bytes(256))
+    told: list[tuple[int, int]] = []
+    report = verify_slab(slab_path(tmp_path), lambda done, total: told.append((done, total)))
+    assert (report.records, report.sound, report.orphans, report.damaged) == (7, 7, 5, [])
+    assert told == [(done, 7) for done in range(1, 8)]
+    tier = open_tier(tmp_path)
+    assert tier.lookup(KEYS) == 2 == tier.capacity().blocks
+    tier.close()
+    assert verify_slab(slab_path(tmp_path)).records == 2

@@ -1,0 +1,593 @@
+"""The worker's copies: any paged layout survives a round trip, waiting is exact, failures are exact, threads end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hook_time import assert_ends_within
+from kvpact.contract import JobOutcome, LoadJob, SaveJob
+from kvpact.errors import ConfigError, PactViolation
+from kvpact.identity.keys import BlockRange, RangeSet
+from kvpact.memory.arena import ArenaSegment
+from kvpact.threads import on_spare_cpus, start_background
+from kvpact.worker.paged import CopyPlan, CpuCopyEngine, PagedKV, PagedLayer, copy_engine_for
+from kvpact.worker.transfer import TransferWorker, slot_digest
+
+torch = pytest.importorskip("torch")
+
+LAYERS = 4
+BLOCKS = 12
+SLOTS = 10
+
+
+def permuted(shape: tuple[int, ...], order: tuple[int, ...]) -> Callable[[int], Any]:
+    """A layer of logical `shape` whose memory runs in `order` of its axes."""
+
+    def make(_: int) -> Any:
+        memory = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16)
+        return memory.permute([order.index(axis) for axis in range(len(shape))])
+
+    return make
+
+
+def interleaved_layers() -> Callable[[int], Any]:
+    """Layers inside each block of one buffer: BLHNC."""
+    memory = torch.zeros((BLOCKS, LAYERS, 2, 4, 8), dtype=torch.bfloat16)
+    return lambda layer: memory[:, layer]
+
+
+def one_buffer() -> Callable[[int], Any]:
+    """All layers in one byte buffer, seen as bf16: what vLLM 0.32 registers (LBHNC)."""
+    memory = torch.zeros((LAYERS, BLOCKS, 2 * 4 * 8 * 2), dtype=torch.int8)
+    return lambda layer: memory[layer].view(torch.bfloat16).view(BLOCKS, 2, 4, 8)
+
+
+LAYOUTS: dict[str, Callable[[], Callable[[int], Any]]] = {
+    "[B,H,N,C] contiguous": lambda: permuted((BLOCKS, 2, 4, 8), (0, 1, 2, 3)),
+    "[B,H,N,C] tokens before heads": lambda: permuted((BLOCKS, 2, 4, 8), (0, 2, 1, 3)),
+    "[B,H,N,C] in one byte buffer": one_buffer,
+    "[B,H,N,C] layers inside blocks": interleaved_layers,
+    "(2,NB,BS,H,D) keys, then values": lambda: permuted((2, BLOCKS, 4, 2, 8), (0, 1, 2, 3, 4)),
+    "(2,NB,H,BS,D) of the old CPU backend": lambda: permuted((2, BLOCKS, 2, 4, 8), (0, 1, 2, 3, 4)),
+    "(NB,2,BS,H,D) keys and values in the block": lambda: permuted((BLOCKS, 2, 4, 2, 8), (0, 1, 2, 3, 4)),
+    "(NB,2,BS,H,D) heads first in memory": lambda: permuted((BLOCKS, 2, 4, 2, 8), (0, 1, 3, 2, 4)),
+    "(NB,BS,H,2D)": lambda: permuted((BLOCKS, 4, 2, 16), (0, 1, 2, 3)),
+    "(NB,BS,C) latent": lambda: permuted((BLOCKS, 4, 12), (0, 1, 2)),
+    "(4NB,BS/4,C) kernel blocks": lambda: permuted((BLOCKS * 4, 1, 2, 8), (0, 1, 2, 3)),
+    "(2,4NB,BS/4,H,D) kernel blocks behind halves": lambda: permuted((2, BLOCKS * 4, 1, 2, 8), (0, 1, 2, 3, 4)),
+}
+
+
+def block_of(tensor: Any, block: int) -> Any:
+    """One block's elements, found the slow way."""
+    axis = 1 if tensor.dim() == 5 and tensor.shape[0] == 2 else 0
+    parts = tensor.shape[axis] // BLOCKS
+    return tensor.narrow(axis, block * parts, parts)
+
+
+class Scene:
+    """An engine's KV memory, a segment and a worker over both."""
+
+    def __init__(self, layout: str = "[B,H,N,C] contiguous", layerwise: bool = True, **settings: Any) -> None:
+        make = LAYOUTS[layout]()
+        self.tensors = {f"layer.{layer}": make(layer) for layer in range(LAYERS)}
+        for layer, tensor in enumerate(self.tensors.values()):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(layer)))
+        self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
+        self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)
+        self.worker = TransferWorker(self.paged, self.segment, rank=0, layerwise=layerwise, **settings)
+        self.jobs = 0
+
+    def copies(self) -> list[Any]:
+        return [tensor.clone() for tensor in self.tensors.values()]
+
+    def clear(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.zero_()
+
+    def save(self, slots: list[int], blocks: list[int], start: int = 0) -> JobOutcome:
+        self.jobs += 1
+        self.worker.start_saves([SaveJob(self.jobs, "r", start, tuple(slots), tuple(blocks))])
+        assert self.worker.drain(10)
+        return self.worker.poll()[self.jobs]
+
+    def load_job(self, slots: list[int], blocks: list[int], start: int = 0, synchronous: bool = False) -> LoadJob:
+        self.jobs += 1
+        return LoadJob(self.jobs, "r", start, tuple(slots), tuple(blocks), synchronous)
+
+    def load(self, slots: list[int], blocks: list[int], start: int = 0, synchronous: bool = False) -> JobOutcome:
+        job = self.load_job(slots, blocks, start, synchronous)
+        self.worker.start_loads([job])
+        self.worker.wait_for_loads() if synchronous else self.worker.drain(10)
+        return self.worker.poll()[job.job_id]
+
+    def close(self) -> None:
+        assert self.worker.shutdown(10)
+        self.segment.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.close()
+
+
+class SlowEngine:
+    """A copy engine whose every layer waits to be let through; it records what it was asked."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.gate = threading.Semaphore(0)
+        self.calls: list[tuple[str, int]] = []
+
+    def fence(self) -> Callable[[], None]:
+        return self.inner.fence()
+
+    def gather(self, layer: int, plan: CopyPlan) -> None:
+        self.calls.append(("gather", layer))
+        self.inner.gather(layer, plan)
+
+    def scatter(self, layer: int, plan: CopyPlan) -> None:
+        assert self.gate.acquire(timeout=10)
+        self.calls.append(("scatter", layer))
+        self.inner.scatter(layer, plan)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_block_saved_comes_back_bit_for_bit_and_no_other_is_touched(layout: str, synchronous: bool) -> None:
+    scene = Scene(layout)
+    before = scene.copies()
+    assert scene.save([7, 2, 3], [4, 9, 10], start=5).done == RangeSet.span(5, 8)
+    scene.clear()
+    assert scene.load([7, 2, 3], [4, 9, 0], start=5, synchronous=synchronous) == JobOutcome(RangeSet.span(5, 8))
+    for old, tensor in zip(before, scene.tensors.values(), strict=True):
+        for block in range(BLOCKS):
+            source = {4: 4, 9: 9, 0: 10}.get(block)
+            expected = torch.zeros_like(block_of(old, 0)) if source is None else block_of(old, source)
+            assert torch.equal(block_of(tensor, block), expected)
+    scene.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_slot_holds_the_pages_layer_by_layer(layout: str) -> None:
+    scene = Scene(layout)
+    scene.save([1], [3])
+    piece = np.frombuffer(scene.segment.slot_view(1), np.uint8)
+    for offset, layer in zip(scene.paged.layout.layer_offsets, scene.paged.layers, strict=True):
+        assert piece[offset : offset + layer.page_bytes].tobytes() == layer.view()[3].tobytes()
+    del piece
+    scene.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_pairing_of_blocks_and_slots_survives_a_round_trip(data: st.DataObject) -> None:
+    layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
+    count = data.draw(st.integers(0, SLOTS))
+    blocks = data.draw(st.permutations(range(BLOCKS)))[:count]
+    slots = data.draw(st.permutations(range(SLOTS)))[:count]
+    targets = data.draw(st.permutations(range(BLOCKS)))[:count]
+    scene = Scene(layout)
+    before = scene.copies()
+    scene.save(slots, blocks)
+    scene.clear()
+    scene.load(slots, targets, synchronous=data.draw(st.booleans()))
+    for old, tensor in zip(before, scene.tensors.values(), strict=True):
+        for block, target in zip(blocks, targets, strict=True):
+            assert torch.equal(block_of(tensor, target), block_of(old, block))
+        for untouched in set(range(BLOCKS)).difference(targets):
+            assert not block_of(tensor, untouched).any()
+    scene.close()
+
+
+def test_large_runs_and_scattered_small_pages_give_the_same_bytes() -> None:
+    shape = (BLOCKS, 2, 128, 512)  # 256 KiB pages: beyond the limit for copying by index
+    tensors = {"a": torch.randn(shape).to(torch.bfloat16), "b": torch.randn((BLOCKS, 2, 4, 8))}
+    paged = PagedKV.from_tensors(tensors, BLOCKS)
+    segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
+    engine = CpuCopyEngine(paged, segment)
+    plan = CopyPlan.of([5, 6, 7, 1], [0, 1, 2, 9])
+    for layer, view in enumerate(layer.view() for layer in paged.layers):
+        engine.gather(layer, plan)
+        start = paged.layout.layer_offsets[layer]
+        for block, slot in ((5, 0), (6, 1), (7, 2), (1, 9)):
+            assert bytes(segment.slot_view(slot)[start : start + view[0].nbytes]) == view[block].tobytes()
+    assert plan.runs == ((5, 0, 3), (1, 9, 1))
+    segment.close()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (lambda: torch.zeros(7, 2, 4, 8), "no axis"),
+        (lambda: torch.zeros(2, 2, 4, 2, 8), "no axis"),
+        (lambda: torch.zeros(BLOCKS, 1, 8).expand(BLOCKS, 4, 8), "equal runs"),
+        (lambda: torch.zeros(2, 4, BLOCKS, 3, 8)[:, :3].permute(2, 0, 1, 3, 4), "equal runs"),
+        (lambda: [torch.zeros(BLOCKS, 4)], "not paged"),
+    ],
+)
+def test_a_layout_that_is_not_paged_is_refused(tensor: Callable[[], Any], message: str) -> None:
+    made = tensor()
+    blocks = 2 if getattr(made, "shape", (0,))[0] == 2 else BLOCKS
+    with pytest.raises(ConfigError, match=message):
+        PagedLayer.from_tensor("layer.0", made, blocks)
+
+
+def test_layers_that_share_one_memory_are_copied_once() -> None:
+    first, second = torch.zeros(BLOCKS, 2, 4, 8), torch.zeros(BLOCKS, 2, 4, 8)
+    paged = PagedKV.from_tensors({"a": first, "b": second, "c": first}, BLOCKS)
+    assert [layer.name for layer in paged.layers] == ["a", "b"]
+    assert paged.layer_index == {"a": 0, "b": 1, "c": 0}
+
+
+def test_a_device_without_a_copy_engine_is_named() -> None:
+    paged = PagedKV.from_tensors({"a": torch.zeros(BLOCKS, 4)}, BLOCKS)
+    segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
+    elsewhere = PagedKV(paged.layers, paged.layer_index, BLOCKS, "cuda", paged.tensors)
+    with pytest.raises(ConfigError, match="'cuda'"):
+        copy_engine_for(elsewhere, segment)
+    with pytest.raises(ConfigError, match="no layer"):
+        PagedKV.from_tensors({}, BLOCKS)
+    segment.close()
+
+
+@pytest.mark.parametrize(("block", "slot"), [(BLOCKS, 0), (-1, 0), (0, SLOTS), (0, -1)])
+def test_nothing_outside_the_memory_is_ever_touched(scene: Scene, block: int, slot: int) -> None:
+    engine = CpuCopyEngine(scene.paged, scene.segment)
+    for copy in (engine.gather, engine.scatter):
+        with pytest.raises(PactViolation, match="outside the memory"):
+            copy(0, CopyPlan.of([1, block], [1, slot]))
+
+
+def test_a_layer_is_waited_for_and_no_longer(scene: Scene) -> None:
+    scene.save([0, 1], [0, 1])
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    before = scene.copies()
+    scene.clear()
+    scene.worker.start_loads([scene.load_job([0, 1], [0, 1], synchronous=True)])
+    passed: list[int] = []
+
+    def forward() -> None:
+        for layer, tensor in enumerate(scene.tensors.values()):
+            scene.worker.wait_for_layer(f"layer.{layer}")
+            assert torch.equal(tensor[:2], before[layer][:2])
+            passed.append(layer)
+
+    compute = threading.Thread(target=forward)
+    compute.start()
+    for layer in range(LAYERS):
+        time.sleep(0.02)
+        assert passed == list(range(layer)), "went ahead of a layer that was not there"
+        engine.gate.release()
+        deadline = time.monotonic() + 5
+        while len(passed) == layer and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert passed == list(range(layer + 1)), "waited for more than the layer asked for"
+    compute.join()
+    assert engine.calls == [("scatter", layer) for layer in range(LAYERS)]
+
+
+def test_an_unknown_layer_waits_for_all_of_them(scene: Scene) -> None:
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    scene.worker.start_loads([scene.load_job([0], [0], synchronous=True)])
+    threading.Timer(0.05, lambda: engine.gate.release(LAYERS)).start()
+    scene.worker.wait_for_layer("no such layer")
+    assert len(engine.calls) == LAYERS
+    assert scene.worker.poll()
+
+
+def test_without_layerwise_the_loads_are_there_when_start_loads_returns() -> None:
+    scene = Scene(layerwise=False)
+    before = scene.copies()
+    scene.save([0], [3])
+    scene.clear()
+    job = scene.load_job([0], [3], synchronous=True)
+    scene.worker.start_loads([job])
+    assert scene.worker.poll() == {job.job_id: JobOutcome(RangeSet.span(0, 1))}
+    assert torch.equal(scene.tensors["layer.3"][3], before[3][3])
+    scene.close()
+
+
+def test_a_synchronous_load_overtakes_a_background_load_and_holds_saves_up(scene: Scene) -> None:
+    scene.save([0, 1], [0, 1])
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    background = scene.load_job([0], [5])
+    urgent = scene.load_job([1], [6], synchronous=True)
+    scene.worker.start_loads([background])
+    time.sleep(0.02)  # it waits inside its first layer now
+    scene.worker.start_loads([urgent])
+    scene.worker.start_saves([SaveJob(99, "r", 0, (2,), (2,))])
+    engine.gate.release(1 + LAYERS)  # the background job's first layer, then all of the urgent one
+    scene.worker.wait_for_loads()
+    ended = scene.worker.poll()
+    assert urgent.job_id in ended
+    assert background.job_id not in ended
+    engine.gate.release(LAYERS)
+    assert scene.worker.drain(5)
+    first_gather = engine.calls.index(("gather", 0))
+    assert first_gather >= 1 + LAYERS, "a save ran while a synchronous load was waited for"
+    assert set(scene.worker.poll()) | set(ended) >= {background.job_id, urgent.job_id, 99}
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_p9_a_failed_load_names_exactly_the_blocks_that_failed(*, layerwise: bool) -> None:
+    def fault(job: LoadJob, block: int) -> None:
+        if block in (12, 13, 16):
+            raise OSError("lost")
+
+    scene = Scene(fault=fault, layerwise=layerwise)
+    before = scene.copies()
+    scene.save(list(range(8)), list(range(8)), start=10)
+    scene.clear()
+    outcome = scene.load(list(range(8)), list(range(8)), start=10)
+    failed = RangeSet.of(BlockRange(12, 2), BlockRange(16, 1))
+    assert outcome == JobOutcome(RangeSet.span(10, 18).difference(failed), failed)
+    for tensor, expected in zip(scene.tensors.values(), before, strict=True):
+        for block in range(BLOCKS):
+            arrived = block < 8 and 10 + block not in failed
+            assert torch.equal(tensor[block], expected[block] if arrived else torch.zeros_like(expected[block]))
+    assert scene.load(list(range(8)), list(range(8))).done == RangeSet.span(0, 8), "the thread did not survive"
+    scene.close()
+
+
+def test_h51_nothing_grows_with_the_number_of_jobs_or_of_their_errors() -> None:
+    def fault(job: LoadJob, block: int) -> None:
+        if job.job_id % 3 == 0:
+            raise OSError(f"lost {job.job_id}")
+
+    scene = Scene(fault=fault)
+
+    def live(jobs: int) -> dict[str, int]:
+        """What the worker keeps after so many jobs more, one after another: sound ones, failing ones, late ones."""
+        for number in range(jobs):
+            synchronous = number % 2 == 0
+            assert scene.load([number % SLOTS], [number % BLOCKS], start=number, synchronous=synchronous)
+            assert scene.save([number % SLOTS, SLOTS], [number % BLOCKS, 0], start=number)
+        assert scene.worker.idle
+        assert scene.worker.poll() == {}
+        return {name: len(kept) for name, kept in vars(scene.worker).items() if hasattr(kept, "__len__")}
+
+    assert live(200) == live(20)
+    scene.close()
+
+
+def test_a_block_that_cannot_be_copied_fails_alone_and_is_logged_once(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        assert scene.save([0, SLOTS, 2], [0, 1, 2]) == JobOutcome(
+            RangeSet.of(BlockRange(0, 1), BlockRange(2, 1)), RangeSet.span(1, 2)
+        )
+        assert scene.load([0, 1], [0, BLOCKS]) == JobOutcome(RangeSet.span(0, 1), RangeSet.span(1, 2))
+        assert scene.load([0, 1], [0, BLOCKS], synchronous=True).failed == RangeSet.span(0, 2)
+        assert scene.load([0, 1], [0], synchronous=True).failed == RangeSet.span(0, 2)
+        assert scene.load([0, 1], [0]) == JobOutcome(RangeSet.span(0, 1), RangeSet.span(1, 2))
+    assert len(caplog.records) == 3
+
+
+def test_every_job_ends_exactly_once(scene: Scene) -> None:
+    ended: list[int] = []
+    jobs = [scene.load_job([i % SLOTS], [i % BLOCKS], synchronous=i % 3 == 0) for i in range(60)]
+    for job in jobs:
+        scene.worker.start_loads([job])
+        scene.worker.start_saves([SaveJob(1000 + job.job_id, "r", 0, (1, 2), (1, 2))])
+        ended.extend(scene.worker.poll())
+    assert scene.worker.drain(10)
+    assert scene.worker.idle
+    ended.extend(scene.worker.poll())
+    assert sorted(ended) == sorted(number for job in jobs for number in (job.job_id, 1000 + job.job_id))
+    assert scene.worker.poll() == {}
+    page = scene.paged.layers[0].page_bytes * LAYERS
+    assert scene.worker.counts.load_bytes == 60 * page
+    assert scene.worker.counts.save_bytes == 120 * page
+
+
+def test_h10_shutdown_is_bounded_fails_what_is_left_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())  # an earlier test's too
+    assert_ends_within(_shut_down_under_way, 0.045, 0.1)
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kvpact-")]
+
+
+def _shut_down_under_way() -> float:
+    """How long a shutdown waits that may wait 50 ms for a copy under way."""
+    scene = Scene()
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    first, second = scene.load_job([0, 1], [0, 1]), scene.load_job([2], [2], start=7)
+    scene.worker.start_loads([first, second])
+    assert not scene.worker.drain(0.02)
+    began = time.monotonic()
+    assert not scene.worker.shutdown(0.05), "a copy under way was not waited for, yet reported as ended"
+    seconds = time.monotonic() - began
+    engine.gate.release(100)
+    assert scene.worker.shutdown(5)
+    assert scene.worker.poll()[second.job_id] == JobOutcome(RangeSet(), RangeSet.span(7, 8))
+    late = scene.load_job([0], [0], synchronous=True)
+    scene.worker.start_loads([late])
+    scene.worker.start_saves([SaveJob(500, "r", 3, (1,), (1,))])
+    scene.worker.wait_for_layer("layer.3")
+    assert scene.worker.poll() == {
+        late.job_id: JobOutcome(RangeSet(), RangeSet.span(0, 1)),
+        500: JobOutcome(RangeSet(), RangeSet.span(3, 4)),
+    }
+    assert scene.worker.idle
+    scene.close()
+    return seconds
+
+
+PATIENCE = 0.2
+
+
+def failed_whole(job: LoadJob) -> JobOutcome:
+    return JobOutcome(failed=RangeSet.of(job.blocks))
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_h10_a_synchronous_load_that_hangs_is_left_by_its_deadline(layerwise: bool) -> None:
+    scene = Scene(layerwise=layerwise, patience=PATIENCE)
+    scene.save([0, 1, 2], [0, 1, 2])
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    scene.clear()
+    hangs = scene.load_job([0, 1], [3, 4], synchronous=True)
+    began = time.monotonic()
+    scene.worker.start_loads([hangs])
+    for name in scene.tensors:
+        scene.worker.wait_for_layer(name)
+    scene.worker.wait_for_loads()
+    assert PATIENCE <= time.monotonic() - began < 2 * PATIENCE, "once, not for each layer"
+    assert scene.worker.poll() == {}, "it may still write"
+    scene.worker.start_saves([SaveJob(99, "r", 0, (5,), (5,))])
+    until = time.monotonic() + 5
+    while not (ended := scene.worker.poll()):
+        assert time.monotonic() < until, "saves go on"
+        time.sleep(0.001)
+    assert list(ended) == [99]
+    engine.gate.release(1)
+    assert scene.worker.drain(5)
+    assert scene.worker.poll() == {hangs.job_id: failed_whole(hangs)}
+    assert engine.calls == [("gather", layer) for layer in range(LAYERS)] + [("scatter", 0)], "no layer more"
+    engine.gate.release(LAYERS)
+    assert scene.load([0], [6], synchronous=True).failed == RangeSet()
+    scene.close()
+
+
+def test_h10_a_synchronous_load_behind_a_copy_that_hangs_is_left_and_never_begins() -> None:
+    scene = Scene(patience=PATIENCE)
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    hangs = scene.load_job([0], [0])
+    scene.worker.start_loads([hangs])
+    time.sleep(0.02)
+    behind = scene.load_job([1], [1], synchronous=True)
+    scene.worker.start_loads([behind])
+    scene.worker.wait_for_loads()
+    assert scene.worker.poll() == {behind.job_id: failed_whole(behind)}
+    engine.gate.release(LAYERS)
+    assert scene.worker.drain(5)
+    assert scene.worker.poll()[hangs.job_id].failed == RangeSet()
+    assert len(engine.calls) == LAYERS
+    scene.close()
+
+
+def test_h10_loads_that_are_left_go_no_farther_and_end_once() -> None:
+    scene = Scene()
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    hangs, queued, wanted = scene.load_job([0, 1], [0, 1]), scene.load_job([2], [2]), scene.load_job([3], [3])
+    scene.worker.start_loads([hangs, queued, wanted])
+    time.sleep(0.02)
+    scene.worker.leave([hangs.job_id, queued.job_id, 99])
+    assert scene.worker.poll() == {queued.job_id: failed_whole(queued)}
+    engine.gate.release(1 + LAYERS)
+    assert scene.worker.drain(5)
+    ended = scene.worker.poll()
+    assert ended[hangs.job_id] == failed_whole(hangs)
+    assert ended[wanted.job_id].failed == RangeSet()
+    assert len(engine.calls) == 1 + LAYERS
+    scene.close()
+
+
+def test_shutdown_frees_whoever_waits_for_a_layer() -> None:
+    scene = Scene()
+    engine = scene.worker._engine = SlowEngine(scene.worker._engine)
+    scene.worker.start_loads([scene.load_job([0], [0])])
+    time.sleep(0.02)
+    waiter = threading.Thread(target=lambda: scene.worker.wait_for_layer("layer.0"))
+    scene.worker.start_loads([scene.load_job([0], [0], synchronous=True)])
+    waiter.start()
+    scene.worker.shutdown(0)
+    engine.gate.release(100)
+    waiter.join(5)
+    assert not waiter.is_alive()
+    scene.close()
+
+
+def test_copies_keep_off_the_cpu_that_computes_and_inside_the_limit_of_the_process() -> None:
+    allowed = os.sched_getaffinity(0)
+    found: list[set[int]] = []
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {min(allowed)})
+        start_background("kvpact-test", lambda: found.append(os.sched_getaffinity(0))).join()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert found == [allowed - {min(allowed)} or allowed]
+    start_background("kvpact-test", lambda: found.append(os.sched_getaffinity(0))).join()
+    assert found[1] == allowed, "a caller that is not pinned has no CPU of its own to avoid"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one CPU there is none to keep off")
+def test_what_a_background_thread_starts_keeps_off_the_cpu_that_computes_too() -> None:
+    """As a thread that opens tiers, each of which starts threads."""
+    allowed = os.sched_getaffinity(0)
+    found: list[set[int]] = []
+
+    def note() -> None:
+        found.append(os.sched_getaffinity(0))
+
+    def start_another() -> None:
+        with on_spare_cpus():
+            note()
+        start_background("kvpact-inner", note).join()
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {min(allowed)})
+        start_background("kvpact-outer", start_another).join()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert found == [allowed - {min(allowed)}] * 2
+
+
+def test_the_kernel_shows_the_name_of_a_background_thread() -> None:
+    def comm() -> None:
+        shown.append(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip())
+
+    def look() -> None:
+        comm()
+        child = threading.Thread(target=comm)
+        child.start()
+        child.join()
+
+    shown: list[str] = []
+    before = Path("/proc/self/comm").read_text()
+    start_background("kvpact-a-long-name-of-a-tier", look).join()
+    assert shown == ["kvpact-a-long-n"] * 2, "what belongs to kvpact cannot be told from the engine's threads"
+    assert Path("/proc/self/comm").read_text() == before
+
+
+def test_what_a_library_starts_keeps_off_the_cpu_that_computes_too() -> None:
+    allowed = os.sched_getaffinity(0)
+    found: list[set[int]] = []
+
+    def open_something() -> None:
+        os.sched_setaffinity(0, {min(allowed)})
+        with on_spare_cpus():
+            thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+            thread.start()
+            thread.join()
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=open_something)
+    thread.start()
+    thread.join()
+    assert found == [allowed - {min(allowed)} or allowed, {min(allowed)}]
+
+
+def test_a_digest_names_the_bytes_of_one_slot(scene: Scene) -> None:
+    scene.save([0, 1, 2], [4, 5, 4])
+    digests = [slot_digest(scene.segment, slot) for slot in range(3)]
+    assert digests[0] == digests[2] != digests[1]
+    assert len(digests[0]) == 16
