@@ -21,7 +21,7 @@ from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.identity.keys import Namespace, RangeSet, RequestIdentity
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.disk.tier import DiskTier
-from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.executor import TierExecutor
 
 BLOCK_SIZE = 128
 SLOT_BYTES = 4 << 20
@@ -54,7 +54,7 @@ def run(steps: int, directory: Path | None) -> list[float]:
     namespace = Namespace({"benchmark": "step_time"})
     tiers = []
     if directory is not None:
-        tiers = [TierQueue(DiskTier.open(directory, namespace, SLOT_BYTES, 4 << 30), 2, 1 << 30)]
+        tiers = [TierExecutor(DiskTier.open(directory, namespace, SLOT_BYTES, 4 << 30), 2, 1 << 30)]
     cache = PactCache(
         load_config({"shutdown_timeout": "30s"}, {}),
         namespace=namespace.digest,

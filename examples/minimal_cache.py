@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from kvpact.contract import (
     ExternalCache,
     ExternalKVMatch,
-    Inquiry,
+    JobQuery,
     JobTally,
     LoadJob,
     LoadSettlement,
@@ -88,7 +88,7 @@ class MinimalCache(ExternalCache):
                 self.context.touch(job.block_ids)  # a rank may write to them at any time
                 self.late[job.job_id] = False
         asked = open_jobs if self.step % 16 == 0 else []  # a report may have been lost
-        inquiries = tuple(Inquiry(job.job_id, job.blocks) for job in asked)
+        inquiries = tuple(JobQuery(job.job_id, job.blocks) for job in asked)
         return StepWork(loads, saves, inquiries, overdue=tuple(self.late))
 
     def apply_report(self, report):

@@ -45,7 +45,7 @@ def main() -> None:
         begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
         if not re.search(f"{begin}.*{end}", page, re.DOTALL):
             sys.exit(f"{PAGE} has no lines {begin} and {end}")
-        text = findings(VllmDriver(connector, config, patience=PATIENCE_SECONDS).run())
+        text = findings(VllmDriver(connector, config, timeout=PATIENCE_SECONDS).run())
         page = page[: page.index(begin) + len(begin)] + f"\n{text}\n" + page[page.index(end) :]
     PAGE.write_text(page, encoding="utf-8")
 

@@ -11,14 +11,14 @@ from random import Random
 
 from kvpact.cache.cache import PactCache
 from kvpact.config import load_config
-from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobConduct, Request, SimulatedWorker
+from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, Request, SimulatedWorker
 from kvpact.engine.simulated_worker import Job
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.base import Tier
 from kvpact.tiers.disk.tier import DiskTier
-from kvpact.tiers.executor import TierQueue
-from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.tiers.executor import TierExecutor
+from kvpact.tiers.registry import TierContext, open_tier
 
 BLOCK_SIZE = 16
 SLOT_BYTES = 4096
@@ -35,7 +35,7 @@ def disk(directory: object) -> Tier:
 def store(url: str) -> Tier:
     """The shared tier that `url` names."""
     (tier_url,) = load_config({"tiers": [url]}, {}).tiers
-    return open_tier(tier_url, TierPlace(NAMESPACE, SLOT_BYTES))
+    return open_tier(tier_url, TierContext(NAMESPACE, SLOT_BYTES))
 
 
 def prompt(blocks: int, seed: int = 0) -> list[int]:
@@ -51,14 +51,14 @@ class EpochEngine:
         *tiers: Tier,
         preset: str = "vllm-0.32",
         num_slots: int = 64,
-        conduct: Callable[[int, Job], JobConduct] | None = None,
+        conduct: Callable[[int, Job], JobBehavior] | None = None,
         **settings: object,
     ) -> None:
         self.skew = 0.0
         """Seconds that have passed besides those that really have."""
         segment = ArenaSegment.create(num_slots, SLOT_BYTES)
         defaults = {"recompute_if_faster": False, "sync_load_limit": 0, "prepare_deadline": 0.5}
-        self.queues = [TierQueue(tier, 2, 1 << 30) for tier in tiers]
+        self.queues = [TierExecutor(tier, 2, 1 << 30) for tier in tiers]
         self.cache = PactCache(
             load_config({**defaults, **settings}, {}),
             namespace=NAMESPACE.digest,

@@ -31,7 +31,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import Namespace, RangeSet, RequestIdentity
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.base import Tier
-from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.executor import TierExecutor
 
 BLOCK_SIZE = 4
 """Tokens a block in these scenes."""
@@ -91,7 +91,7 @@ class Scene:
         *,
         ranks: int = 1,
         engine_blocks: int = 256,
-        tiers: Sequence[Tier | TierQueue] = (),
+        tiers: Sequence[Tier | TierExecutor] = (),
         write_queue: int = 1 << 30,
         namespace: Namespace = NAMESPACE,
         **settings: object,
@@ -101,7 +101,7 @@ class Scene:
         self.segments = [ArenaSegment.create(slots, PAGE) for _ in range(ranks)]
         self.kv = [np.zeros((engine_blocks, PAGE), dtype=np.uint8) for _ in range(ranks)]
         self.blocks = SceneBlocks()
-        self.queues = [t if isinstance(t, TierQueue) else TierQueue(t, 2, write_queue) for t in tiers]
+        self.queues = [t if isinstance(t, TierExecutor) else TierExecutor(t, 2, write_queue) for t in tiers]
         self.cache = PactCache(
             self.config,
             namespace=namespace.digest,

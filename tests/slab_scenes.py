@@ -58,8 +58,8 @@ def capacity_for(slots: int, slot_bytes: int = SLOT) -> int:
     return capacity
 
 
-def open_tier(directory: Path, slots: int = 64, namespace: Namespace = NAMESPACE, patience: float = 0.0) -> DiskTier:
-    return DiskTier.open(directory, namespace, SLOT, capacity_for(slots), patience=patience)
+def open_tier(directory: Path, slots: int = 64, namespace: Namespace = NAMESPACE, timeout: float = 0.0) -> DiskTier:
+    return DiskTier.open(directory, namespace, SLOT, capacity_for(slots), timeout=timeout)
 
 
 def slab_path(directory: Path, namespace: Namespace = NAMESPACE) -> Path:

@@ -20,7 +20,7 @@ from documents import CODE, NOT_CODE, ROOT, Block, block_with, document_blocks, 
 from kvpact.identity.keys import Namespace
 from kvpact.metrics import Metrics
 from kvpact.testkit.sample_blocks import document, filled_buffers
-from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
 from servers.redis_server import redis_server
 
@@ -202,7 +202,7 @@ def test_looking_after_a_store_as_the_page_says(folder: Path) -> None:
     with redis_server(folder / "redis") as server:
         url = f"redis://{server.address}/0?timeout=20s"
         for model in models:
-            tier = open_tier(parse_tier_url(url), TierPlace(model, 8192))
+            tier = open_tier(parse_tier_url(url), TierContext(model, 8192))
             keys = document("operators", 6).keys
             assert tier.put(keys, 0, filled_buffers(keys, 8192, 2)) == 6
             tier.close()
@@ -270,9 +270,9 @@ def test_the_guide_for_tiers_lets_others_use_one(folder: Path) -> None:
 from kvpact.identity.keys import Namespace
 from kvpact.config import load_config
 from kvpact.testkit.sample_blocks import document, filled_buffers
-from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.tiers.registry import TierContext, open_tier
 [url] = load_config({{"tiers": ["{url}"]}}, {{}}).tiers
-tier = open_tier(url, TierPlace(Namespace({{"model": "a"}}), 4096))
+tier = open_tier(url, TierContext(Namespace({{"model": "a"}}), 4096))
 keys = document("a", 3).keys
 print(tier.put(keys, 0, filled_buffers(keys, 4096, 1)), tier.lookup(keys))
 """

@@ -59,3 +59,20 @@ def test_a_name_of_a_module_that_became_a_folder_is_still_there(package: str, na
         assert getattr(import_module(package), name) is getattr(import_module(home), name)
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         import_module(package).Nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("kvpact.tiers.base", "RecordSeal", "RecordMac"),
+        ("kvpact.tiers.registry", "TierPlace", "TierContext"),
+        ("kvpact.contract", "Inquiry", "JobQuery"),
+        ("kvpact.contract", "StepRead", "StoreRead"),
+        ("kvpact.contract", "blocks_touched", "num_blocks_for"),
+        ("kvpact.engine", "JobConduct", "JobBehavior"),
+        ("kvpact.engine", "LegacyConnectorCache", "V1ConnectorCache"),
+    ],
+)
+def test_a_name_that_changed_is_still_there(module: str, old: str, new: str) -> None:
+    with pytest.deprecated_call(match=f"{re.escape(module)}.{old} is {new} now"):
+        assert getattr(import_module(module), old) is getattr(import_module(module), new)

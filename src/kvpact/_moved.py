@@ -62,6 +62,18 @@ def moved_names(package: str, home: str, *names: str) -> Callable[[str], object]
     return find
 
 
+def renamed(module: str, **names: str) -> Callable[[str], object]:
+    """A `__getattr__` for a module in which names changed: old name -> new name."""
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is {names[name]} now", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find
+
+
 def redirect() -> None:
     """From now on. A second call changes nothing."""
     if not any(isinstance(finder, _Redirect) for finder in sys.meta_path):

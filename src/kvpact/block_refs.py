@@ -24,7 +24,7 @@ class Block(Protocol):
         """Whether it stands for blocks that a request does not need."""
 
 
-class Holds:
+class BlockRefs:
     """The holds of one context."""
 
     __slots__ = ("counts",)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from kvpact._moved import renamed
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.keys import BlockKey, BlockRange, RangeSet, RequestIdentity, hull
 
@@ -135,7 +136,7 @@ class SaveJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Inquiry:
+class JobQuery:
     """A job whose report is overdue: a worker says again what became of it, and "failed" if it never heard of it."""
 
     job_id: int
@@ -147,18 +148,18 @@ class StepLookup:
     """What workers are to look for: `keys` of a request from its first block on, those from the save's start.
 
     `job_id` is the save's. What is found is loaded under the number `load_id(job_id)`. The engine has
-    `computed_tokens` of the request, and at most the `most_tokens` behind them can be skipped in this step.
+    `computed_tokens` of the request, and at most the `max_tokens` behind them can be skipped in this step.
     """
 
     job_id: int
     request_id: str
     computed_tokens: int
-    most_tokens: int
+    max_tokens: int
     keys: tuple[BlockKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class StepRead:
+class StoreRead:
     """Blocks of a look-up that a rank read from a tier, whether or not they were used; `tier` is its position."""
 
     job_id: int
@@ -177,7 +178,7 @@ class StepWork:
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
-    inquiries: tuple[Inquiry, ...] = ()
+    inquiries: tuple[JobQuery, ...] = ()
     recalls: tuple[int, ...] = ()
     """Loads under way that must not be used: a worker reports all of such a job's blocks as failed when it ends."""
     overdue: tuple[int, ...] = ()
@@ -394,7 +395,7 @@ class ExternalCacheWorker(ABC):
         """Stop all threads and release memory, in bounded time."""
 
 
-def blocks_touched(num_tokens: int, block_size: int) -> int:
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
     return -(-num_tokens // block_size)
 
@@ -405,8 +406,8 @@ __all__ = [
     "ExternalCache",
     "ExternalCacheWorker",
     "ExternalKVMatch",
-    "Inquiry",
     "JobOutcome",
+    "JobQuery",
     "JobTally",
     "KVCacheBlockView",
     "LoadJob",
@@ -415,5 +416,7 @@ __all__ = [
     "SchedulerContext",
     "StepWork",
     "WorkerReport",
-    "blocks_touched",
+    "num_blocks_for",
 ]
+
+__getattr__ = renamed(__name__, Inquiry="JobQuery", StepRead="StoreRead", blocks_touched="num_blocks_for")

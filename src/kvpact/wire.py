@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvpact.contract import StepLookup, StepRead, StepWork, WorkerReport
+from kvpact.contract import StepLookup, StepWork, StoreRead, WorkerReport
 from kvpact.memory.arena import SegmentAddress
 
 
 @dataclass(frozen=True, slots=True)
-class BrokenLoad:
+class UnorderedLoad:
     """A load that could not be ordered although the engine counts on it; the workers report it as failed."""
 
     request_id: str
@@ -23,7 +23,7 @@ class BrokenLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreAddress:
+class SharedTierConfig:
     """What a worker needs to open the shared tiers as the scheduler's half has: only that half knows all ranks.
 
     `tiers` has pairs: the position under which the scheduler's half knows a tier, and its place in the configuration.
@@ -49,9 +49,9 @@ class StepMessage:
     """One scheduler step, as the workers get it."""
 
     work: StepWork = field(default_factory=StepWork)
-    broken: tuple[BrokenLoad, ...] = ()
+    broken: tuple[UnorderedLoad, ...] = ()
     lookups: tuple[StepLookup, ...] = ()
-    store: StoreAddress | None = None
+    store: SharedTierConfig | None = None
     """Where to look; with every step that has `lookups`."""
     adapters: tuple[AdapterUsed, ...] = ()
     """What requests that run with loaded blocks for the first time must run with."""
@@ -62,7 +62,7 @@ class StepMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerHello:
+class WorkerHandshake:
     """What a worker says of itself once: where its part of the arena is, and what the bytes of its blocks mean."""
 
     rank: int
@@ -76,11 +76,11 @@ class WorkerHello:
 
 
 @dataclass(frozen=True, slots=True)
-class RanksMessage:
+class RankReports:
     """One step's report over some ranks, with the reads of the one rank that tells them."""
 
     report: WorkerReport
-    reads: tuple[StepRead, ...] = ()
+    reads: tuple[StoreRead, ...] = ()
 
 
 def encode_step(message: StepMessage) -> bytes:
@@ -93,29 +93,29 @@ def decode_step(payload: bytes) -> StepMessage:
     return msgspec.msgpack.decode(payload, type=StepMessage)
 
 
-def encode_hello(hello: WorkerHello) -> bytes:
+def encode_handshake(hello: WorkerHandshake) -> bytes:
     """A worker's hello, as bytes."""
     return msgspec.msgpack.encode(hello)
 
 
-def decode_hello(payload: bytes) -> WorkerHello:
+def decode_handshake(payload: bytes) -> WorkerHandshake:
     """The hello. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(payload, type=WorkerHello)
+    return msgspec.msgpack.decode(payload, type=WorkerHandshake)
 
 
-def encode_reports(message: RanksMessage) -> bytes:
+def encode_reports(message: RankReports) -> bytes:
     """Reports over some ranks, as bytes."""
     return msgspec.msgpack.encode(message)
 
 
-def decode_reports(payload: bytes) -> RanksMessage:
+def decode_reports(payload: bytes) -> RankReports:
     """The reports. Raises msgspec.DecodeError."""
     return _SILENCE if payload == _SILENT else _RANKS_MESSAGES.decode(payload)
 
 
-_RANKS_MESSAGES = msgspec.msgpack.Decoder(RanksMessage)
+_RANKS_MESSAGES = msgspec.msgpack.Decoder(RankReports)
 # Most steps order nothing and most reports of a single rank are empty: those cost the scheduler a comparison.
 _NO_WORK = StepMessage()
 _NOTHING_TO_DO = msgspec.msgpack.encode(_NO_WORK)
-_SILENCE = RanksMessage(WorkerReport({0: {}}))
+_SILENCE = RankReports(WorkerReport({0: {}}))
 _SILENT = msgspec.msgpack.encode(_SILENCE)

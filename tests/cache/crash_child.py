@@ -32,7 +32,7 @@ from kvpact.memory.arena import Arena, ArenaSegment, SegmentAddress
 from kvpact.metrics import TierName, series
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.tier import DiskTier
-from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.executor import TierExecutor
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.transfer import TransferWorker
 from scenes import SceneBlocks, SceneRequest
@@ -92,9 +92,9 @@ def payload(name: str) -> bytes:
     return b"".join(page(name, layer).tobytes() for layer in range(LAYERS))
 
 
-def open_disk(directory: Path, slots: int, patience: float = 2.0) -> DiskTier:
+def open_disk(directory: Path, slots: int, timeout: float = 2.0) -> DiskTier:
     """The disk tier of these processes."""
-    return DiskTier.open(directory, NAMESPACE, SLOT_BYTES, capacity_for(slots, SLOT_BYTES), patience=patience)
+    return DiskTier.open(directory, NAMESPACE, SLOT_BYTES, capacity_for(slots, SLOT_BYTES), timeout=timeout)
 
 
 class PageTensor:
@@ -278,7 +278,7 @@ def main(directory: Path, slots: int, seed: int) -> None:
         namespace=NAMESPACE.digest,
         block_size=BLOCK_SIZE,
         arena=Arena([ArenaSegment.attach(address)]),
-        tiers=[TierQueue(tier, 2, 32 << 20)],
+        tiers=[TierExecutor(tier, 2, 32 << 20)],
         clock=time.monotonic,
     )
     print("ready", tier.capacity().blocks, sum(read), flush=True)

@@ -14,7 +14,7 @@ import sys
 from epoch_engine import EpochEngine, Traffic, store
 from kvpact.errors import WeightsVersionRefused
 
-MOST_ALIVE = 3
+MAX_ALIVE = 3
 
 
 class Child:
@@ -30,7 +30,7 @@ class Child:
 
     def serve(self) -> None:
         """One step of traffic; the engine's own prefix cache is emptied now and then, so that the store is asked."""
-        if len(self.engine.scheduler.requests) < MOST_ALIVE:
+        if len(self.engine.scheduler.requests) < MAX_ALIVE:
             tokens = self.traffic.prompt()
             self.asked += len(tokens)
             self.served.add(tokens, 8)

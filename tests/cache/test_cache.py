@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 import pytest
 
 from hook_time import LONG, LONG_BLOCKS, HookTime, assert_ends_within, assert_no_step_is_slow
-from kvpact.cache.cache import MOST_IDLE_LOADS
+from kvpact.cache.cache import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.contract import ExternalKVMatch, JobOutcome, StepWork, WorkerReport
 from kvpact.errors import PactViolation
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
@@ -627,7 +627,7 @@ def test_p11_a_request_that_is_loaded_and_preempted_again_and_again_computes_its
     scene = Scene(sync_load_limit=0)
     scene.run_cold(SceneRequest("a", tokens(16)))
     request = SceneRequest("b", tokens(19))
-    for _ in range(MOST_IDLE_LOADS):
+    for _ in range(MAX_LOADS_WITHOUT_PROGRESS):
         scene.load(request, scene.prepare(request))
     assert scene.prepare(request).num_tokens == 0
     scene.cache.note_computed(request, 19, lambda: scene.tables["b"])

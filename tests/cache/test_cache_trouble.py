@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.cache.cache import MOST_UNWRITTEN
+from kvpact.cache.cache import MAX_UNWRITTEN
 from kvpact.cache.idle_steps import LONGEST_STEP_SECONDS, VAIN_SECONDS
 from kvpact.contract import WorkerReport
 from kvpact.metrics import MissReason, series
 from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
-from kvpact.testkit.tier.stepped_executor import SteppedQueue
+from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
 
 
@@ -20,7 +20,7 @@ class SteppedScene(Scene):
 
     def __init__(self, path: Path, slots: int = 16, **settings: object) -> None:
         self.faults = Faults()
-        self.queue = SteppedQueue(FaultyTier(open_disk(path), self.faults), 1 << 30)
+        self.queue = SteppedExecutor(FaultyTier(open_disk(path), self.faults), 1 << 30)
         super().__init__(slots, tiers=[self.queue], **settings)
 
     def only_on_disk(self, request: SceneRequest) -> None:
@@ -148,10 +148,10 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     scene.cache.end_step()
     scene.cache.end_step()
     assert len(scene.cache._unwritten) == 2
-    scene.cache._unwritten.extend([()] * (4 * MOST_UNWRITTEN))
+    scene.cache._unwritten.extend([()] * (4 * MAX_UNWRITTEN))
     scene.cache.end_step()
     scene.cache.end_step()
-    assert len(scene.cache._unwritten) == MOST_UNWRITTEN, "however late steps are, only so many wait (P12)"
+    assert len(scene.cache._unwritten) == MAX_UNWRITTEN, "however late steps are, only so many wait (P12)"
     late[0] = False
     scene.cache.end_step()
     assert not scene.cache._unwritten

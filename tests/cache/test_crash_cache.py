@@ -112,7 +112,7 @@ def _superblock(slab: Path) -> Superblock:
 
 def read_everything(directory: Path) -> int:
     """Open the slab as the next life would, read all that it holds, compare; the number of blocks."""
-    tier = open_disk(directory, SLOTS, patience=0.0)
+    tier = open_disk(directory, SLOTS, timeout=0.0)
     longest = STEM + TAIL
     memory = memoryview(mmap.mmap(-1, longest * SLOT_BYTES))
     buffers = [[memory[block * SLOT_BYTES : (block + 1) * SLOT_BYTES]] for block in range(longest)]

@@ -12,7 +12,7 @@ from kvpact.config import load_config
 from kvpact.contract import WorkerReport
 from kvpact.metrics import METRICS, EndReason, MissReason, TierName, series
 from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
-from kvpact.testkit.tier.stepped_executor import SteppedQueue
+from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
 
 BLOCKS = 4
@@ -27,7 +27,7 @@ class Situation(Scene):
 
     def __init__(self, place: Path, slots: int = 16, **settings: object) -> None:
         self.faults = Faults()
-        self.queue = SteppedQueue(FaultyTier(open_disk(place, 64), self.faults), 1 << 30)
+        self.queue = SteppedExecutor(FaultyTier(open_disk(place, 64), self.faults), 1 << 30)
         super().__init__(slots, tiers=[self.queue], **{"recompute_if_faster": False, **settings})
         self.run_cold(request("first"))
         self.queue.advance()

@@ -43,7 +43,7 @@ class Scene:
             request_id,
             BlockRange(start, count),
             block_size=BLOCK_SIZE,
-            intent="",
+            slots="",
             now=self.now,
             leases=self.acquire(*(f"{request_id}:{block}" for block in range(start, start + count))),
             promised_tokens=count * BLOCK_SIZE if ready else 0,
@@ -194,7 +194,7 @@ def test_h03_a_changed_range_supersedes_the_plan_and_shared_leases_move_over() -
     old = scene.plan(start=3, count=9)  # 48 tokens are held by the engine itself, 144 are offered.
     kept = [lease for lease in old.leases if int(lease.split(":")[1]) >= 7]
     new = scene.ledger.open_plan(
-        "r", BlockRange(7, 5), block_size=BLOCK_SIZE, intent="", now=1, leases=kept, promised_tokens=80
+        "r", BlockRange(7, 5), block_size=BLOCK_SIZE, slots="", now=1, leases=kept, promised_tokens=80
     )  # 112 and 80.
     assert (old.state, old.reason, old.leases) == (State.ABORTED, EndReason.SUPERSEDED, [])
     assert scene.ledger.find("r") is new
@@ -210,7 +210,7 @@ def test_a_plan_that_is_loading_cannot_be_superseded() -> None:
     scene = Scene()
     scene.loading()
     with pytest.raises(PactViolation, match="ARRIVED, FELL_SHORT"):
-        scene.ledger.open_plan("r", BlockRange(0, 1), block_size=BLOCK_SIZE, intent="", now=0, promised_tokens=16)
+        scene.ledger.open_plan("r", BlockRange(0, 1), block_size=BLOCK_SIZE, slots="", now=0, promised_tokens=16)
     assert scene.number_held == 10
 
 
@@ -234,7 +234,7 @@ def test_a_commit_may_swap_one_hold_for_another() -> None:
     """One pin on the last block holds a whole chain, so a shorter match needs another pin before the first one goes."""
     scene = Scene()
     plan = scene.ledger.open_plan(
-        "r", BlockRange(0, 10), block_size=16, intent="", now=0, leases=scene.acquire("tail 9"), promised_tokens=160
+        "r", BlockRange(0, 10), block_size=16, slots="", now=0, leases=scene.acquire("tail 9"), promised_tokens=160
     )
     scene.ledger.commit(plan, 64, now=0, keep=scene.acquire("tail 3"))
     assert plan.leases == ["tail 3"]
@@ -253,15 +253,15 @@ def test_more_than_was_promised_cannot_be_committed(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [-16, 144, 161])
 def test_a_promise_ends_in_the_last_block_of_its_match(tokens: int) -> None:
     with pytest.raises(PactViolation, match=f"{tokens} tokens promised in 10 blocks of 16"):
-        Scene().ledger.open_plan("r", BlockRange(0, 10), block_size=16, intent="", now=0, promised_tokens=tokens)
+        Scene().ledger.open_plan("r", BlockRange(0, 10), block_size=16, slots="", now=0, promised_tokens=tokens)
 
 
 def test_a_plan_that_waits_only_for_the_engine_has_no_deadline() -> None:
     scene = Scene()
     ready = scene.ledger.open_plan(
-        "r", BlockRange(0, 1), block_size=16, intent="", now=0, promised_tokens=16, deadline=1
+        "r", BlockRange(0, 1), block_size=16, slots="", now=0, promised_tokens=16, deadline=1
     )
-    staged = scene.ledger.open_plan("s", BlockRange(0, 1), block_size=16, intent="", now=0, deadline=1)
+    staged = scene.ledger.open_plan("s", BlockRange(0, 1), block_size=16, slots="", now=0, deadline=1)
     scene.ledger.ready(staged, promised_tokens=16, leases=[], now=0)
     assert {ready.deadline, staged.deadline} == {inf}
     assert {ready.state, staged.state} == {State.PLANNED}
@@ -366,7 +366,7 @@ def test_nothing_is_kept_of_a_request_that_was_cancelled_during_its_second_load(
     again = scene.loading()
     scene.ledger.finish_request("r")
     scene.ledger.settle(again, loaded=RangeSet.span(0, 10), failed=RangeSet())
-    for kept in (scene.ledger._open, scene.ledger._unsaid, scene.ledger._used_positions):
+    for kept in (scene.ledger._open, scene.ledger._awaiting_use, scene.ledger._used_positions):
         assert not kept
 
 
@@ -387,7 +387,7 @@ def test_a_release_that_raises_does_not_keep_the_other_leases() -> None:
             raise OSError("gone")
 
     ledger = Ledger[int, None](release, plan_lifetime_seconds=1)
-    plan = ledger.open_plan("r", BlockRange(0, 4), block_size=1, intent=None, now=0, leases=range(4), promised_tokens=4)
+    plan = ledger.open_plan("r", BlockRange(0, 4), block_size=1, slots=None, now=0, leases=range(4), promised_tokens=4)
     with pytest.raises(OSError, match="gone"):
         ledger.abort(plan, EndReason.SHUTDOWN)
     assert sorted(released) == [0, 1, 2, 3]
@@ -404,7 +404,7 @@ def test_h51_ended_plans_leave_a_bounded_history_and_nothing_else() -> None:
     assert scene.ledger.explain("r0") == []
     [record] = scene.ledger.explain(f"r{HISTORY_LENGTH}")
     assert (record.state, record.reason, record.used_tokens) == (State.LOADED, EndReason.LOADED, 160)
-    for kept in (scene.ledger._open, scene.ledger._unsaid, scene.ledger._used_positions):
+    for kept in (scene.ledger._open, scene.ledger._awaiting_use, scene.ledger._used_positions):
         assert not kept
 
 
@@ -468,7 +468,7 @@ def test_a_match_found_at_the_step_is_told_afterwards_and_disturbs_no_plan() -> 
     assert scene.number_held == 4
     with pytest.raises(PactViolation, match="tokens used"):
         scene.ledger.note_step_match(
-            "r", BlockRange(0, 1), BlockRange(0, 17), block_size=16, intent="", now=1, request_finished=False
+            "r", BlockRange(0, 1), BlockRange(0, 17), block_size=16, slots="", now=1, request_finished=False
         )
     scene.ledger.finish_request("r")
     found(request_finished=True)

@@ -58,7 +58,7 @@ class LedgerMachine(RuleBasedStateMachine):
             request,
             blocks,
             block_size=BLOCK_SIZE,
-            intent=None,
+            slots=None,
             now=self.now,
             leases=self.acquire(blocks, open_plan.leases if open_plan is not None else []),
             promised_tokens=count * BLOCK_SIZE - less if ready else 0,
@@ -123,7 +123,7 @@ class LedgerMachine(RuleBasedStateMachine):
         used = BlockRange(start * BLOCK_SIZE + skip, count * BLOCK_SIZE - skip)
         gone = gone and self.ledger.find(request) is None and self.ledger.find_settled(request) is None
         self.ledger.note_step_match(
-            request, blocks, used, block_size=BLOCK_SIZE, intent=None, now=self.now, request_finished=gone
+            request, blocks, used, block_size=BLOCK_SIZE, slots=None, now=self.now, request_finished=gone
         )
         self.found += 1
         self.count_positions(request, used)
@@ -161,7 +161,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(plan.deadline == inf for plan in self.ledger.open_plans() if plan.state is State.PLANNED)
         for plan in self.ledger.expire(self.now):
             assert plan.reason is EndReason.NOT_RENEWED
-            assert self.now - plan.seen_at > LIFETIME_SECONDS
+            assert self.now - plan.renewed_at > LIFETIME_SECONDS
 
     @invariant()
     def accounts_agree(self) -> None:
@@ -184,7 +184,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check()
         assert self.ledger.is_quiescent
         assert self.held.total() == self.ledger.leases_held == 0
-        assert not self.ledger._unsaid
+        assert not self.ledger._awaiting_use
         assert not self.ledger._used_positions
         assert self.ledger.totals.plans_opened == len(self.seen) + self.found == self.ledger.totals.ended.total()
         assert all(plan.state in ENDINGS for plan in self.seen)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpact.cache.cache import MOST_IDLE_LOADS
+from kvpact.cache.cache import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.config import KvpactConfig
 from kvpact.contract import WorkerReport
 from kvpact.metrics import METRICS, MISS_HINTS, MissReason, explain_misses, series
 from kvpact.testkit.faults import Faults
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
-from kvpact.testkit.tier.stepped_executor import SteppedQueue
+from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from kvpact.tiers.shared.tier import SharedTier
 from scenes import NAMESPACE, PAGE, Scene, SceneRequest, failed, tokens
 
@@ -23,11 +23,11 @@ STORED, ASKED = SceneRequest("first", tokens(33)), SceneRequest("asked", tokens(
 def shared_scene(slots: int = 16, **settings: object) -> Scene:
     """A cache above a store that works when a step says so, and has what another engine computed."""
     store = DictionaryStore(faults=Faults())
-    other = Scene(tiers=[SteppedQueue(SharedTier(store, NAMESPACE, PAGE), 1 << 30)])
+    other = Scene(tiers=[SteppedExecutor(SharedTier(store, NAMESPACE, PAGE), 1 << 30)])
     other.run_cold(STORED)
     other.queues[0].advance()
     other.close()
-    queue = SteppedQueue(SharedTier(store, NAMESPACE, PAGE), 1 << 30)
+    queue = SteppedExecutor(SharedTier(store, NAMESPACE, PAGE), 1 << 30)
     return Scene(slots, tiers=[queue], **{"recompute_if_faster": False, **settings})
 
 
@@ -94,7 +94,7 @@ def no_free_slot() -> Scene:
 def preempted_again_and_again() -> Scene:
     scene = Scene()
     scene.run_cold(STORED)
-    for _ in range(MOST_IDLE_LOADS):
+    for _ in range(MAX_LOADS_WITHOUT_PROGRESS):
         scene.load(ASKED, scene.prepare(ASKED))
     ask(scene)
     return scene
@@ -122,7 +122,7 @@ def asked_when_the_step_begins() -> Scene:
 
 def too_late() -> Scene:
     scene = shared_scene(prepare_deadline="500ms")
-    assert isinstance(scene.queues[0], SteppedQueue)
+    assert isinstance(scene.queues[0], SteppedExecutor)
     scene.queues[0].stalled_steps = 50
     ask(scene)
     return scene

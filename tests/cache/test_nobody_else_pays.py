@@ -16,7 +16,7 @@ import pytest
 from epoch_engine import BLOCK_SIZE, SETTLE_SECONDS, EpochEngine, disk, prompt, store
 from hook_time import STEP_CPU_SECONDS, HookTime, StepTime
 from kvpact.contract import LoadJob
-from kvpact.engine import JobConduct, Request, RequestStatus, SimulatedWorker
+from kvpact.engine import JobBehavior, Request, RequestStatus, SimulatedWorker
 from kvpact.engine.simulated_worker import NEVER, Job
 from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
 from kvpact.tiers.base import Tier
@@ -34,7 +34,7 @@ TIMEOUT_S = 1.0
 """After which an ill tier has failed an operation; until then its writes may hold all slots."""
 
 
-FAITHFUL = JobConduct()
+FAITHFUL = JobBehavior()
 
 
 class Ward(EpochEngine):
@@ -53,7 +53,7 @@ class Ward(EpochEngine):
         ill.is_empty = False
         assert self.serve(self.below.pop()) == STORED
 
-    def _conduct(self, rank: int, job: Job) -> JobConduct:
+    def _conduct(self, rank: int, job: Job) -> JobBehavior:
         if not isinstance(job, LoadJob):
             return FAITHFUL
         conduct, self.next_load = self.next_load, FAITHFUL
@@ -141,11 +141,11 @@ def test_p14_an_ill_tier_costs_its_own_hits_only(ward: Ward, sickness: Sickness)
 
 
 RANKS = {
-    Sickness.HANG: JobConduct(copy_after_steps=NEVER),
-    Sickness.SLOW: JobConduct(copy_after_steps=100),
-    Sickness.LIE: JobConduct(times_reported=2),
-    Sickness.REFUSE: JobConduct(failed_blocks=RangeSet.of(BlockRange(0, BLOCKS))),
-    Sickness.RAISE: JobConduct(times_reported=0),
+    Sickness.HANG: JobBehavior(copy_after_steps=NEVER),
+    Sickness.SLOW: JobBehavior(copy_after_steps=100),
+    Sickness.LIE: JobBehavior(times_reported=2),
+    Sickness.REFUSE: JobBehavior(failed_blocks=RangeSet.of(BlockRange(0, BLOCKS))),
+    Sickness.RAISE: JobBehavior(times_reported=0),
 }
 
 

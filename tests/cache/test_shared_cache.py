@@ -16,7 +16,7 @@ from kvpact.contract import ExternalKVMatch
 from kvpact.identity.keys import Namespace, RequestIdentity
 from kvpact.metrics import MissReason, TierName, series
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
-from kvpact.tiers.base import UNSEALED, RecordSeal
+from kvpact.tiers.base import UNSEALED, RecordMac
 from kvpact.tiers.shared.tier import RecordBuffer, RecordPieces, SharedTier, StoreError, key_of
 from scenes import NAMESPACE, PAGE, Scene, SceneRequest, until
 
@@ -63,9 +63,7 @@ def tokens(length: int, seed: int = 0) -> list[int]:
     return [source.randrange(1, 1000) for _ in range(length)]
 
 
-def tier(
-    store: TrialStore, seal: RecordSeal = UNSEALED, ranks: int = 1, namespace: Namespace = NAMESPACE
-) -> SharedTier:
+def tier(store: TrialStore, seal: RecordMac = UNSEALED, ranks: int = 1, namespace: Namespace = NAMESPACE) -> SharedTier:
     return SharedTier(store, namespace, PAGE * ranks, seal=seal)
 
 
@@ -315,7 +313,7 @@ def test_h22_damage_is_a_miss_counted_and_mended_by_the_next_write(make_scene: C
 
 
 def test_h80_a_record_that_somebody_else_planted_is_not_served() -> None:
-    ours, theirs = RecordSeal.from_secret(b"our own secret!!"), RecordSeal.from_secret(b"another secret!!")
+    ours, theirs = RecordMac.from_secret(b"our own secret!!"), RecordMac.from_secret(b"another secret!!")
     store = TrialStore()
     for seal in (UNSEALED, theirs):
         forger = Scene(tiers=[tier(TrialStore(store), seal)])

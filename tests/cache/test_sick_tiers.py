@@ -20,7 +20,7 @@ from kvpact.tiers import client
 from kvpact.tiers.base import BlockBuffer, Progress, TierCapacity, TierCounts, TierHealth
 from kvpact.tiers.client import REPEAT_SECONDS, LentSlots, TierClient
 from kvpact.tiers.disk.slab import Slab
-from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.shared.tier import RecordBuffer, SharedTier, StoreError
 from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, failed, open_disk, tokens
 
@@ -294,7 +294,7 @@ def test_h66_what_a_tier_raises_on_the_schedulers_thread_costs_its_own_hits() ->
 
 
 def a_client(tier: NamedTier | SharedTier, **settings: Any) -> TierClient:
-    executor = TierQueue(tier, 2, 1 << 30)
+    executor = TierExecutor(tier, 2, 1 << 30)
     return TierClient(executor, LentSlots(SLOTS), timeout=1.0, clock=time.monotonic, **settings)
 
 
@@ -397,7 +397,7 @@ def refuse(*arguments: object) -> None:
 def test_h61_however_many_tiers_hang_some_slots_are_left() -> None:
     lent = LentSlots(SLOTS)
     tiers = [NamedTier() for _ in range(4)]
-    clients = [TierClient(TierQueue(tier, 1, 1 << 30), lent, timeout=1.0, clock=float) for tier in tiers]
+    clients = [TierClient(TierExecutor(tier, 1, 1 << 30), lent, timeout=1.0, clock=float) for tier in tiers]
     taken = []
     for tier, one in zip(tiers, clients, strict=True):
         tier.gate.shut()
@@ -428,7 +428,7 @@ def test_h61_a_store_that_answers_and_never_delivers_is_left_alone_too() -> None
     store = SilentStore(healthy)
     scene = Scene(
         SLOTS,
-        tiers=[TierQueue(SharedTier(store, NAMESPACE, PAGE), 16, 1 << 30)],
+        tiers=[TierExecutor(SharedTier(store, NAMESPACE, PAGE), 16, 1 << 30)],
         prepare_deadline="100ms",
         recompute_if_faster=False,
     )

@@ -8,7 +8,7 @@ import time
 
 from kvpact.testkit.sample_blocks import document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.harness import NAMESPACE
-from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.registry import open_store
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
@@ -20,7 +20,7 @@ CLOSING_SECONDS = 0.5
 
 def main(url: str, how: str) -> None:
     tier = SharedTier(open_store(parse_tier_url(url)), NAMESPACE, SLOT)
-    queue = TierQueue(tier, 4, 1 << 30)
+    queue = TierExecutor(tier, 4, 1 << 30)
     print("open", flush=True)
     sys.stdin.readline()
     wanted = document("document", 4)

@@ -16,7 +16,7 @@ from kvpact.identity.keys import Namespace
 from kvpact.metrics import MissReason, TierName, series
 from kvpact.testkit.sample_blocks import document, filled_buffers
 from kvpact.tiers import base
-from kvpact.tiers.registry import TierPlace, load_seal, open_tier
+from kvpact.tiers.registry import TierContext, load_seal, open_tier
 from kvpact.tiers.urls import parse_tier_url
 from servers.redis_server import RedisServer, redis_server
 
@@ -49,7 +49,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def fill(place: str, key_file: Path | None = None) -> None:
     for namespace in MODELS.values():
-        tier = open_tier(parse_tier_url(place), TierPlace(namespace, SLOT, load_seal(key_file)))
+        tier = open_tier(parse_tier_url(place), TierContext(namespace, SLOT, load_seal(key_file)))
         assert tier.put(DOCUMENT.keys, 0, filled_buffers(DOCUMENT.keys, SLOT, 2)) == 6
         tier.close()
 
@@ -116,7 +116,7 @@ def test_gc_removes_one_namespace_and_nothing_else(place: str) -> None:
 
 def stored_under(place: str, epochs: dict[str, Epoch]) -> None:
     for name, epoch in epochs.items():
-        tier = open_tier(parse_tier_url(place), TierPlace(MODELS["llama"], SLOT))
+        tier = open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT))
         wanted = document(name, 2)
         assert tier.put(wanted.keys, 0, filled_buffers(wanted.keys, SLOT, 2), epoch) == 2
         tier.close()
@@ -130,7 +130,7 @@ def test_h37_gc_removes_what_no_engine_will_ask_for(place: str, monkeypatch: pyt
     stored_under(place, {"first epoch": Epoch(), "named": Epoch.of_word("v1"), "drawn": Epoch.draw()})
     assert kvpact("gc", place, "--older-than", "1h").stdout == "removed 0 records\n"
     assert kvpact("gc", place, "--older-than", "0s").stdout == "removed 4 records\n"
-    tier = open_tier(parse_tier_url(place), TierPlace(MODELS["llama"], SLOT))
+    tier = open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT))
     left = {name: tier.lookup(document(name, 2).keys) for name in ("old format", "first epoch", "named", "drawn")}
     assert left == {"old format": 0, "first epoch": 2, "named": 2, "drawn": 0}
     tier.close()
@@ -151,8 +151,8 @@ def test_gc_that_is_not_told_what_to_remove_removes_nothing(tmp_path: Path, argu
 
 def test_gc_removes_slabs_that_were_not_used_for_long(tmp_path: Path) -> None:
     place = f"disk://{tmp_path}/slabs?capacity=16MiB"
-    open_tier(parse_tier_url(place), TierPlace(MODELS["llama"], SLOT)).close()
-    used = open_tier(parse_tier_url(place), TierPlace(MODELS["qwen"], SLOT))
+    open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT)).close()
+    used = open_tier(parse_tier_url(place), TierContext(MODELS["qwen"], SLOT))
     assert kvpact("gc", place, "--older-than", "1h").stdout == "removed 0 slabs\n"
     assert kvpact("gc", place, "--older-than", "0s").stdout == "removed 1 slab\n"
     used.close()
@@ -160,7 +160,7 @@ def test_gc_removes_slabs_that_were_not_used_for_long(tmp_path: Path) -> None:
 
 def test_gc_removes_an_idle_slab(tmp_path: Path) -> None:
     place = f"disk://{tmp_path}/slabs?capacity=16MiB"
-    tier = open_tier(parse_tier_url(place), TierPlace(MODELS["llama"], SLOT))
+    tier = open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT))
     refused = kvpact("gc", place, "--namespace", MODELS["llama"].name)
     assert "in use by an engine" in refused.stderr
     tier.close()

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from kvpact.cache.cache import PactCache
 from kvpact.config import load_config
-from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobConduct, SimulatedWorker
+from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, SimulatedWorker
 from kvpact.engine.engine import StepClock
 from kvpact.engine.simulated_worker import Job
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
-from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.executor import TierExecutor
 
 SLOT_BYTES = 4096
 
@@ -21,8 +21,8 @@ def pact_engine(
     quirks: EngineQuirks | None = None,
     *,
     num_slots: int = 64,
-    conduct: Callable[[int, Job], JobConduct] | None = None,
-    tiers: Sequence[TierQueue] = (),
+    conduct: Callable[[int, Job], JobBehavior] | None = None,
+    tiers: Sequence[TierExecutor] = (),
     **settings: object,
 ) -> Engine:
     """An engine with a `PactCache` over `num_slots` slots and one `SimulatedWorker` a rank."""

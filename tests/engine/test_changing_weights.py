@@ -15,7 +15,7 @@ from kvpact.engine import (
     Engine,
     EngineConfig,
     EngineQuirks,
-    JobConduct,
+    JobBehavior,
     OracleViolation,
     ReferenceCache,
     Request,
@@ -140,7 +140,7 @@ def test_h38_a_chain_behind_old_blocks_of_the_engines_own_is_not_saved() -> None
 
 
 def test_a_load_that_was_taken_before_the_update_is_the_engines_own() -> None:
-    engine = reference_engine(NO_REUSE, conduct=lambda rank, job: JobConduct(copy_after_steps=3))
+    engine = reference_engine(NO_REUSE, conduct=lambda rank, job: JobBehavior(copy_after_steps=3))
     engine.run([Request("first", prompt(64), 1)])
     request = engine.add_request(Request("loading", [*prompt(64), 1], 4))
     engine.step()
@@ -182,7 +182,7 @@ def test_random_updates_with_and_without_cleared_caches(preset: str, seed: int) 
         EngineQuirks.presets()[preset],
         num_slots=100,
         asynchronous=seed != 1,
-        conduct=lambda rank, job: JobConduct(copy_after_steps=(job.job_id * (rank + 1)) % 4),
+        conduct=lambda rank, job: JobBehavior(copy_after_steps=(job.job_id * (rank + 1)) % 4),
     )
     names = 0
     for _ in range(400):

@@ -16,7 +16,7 @@ from kvpact.engine import (
     Engine,
     EngineConfig,
     EngineQuirks,
-    JobConduct,
+    JobBehavior,
     ReferenceCache,
     Request,
     RequestStatus,
@@ -78,13 +78,13 @@ def warm_engine(
     config: EngineConfig = NO_REUSE,
     *,
     asynchronous: bool = False,
-    conduct: JobConduct | None = None,
+    conduct: JobBehavior | None = None,
 ) -> tuple[Engine, Diary]:
     """An engine whose cache holds the 4 blocks of PREFIX; its diary is empty."""
     cache = Diary(16, 64, num_ranks=config.num_ranks, num_groups=1, asynchronous=asynchronous)
     segments = [ByteSegment(64, 4096) for _ in range(config.num_ranks)]
     behaviour = (
-        None if conduct is None else (lambda rank, job: conduct if hasattr(job, "synchronous") else JobConduct())
+        None if conduct is None else (lambda rank, job: conduct if hasattr(job, "synchronous") else JobBehavior())
     )
     workers = [SimulatedWorker(rank, segment.slot_view, behaviour) for rank, segment in enumerate(segments)]
     engine = Engine(config, quirks, cache, workers)
@@ -399,7 +399,7 @@ def test_h06_a_match_of_the_whole_prompt_is_refused() -> None:
 @pytest.mark.parametrize("preset", EngineQuirks.presets())
 def test_h07_blocks_of_a_request_cancelled_in_its_load_stay_until_the_report(preset: str) -> None:
     quirks = EngineQuirks.presets()[preset]
-    engine, cache = warm_engine(quirks, asynchronous=True, conduct=JobConduct(copy_after_steps=6))
+    engine, cache = warm_engine(quirks, asynchronous=True, conduct=JobBehavior(copy_after_steps=6))
     request = engine.add_request(warm_request())
     for _ in range(3):
         engine.step()
@@ -421,7 +421,7 @@ def test_h07_blocks_of_a_request_cancelled_in_its_load_stay_until_the_report(pre
 
 
 def test_h08_a_load_settled_twice_is_an_error_and_repeated_reports_are_not() -> None:
-    engine, cache = warm_engine(asynchronous=True, conduct=JobConduct(times_reported=3, block_by_block=True))
+    engine, cache = warm_engine(asynchronous=True, conduct=JobBehavior(times_reported=3, block_by_block=True))
     engine.run([warm_request()])
     assert engine.finished["r"].output_token_ids == correct_output()
 
@@ -437,11 +437,11 @@ def test_h08_a_load_settled_twice_is_an_error_and_repeated_reports_are_not() -> 
 
 
 def test_h10_a_load_without_end_is_reported_with_the_request_that_waits() -> None:
-    engine, cache = warm_engine(asynchronous=True, conduct=JobConduct(times_reported=0))
+    engine, cache = warm_engine(asynchronous=True, conduct=JobBehavior(times_reported=0))
     engine.run([warm_request()])  # the cache asks again about what is overdue
     assert engine.finished["r"].output_token_ids == correct_output()
 
-    engine, cache = warm_engine(asynchronous=True, conduct=JobConduct(times_reported=0))
+    engine, cache = warm_engine(asynchronous=True, conduct=JobBehavior(times_reported=0))
     cache._inquiries = list  # type: ignore[method-assign]
     engine.add_request(warm_request())
     with pytest.raises(PactViolation, match=r"P11: after 100 steps .*Request\(r, waiting_for_load"):
@@ -465,7 +465,7 @@ def test_an_asynchronous_commit_may_come_when_the_results_are_taken_in(late: boo
 @pytest.mark.parametrize("preset", EngineQuirks.presets())
 def test_a_reset_while_loading_voids_the_load_or_is_refused(preset: str) -> None:
     quirks = EngineQuirks.presets()[preset]
-    engine, cache = warm_engine(quirks, asynchronous=True, conduct=JobConduct(copy_after_steps=3))
+    engine, cache = warm_engine(quirks, asynchronous=True, conduct=JobBehavior(copy_after_steps=3))
     request = engine.add_request(warm_request())
     engine.step()
     engine.step()

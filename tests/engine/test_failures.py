@@ -14,7 +14,7 @@ from kvpact.engine import (
     Engine,
     EngineConfig,
     EngineQuirks,
-    JobConduct,
+    JobBehavior,
     KVCacheGroup,
     OracleViolation,
     Request,
@@ -44,17 +44,17 @@ def right_output(outputs: int = 3) -> list[int]:
     return engine.finished["warm"].output_token_ids
 
 
-def failing(conducts: dict[int, JobConduct]) -> Callable[[int, Job], JobConduct]:
+def failing(conducts: dict[int, JobBehavior]) -> Callable[[int, Job], JobBehavior]:
     """How each rank carries out loads; saves are faithful."""
 
-    def conduct(rank: int, job: Job) -> JobConduct:
-        return conducts.get(rank, JobConduct()) if isinstance(job, LoadJob) else JobConduct()
+    def conduct(rank: int, job: Job) -> JobBehavior:
+        return conducts.get(rank, JobBehavior()) if isinstance(job, LoadJob) else JobBehavior()
 
     return conduct
 
 
 def engine_with(
-    conducts: dict[int, JobConduct],
+    conducts: dict[int, JobBehavior],
     *,
     asynchronous: bool,
     quirks: EngineQuirks | None = None,
@@ -72,7 +72,7 @@ def engine_with(
     ("failed", "used"), [(blocks(0), 80), (blocks(2), 80), (blocks(5), 80), (blocks(1, 4), 32), (blocks(*range(6)), 0)]
 )
 def test_p9_exactly_the_failed_range_is_computed_again(failed: RangeSet, used: int, asynchronous: bool) -> None:
-    engine = engine_with({1: JobConduct(failed_blocks=failed)}, asynchronous=asynchronous)
+    engine = engine_with({1: JobBehavior(failed_blocks=failed)}, asynchronous=asynchronous)
     engine.run([warm()])
     assert engine.finished["warm"].output_token_ids == right_output()
     assert engine.counts.external_hits == engine.counts.loaded == used
@@ -90,7 +90,7 @@ def test_p9_holds_while_the_next_step_is_scheduled_ahead(failed: RangeSet, async
         config = replace(CONFIG, max_tokens_per_step=budget, prefix_caching=True)
         quirks = EngineQuirks(async_scheduling=True)
         engine = engine_with(
-            {0: JobConduct(failed_blocks=failed)}, asynchronous=asynchronous, quirks=quirks, config=config
+            {0: JobBehavior(failed_blocks=failed)}, asynchronous=asynchronous, quirks=quirks, config=config
         )
         engine.add_request(warm(20))
         while engine.has_work:
@@ -104,7 +104,7 @@ def test_p9_holds_while_the_next_step_is_scheduled_ahead(failed: RangeSet, async
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_engine_that_truncates_computes_all_behind_the_failure(asynchronous: bool) -> None:
     quirks = EngineQuirks(truncates_at_failure=True)
-    engine = engine_with({0: JobConduct(failed_blocks=blocks(2))}, asynchronous=asynchronous, quirks=quirks)
+    engine = engine_with({0: JobBehavior(failed_blocks=blocks(2))}, asynchronous=asynchronous, quirks=quirks)
     engine.run([warm()])
     assert engine.finished["warm"].output_token_ids == right_output()
     assert engine.counts.external_hits == 32
@@ -113,7 +113,7 @@ def test_an_engine_that_truncates_computes_all_behind_the_failure(asynchronous: 
 def test_h28_a_failed_load_leaves_nothing_in_the_prefix_cache() -> None:
     config = replace(CONFIG, prefix_caching=True)
     for asynchronous in (False, True):
-        engine = engine_with({0: JobConduct(failed_blocks=blocks(2))}, asynchronous=asynchronous, config=config)
+        engine = engine_with({0: JobBehavior(failed_blocks=blocks(2))}, asynchronous=asynchronous, config=config)
         engine.add_request(warm())
         while not engine.counts.failed_loads:
             engine.step()
@@ -128,7 +128,7 @@ def test_h28_stock_engines_poison_their_prefix_cache_and_the_oracle_sees_it() ->
     """A synchronous load fails, its request is cancelled before it recomputes: the next one hits what never came."""
     config = replace(CONFIG, prefix_caching=True)
     quirks = replace(EngineQuirks.vllm_0_32(), async_scheduling=False)
-    engine = engine_with({0: JobConduct(failed_blocks=blocks(2))}, asynchronous=False, quirks=quirks, config=config)
+    engine = engine_with({0: JobBehavior(failed_blocks=blocks(2))}, asynchronous=False, quirks=quirks, config=config)
     engine.add_request(warm())
     while not engine.counts.failed_loads:
         engine.step()
@@ -141,11 +141,11 @@ def test_h28_stock_engines_poison_their_prefix_cache_and_the_oracle_sees_it() ->
 
 def test_h27_blocks_copied_out_slowly_must_be_held_and_the_oracle_sees_it_if_not() -> None:
     """Saves take 6 steps; the request ends meanwhile and others get its blocks."""
-    slow = JobConduct(copy_after_steps=6)
+    slow = JobBehavior(copy_after_steps=6)
     for holds in (True, False):
         config = replace(CONFIG, num_blocks=10, num_ranks=1)
         engine = reference_engine(
-            config, conduct=lambda _, job: JobConduct() if isinstance(job, LoadJob) else slow, num_slots=400
+            config, conduct=lambda _, job: JobBehavior() if isinstance(job, LoadJob) else slow, num_slots=400
         )
         if not holds:
             engine.context.touch = lambda block_ids: None  # type: ignore[method-assign]
@@ -162,7 +162,7 @@ def test_h27_blocks_copied_out_slowly_must_be_held_and_the_oracle_sees_it_if_not
 
 def test_h29_tokens_in_flight_are_not_computed_and_not_published() -> None:
     config = replace(CONFIG, prefix_caching=True)
-    engine = engine_with({1: JobConduct(copy_after_steps=4)}, asynchronous=True, config=config)
+    engine = engine_with({1: JobBehavior(copy_after_steps=4)}, asynchronous=True, config=config)
     request = engine.add_request(warm())
     engine.step()
     for _ in range(3):
@@ -211,7 +211,7 @@ def test_h30_the_end_of_a_partial_block_is_not_published_as_loaded() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_h40_a_rank_that_says_nothing_settles_nothing(asynchronous: bool) -> None:
-    engine = engine_with({1: JobConduct(times_reported=0)}, asynchronous=asynchronous)
+    engine = engine_with({1: JobBehavior(times_reported=0)}, asynchronous=asynchronous)
     request = engine.add_request(warm())
     for _ in range(10):
         engine.step()
@@ -222,7 +222,7 @@ def test_h40_a_rank_that_says_nothing_settles_nothing(asynchronous: bool) -> Non
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_h41_failed_ranges_combine_to_their_hull(asynchronous: bool) -> None:
-    conducts = {0: JobConduct(failed_blocks=blocks(1)), 1: JobConduct(failed_blocks=blocks(4))}
+    conducts = {0: JobBehavior(failed_blocks=blocks(1)), 1: JobBehavior(failed_blocks=blocks(4))}
     engine = engine_with(conducts, asynchronous=asynchronous)
     engine.run([warm()])
     assert engine.counts.failed == 4 * 16
@@ -233,8 +233,8 @@ def test_h41_failed_ranges_combine_to_their_hull(asynchronous: bool) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_h45_ranks_may_report_in_different_steps_in_pieces_and_twice(asynchronous: bool) -> None:
     conducts = {
-        0: JobConduct(report_after_steps=5, times_reported=2),
-        1: JobConduct(copy_after_steps=2, block_by_block=True, times_reported=3, failed_blocks=blocks(3)),
+        0: JobBehavior(report_after_steps=5, times_reported=2),
+        1: JobBehavior(copy_after_steps=2, block_by_block=True, times_reported=3, failed_blocks=blocks(3)),
     }
     engine = engine_with(conducts, asynchronous=asynchronous)
     engine.add_request(warm(20))
@@ -247,7 +247,7 @@ def test_h45_ranks_may_report_in_different_steps_in_pieces_and_twice(asynchronou
 
 
 def test_a_synchronous_load_without_report_is_waited_for_and_its_step_does_not_count() -> None:
-    engine = engine_with({0: JobConduct(report_after_steps=3)}, asynchronous=False)
+    engine = engine_with({0: JobBehavior(report_after_steps=3)}, asynchronous=False)
     request = engine.add_request(warm())
     engine.step()
     assert request.status is RequestStatus.WAITING_FOR_LOAD
@@ -259,7 +259,7 @@ def test_a_synchronous_load_without_report_is_waited_for_and_its_step_does_not_c
 
 def test_a_worker_that_lies_is_found_at_the_first_read() -> None:
     for asynchronous in (False, True):
-        engine = engine_with({1: JobConduct(damaged_blocks=blocks(3))}, asynchronous=asynchronous)
+        engine = engine_with({1: JobBehavior(damaged_blocks=blocks(3))}, asynchronous=asynchronous)
         with pytest.raises(OracleViolation, match=r"request warm reads token 56 .*rank 1, layer 0\) and finds nothing"):
             engine.run([warm()])
 
@@ -269,7 +269,7 @@ def test_a_failed_load_may_fail_the_request(asynchronous: bool) -> None:
     quirks = replace(EngineQuirks.vllm_0_32(), load_failure="fail", async_scheduling=False)
     config = replace(CONFIG, prefix_caching=True)
     engine = engine_with(
-        {0: JobConduct(failed_blocks=blocks(2))}, asynchronous=asynchronous, quirks=quirks, config=config
+        {0: JobBehavior(failed_blocks=blocks(2))}, asynchronous=asynchronous, quirks=quirks, config=config
     )
     request = engine.add_request(warm())
     engine.run()
@@ -284,7 +284,7 @@ def test_several_groups_fail_as_the_engine_can(preset: str) -> None:
     quirks = EngineQuirks.presets()[preset]
     groups = (KVCacheGroup(), KVCacheGroup(sliding_window=40))
     config = replace(CONFIG, groups=groups, num_blocks=120)
-    engine = engine_with({0: JobConduct(failed_blocks=blocks(4))}, asynchronous=True, quirks=quirks, config=config)
+    engine = engine_with({0: JobBehavior(failed_blocks=blocks(4))}, asynchronous=True, quirks=quirks, config=config)
     engine.run([warm()])
     assert engine.finished["warm"].output_token_ids == right_output()
     assert engine.counts.failed_loads == 1
@@ -296,7 +296,7 @@ def test_several_groups_fail_as_the_engine_can(preset: str) -> None:
 def test_h09_a_load_that_always_fails_livelocks_a_stock_engine_unless_the_cache_remembers() -> None:
     quirks = EngineQuirks.vllm_0_32()
     for remembers in (True, False):
-        engine = engine_with({0: JobConduct(failed_blocks=blocks(0))}, asynchronous=True, quirks=quirks)
+        engine = engine_with({0: JobBehavior(failed_blocks=blocks(0))}, asynchronous=True, quirks=quirks)
         cache = engine.cache
         assert cache is not None
         if not remembers:
@@ -322,7 +322,7 @@ class NeverRemembers(dict[str, int]):
 
 
 def test_h09_natively_even_a_forgetful_cache_cannot_livelock_a_request() -> None:
-    engine = engine_with({0: JobConduct(failed_blocks=blocks(0))}, asynchronous=True)
+    engine = engine_with({0: JobBehavior(failed_blocks=blocks(0))}, asynchronous=True)
     assert engine.cache is not None
     engine.cache._failed_from = NeverRemembers()  # type: ignore[attr-defined]
     engine.cache._forget = lambda key, entry: None  # type: ignore[attr-defined]

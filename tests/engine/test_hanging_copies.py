@@ -12,7 +12,7 @@ from workloads import Chance, outputs_of, run_with_upheaval, workload
 
 from kvpact.cache.cache import PactCache
 from kvpact.contract import LoadJob
-from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobConduct, Request, SimulatedWorker
+from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, Request, SimulatedWorker
 from kvpact.engine.simulated_worker import NEVER, Job
 from kvpact.identity.keys import RangeSet
 
@@ -21,9 +21,9 @@ DEADLINE = 0.3
 PROMPT = list(range(100, 165))
 
 
-def hang(rank: int, job: Job) -> JobConduct:
+def hang(rank: int, job: Job) -> JobBehavior:
     """Loads hang on the last rank of two."""
-    return JobConduct(copy_after_steps=NEVER if isinstance(job, LoadJob) and rank == 1 else 0)
+    return JobBehavior(copy_after_steps=NEVER if isinstance(job, LoadJob) and rank == 1 else 0)
 
 
 def go_on(engine: Engine) -> None:
@@ -98,10 +98,10 @@ def test_h07_h10_copies_that_hang_change_no_output_and_hold_nothing_for_ever(
     expected = outputs_of(plain)
     chance = Chance(seed, 0.1, sync_may_fail=False, losses=0.05)
 
-    def conduct(rank: int, job: Job) -> JobConduct:
+    def conduct(rank: int, job: Job) -> JobBehavior:
         if isinstance(job, LoadJob) and chance.random.random() < hangs:
             torn = RangeSet.of(job.blocks) if chance.random.random() < 0.5 else RangeSet()
-            return JobConduct(copy_after_steps=chance.random.choice((35, 60, 90)), failed_blocks=torn)
+            return JobBehavior(copy_after_steps=chance.random.choice((35, 60, 90)), failed_blocks=torn)
         return chance(rank, job)
 
     engine = pact_engine(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pact import pact_engine
 
 from kvpact.cache.cache import PactCache
-from kvpact.cache.jobs import Copies
-from kvpact.cache.lazy_offload import SAVES_PER_STEP, VIEWS_PER_STEP, Chain, LazyOffload
+from kvpact.cache.jobs import TransferJobs
+from kvpact.cache.lazy_offload import SAVES_PER_STEP, VIEWS_PER_STEP, LazyOffload, OffloadRun
 from kvpact.contract import KVCacheBlockView
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, Request
 from kvpact.identity.keys import BlockKey
@@ -132,7 +132,7 @@ def test_h57_the_memo_is_bounded_by_the_engines_blocks(mode: str) -> None:
 def test_h30_a_block_that_is_not_full_is_not_saved(mode: str) -> None:
     """Prompts end inside a block, and outputs fill it or do not: only whole blocks are ever named."""
     engine = lazy_engine(num_blocks=32, quirks=EngineQuirks.presets()[mode])
-    named: list[Chain] = []
+    named: list[OffloadRun] = []
     due = memo_of(engine).due
     memo_of(engine).due = lambda taken: (named.append(chain) or chain for chain in due(taken))  # type: ignore[method-assign,func-returns-value]
     prompts = {f"r{n}": [1_000 * (n + 1) + place for place in range(14 + n % 4)] for n in range(24)}
@@ -148,7 +148,7 @@ def test_h30_a_block_that_is_not_full_is_not_saved(mode: str) -> None:
 
 def test_what_was_computed_from_a_failed_load_is_not_saved() -> None:
     """Neither for the request that loaded, nor for one that saves the same chain lazily."""
-    copies, index = Copies(1, 1.0), BlockIndex(8)
+    copies, index = TransferJobs(1, 1.0), BlockIndex(8)
     keys = [b"one", b"two", b"three"]
     slots = index.reserve(keys, 0, 3)
     assert slots is not None
@@ -245,7 +245,7 @@ class Scene:
         self.queue = Queue(num_blocks)
         self.index = BlockIndex(num_slots)
         self.lazy = LazyOffload(self.queue, self.index, window)
-        self.saving: list[tuple[Chain, tuple[int, ...]]] = []
+        self.saving: list[tuple[OffloadRun, tuple[int, ...]]] = []
         self.numbers = 0
         self.lost = 0
 
@@ -301,7 +301,7 @@ class Scene:
         for _ in range(400):
             self.step()
             self.end_saves()
-            if not self.lazy.stirred:
+            if not self.lazy.dirty:
                 return
         raise AssertionError("the walk never ends")
 
@@ -347,9 +347,9 @@ def test_the_cursor_survives_whatever_happens_to_the_queue(trouble: list[tuple[s
         else:
             scene.step(number % 20)
     scene.queue.free += out
-    scene.lazy.stirred = True
+    scene.lazy.dirty = True
     scene.settle()
-    scene.lazy.stirred = True
+    scene.lazy.dirty = True
     scene.settle()
     assert not scene.unsaved_at_the_head(window)
     assert len(scene.lazy) < 500
@@ -369,7 +369,7 @@ def test_a_chain_longer_than_a_steps_work_is_saved_over_several_steps() -> None:
     scene = Scene(4000, 64)
     scene.compute(3000)
     del scene.queue.free[: 4000 - 3000 - 1]
-    scene.lazy.stirred = True
+    scene.lazy.dirty = True
     scene.settle()
     assert scene.index.held_count > 2900, "its end is next, so all that it needs is saved, its head first"
 
@@ -380,7 +380,7 @@ def test_a_long_chain_without_its_head_is_given_up_at_once() -> None:
     scene.compute(900)
     del scene.queue.free[:99]
     head = scene.queue.free[-1]
-    scene.lazy.disown([head])
+    scene.lazy.invalidate_blocks([head])
     scene.queue.content[head] = None
     scene.step()
     assert len(scene.lazy) == 0

@@ -13,30 +13,30 @@ from kvpact.engine import (
     Engine,
     EngineConfig,
     EngineQuirks,
-    LegacyConnectorCache,
-    LegacyConnectorWorker,
     MultiCache,
     MultiWorker,
     ReferenceCache,
     Request,
     SimulatedWorker,
+    V1ConnectorCache,
+    V1ConnectorWorker,
 )
 from kvpact.errors import PactViolation
 
 NO_REUSE = EngineConfig(num_blocks=60, num_ranks=2, num_layers=2, prefix_caching=False)
 
 
-def legacy_parts(
+def v1_connector_parts(
     config: EngineConfig, *, asynchronous: bool = False, keeps_blocks: bool = False
-) -> tuple[TupleScheduler, LegacyConnectorCache, list[LegacyConnectorWorker]]:
+) -> tuple[TupleScheduler, V1ConnectorCache, list[V1ConnectorWorker]]:
     store = Store(num_planes=config.num_ranks * config.num_layers)
     scheduler = TupleScheduler(store, config.block_size, asynchronous=asynchronous, keeps_blocks=keeps_blocks)
     workers = []
     for rank in range(config.num_ranks):
         worker = TupleWorker(store, rank)
         worker.asynchronous = asynchronous
-        workers.append(LegacyConnectorWorker(worker, rank))
-    return scheduler, LegacyConnectorCache(scheduler, config.block_size, config.num_ranks), workers
+        workers.append(V1ConnectorWorker(worker, rank))
+    return scheduler, V1ConnectorCache(scheduler, config.block_size, config.num_ranks), workers
 
 
 def expected_outputs(seed: int) -> dict[str, list[int]]:
@@ -52,7 +52,7 @@ def test_a_tuple_connector_serves_under_the_contract(preset: str, keeps_blocks: 
     quirks = replace(EngineQuirks.presets()[preset], commits_async_late=False)
     hits = 0
     for seed in range(3):
-        _, cache, workers = legacy_parts(NO_REUSE, asynchronous=asynchronous, keeps_blocks=keeps_blocks)
+        _, cache, workers = v1_connector_parts(NO_REUSE, asynchronous=asynchronous, keeps_blocks=keeps_blocks)
         engine = Engine(NO_REUSE, quirks, cache, workers)
         engine.run(workload(seed))
         assert outputs_of(engine) == expected_outputs(seed)
@@ -65,7 +65,7 @@ def test_a_tuple_connector_serves_under_the_contract(preset: str, keeps_blocks: 
 def test_a_tuple_connector_survives_cancellation_and_preemption(asynchronous: bool) -> None:
     config = replace(NO_REUSE, num_blocks=16)
     for seed in range(4):
-        _, cache, workers = legacy_parts(config, asynchronous=asynchronous, keeps_blocks=True)
+        _, cache, workers = v1_connector_parts(config, asynchronous=asynchronous, keeps_blocks=True)
         engine = Engine(config, EngineQuirks.native(), cache, workers)
         cancelled = run_with_upheaval(engine, workload(seed), seed)
         expected = {i: tokens for i, tokens in expected_outputs(seed).items() if i not in cancelled}
@@ -75,7 +75,7 @@ def test_a_tuple_connector_survives_cancellation_and_preemption(asynchronous: bo
 
 def test_a_failed_load_of_a_tuple_connector_is_computed_again() -> None:
     for asynchronous in (False, True):
-        _, cache, workers = legacy_parts(NO_REUSE, asynchronous=asynchronous)
+        _, cache, workers = v1_connector_parts(NO_REUSE, asynchronous=asynchronous)
         engine = Engine(NO_REUSE, cache=cache, workers=workers)
         tokens = prompt(100)
         engine.run([Request("cold", tokens, 4)])
@@ -91,7 +91,7 @@ def test_a_failed_load_of_a_tuple_connector_is_computed_again() -> None:
 
 
 def test_h02_a_blocked_request_is_looked_up_once_while_its_match_is_open() -> None:
-    scheduler, cache, workers = legacy_parts(NO_REUSE)
+    scheduler, cache, workers = v1_connector_parts(NO_REUSE)
     Engine(NO_REUSE, cache=cache, workers=workers).run([Request("cold", prompt(40))])
     scheduler.lookups = 0
     request = Request("r", prompt(40))
@@ -106,7 +106,7 @@ def test_h02_a_blocked_request_is_looked_up_once_while_its_match_is_open() -> No
 
 
 def test_h06_a_match_of_the_whole_prompt_is_cut_by_its_last_token() -> None:
-    _, cache, workers = legacy_parts(NO_REUSE)
+    _, cache, workers = v1_connector_parts(NO_REUSE)
     engine = Engine(NO_REUSE, cache=cache, workers=workers)
     tokens = prompt(64)
     engine.run([Request("cold", tokens, 3)])
@@ -116,7 +116,7 @@ def test_h06_a_match_of_the_whole_prompt_is_cut_by_its_last_token() -> None:
 
 
 def test_admission_without_a_match_is_told_as_an_allocation_of_zero() -> None:
-    scheduler, cache, workers = legacy_parts(NO_REUSE)
+    scheduler, cache, workers = v1_connector_parts(NO_REUSE)
     Engine(NO_REUSE, cache=cache, workers=workers).run([Request("a", prompt(40)), Request("b", prompt(40))])
     assert scheduler.allocations == [("a", 0), ("b", 0)]
 
@@ -124,12 +124,12 @@ def test_admission_without_a_match_is_told_as_an_allocation_of_zero() -> None:
 def multi_engine(
     quirks: EngineQuirks, config: EngineConfig = NO_REUSE, *, asynchronous: bool = True
 ) -> tuple[Engine, ReferenceCache, TupleScheduler]:
-    scheduler, legacy, legacy_workers = legacy_parts(config, asynchronous=not asynchronous)
+    scheduler, legacy, v1_connector_workers = v1_connector_parts(config, asynchronous=not asynchronous)
     native = ReferenceCache(config.block_size, 40, num_ranks=config.num_ranks, asynchronous=asynchronous)
     workers = []
-    for rank, legacy_worker in enumerate(legacy_workers):
+    for rank, v1_connector_worker in enumerate(v1_connector_workers):
         segment = ByteSegment(40, config.num_layers * config.page_bytes)
-        workers.append(MultiWorker([SimulatedWorker(rank, segment.slot_view), legacy_worker]))
+        workers.append(MultiWorker([SimulatedWorker(rank, segment.slot_view), v1_connector_worker]))
     return Engine(config, quirks, MultiCache([native, legacy]), workers), native, scheduler
 
 
@@ -162,7 +162,7 @@ def test_the_longest_match_wins_and_the_loser_is_aborted() -> None:
 
 
 def test_a_match_that_is_not_the_open_plan_is_refused() -> None:
-    _, cache, _ = legacy_parts(NO_REUSE)
+    _, cache, _ = v1_connector_parts(NO_REUSE)
     request = Request("r", prompt(40))
     match = cache.prepare_external_match(request, 0)
     assert match is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from kvpact.engine import Engine, EngineQuirks, JobConduct, Request, RequestStatus
+from kvpact.engine import Engine, EngineQuirks, JobBehavior, Request, RequestStatus
 from kvpact.engine.simulated_worker import Job
 from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
 
@@ -62,13 +62,13 @@ class Chance:
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
 
-    def __call__(self, rank: int, job: Job) -> JobConduct:
+    def __call__(self, rank: int, job: Job) -> JobBehavior:
         random = self.random
         failed = RangeSet()
         if random.random() < self.failures and (self.sync_may_fail or not getattr(job, "synchronous", False)):
             first = random.randrange(job.blocks.start, job.blocks.end)
             failed = RangeSet.of(BlockRange(first, random.randrange(1, 1 + job.blocks.end - first)))
-        return JobConduct(
+        return JobBehavior(
             copy_after_steps=random.choice((0, 0, 1, 4)),
             report_after_steps=random.choice((0, 0, 1, 3)),
             failed_blocks=failed,

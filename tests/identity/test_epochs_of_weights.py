@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.epochs import EPOCH_BYTES, FIRST_EPOCH, Epoch, Epochs
-from kvpact.identity.tags import MOST_ADAPTERS, NO_TAG, BlockTags
+from kvpact.identity.tags import MAX_ADAPTERS, NO_TAG, BlockTags
 
 
 def test_an_epoch_is_empty_named_or_drawn() -> None:
@@ -108,6 +108,6 @@ def test_h38_blocks_are_sound_up_to_the_first_that_somebody_else_filled() -> Non
 
 def test_h67_adapters_without_end_take_no_memory_without_end() -> None:
     tags = BlockTags()
-    seen = {tags.tag_of(1, f"adapter {number}") for number in range(3 * MOST_ADAPTERS)}
-    assert len(seen) == 3 * MOST_ADAPTERS
-    assert len(tags._known) <= MOST_ADAPTERS
+    seen = {tags.tag_of(1, f"adapter {number}") for number in range(3 * MAX_ADAPTERS)}
+    assert len(seen) == 3 * MAX_ADAPTERS
+    assert len(tags._known) <= MAX_ADAPTERS

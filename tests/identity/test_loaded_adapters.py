@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpact.identity.loaded_adapters import CHECK, NO_STAMP, LoadedAdapters, LoadedAdaptersWriter, most_entries
+from kvpact.identity.loaded_adapters import CHECK, NO_STAMP, LoadedAdapters, LoadedAdaptersWriter, max_entries
 from kvpact.identity.notices import WORD_END, Notice, NoticeReader, NoticeWriter
 from kvpact.memory.arena import ArenaSegment
 
@@ -80,7 +80,7 @@ def test_what_is_loaded_again_replaces_what_was_loaded_before(ranks: Ranks) -> N
 
 
 def test_a_full_table_forgets_what_was_loaded_the_longest_time_ago(ranks: Ranks) -> None:
-    room = most_entries(4096)
+    room = max_entries(4096)
     assert room >= 90
     for number in range(room):
         ranks.all_load(number, ONE)
@@ -121,7 +121,7 @@ def test_what_is_said_of_the_weights_and_of_adapters_share_the_page(ranks: Ranks
     pages = [segment.notice for segment in ranks.segments]
     reader, writer = NoticeReader(pages), NoticeWriter(pages[0])
     writer.set_word("u" * 1024)
-    for number in range(2 * most_entries(4096)):
+    for number in range(2 * max_entries(4096)):
         ranks.all_load(number, ONE)
     assert reader.look() == (Notice(words=1, word="u" * 1024), Notice())
     ranks.loaded.look()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpact.identity.notices import MOST_WORD_BYTES, WORD_CHECK, Notice, NoticeReader, NoticeWriter
+from kvpact.identity.notices import MAX_WORD_BYTES, WORD_CHECK, Notice, NoticeReader, NoticeWriter
 from kvpact.memory.arena import ArenaSegment, SegmentAddress
 
 PIECE = 2 * 4096
@@ -55,7 +55,7 @@ def test_only_what_is_new_is_told(segments: list[ArenaSegment]) -> None:
 
 def test_a_word_counts_until_the_weights_change(segments: list[ArenaSegment]) -> None:
     reader, (writer, _) = both(segments)
-    longest = "ü" * (MOST_WORD_BYTES // 2)
+    longest = "ü" * (MAX_WORD_BYTES // 2)
     for number, word in enumerate(("step 12", longest, "7")):
         writer.set_word(word)
         assert reader.look() == (Notice(changes=number, words=number + 1, word=word), Notice())

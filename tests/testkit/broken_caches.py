@@ -21,7 +21,7 @@ from kvpact.contract import (
     SaveJob,
     StepWork,
     WorkerReport,
-    blocks_touched,
+    num_blocks_for,
 )
 from kvpact.engine import ReferenceCache
 from kvpact.engine.reference import Entry, EntryKey, ReferencePlan
@@ -98,7 +98,7 @@ class KeepsTheRest(ReferenceCache):
     ) -> int:
         plan = self.plans.get(request.request_id)
         if plan is not None:
-            del plan.entries[blocks_touched(num_tokens, self._block_size) :]
+            del plan.entries[num_blocks_for(num_tokens, self._block_size) :]
         return super().commit_external_match(request, match, num_tokens, block_ids)
 
 
@@ -186,7 +186,7 @@ class SavesHalfComputedBlocks(ReferenceCache):
     def note_computed(
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        rounded = blocks_touched(num_computed_tokens, self._block_size) * self._block_size
+        rounded = num_blocks_for(num_computed_tokens, self._block_size) * self._block_size
         super().note_computed(request, rounded, block_ids)
 
 

@@ -89,20 +89,20 @@ class StoreCache(ReferenceCache):
             self._fetches[name] = next(self._tickets), fetch
             self.queue.submit_lookup(self._fetches[name][0], fetch.keys)
         if name in self._fetches:
-            ticket, fetch = self._fetches[name]
+            op_id, fetch = self._fetches[name]
             if self._step - fetch.asked_at <= PATIENCE_STEPS:
                 return None
-            self.queue.cancel(ticket)
+            self.queue.cancel(op_id)
             self._take_in()
         return super().prepare_external_match(request, num_computed_tokens)
 
     def _take_in(self) -> None:
         for done in self.queue.poll():
             if isinstance(done, PutDone):
-                for entry in self._puts.pop(done.ticket):
+                for entry in self._puts.pop(done.op_id):
                     self._let_go(entry)
                 continue
-            name = next((name for name, (ticket, _) in self._fetches.items() if ticket == done.ticket), None)
+            name = next((name for name, (op_id, _) in self._fetches.items() if op_id == done.op_id), None)
             if name is None:
                 continue
             fetch = self._fetches.pop(name)[1]
@@ -155,10 +155,10 @@ class StoreCache(ReferenceCache):
         now = self.clock()
         if any(self.believed.get(key, -BELIEVED_S) <= now - BELIEVED_S for key in keys):
             self.believed.update(dict.fromkeys(keys, now))
-            ticket = next(self._tickets)
+            op_id = next(self._tickets)
             views = [[segment.slot_view(entry.slot) for segment in self.segments] for entry in stored]
-            if self.queue.submit_put(ticket, tuple(keys), 0, views, len(keys), self.epoch_of_keys()):
-                self._puts[ticket] = stored
+            if self.queue.submit_put(op_id, tuple(keys), 0, views, len(keys), self.epoch_of_keys()):
+                self._puts[op_id] = stored
                 for entry in stored:
                     entry.holds += 1
 
@@ -191,8 +191,8 @@ class StoreCache(ReferenceCache):
         super().reset()
         self._keys.clear()
         self._brought.clear()
-        for ticket, _ in [*self._fetches.values()]:
-            self.queue.cancel(ticket)
+        for op_id, _ in [*self._fetches.values()]:
+            self.queue.cancel(op_id)
         self._chains.clear()
 
 

@@ -13,8 +13,8 @@ from kvpact.testkit.cache.harness import CacheScene, SceneSettings, prompt
 from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.cache.subjects import pact_cache
 from kvpact.testkit.faults import Chances, Fault, FaultPlan, Faults, FaultyTier, Operation
-from kvpact.testkit.tier.stepped_executor import SteppedQueue
-from kvpact.tiers.executor import TierQueue
+from kvpact.testkit.tier.stepped_executor import SteppedExecutor
+from kvpact.tiers.executor import TierExecutor
 from scenes import Scene, SceneRequest, open_disk, tokens, until
 
 DOCUMENTS = 40
@@ -24,10 +24,10 @@ LENGTH = 33
 class FaultyDisk:
     """A scene above a disk with faults, which has documents that memory has not."""
 
-    def __init__(self, path: Path, queue: type[TierQueue] = SteppedQueue, **settings: object) -> None:
+    def __init__(self, path: Path, queue: type[TierExecutor] = SteppedExecutor, **settings: object) -> None:
         self.faults = Faults(FaultPlan(seed=5))
         tier = FaultyTier(open_disk(path, slots=16 * DOCUMENTS), self.faults)
-        self.queue = SteppedQueue(tier, 1 << 30) if queue is SteppedQueue else TierQueue(tier, 2, 1 << 30)
+        self.queue = SteppedExecutor(tier, 1 << 30) if queue is SteppedExecutor else TierExecutor(tier, 2, 1 << 30)
         self.scene = Scene(24, tiers=[self.queue], recompute_if_faster=False, **settings)
 
     def store(self, seed: int) -> None:
@@ -41,7 +41,7 @@ class FaultyDisk:
         self.scene.cache.end_step()
 
     def advance(self) -> None:
-        if isinstance(self.queue, SteppedQueue):
+        if isinstance(self.queue, SteppedExecutor):
             self.queue.advance()
         else:
             until(lambda: self.queue.under_way == 0)
@@ -98,7 +98,7 @@ def test_h22_every_tenth_operation_of_a_tier_goes_wrong_and_what_is_served_is_ri
 
 
 def test_h10_a_read_that_hangs_costs_its_request_a_deadline_and_others_nothing(tmp_path: Path) -> None:
-    disk = FaultyDisk(tmp_path, TierQueue, prepare_deadline="2s")
+    disk = FaultyDisk(tmp_path, TierExecutor, prepare_deadline="2s")
     scene = disk.scene
     for seed in range(2):
         disk.store(seed)

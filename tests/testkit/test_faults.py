@@ -11,14 +11,14 @@ from contextlib import suppress
 import pytest
 
 from kvpact.contract import JobOutcome, LoadJob, WorkerReport
-from kvpact.engine.simulated_worker import JobConduct
+from kvpact.engine.simulated_worker import JobBehavior
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockRange, Namespace, RangeSet
 from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.faults import Chances, Crash, Fault, FaultPlan, Faults, FaultyTier, Operation
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.dictionary_tier import DictionaryTier
-from kvpact.tiers.executor import GetDone, TierQueue
+from kvpact.tiers.executor import GetDone, TierExecutor
 
 SLOT = 256
 DOCUMENT = document("document", 8)
@@ -142,7 +142,7 @@ def test_a_hanging_read_waits_until_it_is_released() -> None:
     tier = faulty()
     put(tier)
     tier.faults.arm(Operation.GET, Fault.HANG)
-    queue = TierQueue(tier, 1, 1 << 20)
+    queue = TierExecutor(tier, 1, 1 << 20)
     queue.submit_get("read", DOCUMENT.keys, 0, empty_buffers(8, SLOT))
     assert tier.faults.until_waiting(1, 10)
     tier.faults.step(100)
@@ -315,7 +315,7 @@ def test_blocks_fail_and_say_so() -> None:
 
 def test_simulated_ranks_are_told_how_to_behave() -> None:
     job = LoadJob(5, "r", 10, (0, 1, 2), (4, 5, 6), synchronous=False)
-    assert RankFaults(RankFaultPlan()).conduct(0, job) == JobConduct()
+    assert RankFaults(RankFaultPlan()).conduct(0, job) == JobBehavior()
     every = RankFaults(RankFaultPlan(late=1, repeated=1, in_pieces=1, failed=1))
     conduct = every.conduct(1, job)
     assert conduct == every.conduct(1, job)

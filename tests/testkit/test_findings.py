@@ -39,11 +39,11 @@ def test_the_tables_say_what_is_broken(subject: str) -> None:
     connector, config = _load("scripts/write_findings.py").SUBJECTS[subject]
     written = PAGE[PAGE.index(f"<!-- {subject}:begin -->") : PAGE.index(f"<!-- {subject}:end -->")]
     table = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", written, re.MULTILINE))
-    report = VllmDriver(connector, config, patience=3.0).run()
+    report = VllmDriver(connector, config, timeout=3.0).run()
     found = broken(report)
     if slow := sorted(found.keys() - table.keys()):  # on a busy machine three seconds may be short
         found = {name: what for name, what in found.items() if name in table}
-        found |= broken(VllmDriver(connector, config, patience=30.0).run(slow))
+        found |= broken(VllmDriver(connector, config, timeout=30.0).run(slow))
     # What a random walk shrinks to depends on how far it gets in its time.
     assert found.keys() == table.keys(), as_text(report)
     assert {**found, "everything_at_once": ""} == {**table, "everything_at_once": ""}, as_text(report)

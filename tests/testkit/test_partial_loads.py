@@ -39,7 +39,7 @@ def test_h30_vllm_computes_what_a_load_leaves_of_its_last_block(*, asynchronous:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_h30_the_end_of_a_block_that_is_taken_as_loaded_is_found(*, asynchronous: bool) -> None:
-    report = VllmDriver("partial_connector:RoundsUp", {"asynchronous": asynchronous}, patience=5.0).run([H30])
+    report = VllmDriver("partial_connector:RoundsUp", {"asynchronous": asynchronous}, timeout=5.0).run([H30])
     (check,) = report.checks
     assert check.verdict is Verdict.BROKEN, as_text(report)
     assert "P2" in {violation.broken for violation in check.violations}, as_text(report)

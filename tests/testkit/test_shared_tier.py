@@ -17,13 +17,13 @@ from kvpact.testkit.faults import Fault, Faults, Operation
 from kvpact.testkit.sample_blocks import CANARY, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.testkit.tier.dictionary_store import DictionaryStore, StoredBytes
-from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, RecordSeal, Tier
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, RecordMac, Tier
 from kvpact.tiers.shared.tier import RecordBuffer, SharedTier, StoreError, group_name, key_of, record_name
 
 SLOT = 4096
 NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})
-OURS = RecordSeal.from_secret(b"the key of our engines")
-THEIRS = RecordSeal.from_secret(b"the key of somebody else")
+OURS = RecordMac.from_secret(b"the key of our engines")
+THEIRS = RecordMac.from_secret(b"the key of somebody else")
 DOCUMENT = document("document", 8)
 
 
@@ -65,13 +65,13 @@ class Scene:
     def __init__(self) -> None:
         self.store = DictionaryStore()
 
-    def tier(self, seal: RecordSeal = UNSEALED, slot_bytes: int = SLOT) -> SharedTier:
+    def tier(self, seal: RecordMac = UNSEALED, slot_bytes: int = SLOT) -> SharedTier:
         return SharedTier(self.store, NAMESPACE, slot_bytes, seal=seal)
 
-    def name(self, block: int, seal: RecordSeal = UNSEALED) -> str:
+    def name(self, block: int, seal: RecordMac = UNSEALED) -> str:
         return record_name(group_name(NAMESPACE, seal), DOCUMENT.keys[block])
 
-    def forge(self, block: int, group: RecordSeal, payload: bytes, seal: RecordSeal = UNSEALED) -> None:
+    def forge(self, block: int, group: RecordMac, payload: bytes, seal: RecordMac = UNSEALED) -> None:
         """Plant a record of somebody who may write to the store, knows the format, and has the key of `seal`."""
         parent = DOCUMENT.keys[block - 1] if block else b""
         digest = seal.payload_digest([memoryview(payload)])
@@ -228,7 +228,7 @@ def test_h80_sealed_and_unsealed_engines_see_nothing_of_each_other(scene: Scene)
 
 @pytest.mark.parametrize(("writer", "reader"), [(UNSEALED, OURS), (OURS, UNSEALED), (OURS, THEIRS)])
 def test_h80_a_record_moved_to_the_names_of_another_key_is_never_served(
-    scene: Scene, writer: RecordSeal, reader: RecordSeal
+    scene: Scene, writer: RecordMac, reader: RecordMac
 ) -> None:
     stored(scene.tier(writer))
     for block in range(8):

@@ -30,7 +30,7 @@ class TestDiskTier(TierConformance):
         capacity = place.capacity_blocks * place.slot_bytes
         while _slots(place, capacity) < place.capacity_blocks:
             capacity += PAGE_BYTES
-        return DiskTier.open(place.directory, place.namespace, place.slot_bytes, capacity, patience=0.0)
+        return DiskTier.open(place.directory, place.namespace, place.slot_bytes, capacity, timeout=0.0)
 
     @contextmanager
     def store_calls(self, faults: Faults) -> Iterator[None]:

@@ -105,7 +105,7 @@ BROKEN: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_broken_connectors_are_caught_by_name(name: str) -> None:
     """Each mistake is found, under the property that it breaks, with a script."""
     scenario, broken, config = BROKEN[name]
-    report = VllmDriver(f"broken_connectors:{name}", config, patience=5.0).run([scenario])
+    report = VllmDriver(f"broken_connectors:{name}", config, timeout=5.0).run([scenario])
     (check,) = report.checks
     assert check.verdict is Verdict.BROKEN, as_text(report)
     assert broken in {violation.broken for violation in check.violations}, as_text(report)

@@ -11,7 +11,7 @@ from itertools import count
 from kvpact.config import load_config
 from kvpact.identity.keys import BlockKey, BlockKeys, Namespace, RequestIdentity
 from kvpact.tiers.base import Tier
-from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.tiers.registry import TierContext, open_tier
 
 NAMESPACE = Namespace({"model": "of a client that is killed"})
 SLOT_BYTES, BLOCKS, BLOCK_SIZE = 256 << 10, 6, 16
@@ -31,7 +31,7 @@ def payload(seed: int, block: int) -> bytes:
 def open_client(url: str) -> Tier:
     """The tier at `url`, as an engine has it."""
     (tier_url,) = load_config({"tiers": [url]}, {}).tiers
-    return open_tier(tier_url, TierPlace(NAMESPACE, SLOT_BYTES))
+    return open_tier(tier_url, TierContext(NAMESPACE, SLOT_BYTES))
 
 
 def store(tier: Tier, seed: int) -> int:

@@ -19,7 +19,7 @@ NAMES = [f"document {number}" for number in range(6)]
 
 def churn(directory: Path, slots: int, seed: int) -> None:
     disk.GROUP_BYTES = 4 * SLOT  # several groups a batch, so that both lanes of a batch die
-    tier = open_tier(directory, slots, patience=2.0)
+    tier = open_tier(directory, slots, timeout=2.0)
     print("ready", flush=True)
 
     def work(seed: int) -> None:

@@ -87,7 +87,7 @@ def test_small_steps_and_pauses_say_nothing_about_prefill() -> None:
         prefill.note_step(4, now=float(second))
     assert prefill.tokens_per_second == 0
     prefill.note_step(1000, now=20.0)
-    prefill.note_step(1000, now=20.0 + 2 * Prefill.MOST_SECONDS)
+    prefill.note_step(1000, now=20.0 + 2 * Prefill.MAX_SECONDS)
     assert prefill.tokens_per_second == 0
 
 

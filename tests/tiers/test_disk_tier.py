@@ -432,7 +432,7 @@ def test_a_second_engine_on_the_same_slab_is_told_who_has_it(tmp_path: Path) -> 
         def refused() -> float:
             began = time.monotonic()
             with pytest.raises(TierError, match=rf"in use by pid {child.pid}"):
-                open_tier(tmp_path, patience=0.3)
+                open_tier(tmp_path, timeout=0.3)
             return time.monotonic() - began
 
         assert_ends_within(refused, 0.25, 0.6)

@@ -17,7 +17,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
-from kvpact.tiers.executor import ControlDone, Done, GetDone, PutDone, TierQueue
+from kvpact.tiers.executor import ControlDone, Done, GetDone, PutDone, TierExecutor
 from slab_scenes import SLOT, bytes_of, chain, content, filled, memory, open_tier, served
 
 KEYS = chain("document", 8)
@@ -98,7 +98,7 @@ def slow() -> Iterator[SlowTier]:
     tier.writes_go.set()
 
 
-def drain(queue: TierQueue, count: int) -> list[Done]:
+def drain(queue: TierExecutor, count: int) -> list[Done]:
     """The next `count` completions."""
     done: list[Done] = []
     deadline = time.monotonic() + PATIENCE
@@ -109,13 +109,13 @@ def drain(queue: TierQueue, count: int) -> list[Done]:
     return done
 
 
-def put(queue: TierQueue, ticket: str, start: int = 0, blocks: int = 1) -> bool:
-    return queue.submit_put(ticket, KEYS, start, memory(blocks), blocks * SLOT)
+def put(queue: TierExecutor, op_id: str, start: int = 0, blocks: int = 1) -> bool:
+    return queue.submit_put(op_id, KEYS, start, memory(blocks), blocks * SLOT)
 
 
 def test_what_is_written_is_read_back_through_the_disk_tier(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
-    queue = TierQueue(tier, threads=2, max_write_bytes=1 << 20)
+    queue = TierExecutor(tier, threads=2, max_write_bytes=1 << 20)
     assert queue.submit_put("head", KEYS, 0, filled(KEYS[:3]), 3 * SLOT)
     assert queue.submit_put("tail", KEYS, 3, filled(KEYS[3:]), 5 * SLOT)
     assert drain(queue, 2) == [PutDone("head", 3), PutDone("tail", 5)], "a tail never overtakes its head"
@@ -144,7 +144,7 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
     """A thread that wakes up may have the core of who woke it, so the scheduler does it when its step is over."""
     slow.reads_go.set()
     slow.writes_go.set()
-    queue = TierQueue(slow, threads=2, max_write_bytes=1 << 20, woken_by_owner=True)
+    queue = TierExecutor(slow, threads=2, max_write_bytes=1 << 20, woken_by_owner=True)
     for round_number in range(3):
         wait_until_threads_wait()  # one that still looks for work may find what comes now
         put(queue, f"write {round_number}")
@@ -153,7 +153,7 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
         assert not slow.began.acquire(timeout=0.05)
         assert queue.under_way == 3
         queue.wake()
-        assert {done.ticket for done in drain(queue, 3)} == {f"{what} {round_number}" for what in WHAT}
+        assert {done.op_id for done in drain(queue, 3)} == {f"{what} {round_number}" for what in WHAT}
         while slow.began.acquire(blocking=False):
             pass
     called = threading.Event()
@@ -165,7 +165,7 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
 
 
 def test_reads_go_before_writes_that_came_earlier(slow: SlowTier) -> None:
-    queue = TierQueue(slow, threads=1, max_write_bytes=1 << 20)
+    queue = TierExecutor(slow, threads=1, max_write_bytes=1 << 20)
     put(queue, "first")
     assert slow.began.acquire(timeout=PATIENCE)
     put(queue, "second", 1)
@@ -178,20 +178,20 @@ def test_reads_go_before_writes_that_came_earlier(slow: SlowTier) -> None:
 
 
 def test_a_stuck_write_does_not_stop_reads(slow: SlowTier) -> None:
-    queue = TierQueue(slow, threads=2, max_write_bytes=1 << 20)
+    queue = TierExecutor(slow, threads=2, max_write_bytes=1 << 20)
     put(queue, "stuck")
     put(queue, "waiting", 1)
     slow.reads_go.set()
     for number in range(5):
         queue.submit_get(number, KEYS, 0, memory(2))
-    assert {item.ticket for item in drain(queue, 5)} == set(range(5))
+    assert {item.op_id for item in drain(queue, 5)} == set(range(5))
     slow.writes_go.set()
     assert drain(queue, 2) == [PutDone("stuck", 1), PutDone("waiting", 1)]
     assert queue.close(PATIENCE)
 
 
 def test_h52_a_write_that_does_not_fit_is_refused_at_once_and_holds_nothing(slow: SlowTier) -> None:
-    queue = TierQueue(slow, threads=1, max_write_bytes=3 * SLOT)
+    queue = TierExecutor(slow, threads=1, max_write_bytes=3 * SLOT)
     accepted = [put(queue, f"write {number}", number) for number in range(152)]
     assert accepted == [True] * 3 + [False] * 149
     assert queue.pending_write_bytes == 3 * SLOT
@@ -205,7 +205,7 @@ def test_h52_a_write_that_does_not_fit_is_refused_at_once_and_holds_nothing(slow
 
 
 def test_h21_a_cancelled_read_keeps_its_buffers_until_it_has_really_ended(slow: SlowTier) -> None:
-    queue = TierQueue(slow, threads=1, max_write_bytes=0)
+    queue = TierExecutor(slow, threads=1, max_write_bytes=0)
     buffers = memory(4)
     queue.submit_get("late", KEYS, 0, buffers)
     assert slow.began.acquire(timeout=PATIENCE)
@@ -220,7 +220,7 @@ def test_h21_a_cancelled_read_keeps_its_buffers_until_it_has_really_ended(slow: 
 
 
 def test_a_read_cancelled_before_it_began_is_skipped_and_still_reported(slow: SlowTier) -> None:
-    queue = TierQueue(slow, threads=1, max_write_bytes=0)
+    queue = TierExecutor(slow, threads=1, max_write_bytes=0)
     queue.submit_get("running", KEYS, 0, memory(1))
     assert slow.began.acquire(timeout=PATIENCE)
     queue.submit_get("waiting", KEYS, 1, memory(1))
@@ -250,7 +250,7 @@ def test_progress_tells_what_may_be_used_when_a_deadline_passes(slow: SlowTier) 
             return 5 if on_progress(5) else 3
 
     tier = Halting()
-    queue = TierQueue(tier, threads=1, max_write_bytes=0)
+    queue = TierExecutor(tier, threads=1, max_write_bytes=0)
     queue.submit_get("read", KEYS, 0, memory(8))
     assert tier.began.acquire(timeout=PATIENCE)
     assert queue.progress("read") == 3
@@ -263,7 +263,7 @@ def test_progress_tells_what_may_be_used_when_a_deadline_passes(slow: SlowTier) 
 def test_a_tier_that_raises_costs_its_ticket_and_one_log_line_a_kind(
     slow: SlowTier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = TierQueue(slow, threads=2, max_write_bytes=1 << 20)
+    queue = TierExecutor(slow, threads=2, max_write_bytes=1 << 20)
     slow.error = RuntimeError("a defect")
     slow.reads_go.set()
     slow.writes_go.set()
@@ -271,7 +271,7 @@ def test_a_tier_that_raises_costs_its_ticket_and_one_log_line_a_kind(
         queue.submit_get(f"get {number}", KEYS, 0, memory(1))
         put(queue, f"put {number}")
     done = drain(queue, 10)
-    assert sorted(item.ticket for item in done) == sorted([f"{kind} {n}" for kind in ("get", "put") for n in range(5)])
+    assert sorted(item.op_id for item in done) == sorted([f"{kind} {n}" for kind in ("get", "put") for n in range(5)])
     assert all(item.arrived == 0 if isinstance(item, GetDone) else item.stored == 0 for item in done)
     assert len([record for record in caplog.records if record.exc_info]) == 2
     slow.error = None
@@ -281,7 +281,7 @@ def test_a_tier_that_raises_costs_its_ticket_and_one_log_line_a_kind(
 
 
 def test_a_ticket_names_one_thing_at_a_time(slow: SlowTier) -> None:
-    queue = TierQueue(slow, threads=1, max_write_bytes=0)
+    queue = TierExecutor(slow, threads=1, max_write_bytes=0)
     queue.submit_get("same", KEYS, 0, memory(1))
     with pytest.raises(PactViolation, match="'same' is under way already"):
         queue.submit_get("same", KEYS, 0, memory(1))
@@ -293,14 +293,14 @@ def test_a_ticket_names_one_thing_at_a_time(slow: SlowTier) -> None:
 
 
 def test_h56_closing_finishes_writes_and_drops_reads(slow: SlowTier) -> None:
-    queue = TierQueue(slow, threads=1, max_write_bytes=1 << 20)
+    queue = TierExecutor(slow, threads=1, max_write_bytes=1 << 20)
     for number in range(3):
         put(queue, f"write {number}", number)
     assert slow.began.acquire(timeout=PATIENCE)
     queue.submit_get("read", KEYS, 0, memory(1))
     threading.Timer(0.05, slow.writes_go.set).start()
     assert queue.close(PATIENCE)
-    assert sorted(queue.poll(), key=lambda item: str(item.ticket)) == [
+    assert sorted(queue.poll(), key=lambda item: str(item.op_id)) == [
         GetDone("read", 0),
         *(PutDone(f"write {number}", 1) for number in range(3)),
     ]
@@ -315,7 +315,7 @@ def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
 
     def play() -> float:
         slow = SlowTier()
-        queue = TierQueue(slow, threads=threads, max_write_bytes=1 << 20)
+        queue = TierExecutor(slow, threads=threads, max_write_bytes=1 << 20)
         put(queue, "stuck")
         assert slow.began.acquire(timeout=PATIENCE)
         put(queue, "waiting", 1)
@@ -330,7 +330,7 @@ def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
         slow.writes_go.set()
         slow.reads_go.set()
         assert queue.close(PATIENCE)
-        assert {item.ticket for item in queue.poll()} == {"stuck", *(f"stuck {number}" for number in range(1, threads))}
+        assert {item.op_id for item in queue.poll()} == {"stuck", *(f"stuck {number}" for number in range(1, threads))}
         return seconds
 
     assert_ends_within(play, 0.19, 0.3)
@@ -338,7 +338,7 @@ def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
 
 def test_h20_the_queue_reports_the_unbroken_prefix_that_the_tier_found(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
-    queue = TierQueue(tier, threads=1, max_write_bytes=1 << 20)
+    queue = TierExecutor(tier, threads=1, max_write_bytes=1 << 20)
     queue.submit_put("tail", KEYS, 4, filled(KEYS[4:]), 4 * SLOT)
     assert drain(queue, 1) == [PutDone("tail", 0)], "blocks 0 to 3 are missing"
     queue.submit_put("head", KEYS, 0, filled(KEYS[:2]), 2 * SLOT)
@@ -382,29 +382,29 @@ class CheckingTier(SlowTier):
 @pytest.mark.parametrize("seed", range(4))
 def test_under_a_storm_every_ticket_ends_once_and_writes_run_one_by_one_in_their_order(seed: int) -> None:
     choose, tier = random.Random(seed), CheckingTier()
-    queue = TierQueue(tier, threads=4, max_write_bytes=64 * SLOT)
+    queue = TierExecutor(tier, threads=4, max_write_bytes=64 * SLOT)
     ended: Counter[object] = Counter()
     reads, writes, most = [], [], 0
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for ticket in range(3000):
+        for op_id in range(3000):
             if choose.random() < 0.5:
                 buffer = bytearray(SLOT)
-                buffer[:2] = ticket.to_bytes(2, "little")
-                if queue.submit_put(ticket, KEYS, 0, [[memoryview(buffer)]], SLOT):
-                    writes.append(ticket)
+                buffer[:2] = op_id.to_bytes(2, "little")
+                if queue.submit_put(op_id, KEYS, 0, [[memoryview(buffer)]], SLOT):
+                    writes.append(op_id)
             else:
-                queue.submit_get(ticket, KEYS, 0, memory(1))
-                reads.append(ticket)
+                queue.submit_get(op_id, KEYS, 0, memory(1))
+                reads.append(op_id)
                 if choose.random() < 0.3:
-                    queue.cancel(ticket)
+                    queue.cancel(op_id)
             most = max(most, queue.pending_write_bytes)
-            ended.update(done.ticket for done in queue.poll())
+            ended.update(done.op_id for done in queue.poll())
         assert queue.close(PATIENCE)
     finally:
         sys.setswitchinterval(interval)
-    ended.update(done.ticket for done in queue.poll())
+    ended.update(done.op_id for done in queue.poll())
     assert ended == Counter([*reads, *writes])
     assert tier.written == writes
     assert not tier.two_at_once

@@ -18,14 +18,14 @@ from kvpact.cli.app import app
 from kvpact.identity.keys import Namespace
 from kvpact.testkit.sample_blocks import document, filled_buffers
 from kvpact.tiers.base import Tier
-from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
 from servers.object_server import CREDENTIALS, Traffic, object_server
 from servers.redis_server import redis_server
 
 KVPACT = Path(sys.executable).with_name("kvpact")
 SLOT = 8192
-PLACE = TierPlace(Namespace({"model": "looked-at", "block_size": "16"}), SLOT)
+PLACE = TierContext(Namespace({"model": "looked-at", "block_size": "16"}), SLOT)
 DOCUMENT = document("looked at", 32)
 LOOKING = (("inspect",), ("verify",), ("tiers",), ("gc", "--namespace", "nothing"))
 """The last one is refused, after it has looked for what it is to remove."""

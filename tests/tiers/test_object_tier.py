@@ -23,7 +23,7 @@ from kvpact.metrics import TierName
 from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
-from kvpact.tiers.base import HEADER_BYTES, RecordSeal, Tier
+from kvpact.tiers.base import HEADER_BYTES, RecordMac, Tier
 from kvpact.tiers.objects.bucket import Bucket
 from kvpact.tiers.objects.packs import HEAD_BYTES, Pack, PackMemory, decode_pack, encode_pack
 from kvpact.tiers.objects.store import ObjectStore, open_objects
@@ -152,7 +152,7 @@ class Scene:
         self.traffic = traffic
         self.place = f"bucket/scene-{next(_places)}"
         self.store = s3_store(traffic.server, self.place)
-        self.group = group_name(NAMESPACE, RecordSeal())
+        self.group = group_name(NAMESPACE, RecordMac())
 
     def tier(self, timeout: str = "20s") -> SharedTier:
         """An engine that has just started."""

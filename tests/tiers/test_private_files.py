@@ -24,7 +24,7 @@ from kvpact.identity.weights import DigestMemory, FileStamp
 from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.sample_blocks import content, document, empty_buffers, filled_buffers
 from kvpact.tiers.base import Tier
-from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
 from other_user import GROUP, OTHER_USER, SECOND_USER, THIRD_USER, as_user, needs_root, open_place
 
@@ -34,7 +34,7 @@ KINDS = ("disk", "dir", "file")
 
 STORE = """
 def stored(url, name, seconds=0.0):
-    place = kinds.TierPlace(Namespace({"model": "private", "block_size": "16"}), 8192)
+    place = kinds.TierContext(Namespace({"model": "private", "block_size": "16"}), 8192)
     tier = kinds.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
     count = tier.put(wanted.keys, 0, filled_buffers(wanted.keys, 8192, 2))
@@ -42,7 +42,7 @@ def stored(url, name, seconds=0.0):
     tier.close()
     return count
 def served(url, name):
-    place = kinds.TierPlace(Namespace({"model": "private", "block_size": "16"}), 8192)
+    place = kinds.TierContext(Namespace({"model": "private", "block_size": "16"}), 8192)
     tier = kinds.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
     buffers = empty_buffers(4, 8192, 2)
@@ -68,7 +68,7 @@ def url_of(kind: str, place: Path, group: int | None = None) -> str:
 
 
 def open_here(kind: str, place: Path, group: int | None = None) -> Tier:
-    return open_tier(parse_tier_url(url_of(kind, place, group)), TierPlace(NAMESPACE, SLOT))
+    return open_tier(parse_tier_url(url_of(kind, place, group)), TierContext(NAMESPACE, SLOT))
 
 
 def put(tier: Tier, name: str, blocks: int = 4) -> int:
@@ -148,7 +148,7 @@ def test_h84_a_group_that_is_named_shares_and_nobody_else(kind: str, place: Path
 
 def test_h84_a_group_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="knows no group 'no-such-group'; give its name or number"):
-        open_tier(parse_tier_url(f"dir://{tmp_path}?capacity=1MiB&group=no-such-group"), TierPlace(NAMESPACE, SLOT))
+        open_tier(parse_tier_url(f"dir://{tmp_path}?capacity=1MiB&group=no-such-group"), TierContext(NAMESPACE, SLOT))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,7 +282,7 @@ def test_h86_the_lock_of_the_folder_is_a_private_file_of_ours(place: Path) -> No
     with lock.open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with pytest.raises(TierError, match=r"has held .*/kvpact locked for"):
-            open_tier(parse_tier_url(url_of("disk", place)), TierPlace(Namespace({"model": "b"}), SLOT))
+            open_tier(parse_tier_url(url_of("disk", place)), TierContext(Namespace({"model": "b"}), SLOT))
     tier.close()
 
 

@@ -26,7 +26,7 @@ from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.testkit.tier.harness import NAMESPACE, give_back, require_untouched
-from kvpact.tiers.base import HEADER_BYTES, RecordSeal, Tier
+from kvpact.tiers.base import HEADER_BYTES, RecordMac, Tier
 from kvpact.tiers.redis.store import ORPHAN_SECONDS, RedisStore, open_redis
 from kvpact.tiers.shared.tier import (
     RecordBuffer,
@@ -157,7 +157,7 @@ class TestOneServer(RedisConformance):
 
 class TestSplitAndSealedRecords(RedisConformance):
     slot_bytes = 3 * 4096 + 5
-    seal = RecordSeal.from_secret(b"the key of our engines")
+    seal = RecordMac.from_secret(b"the key of our engines")
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -20,14 +20,14 @@ from kvpact.tiers.directory.store import DirectoryStore
 from kvpact.tiers.mooncake import MooncakeStore
 from kvpact.tiers.objects.store import ObjectStore
 from kvpact.tiers.redis.store import RedisStore
-from kvpact.tiers.registry import TierPlace, load_seal, open_store, open_tier
+from kvpact.tiers.registry import TierContext, load_seal, open_store, open_tier
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import SCHEMES, TierURL, parse_tier_url
 
-PLACE = TierPlace(Namespace({"model": "kinds"}), 8192)
+PLACE = TierContext(Namespace({"model": "kinds"}), 8192)
 
 
-def open_ours(url: TierURL, place: TierPlace) -> Tier:
+def open_ours(url: TierURL, place: TierContext) -> Tier:
     """What another package would bring."""
     if "broken" in url.options:
         raise RuntimeError("cannot think")
@@ -119,10 +119,10 @@ for name in ("redis", "obstore", "mooncake"):
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.urls import parse_tier_url
 from kvpact.tiers.directory.store import DirectoryStore
-from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.tiers.registry import TierContext, open_tier
 for url in ("redis://127.0.0.1", "s3://bucket", "mooncake://127.0.0.1:1"):
     try:
-        open_tier(parse_tier_url(url), TierPlace(Namespace({}), 8192))
+        open_tier(parse_tier_url(url), TierContext(Namespace({}), 8192))
     except Exception as error:
         print(type(error).__name__, error)
 """

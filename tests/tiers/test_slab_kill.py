@@ -58,7 +58,7 @@ def kill_and_check(directory: Path, slots: int, seed: int, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(Slab, "preadv", staticmethod(counted))
-        tier = open_tier(directory, slots, patience=2.0)
+        tier = open_tier(directory, slots, timeout=2.0)
     assert sum(read) <= layout(slab_path(directory)).table_bytes, "H59: no payload is read on a restart"
     assert tier.counts().damaged == 0
     tier.check()
@@ -101,7 +101,7 @@ def test_a_killed_process_leaves_its_lock_to_the_next_even_if_it_had_forked(tmp_
         os._exit(0)
     try:
         tier.close()
-        open_tier(tmp_path, patience=5.0).close()
+        open_tier(tmp_path, timeout=5.0).close()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -36,7 +36,7 @@ from kvpact.config import load_config
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import KvpactScheduler
 from kvpact.vllm.step_hook import StepHook
-from kvpact.vllm.worker_side import WorkerPlace
+from kvpact.vllm.worker_side import RankInfo
 
 BLOCK = 16
 LAYERS = 2
@@ -179,7 +179,7 @@ class PlayedEngine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block_size, sha256)
         original = kvpact.vllm.connector.worker_place
-        kvpact.vllm.connector.worker_place = lambda *_: WorkerPlace(0, 1, num_blocks)
+        kvpact.vllm.connector.worker_place = lambda *_: RankInfo(0, 1, num_blocks)
         try:
             self.worker = PactConnector(self.config, KVConnectorRole.WORKER, kv_cache_config)
         finally:

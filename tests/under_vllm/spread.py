@@ -58,13 +58,13 @@ def answers_apart(one: Output, other: Output) -> float:
     Where the most likely tokens are as good as equal the answers part, and what follows them cannot be compared.
     Infinite if they part where one of the tokens is not among the other's likely ones.
     """
-    farthest = 0.0
+    max_computed = 0.0
     places = zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True)
     for token, its_token, likely, its_likely in places:
         mine, its = dict(likely), dict(its_likely)
         if token not in its or its_token not in mine:
             return math.inf
-        farthest = max(farthest, *(abs(mine[both] - its[both]) for both in mine.keys() & its.keys()))
+        max_computed = max(max_computed, *(abs(mine[both] - its[both]) for both in mine.keys() & its.keys()))
         if token != its_token:
             break
-    return farthest
+    return max_computed

@@ -34,7 +34,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from kvpact.identity.digest_thread import MOST_JOBS, DigestThread
+from kvpact.identity.digest_thread import MAX_JOBS, DigestThread
 from kvpact.identity.keys import BlockKeys, RequestIdentity
 from kvpact.vllm import adapter_digests, content_digests, request_identity
 from kvpact.vllm.adapter_digests import AdapterDigests
@@ -425,7 +425,7 @@ def test_h67_jobs_that_wait_are_bounded_and_one_that_is_refused_is_not_cached() 
     engine, gate, began = RequestIdentities(config()), threading.Event(), threading.Event()
     engine.contents.ask(lambda: began.set() or gate.wait(60))
     assert began.wait(60)
-    views = [VllmRequest(make(mm_features=[picture(1.0, f"{number}")]), engine) for number in range(MOST_JOBS + 1)]
+    views = [VllmRequest(make(mm_features=[picture(1.0, f"{number}")]), engine) for number in range(MAX_JOBS + 1)]
     assert not any(view.identity for view in views)
     gate.set()
     assert settled(views[0]) is not None

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.config import load_config
-from kvpact.contract import StepRead
+from kvpact.contract import StoreRead
 from kvpact.identity.keys import BlockKeys, BlockRange, Namespace, RequestIdentity
-from kvpact.tiers.registry import TierPlace, open_tier
-from kvpact.wire import StoreAddress
+from kvpact.tiers.registry import TierContext, open_tier
+from kvpact.wire import SharedTierConfig
 from kvpact.worker.step_reader import StepReader, Wanted
 
 NAMESPACE = Namespace({"engine": "test"})
@@ -40,13 +40,13 @@ class Store:
             urls.append(f"dir://{folder}/{number}?capacity=1GiB")
         self.config = load_config({"tiers": urls, "match_at": "step", "step_deadline": deadline}, {})
         for url, blocks in zip(self.config.tiers, held, strict=True):
-            tier = open_tier(url, TierPlace(NAMESPACE, sum(RANKS)))
+            tier = open_tier(url, TierContext(NAMESPACE, sum(RANKS)))
             buffers = [[memoryview(part_of(block, rank)) for rank in (0, 1)] for block in range(blocks)]
             assert tier.put(KEYS[:blocks], 0, buffers) == blocks
             tier.close()
         # The scheduler's half counts its tiers from 5 here, so that the two numbers cannot be mixed up.
         tiers = tuple((5 + number, number) for number in range(len(held)))
-        self.address = StoreAddress(NAMESPACE.describe(), 16, RANKS, tiers)
+        self.address = SharedTierConfig(NAMESPACE.describe(), 16, RANKS, tiers)
 
     def reader(self, rank: int, **settings: Any) -> tuple[StepReader, dict[int, bytes]]:
         slots: dict[int, bytes] = {}
@@ -61,9 +61,9 @@ def test_each_rank_keeps_its_own_part_of_blocks_from_the_first_tier_that_has_the
     assert reader.read(store.address, wanted) == {7: 5, 8: 1}
     assert slots == {20 + block: part_of(block, rank) for block in range(5)} | {40: part_of(3, rank)}
     assert sorted(reader.take_reads(), key=repr) == [
-        StepRead(7, 5, BlockRange(0, 2)),
-        StepRead(7, 6, BlockRange(2, 3)),
-        StepRead(8, 6, BlockRange(3, 1)),
+        StoreRead(7, 5, BlockRange(0, 2)),
+        StoreRead(7, 6, BlockRange(2, 3)),
+        StoreRead(8, 6, BlockRange(3, 1)),
     ]
     assert reader.take_reads() == ()
     reader.close(5.0)

@@ -28,9 +28,9 @@ class Waiter:
 class Steps:
     """A scheduler's steps: time passes by what they cost, and each of them asks for all who wait, in order."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, patience: float = PATIENCE) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, timeout: float = PATIENCE) -> None:
         self.now, self.spent = 100.0, 0.0
-        self.turns = Turns(patience, lambda: self.spent)
+        self.turns = Turns(timeout, lambda: self.spent)
         patch.setattr(turns_module.time, "monotonic", lambda: self.now)
 
     def step(self, waiting: list[Waiter], base: float, cost: float) -> list[Turn]:
@@ -49,20 +49,20 @@ class Steps:
     base=st.floats(0, 2 * STEP_BUDGET_SECONDS),
     cost=st.floats(1e-5, STEP_BUDGET_SECONDS),
     requests=st.integers(1, 40),
-    patience=st.sampled_from([0.0, 0.05, PATIENCE]),
+    timeout=st.sampled_from([0.0, 0.05, PATIENCE]),
 )
 def test_p11_all_get_a_turn_in_time_and_no_step_makes_more_probes_than_it_has_time_for(
-    base: float, cost: float, requests: int, patience: float
+    base: float, cost: float, requests: int, timeout: float
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        steps = Steps(patch, patience)
+        steps = Steps(patch, timeout)
         waiting, began, number = [Waiter() for _ in range(requests)], steps.now, 0
         while waiting:
             at = steps.now
             told = steps.step(waiting, base, cost)
             number += 1
             assert steps.spent <= max(2 * STEP_BUDGET_SECONDS, base) + cost
-            if at < began + patience:
+            if at < began + timeout:
                 assert Turn.NEVER not in told, "a request was given up before its deadline"
                 assert steps.spent <= max(STEP_BUDGET_SECONDS, base) + cost
             else:

@@ -14,7 +14,7 @@ from kvpact.config import load_config
 from kvpact.contract import SaveJob, StepWork
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.prefault import AHEAD_BYTES, PIECE_BYTES
-from kvpact.vllm.worker_side import WorkerPlace, WorkerSide
+from kvpact.vllm.worker_side import RankInfo, WorkerSide
 
 MIB = 1 << 20
 BLOCKS = 8
@@ -28,7 +28,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSide]:
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", REST_SECONDS)
     start = ArenaSegment.start_prefault
     monkeypatch.setattr(ArenaSegment, "start_prefault", lambda segment: (segment.step_began(), start(segment)))
-    made = WorkerSide(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), WorkerPlace(0, 1, BLOCKS))
+    made = WorkerSide(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), RankInfo(0, 1, BLOCKS))
     made.register_kv_caches({"layer.0": torch.ones(BLOCKS, MIB, dtype=torch.uint8)})
     made.step_began()
     yield made

@@ -435,7 +435,7 @@ def failed_whole(job: LoadJob) -> JobOutcome:
 
 @pytest.mark.parametrize("layerwise", [True, False])
 def test_h10_a_synchronous_load_that_hangs_is_left_by_its_deadline(layerwise: bool) -> None:
-    scene = Scene(layerwise=layerwise, patience=PATIENCE)
+    scene = Scene(layerwise=layerwise, timeout=PATIENCE)
     scene.save([0, 1, 2], [0, 1, 2])
     engine = scene.worker._engine = SlowEngine(scene.worker._engine)
     scene.clear()
@@ -463,7 +463,7 @@ def test_h10_a_synchronous_load_that_hangs_is_left_by_its_deadline(layerwise: bo
 
 
 def test_h10_a_synchronous_load_behind_a_copy_that_hangs_is_left_and_never_begins() -> None:
-    scene = Scene(patience=PATIENCE)
+    scene = Scene(timeout=PATIENCE)
     engine = scene.worker._engine = SlowEngine(scene.worker._engine)
     hangs = scene.load_job([0], [0])
     scene.worker.start_loads([hangs])

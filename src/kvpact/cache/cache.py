@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from math import inf
 
 from kvpact.cache.idle_steps import IdleSteps
-from kvpact.cache.jobs import Copies, Load, PactPlan, Slots
-from kvpact.cache.lazy_offload import LEAST_WINDOW
+from kvpact.cache.jobs import LoadState, PactPlan, Slots, TransferJobs
+from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.ledger import Ledger, State
-from kvpact.cache.offload import Saves
+from kvpact.cache.offload import Offloader
 from kvpact.cache.overdue import OverdueLoads
-from kvpact.cache.prefetch import Inquest, Staging
-from kvpact.cache.step_lookup import StepMatches
+from kvpact.cache.prefetch import Staging, TierLookup
+from kvpact.cache.step_lookup import StepLookups
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
     BlockHolder,
@@ -29,10 +29,10 @@ from kvpact.contract import (
     LoadJob,
     LoadSettlement,
     StepLookup,
-    StepRead,
     StepWork,
+    StoreRead,
     WorkerReport,
-    blocks_touched,
+    num_blocks_for,
 )
 from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
@@ -41,21 +41,21 @@ from kvpact.identity.tags import NO_TAG, BlockTags, Tag, first_among
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena
 from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
-from kvpact.tiers.costs import Prefill
-from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.costs import PrefillRate
+from kvpact.tiers.executor import TierExecutor
 
 logger = logging.getLogger(__name__)
 
 NO_MATCH = ExternalKVMatch(0)
 
-MOST_IDLE_LOADS = 3
+MAX_LOADS_WITHOUT_PROGRESS = 3
 """After so many loads that all ended in a preemption and got it no farther, a request computes its prompt itself.
 
 Two requests that load at once can hold so many of the engine's blocks that neither finds another one to run with; each
 is preempted, loads again, and keeps the other from running, for ever (P11).
 """
 
-MOST_UNWRITTEN = 64
+MAX_UNWRITTEN = 64
 """So many saved chains may wait until a step has time to offer them to the tiers (P12)."""
 
 
@@ -78,7 +78,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class RequestState:
     """What the cache knows of one live request. Without `keys` (its identity is unknown) it is not cached."""
 
     keys: BlockKeys | None = None
@@ -110,13 +110,13 @@ class RequestRecord:
     """Whether that lookup promised anything; None while a tier is waited for, whose answer may change it."""
     spared_at: int = -1
     """Where, in blocks, the engine last had all that could be loaded."""
-    inquest: Inquest | None = None
+    inquest: TierLookup | None = None
     """What the shared tiers were asked for this request, once."""
     computed: int = 0
     """Tokens that the engine has, or is loading: what it computes beyond them is its own work."""
-    farthest: int = 0
+    max_computed: int = 0
     """Tokens that the engine had when it was farthest with the request."""
-    idle_loads: int = 0
+    loads_without_progress: int = 0
     """Loads since then: it was preempted before it got any farther."""
 
     def go_back(self, first: int, block_size: int) -> None:
@@ -150,10 +150,10 @@ class PactCache(ExternalCache):
         namespace: bytes,
         block_size: int,
         arena: Arena,
-        tiers: Sequence[TierQueue] = (),
+        tiers: Sequence[TierExecutor] = (),
         clock: Callable[[], float],
         metrics: Metrics | None = None,
-        lazy_window: int = LEAST_WINDOW,
+        lazy_window: int = MIN_WINDOW,
     ) -> None:
         """With `"save": "lazy"`, `lazy_window` blocks next to be evicted are always looked after."""
         self.metrics = metrics or Metrics()
@@ -165,7 +165,7 @@ class PactCache(ExternalCache):
             tiers,
             self.metrics,
             clock=clock,
-            patience=config.prepare_deadline or config.load_deadline,
+            timeout=config.prepare_deadline or config.load_deadline,
             second_use=config.admit == "second-use",
             share_drawn_epochs=config.share_drawn_epochs,
         )
@@ -174,7 +174,7 @@ class PactCache(ExternalCache):
         self._stale_loads: list[LoadJob] = []
         self._backlog = range(0)
         """Slots of which is still to be told whether tiers that came late lack what lies there."""
-        self._prefill = Prefill(2 * block_size)
+        self._prefill = PrefillRate(2 * block_size)
         self._computing = 0
         self._loading = 0
         """Blocks that matches were committed into in this step."""
@@ -184,11 +184,13 @@ class PactCache(ExternalCache):
         self._arena = arena
         self._clock = clock
         self._lazy_window = lazy_window
-        self._requests: dict[str, RequestRecord] = {}
-        self._copies = Copies(len(arena.segments), config.load_deadline / 3)  # time to ask twice before the deadline
-        self.saves = Saves(self.index, self._copies, self.metrics)
+        self._requests: dict[str, RequestState] = {}
+        self._copies = TransferJobs(
+            len(arena.segments), config.load_deadline / 3
+        )  # time to ask twice before the deadline
+        self.saves = Offloader(self.index, self._copies, self.metrics)
         self._overdue = OverdueLoads(self._copies, self.metrics)
-        self._steps = StepMatches(
+        self._steps = StepLookups(
             self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
         self._step_hits: Counter[str] = Counter()
@@ -200,7 +202,7 @@ class PactCache(ExternalCache):
         self._unwritten: deque[Sequence[BlockKey]] = deque()
         """Chains of this epoch that were saved and not offered to the tiers yet."""
 
-    def open_tiers(self, tiers: Sequence[TierQueue]) -> None:
+    def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
         """The tiers, if they were not there from the beginning. What memory holds is written to them bit by bit."""
         self.staging.open(tiers)
         if self._epochs.generation == 1:  # later, memory has blocks of other epochs as well, and does not say which
@@ -277,7 +279,7 @@ class PactCache(ExternalCache):
         return True
 
     def _prepare(
-        self, request: EngineRequest, record: RequestRecord, num_computed_tokens: int
+        self, request: EngineRequest, record: RequestState, num_computed_tokens: int
     ) -> ExternalKVMatch | None:
         self._begin_probe(request.request_id, record, num_computed_tokens)
         start = num_computed_tokens // self._block_size
@@ -287,7 +289,7 @@ class PactCache(ExternalCache):
             return self._miss(request.request_id, record, start, MissReason.UNKNOWN_IDENTITY)
         if not request.may_load or num_computed_tokens % self._block_size:
             return self._miss(request.request_id, record, start, MissReason.DISABLED)
-        if record.idle_loads >= MOST_IDLE_LOADS:
+        if record.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
             return self._miss(request.request_id, record, start, MissReason.CROWDED)
         if self._overdue.is_stuck:
             return self._miss(request.request_id, record, start, MissReason.OVERDUE)
@@ -303,14 +305,14 @@ class PactCache(ExternalCache):
             return self._wait(plan, record, keys, now)
         return self._plan(request.request_id, record, keys, start, now)
 
-    def _begin_probe(self, request_id: str, record: RequestRecord, num_computed_tokens: int) -> None:
+    def _begin_probe(self, request_id: str, record: RequestState, num_computed_tokens: int) -> None:
         record.computed = num_computed_tokens
         record.sound = 0
         if self.saves.lazy is not None and record.offered:  # it was preempted: it gets other blocks
             record.offered = 0
             self.saves.lazy.rewind(request_id)
 
-    def _usable_keys(self, request: EngineRequest, record: RequestRecord) -> Sequence[BlockKey]:
+    def _usable_keys(self, request: EngineRequest, record: RequestState) -> Sequence[BlockKey]:
         """The keys of the blocks that may be promised: not the last token's (P6), and none that failed before (H09)."""
         if record.keys is None:
             return ()
@@ -327,7 +329,7 @@ class PactCache(ExternalCache):
         return 0 < self._loadable_blocks(request) <= start
 
     def _plan(
-        self, request_id: str, record: RequestRecord, keys: Sequence[BlockKey], start: int, now: float
+        self, request_id: str, record: RequestState, keys: Sequence[BlockKey], start: int, now: float
     ) -> ExternalKVMatch | None:
         if len(keys) - start < self._config.min_match_blocks:
             return self._miss(request_id, record, start, self._why_so_few(record, len(keys)))
@@ -363,14 +365,14 @@ class PactCache(ExternalCache):
         return self._match(self._open(request_id, record, BlockRange(start, held - start), keys, now, promised=True))
 
     @staticmethod
-    def _why_so_few(record: RequestRecord, keys: int) -> MissReason:
+    def _why_so_few(record: RequestState, keys: int) -> MissReason:
         """Why no more than so many blocks of a request may be promised."""
         if record.failed_from == keys:
             return MissReason.FAILED_BEFORE
         ended = record.keys is not None and record.keys.ended
         return MissReason.UNKNOWN_IDENTITY if ended else MissReason.TOO_SHORT
 
-    def _is_asking(self, record: RequestRecord, keys: Sequence[BlockKey]) -> bool:
+    def _is_asking(self, record: RequestState, keys: Sequence[BlockKey]) -> bool:
         """Whether an answer of the shared tiers is still to come; the first time, they are asked."""
         if self.asks_shared:
             self._ask(record, keys)
@@ -379,12 +381,12 @@ class PactCache(ExternalCache):
         self.staging.poll()
         return not record.inquest.answered
 
-    def _puts_off(self, record: RequestRecord) -> bool:
+    def _puts_off(self, record: RequestState) -> bool:
         """Whether what tiers have told for this request is used in the next step, because this one has cost enough."""
         record.put_off = not record.was_put_off and self.is_late()
         return record.put_off
 
-    def _ask(self, record: RequestRecord, keys: Sequence[BlockKey]) -> None:
+    def _ask(self, record: RequestState, keys: Sequence[BlockKey]) -> None:
         """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
         if record.inquest is not None or self._config.prepare_deadline <= 0:
             return
@@ -393,7 +395,7 @@ class PactCache(ExternalCache):
         if missing and not (self._config.recompute_if_faster and self._prefill.is_faster(tokens, seconds or None)):
             record.inquest = self.staging.ask(keys)
 
-    def _computes_faster(self, record: RequestRecord, keys: Sequence[BlockKey], start: int, end: int) -> bool:
+    def _computes_faster(self, record: RequestState, keys: Sequence[BlockKey], start: int, end: int) -> bool:
         """Whether the engine should have computed blocks [start, end) before the tiers could deliver them."""
         if not self._config.recompute_if_faster:
             return False
@@ -403,7 +405,7 @@ class PactCache(ExternalCache):
     def _open(
         self,
         request_id: str,
-        record: RequestRecord,
+        record: RequestState,
         blocks: BlockRange,
         keys: Sequence[BlockKey],
         now: float,
@@ -418,7 +420,7 @@ class PactCache(ExternalCache):
             request_id,
             blocks,
             block_size=self._block_size,
-            intent=self._slots(keys, blocks) if promised else (),
+            slots=self._slots(keys, blocks) if promised else (),
             now=now,
             leases=[self.index.pin(keys[blocks.end - 1])],
             promised_tokens=blocks.count * self._block_size if promised else 0,
@@ -427,7 +429,7 @@ class PactCache(ExternalCache):
         )
 
     def _wait(
-        self, plan: PactPlan, record: RequestRecord, keys: Sequence[BlockKey], now: float
+        self, plan: PactPlan, record: RequestState, keys: Sequence[BlockKey], now: float
     ) -> ExternalKVMatch | None:
         news = self.staging.news
         self.staging.poll()
@@ -459,7 +461,7 @@ class PactCache(ExternalCache):
             blocks=blocks,
             asynchronous=self._is_asynchronous(blocks.count),
         )
-        plan.intent = self._slots(keys, blocks)
+        plan.slots = self._slots(keys, blocks)
         self._count_lookup(record, blocks.start, True)
         return self._match(plan)
 
@@ -469,7 +471,7 @@ class PactCache(ExternalCache):
     def _match(self, plan: PactPlan) -> ExternalKVMatch:
         return ExternalKVMatch(plan.promised_tokens, plan.asynchronous, plan)
 
-    def _spare(self, request_id: str, record: RequestRecord, start: int) -> ExternalKVMatch:
+    def _spare(self, request_id: str, record: RequestState, start: int) -> ExternalKVMatch:
         """The engine has all that could be loaded: neither a look-up nor a miss."""
         self._end_plan(request_id, EndReason.SUPERSEDED)
         if record.spared_at != start:
@@ -477,13 +479,13 @@ class PactCache(ExternalCache):
         record.spared_at = start
         return NO_MATCH
 
-    def _miss(self, request_id: str, record: RequestRecord, start: int, reason: MissReason) -> ExternalKVMatch:
+    def _miss(self, request_id: str, record: RequestState, start: int, reason: MissReason) -> ExternalKVMatch:
         self._end_plan(request_id, EndReason.SUPERSEDED)
         self._count_lookup(record, start, False, reason)
         return NO_MATCH
 
     def _count_lookup(
-        self, record: RequestRecord, start: int, found: bool | None, reason: MissReason = MissReason.NOT_STORED
+        self, record: RequestState, start: int, found: bool | None, reason: MissReason = MissReason.NOT_STORED
     ) -> None:
         """Count what a look-up from block `start` on found, once: the same again is no other look-up (H02).
 
@@ -520,7 +522,7 @@ class PactCache(ExternalCache):
         if num_tokens == 0:
             self.ledger.abort(plan, EndReason.DECLINED)
             return 0
-        blocks = BlockRange(plan.blocks.start, blocks_touched(num_tokens, self._block_size))
+        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self._block_size))
         if num_tokens > plan.promised_tokens or blocks.end > len(block_ids):
             raise PactViolation(
                 f"request {request.request_id} commits {num_tokens} tokens into {len(block_ids)} blocks; "
@@ -531,7 +533,7 @@ class PactCache(ExternalCache):
         record.waits_until = None
         record.computed += num_tokens
         self._loading += blocks.count
-        record.idle_loads += 1
+        record.loads_without_progress += 1
         self._write_used(keys[: blocks.end])
         self._tags.fill(block_ids[blocks.start : blocks.end], record.tag)
         record.tail_tag = record.tag
@@ -546,7 +548,7 @@ class PactCache(ExternalCache):
         If a failed load has dropped the entry meanwhile, only the plan's own pin keeps its slots, all or none of them.
         """
         last = keys[blocks.end - 1]
-        dropped = last not in self.index or self.index.slot(last) != plan.intent[blocks.count - 1]
+        dropped = last not in self.index or self.index.slot(last) != plan.slots[blocks.count - 1]
         return [*plan.leases] if blocks == plan.blocks or dropped else [self.index.pin(last)]
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
@@ -569,12 +571,12 @@ class PactCache(ExternalCache):
         held = _Once(block_ids)
         self._tag_filled(record, before, num_computed_tokens, held)
         self._computing += max(0, num_computed_tokens - before)
-        if num_computed_tokens > record.farthest:
-            record.farthest, record.idle_loads = num_computed_tokens, 0
+        if num_computed_tokens > record.max_computed:
+            record.max_computed, record.loads_without_progress = num_computed_tokens, 0
         full = min(num_computed_tokens, len(request.token_ids)) // self._block_size
         if record.keys is None:
             if lazy is not None and full > before // self._block_size:
-                lazy.disown(held())
+                lazy.invalidate_blocks(held())
             return
         if full <= record.offered or self._config.save == "off":
             return
@@ -589,13 +591,13 @@ class PactCache(ExternalCache):
             return
         sound = record.sound = self._tags.same_prefix(held()[:named], min(record.sound, named), record.tag)
         if lazy is not None:
-            lazy.disown(held()[max(first, sound) : full])
+            lazy.invalidate_blocks(held()[max(first, sound) : full])
             lazy.note(request.request_id, keys, first, max(first, sound), held())
         elif known < sound:
             self.saves.order(request.request_id, keys[:sound], known, held, self._clock())
 
     def _tag_filled(
-        self, record: RequestRecord, before: int, computed: int, block_ids: Callable[[], Sequence[int]]
+        self, record: RequestState, before: int, computed: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """The step computes the request's tokens [before, computed): the blocks that it fills get the request's tag.
 
@@ -620,10 +622,10 @@ class PactCache(ExternalCache):
         elif (held := self.index.held_prefix(keys)) and self.staging.lacks(keys[:held], self._epochs.current):
             self._unwritten.append(keys[:held])  # which waits for a step that has time
 
-    def look_up_at_step(self, request: EngineRequest, computed_tokens: int, most_tokens: int) -> None:
+    def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
         """Have the workers look in the shared tiers, when the running step begins, for what it computes and saves.
 
-        To be called behind `note_computed`. Of the request the engine has `computed_tokens`; at most the `most_tokens`
+        To be called behind `note_computed`. Of the request the engine has `computed_tokens`; at most the `max_tokens`
         behind them can be skipped. Blocks that another request is saving already are not looked for.
         """
         save = self._copies.save_ordered_now(request.request_id)
@@ -633,7 +635,7 @@ class PactCache(ExternalCache):
         keys = self._usable_keys(request, self._record(request))[: save.job.blocks.end]
         keys = keys[: self.staging.readable_elsewhere(keys)]
         if len(keys) - start >= self._config.min_match_blocks:
-            self._steps.order(save.job, computed_tokens, most_tokens, keys)
+            self._steps.order(save.job, computed_tokens, max_tokens, keys)
 
     def take_step_hits(self) -> Mapping[str, int]:
         """By request, the tokens that workers supplied at a step's beginning, by the reports since the last call."""
@@ -666,7 +668,7 @@ class PactCache(ExternalCache):
             self._write_backlog()
         self.staging.end_step()
         self._prefill.note_step(max(0, self._computing), now)
-        taken = self._loading + blocks_touched(max(0, self._computing), self._block_size)
+        taken = self._loading + num_blocks_for(max(0, self._computing), self._block_size)
         self.saves.order_what_is_leaving(taken, now)
         self._computing = self._loading = 0
         self.ledger.expire(now)
@@ -676,11 +678,11 @@ class PactCache(ExternalCache):
     def _write_behind(self) -> None:
         """Offer saved chains to the tiers, the oldest first; a block that memory has dropped since is not.
 
-        One is offered in any case, and all but `MOST_UNWRITTEN`; the others while the step is not late.
+        One is offered in any case, and all but `MAX_UNWRITTEN`; the others while the step is not late.
         """
         while self._unwritten:
             self._offer(self._unwritten.popleft())
-            if len(self._unwritten) <= MOST_UNWRITTEN and self.is_late():
+            if len(self._unwritten) <= MAX_UNWRITTEN and self.is_late():
                 break
 
     def _offer(self, keys: Sequence[BlockKey]) -> None:
@@ -702,7 +704,7 @@ class PactCache(ExternalCache):
         self._steps.abandon_step()
         self.apply_report(self._copies.abandon_step())
 
-    def note_step_reads(self, reads: Sequence[StepRead]) -> None:
+    def note_step_reads(self, reads: Sequence[StoreRead]) -> None:
         """What one rank has read from shared tiers by itself; to be told before the report that names the loads."""
         self._steps.note_reads(reads)
 
@@ -722,7 +724,7 @@ class PactCache(ExternalCache):
         self._steps.end_saves(self._copies.saves.__contains__)
         return settlements
 
-    def _settle_late(self, load: Load) -> LoadSettlement:
+    def _settle_late(self, load: LoadState) -> LoadSettlement:
         """The engine goes on without a load that ranks may still carry out; nothing of what is stored is at fault."""
         job = load.job
         self._overdue.failed()
@@ -733,7 +735,7 @@ class PactCache(ExternalCache):
             self._tags.fill(job.block_ids, NO_TAG)
         return LoadSettlement(job.request_id, RangeSet(), RangeSet.of(job.blocks), not job.synchronous, late=True)
 
-    def _settle_load(self, load: Load) -> LoadSettlement | None:
+    def _settle_load(self, load: LoadState) -> LoadSettlement | None:
         """No rank can write the load's blocks any more; None if the engine was told before."""
         self._overdue.end(load)
         if load.told:
@@ -762,7 +764,7 @@ class PactCache(ExternalCache):
         self._drop_if_gone(load.job.request_id)
         return LoadSettlement(load.job.request_id, outcome.done, outcome.failed, not load.job.synchronous, late)
 
-    def _forget(self, load: Load, first: int) -> None:
+    def _forget(self, load: LoadState, first: int) -> None:
         """A load failed from block `first` on: the entry and all behind it go everywhere."""
         logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", first, load.job.request_id)
         self._drop_stored(load.keys[first:])
@@ -787,16 +789,16 @@ class PactCache(ExternalCache):
 
     # Requests
 
-    def _record(self, request: EngineRequest) -> RequestRecord:
+    def _record(self, request: EngineRequest) -> RequestState:
         record = self._requests.get(request.request_id)
         if record is None:
-            record = self._requests[request.request_id] = RequestRecord()
+            record = self._requests[request.request_id] = RequestState()
         identity = request.identity
         if identity is not record.identity or record.generation != self._epochs.generation:
             self._identify(request.request_id, record, identity)
         return record
 
-    def _identify(self, request_id: str, record: RequestRecord, identity: RequestIdentity | None) -> None:
+    def _identify(self, request_id: str, record: RequestState, identity: RequestIdentity | None) -> None:
         """The request is new, or has grown, or the epoch is another one: its blocks have other keys from some on."""
         epoch, before, kept = self._epochs, record.identity, 0
         same_epoch = record.generation == epoch.generation
@@ -839,9 +841,9 @@ class PactCache(ExternalCache):
         Not for ever: a tier may hang, and a hook or a worker may fail in every step. What is left then is taken in with
         the next request's steps.
         """
-        stirred = self.saves.lazy is not None and self.saves.lazy.stirred
+        dirty = self.saves.lazy is not None and self.saves.lazy.dirty
         unwritten = len(self._unwritten) + len(self._backlog)
-        return self._idle_steps.wait_for(len(self._copies) + unwritten + self.staging.pending + stirred)
+        return self._idle_steps.wait_for(len(self._copies) + unwritten + self.staging.pending + dirty)
 
     @property
     def epoch(self) -> Epoch:
@@ -939,7 +941,7 @@ class PactCache(ExternalCache):
             if tag == NO_TAG:
                 self.saves.lazy.clear()
             else:
-                self.saves.lazy.disown(self._tags.blocks_with(tag))
+                self.saves.lazy.invalidate_blocks(self._tags.blocks_with(tag))
         for record in self._requests.values():
             if record.identity is not None and record.identity.adapter == adapter:
                 record.tag, record.sound = self._tags.tag_of(self._epochs.generation, adapter), 0

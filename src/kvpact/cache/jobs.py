@@ -12,7 +12,7 @@ from itertools import count
 from sys import maxsize
 
 from kvpact.cache.ledger import Plan
-from kvpact.contract import Inquiry, JobOutcome, JobTally, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.contract import JobOutcome, JobQuery, JobTally, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.identity.keys import BlockKey, BlockRange, RangeSet
 from kvpact.index.block_index import Pin
 
@@ -22,7 +22,7 @@ PactPlan = Plan[Pin, Slots]
 
 
 @dataclass(slots=True)
-class Load:
+class LoadState:
     """A committed match on its way into the engine's blocks."""
 
     job: LoadJob
@@ -39,7 +39,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Save:
+class SaveState:
     """Computed blocks on their way into the arena. `pin` keeps their chain.
 
     `trusted` falls if a load failed; of the request's blocks from `garbage_from` on nobody knows what they hold.
@@ -63,7 +63,7 @@ class _Outbox:
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
-    inquiries: list[Inquiry] = field(default_factory=list)
+    inquiries: list[JobQuery] = field(default_factory=list)
     recalls: list[int] = field(default_factory=list)
     overdue: list[int] = field(default_factory=list)
 
@@ -89,32 +89,32 @@ class _Outbox:
 _NOTHING = StepWork()
 
 
-class Copies:
-    """All loads and saves under way on `ranks` ranks. One that no rank speaks of is asked about every `patience` s."""
+class TransferJobs:
+    """All loads and saves under way on `ranks` ranks. One that no rank speaks of is asked about every `timeout` s."""
 
-    def __init__(self, ranks: int, patience: float) -> None:
-        self.loads: dict[int, Load] = {}
-        self.saves: dict[int, Save] = {}
+    def __init__(self, ranks: int, timeout: float) -> None:
+        self.loads: dict[int, LoadState] = {}
+        self.saves: dict[int, SaveState] = {}
         self._ranks = ranks
-        self._patience = patience
+        self._timeout = timeout
         self._ids = count(1)
         self._outbox = _Outbox()
         self._spoken_of: set[int] = set()
 
     def order_load(
         self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float
-    ) -> Load:
+    ) -> LoadState:
         """With this step, `blocks` of a committed plan go from its slots into the engine's blocks."""
         job = LoadJob(
             next(self._ids),
             plan.request_id,
             blocks.start,
-            plan.intent[: blocks.count],
+            plan.slots[: blocks.count],
             tuple(block_ids[blocks.start : blocks.end]),
             not plan.asynchronous,
         )
         tally = JobTally(blocks, self._ranks)
-        load = self.loads[job.job_id] = Load(job, plan, tuple(keys[: blocks.end]), tally, now + self._patience)
+        load = self.loads[job.job_id] = LoadState(job, plan, tuple(keys[: blocks.end]), tally, now + self._timeout)
         self._outbox.loads.append(job)
         return load
 
@@ -125,28 +125,28 @@ class Copies:
         """After this step, blocks from `start` on go from the engine into `slots`; `pin` keeps the chain of `keys`."""
         job = SaveJob(next(self._ids), request_id, start, slots, block_ids)
         tally = JobTally(job.blocks, self._ranks)
-        self.saves[job.job_id] = Save(job, tuple(keys), pin, tally, now + self._patience, leaving)
+        self.saves[job.job_id] = SaveState(job, tuple(keys), pin, tally, now + self._timeout, leaving)
         self._outbox.saves.append(job)
 
-    def save_ordered_now(self, request_id: str) -> Save | None:
+    def save_ordered_now(self, request_id: str) -> SaveState | None:
         """What the running step will save of a request."""
         job = next((job for job in self._outbox.saves if job.request_id == request_id), None)
         return self.saves[job.job_id] if job is not None else None
 
     def end_step(self, now: float) -> StepWork:
         """What the workers are told, with questions about copies that nobody has spoken of for long."""
-        tasks: list[Load | Save] = [*self.loads.values(), *self.saves.values()]
+        tasks: list[LoadState | SaveState] = [*self.loads.values(), *self.saves.values()]
         for task in tasks:
             if now < task.ask_at:
                 continue
-            task.ask_at = now + self._patience  # a report was lost, or its worker is slow: it is asked, no more
+            task.ask_at = now + self._timeout  # a report was lost, or its worker is slow: it is asked, no more
             if not self._outbox.has(task.job):  # who has not heard of a job calls it failed, and copies it afterwards
-                self._outbox.inquiries.append(Inquiry(task.job.job_id, task.job.blocks))
-                if isinstance(task, Load) and task.given_up:
+                self._outbox.inquiries.append(JobQuery(task.job.job_id, task.job.blocks))
+                if isinstance(task, LoadState) and task.given_up:
                     self._outbox.overdue.append(task.job.job_id)  # whoever has not heard it yet
         return self._outbox.take()
 
-    def give_up(self, now: float) -> list[Load]:
+    def give_up(self, now: float) -> list[LoadState]:
         """Loads whose deadline has passed: with this step the workers are told so, once, and again as they are asked.
 
         Not in the step that orders the load.
@@ -168,7 +168,7 @@ class Copies:
         outcomes = {job.job_id: JobOutcome(failed=RangeSet.of(job.blocks)) for job in jobs}
         return WorkerReport(dict.fromkeys(range(self._ranks), outcomes))
 
-    def take_loads(self, report: WorkerReport) -> list[Load]:
+    def take_loads(self, report: WorkerReport) -> list[LoadState]:
         """The loads that are over with this report, oldest first. Pieces of unknown jobs (said twice) are ignored.
 
         What they say of the saves that `take_saves` will give comes first: `distrust`.
@@ -182,7 +182,7 @@ class Copies:
         ended = sorted(job_id for job_id in self._spoken_of & self.loads.keys() if self.loads[job_id].tally.complete)
         return [self.loads.pop(job_id) for job_id in ended]
 
-    def take_saves(self) -> list[Save]:
+    def take_saves(self) -> list[SaveState]:
         """The saves that are over with the last report, oldest first."""
         ended = sorted(job_id for job_id in self._spoken_of & self.saves.keys() if self.saves[job_id].tally.complete)
         self._spoken_of.clear()

@@ -17,14 +17,14 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, BlockIndex
 
-LEAST_WINDOW: Final = 16
+MIN_WINDOW: Final = 16
 """Blocks from the head of the free queue that are looked after at least."""
 
 WINDOW_STEPS: Final = 2
 """A block is saved when it may be given away within so many steps that take as many blocks as the hungriest one of
 late: a save is ordered in one step, and done by the end of the next."""
 
-HUNGER_DECAY: Final = 0.98
+PEAK_ALLOC_DECAY: Final = 0.98
 """What is left of the hungriest step's blocks after another step."""
 
 VIEWS_PER_STEP: Final = 128
@@ -38,7 +38,7 @@ CLIMB_PER_STEP: Final = 1024
 
 
 @dataclass(slots=True)
-class Computed:
+class BlockContent:
     """What a block of the engine holds: block `key` behind `parent`, computed for a request.
 
     `block_hash` is the engine's name for it, None until the engine publishes it. `offered`: since it was last used it
@@ -53,7 +53,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class OffloadRun:
     """Blocks to save now: `keys[start:]` of the whole chain `keys`, from the engine's `block_ids`.
 
     `leaving` are those that are evicted next, and should be once they are saved.
@@ -69,24 +69,24 @@ class Chain:
 class LazyOffload:
     """The memo and the cursor of one engine. `least_window` blocks at the head of the queue are always looked after."""
 
-    def __init__(self, context: SchedulerContext, index: BlockIndex, least_window: int = LEAST_WINDOW) -> None:
+    def __init__(self, context: SchedulerContext, index: BlockIndex, least_window: int = MIN_WINDOW) -> None:
         self._context = context
         self._index = index
-        self._least_window = least_window
-        self._entries: dict[int, Computed] = {}
+        self._min_window = least_window
+        self._entries: dict[int, BlockContent] = {}
         """Block id -> what it holds; at most one entry for each block of the pool (P12)."""
         self._places: dict[BlockKey, int] = {}
         """Key -> the block that was last seen to hold it; at most as many."""
         self._unpublished: dict[str, list[tuple[int, int]]] = {}
         """Request -> (place, block id) of its blocks that the engine has not published yet."""
-        self._hunger = 0.0
+        self._peak_alloc_rate = 0.0
         self._held = 0
         self._cursor: int | None = None
         self._passed = 0
         """Blocks between the head of the queue and the cursor, the cursor too."""
-        self._climbing: BlockKey | None = None
+        self._resume_key: BlockKey | None = None
         """The end of a chain that was too long for one step."""
-        self.stirred = False
+        self.dirty = False
         """Whether the engine's blocks may have moved since the last walk through the window found nothing to do."""
 
     # What the engine computes
@@ -104,7 +104,7 @@ class LazyOffload:
             self._drop(block_id)
             block_hash = self._context.get_block(block_id).block_hash
             parent = keys[place - 1] if place else ROOT
-            self._entries[block_id] = Computed(key, parent, request_id, block_hash)
+            self._entries[block_id] = BlockContent(key, parent, request_id, block_hash)
             if block_hash is None:
                 unpublished.append((place, block_id))
                 self._places.setdefault(key, block_id)  # the engine may have another block of it, and publish that one
@@ -112,7 +112,7 @@ class LazyOffload:
                 self._places[key] = block_id
         if unpublished:
             self._unpublished.setdefault(request_id, []).extend(unpublished)
-        self.stirred = True
+        self.dirty = True
 
     def _confirm(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """The request still holds `block_ids`: what the engine publishes them as is what it computed."""
@@ -136,7 +136,7 @@ class LazyOffload:
             entry = self._entries.get(block_id)
             if entry is not None and entry.request_id == request_id and entry.block_hash is None:
                 self._drop(block_id)
-        self.stirred = True
+        self.dirty = True
 
     def request_finished(self, request_id: str) -> None:
         """The request ended; its blocks are still its own in this moment."""
@@ -147,9 +147,9 @@ class LazyOffload:
                 block_ids = ()
             self._confirm(request_id, tuple(block_ids))
             self.rewind(request_id)
-        self.stirred = True
+        self.dirty = True
 
-    def disown(self, block_ids: Sequence[int]) -> None:
+    def invalidate_blocks(self, block_ids: Sequence[int]) -> None:
         """Somebody computes into these blocks of whom nothing is known: no entry speaks of them any more."""
         if self._entries:
             for block_id in block_ids:
@@ -167,7 +167,7 @@ class LazyOffload:
         self._entries.clear()
         self._places.clear()
         self._unpublished.clear()
-        self._climbing = None
+        self._resume_key = None
         self._restart()
 
     def _drop(self, block_id: int) -> None:
@@ -177,29 +177,29 @@ class LazyOffload:
 
     # What is about to be lost
 
-    def due(self, taken_blocks: int) -> Iterator[Chain]:
+    def due(self, taken_blocks: int) -> Iterator[OffloadRun]:
         """The chains to save in this step, in which the engine took `taken_blocks` from its free queue.
 
         Go through all of them. Whoever saves one says so with `saving`, before the next is asked for, and with `saved`
         when its blocks are given back. Bounded work, whatever is in the queue (P11).
         """
-        self._hunger = max(float(taken_blocks), self._hunger * HUNGER_DECAY)
-        self.stirred |= taken_blocks > 0
-        if not self.stirred and self._climbing is None:
+        self._peak_alloc_rate = max(float(taken_blocks), self._peak_alloc_rate * PEAK_ALLOC_DECAY)
+        self.dirty |= taken_blocks > 0
+        if not self.dirty and self._resume_key is None:
             return
-        window = max(self._least_window, int(WINDOW_STEPS * self._hunger))
+        window = max(self._min_window, int(WINDOW_STEPS * self._peak_alloc_rate))
         ahead, at_end = self._look_ahead(max(0, window - self._held))
         # What is held cannot be taken by the engine: of a short queue, half at least is left to it.
         most = max(1, (self._passed + len(ahead)) // 2) if at_end else window
         room = min(SAVES_PER_STEP, most - self._held)
         ends = [entry.key for view in ahead if (entry := self._due(view)) is not None]
-        if self._climbing is not None:
-            ends.insert(0, self._climbing)
-            self._climbing = None
+        if self._resume_key is not None:
+            ends.insert(0, self._resume_key)
+            self._resume_key = None
         leaving = {view.block_id: view.block_hash for view in ahead}
         taken: set[int] = set()
         for key in ends:
-            if room <= 0 or self._climbing is not None:
+            if room <= 0 or self._resume_key is not None:
                 break
             chain = self._chain_to(key, room, leaving)
             if chain is None:
@@ -207,16 +207,16 @@ class LazyOffload:
             held = self._held
             yield chain
             if self._held == held:
-                self._climbing = None  # nobody has room for it
+                self._resume_key = None  # nobody has room for it
             else:
                 taken.update(chain.block_ids)
                 room -= len(chain.block_ids)
             for block_id in chain.block_ids:
                 self._entries[block_id].offered = True
         self._advance([view.block_id for view in ahead if view.block_id not in taken], window, at_end)
-        self.stirred = bool(taken) or room <= 0 or self._cursor is not None or self._climbing is not None
+        self.dirty = bool(taken) or room <= 0 or self._cursor is not None or self._resume_key is not None
 
-    def _due(self, view: KVCacheBlockView) -> Computed | None:
+    def _due(self, view: KVCacheBlockView) -> BlockContent | None:
         """What a block of the free queue holds, if that is known and not stored."""
         entry = self._entries.get(view.block_id)
         if entry is None or entry.offered or entry.block_hash is None:
@@ -237,7 +237,7 @@ class LazyOffload:
     def saved(self, blocks: int) -> None:
         """So many blocks are given back."""
         self._held -= blocks
-        self.stirred = True
+        self.dirty = True
 
     def _look_ahead(self, window: int) -> tuple[list[KVCacheBlockView], bool]:
         """The next blocks behind the cursor that are within the window, and whether the queue ended with them."""
@@ -266,7 +266,7 @@ class LazyOffload:
     def _restart(self) -> None:
         self._cursor, self._passed = None, 0
 
-    def _chain_to(self, key: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> Chain | None:
+    def _chain_to(self, key: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> OffloadRun | None:
         """What is to be saved so that `key` will be stored, at most `room` blocks of it, the first ones first.
 
         None if a block between `key` and what is stored is lost, or if the way there is too long for one step.
@@ -280,12 +280,12 @@ class LazyOffload:
                     self._drop(behind)
                 return None
             if len(missing) == CLIMB_PER_STEP:
-                self._climbing = parent
+                self._resume_key = parent
                 return None
             missing.append(block_id)
             parent = self._entries[block_id].parent
         if len(missing) > room:
-            self._climbing = key
+            self._resume_key = key
         known = self._index.chain(parent)
         new: list[BlockKey] = []
         for block_id in missing[: -room - 1 : -1]:
@@ -299,7 +299,7 @@ class LazyOffload:
             return None
         block_ids = tuple(reversed(missing[-len(new) :]))
         owner = self._entries[block_ids[-1]].request_id
-        return Chain(owner, (*known, *new), len(known), block_ids, frozenset(block_ids).intersection(leaving))
+        return OffloadRun(owner, (*known, *new), len(known), block_ids, frozenset(block_ids).intersection(leaving))
 
     def __len__(self) -> int:
         """Blocks of the engine of which something is known."""

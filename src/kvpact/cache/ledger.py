@@ -69,27 +69,27 @@ OPEN_STATES = frozenset({State.PENDING, State.PLANNED, State.LOADING})
 
 Lease = TypeVar("Lease", bound=Hashable)
 """A hold on stored blocks, opaque here. Two equal leases in one list are two holds."""
-Intent = TypeVar("Intent")
+Slots = TypeVar("Slots")
 """What the cache needs to carry the plan out, opaque here."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Plan(Generic[Lease, Intent]):
-    """The cache's record behind one match. Everybody may read it; only its ledger writes it (`intent` is the cache's).
+class Plan(Generic[Lease, Slots]):
+    """The cache's record behind one match. Everybody may read it; only its ledger writes it (`slots` is the cache's).
 
     `blocks` is the match in engine blocks; its last block may be covered in part. Times are seconds on the caller's
-    clock, `seen_at` and `seen_step` those of the last prepare or commit. `deadline` bounds what others do: staging
-    while PENDING, the load while LOADING. `asynchronous`: the engine does not wait for the load.
+    clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds what others do:
+    staging while PENDING, the load while LOADING. `asynchronous`: the engine does not wait for the load.
     """
 
     request_id: str
     blocks: BlockRange
     block_size: int
-    intent: Intent
+    slots: Slots
     asynchronous: bool
     opened_at: float
-    seen_at: float
-    seen_step: int
+    renewed_at: float
+    renewed_step: int
     deadline: float
     state: State = State.NONE
     promised_tokens: int = 0
@@ -134,7 +134,7 @@ class PlanRecord:
     used_tokens: int
     used_again_tokens: int
     opened_at: float
-    seen_at: float
+    renewed_at: float
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ class Totals:
 _COUNTED = tuple(item.name for item in fields(Totals) if item.name.endswith("_tokens") or item.name == "plans_opened")
 
 
-class Ledger(Generic[Lease, Intent]):
+class Ledger(Generic[Lease, Slots]):
     """All plans of one engine; at most one open plan per request.
 
     `release` is called once for each lease, after the plan has changed. A plan that was neither renewed nor committed
@@ -190,8 +190,8 @@ class Ledger(Generic[Lease, Intent]):
         self._release = release
         self._lifetime_seconds = plan_lifetime_seconds
         self._lifetime_steps = plan_lifetime_steps
-        self._open: dict[str, Plan[Lease, Intent]] = {}
-        self._unsaid: dict[str, Plan[Lease, Intent]] = {}
+        self._open: dict[str, Plan[Lease, Slots]] = {}
+        self._awaiting_use: dict[str, Plan[Lease, Slots]] = {}
         """Settled plans of which the engine has not said yet how much it used."""
         self._used_positions: dict[str, RangeSet] = {}
         """Per living request the token positions (not blocks) that were counted as used."""
@@ -204,13 +204,13 @@ class Ledger(Generic[Lease, Intent]):
         blocks: BlockRange,
         *,
         block_size: int,
-        intent: Intent,
+        slots: Slots,
         now: float,
         leases: Iterable[Lease] = (),
         promised_tokens: int = 0,
         asynchronous: bool = False,
         deadline: float = inf,
-    ) -> Plan[Lease, Intent]:
+    ) -> Plan[Lease, Slots]:
         """Open a plan: PLANNED if tokens are promised, PENDING (promising nothing yet) if `promised_tokens` is 0.
 
         An older plan of the request that is not loading yet is superseded: its leases that are also in `leases` move
@@ -220,20 +220,20 @@ class Ledger(Generic[Lease, Intent]):
         old = self._open.get(request_id)
         if old is not None:
             self._require(old, Event.ABORT)
-        plan = Plan[Lease, Intent](
+        plan = Plan[Lease, Slots](
             request_id=request_id,
             blocks=blocks,
             block_size=block_size,
-            intent=intent,
+            slots=slots,
             asynchronous=asynchronous,
             opened_at=now,
-            seen_at=now,
-            seen_step=self.step,
+            renewed_at=now,
+            renewed_step=self.step,
             deadline=inf if promised_tokens else deadline,
         )
         if promised_tokens:
             self._require_promise(plan, blocks, promised_tokens)
-        unused = self._unsaid.get(request_id)
+        unused = self._awaiting_use.get(request_id)
         if unused is not None:  # The request was preempted after its load and before it ran.
             self.use(unused, 0)
         moved: list[Lease] = []
@@ -248,26 +248,26 @@ class Ledger(Generic[Lease, Intent]):
         self._hold(plan, leases)
         return plan
 
-    def find(self, request_id: str) -> Plan[Lease, Intent] | None:
+    def find(self, request_id: str) -> Plan[Lease, Slots] | None:
         """The request's open plan, if it has one."""
         return self._open.get(request_id)
 
-    def find_settled(self, request_id: str) -> Plan[Lease, Intent] | None:
+    def find_settled(self, request_id: str) -> Plan[Lease, Slots] | None:
         """The request's settled plan of which `use` was not said yet, if there is one."""
-        return self._unsaid.get(request_id)
+        return self._awaiting_use.get(request_id)
 
-    def open_plans(self) -> list[Plan[Lease, Intent]]:
+    def open_plans(self) -> list[Plan[Lease, Slots]]:
         """All open plans, oldest first."""
         return list(self._open.values())
 
-    def renew(self, plan: Plan[Lease, Intent], now: float) -> None:
+    def renew(self, plan: Plan[Lease, Slots], now: float) -> None:
         """The engine asked again for the same match; acquires and counts nothing (P3)."""
         self._apply(plan, Event.RENEW)
-        plan.seen_at, plan.seen_step = now, self.step
+        plan.renewed_at, plan.renewed_step = now, self.step
 
     def ready(
         self,
-        plan: Plan[Lease, Intent],
+        plan: Plan[Lease, Slots],
         *,
         promised_tokens: int,
         leases: Iterable[Lease],
@@ -283,7 +283,7 @@ class Ledger(Generic[Lease, Intent]):
         self._require(plan, Event.PREPARE_READY)
         self._require_promise(plan, blocks, promised_tokens)
         self._apply(plan, Event.PREPARE_READY)
-        plan.seen_at, plan.seen_step, plan.deadline = now, self.step, inf
+        plan.renewed_at, plan.renewed_step, plan.deadline = now, self.step, inf
         plan.asynchronous = plan.asynchronous if asynchronous is None else asynchronous
         self._promise(plan, blocks, promised_tokens)
         self._hold(plan, leases)
@@ -292,7 +292,7 @@ class Ledger(Generic[Lease, Intent]):
 
     def commit(
         self,
-        plan: Plan[Lease, Intent],
+        plan: Plan[Lease, Slots],
         tokens: int,
         *,
         now: float,
@@ -316,14 +316,14 @@ class Ledger(Generic[Lease, Intent]):
             )
         self._apply(plan, Event.COMMIT)
         plan.committed_tokens = tokens
-        plan.seen_at, plan.seen_step, plan.deadline = now, self.step, deadline
+        plan.renewed_at, plan.renewed_step, plan.deadline = now, self.step, deadline
         self.totals.committed_tokens += tokens
         self.totals.withdrawn_tokens += plan.promised_tokens - tokens
         if keep is not None:
             self._hold(plan, keep)
 
     def settle(
-        self, plan: Plan[Lease, Intent], *, loaded: RangeSet, failed: RangeSet, used_tokens: int | None = None
+        self, plan: Plan[Lease, Slots], *, loaded: RangeSet, failed: RangeSet, used_tokens: int | None = None
     ) -> None:
         """All ranks reported: each committed block is in exactly one of the two sets (P7). Releases all leases.
 
@@ -348,26 +348,26 @@ class Ledger(Generic[Lease, Intent]):
         self.totals.failed_tokens += plan.committed_tokens - loaded_tokens
         self.totals.ended[plan.reason] += 1
         del self._open[plan.request_id]
-        self._unsaid[plan.request_id] = plan
+        self._awaiting_use[plan.request_id] = plan
         if used_tokens is not None:
             self.use(plan, used_tokens)
         self._hold(plan, ())
 
-    def use(self, plan: Plan[Lease, Intent], tokens: int) -> None:
+    def use(self, plan: Plan[Lease, Slots], tokens: int) -> None:
         """The engine really skipped the first `tokens` of the match, at most what loaded; said once per settled plan.
 
         A position that the same request skipped before, which happens after a preemption, counts as `used_again` (H70).
         """
-        if self._unsaid.get(plan.request_id) is not plan:
+        if self._awaiting_use.get(plan.request_id) is not plan:
             raise PactViolation(
                 f"request {plan.request_id}: use of {tokens} tokens said of a plan in state {plan.state}; "
                 "it is said once, after the plan is settled and before the request has finished"
             )
         self._require_used(plan, tokens, plan.loaded_tokens)
-        del self._unsaid[plan.request_id]
+        del self._awaiting_use[plan.request_id]
         self._count_used(plan, BlockRange(plan.blocks.start * plan.block_size, tokens))
 
-    def _count_used(self, plan: Plan[Lease, Intent], positions: BlockRange) -> None:
+    def _count_used(self, plan: Plan[Lease, Slots], positions: BlockRange) -> None:
         """The engine skipped these token positions; those that it skipped before count as used again."""
         before = self._used_positions.get(plan.request_id, RangeSet())
         after = before.union(RangeSet.of(positions))
@@ -388,7 +388,7 @@ class Ledger(Generic[Lease, Intent]):
         used_positions: BlockRange,
         *,
         block_size: int,
-        intent: Intent,
+        slots: Slots,
         now: float,
         request_finished: bool,
     ) -> None:
@@ -398,15 +398,15 @@ class Ledger(Generic[Lease, Intent]):
         skipped. PactViolation if they are more than `blocks` hold.
         """
         tokens = blocks.count * block_size
-        plan = Plan[Lease, Intent](
+        plan = Plan[Lease, Slots](
             request_id=request_id,
             blocks=blocks,
             block_size=block_size,
-            intent=intent,
+            slots=slots,
             asynchronous=False,
             opened_at=now,
-            seen_at=now,
-            seen_step=self.step,
+            renewed_at=now,
+            renewed_step=self.step,
             deadline=inf,
             request_finished=request_finished,
         )
@@ -426,34 +426,34 @@ class Ledger(Generic[Lease, Intent]):
 
     # Abort
 
-    def abort(self, plan: Plan[Lease, Intent], reason: EndReason) -> None:
+    def abort(self, plan: Plan[Lease, Slots], reason: EndReason) -> None:
         """End a plan that is not loading yet and release its leases. A plan that is loading can only be settled."""
         self._require(plan, Event.ABORT)
         leases, plan.leases = plan.leases, []
         self._abort(plan, reason)
         self._give_back(leases)
 
-    def expire(self, now: float) -> list[Plan[Lease, Intent]]:
+    def expire(self, now: float) -> list[Plan[Lease, Slots]]:
         """Call once per scheduler step, at its end: abort and return the plans whose lifetime is over."""
         self.step += 1
         stale = [
             plan
             for plan in self._open.values()
             if plan.state is not State.LOADING
-            and self.step - plan.seen_step > self._lifetime_steps
-            and now - plan.seen_at > self._lifetime_seconds
+            and self.step - plan.renewed_step > self._lifetime_steps
+            and now - plan.renewed_at > self._lifetime_seconds
         ]
         for plan in stale:
             self.abort(plan, EndReason.NOT_RENEWED)
         return stale
 
-    def finish_request(self, request_id: str) -> Plan[Lease, Intent] | None:
+    def finish_request(self, request_id: str) -> Plan[Lease, Slots] | None:
         """The request is gone. Its open plan is returned: aborted, or as it is if it is loading and not settled yet.
 
         What was loaded and not said to be used counts as not used. After the last settlement nothing is kept for the
         request beside the bounded history.
         """
-        settled = self._unsaid.get(request_id)
+        settled = self._awaiting_use.get(request_id)
         if settled is not None:
             self.use(settled, 0)
         plan = self._open.get(request_id)
@@ -481,7 +481,7 @@ class Ledger(Generic[Lease, Intent]):
     def explain(self, request_id: str) -> list[PlanRecord]:
         """What is remembered of a request's plans, oldest first."""
         past = [record for record in self.history if record.request_id == request_id]
-        present = (self._unsaid.get(request_id), self._open.get(request_id))
+        present = (self._awaiting_use.get(request_id), self._open.get(request_id))
         return past + [_record(plan) for plan in present if plan is not None]
 
     def check(self) -> None:
@@ -491,10 +491,10 @@ class Ledger(Generic[Lease, Intent]):
             committed = (plan.committed_tokens > 0) == (plan.state is State.LOADING)
             if not (plan.is_open and promised and committed and plan.request_id == request_id):
                 raise PactViolation(f"request {request_id}: kept as open and in disorder: {_record(plan)}")
-        for request_id, plan in self._unsaid.items():
+        for request_id, plan in self._awaiting_use.items():
             if plan.is_open or plan.leases or plan.request_finished or plan.request_id != request_id:
                 raise PactViolation(f"request {request_id}: kept as settled and in disorder: {_record(plan)}")
-        for plan in (*self._open.values(), *self._unsaid.values()):
+        for plan in (*self._open.values(), *self._awaiting_use.values()):
             used = plan.used_tokens + plan.used_again_tokens
             if not plan.promised_tokens >= plan.committed_tokens >= plan.loaded_tokens >= used >= 0:
                 raise PactViolation(f"request {plan.request_id}: its counts do not fall: {_record(plan)}")
@@ -514,10 +514,10 @@ class Ledger(Generic[Lease, Intent]):
 
     # The one place where a state changes
 
-    def _apply(self, plan: Plan[Lease, Intent], event: Event) -> None:
+    def _apply(self, plan: Plan[Lease, Slots], event: Event) -> None:
         plan.state = self._require(plan, event)
 
-    def _require(self, plan: Plan[Lease, Intent], event: Event) -> State:
+    def _require(self, plan: Plan[Lease, Slots], event: Event) -> State:
         to = TRANSITIONS.get((plan.state, event))
         if to is None:
             allowed = [known.name for state, known in TRANSITIONS if state is plan.state]
@@ -527,7 +527,7 @@ class Ledger(Generic[Lease, Intent]):
             )
         return to
 
-    def _require_promise(self, plan: Plan[Lease, Intent], blocks: BlockRange, tokens: int) -> None:
+    def _require_promise(self, plan: Plan[Lease, Slots], blocks: BlockRange, tokens: int) -> None:
         most = blocks.count * plan.block_size
         if not max(0, most - plan.block_size) < tokens <= most:
             raise PactViolation(
@@ -535,15 +535,15 @@ class Ledger(Generic[Lease, Intent]):
                 "a promise is at least 1 token and ends in the last block of its match"
             )
 
-    def _require_used(self, plan: Plan[Lease, Intent], tokens: int, loaded: int) -> None:
+    def _require_used(self, plan: Plan[Lease, Slots], tokens: int, loaded: int) -> None:
         if not 0 <= tokens <= loaded:
             raise PactViolation(f"request {plan.request_id}: {tokens} tokens used; it can be 0 to the {loaded} loaded")
 
-    def _promise(self, plan: Plan[Lease, Intent], blocks: BlockRange, tokens: int) -> None:
+    def _promise(self, plan: Plan[Lease, Slots], blocks: BlockRange, tokens: int) -> None:
         plan.blocks, plan.promised_tokens = blocks, tokens
         self.totals.promised_tokens += tokens
 
-    def _abort(self, plan: Plan[Lease, Intent], reason: EndReason) -> None:
+    def _abort(self, plan: Plan[Lease, Slots], reason: EndReason) -> None:
         self._apply(plan, Event.ABORT)
         plan.reason = reason
         del self._open[plan.request_id]
@@ -551,7 +551,7 @@ class Ledger(Generic[Lease, Intent]):
         self.totals.ended[reason] += 1
         self.history.append(_record(plan))
 
-    def _hold(self, plan: Plan[Lease, Intent], leases: Iterable[Lease]) -> None:
+    def _hold(self, plan: Plan[Lease, Slots], leases: Iterable[Lease]) -> None:
         """Let the plan hold exactly `leases`, and release the others that it held."""
         before, plan.leases = plan.leases, list(leases)
         taken = list(plan.leases)
@@ -578,7 +578,7 @@ class Ledger(Generic[Lease, Intent]):
 _RECORDED = attrgetter(*(item.name for item in fields(PlanRecord)))
 
 
-def _record(plan: Plan[Lease, Intent]) -> PlanRecord:
+def _record(plan: Plan[Lease, Slots]) -> PlanRecord:
     return PlanRecord(*_RECORDED(plan))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvpact.cache.jobs import Copies, Save
+from kvpact.cache.jobs import SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.contract import BlockHolder, JobOutcome, SchedulerContext
 from kvpact.errors import PactViolation
@@ -20,10 +20,10 @@ from kvpact.metrics import Metrics, TierName
 logger = logging.getLogger(__name__)
 
 
-class Saves:
+class Offloader:
     """The way of blocks from the engine into the arena."""
 
-    def __init__(self, index: BlockIndex, copies: Copies, metrics: Metrics) -> None:
+    def __init__(self, index: BlockIndex, copies: TransferJobs, metrics: Metrics) -> None:
         self.lazy: LazyOffload | None = None
         """None: blocks are saved as they are computed."""
         self._index = index
@@ -79,7 +79,7 @@ class Saves:
         now: float,
         leaving: frozenset[int] | None = None,
     ) -> None:
-        """Copy the engine's blocks `held` as blocks `start` and further of `keys`. `leaving` as in `Save`."""
+        """Copy the engine's blocks `held` as blocks `start` and further of `keys`. `leaving` as in `SaveState`."""
         reservation = self._index.reserve(keys, start, len(keys))
         if reservation is None:
             raise PactViolation(f"there is no room for {len(held)} blocks, although so many were reservable")
@@ -89,7 +89,7 @@ class Saves:
         pin = self._index.pin(keys[-1])
         self._copies.order_save(request_id, start, reservation.slots, held, keys, pin, now, leaving)
 
-    def settle(self, save: Save) -> int:
+    def settle(self, save: SaveState) -> int:
         """All ranks have reported: the engine gets its blocks back. Returns how many blocks of the chain are saved."""
         job = save.job
         outcome = save.tally.saved() if save.trusted else JobOutcome()
@@ -108,7 +108,7 @@ class Saves:
         return job.start_block + done
 
     @staticmethod
-    def _give_back(context: BlockHolder, save: Save) -> None:
+    def _give_back(context: BlockHolder, save: SaveState) -> None:
         """The engine may have the blocks back, a chain's end first; what it was about to evict before all others."""
         block_ids = save.job.block_ids[::-1]
         if save.leaving:

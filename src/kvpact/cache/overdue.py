@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from kvpact.cache.jobs import Copies, Load
+from kvpact.cache.jobs import LoadState, TransferJobs
 from kvpact.contract import BlockHolder
 from kvpact.metrics import Metrics
 
@@ -22,13 +22,13 @@ reported by then, also where an engine orders a step before it takes in the one 
 class OverdueLoads:
     """The loads of `copies` whose deadline has passed. Without a scheduler context none is ever given up (H07)."""
 
-    def __init__(self, copies: Copies, metrics: Metrics) -> None:
+    def __init__(self, copies: TransferJobs, metrics: Metrics) -> None:
         self._copies = copies
         self._metrics = metrics
         self._context: BlockHolder | None = None
         self._held: dict[int, BlockHolder] = {}
         """Job id -> through what its blocks are held."""
-        self._given_up: dict[int, tuple[Load, int]] = {}
+        self._given_up: dict[int, tuple[LoadState, int]] = {}
         """Job id -> the load, and the step in which it was given up; until no rank can write its blocks."""
         self._step = 0
 
@@ -41,7 +41,7 @@ class OverdueLoads:
         """Whether a rank may hang in a copy: what was ordered now would wait behind it."""
         return bool(self._given_up)
 
-    def begin(self, load: Load) -> None:
+    def begin(self, load: LoadState) -> None:
         """A load is ordered. One that runs in its step is held from then on: the next step may be decided before the
         engine hears that it failed, and give the blocks away."""
         if load.job.synchronous:
@@ -65,14 +65,14 @@ class OverdueLoads:
                 load.job.request_id,
             )
 
-    def take_late(self) -> list[Load]:
+    def take_late(self) -> list[LoadState]:
         """Loads that the engine is to go on without from now on, each once."""
         late = [load for load, step in self._given_up.values() if not load.told and self._step - step >= STEPS_TO_HEAR]
         for load in late:
             load.told = True
         return late
 
-    def end(self, load: Load) -> None:
+    def end(self, load: LoadState) -> None:
         """No rank can write to the load's blocks any more: the engine gets them back."""
         self._given_up.pop(load.job.job_id, None)
         context = self._held.pop(load.job.job_id, None)
@@ -83,7 +83,7 @@ class OverdueLoads:
         """One of them was lost to its request by that."""
         self._metrics.add("overdue_loads")
 
-    def _hold(self, load: Load) -> None:
+    def _hold(self, load: LoadState) -> None:
         if self._context is not None and load.job.job_id not in self._held:
             self._context.touch(load.job.block_ids)
             self._held[load.job.job_id] = self._context

@@ -21,7 +21,7 @@ from kvpact.index.block_index import ROOT, BlockIndex, Pin
 from kvpact.memory.arena import Arena
 from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.client import Deleted, LentSlots, TierClient
-from kvpact.tiers.executor import GetDone, LookupDone, PutDone, Ticket, TierQueue
+from kvpact.tiers.executor import GetDone, LookupDone, OpId, PutDone, TierExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ written comes from the arena."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class PrefetchOp:
     """Blocks on their way from a tier into reserved slots; `pin` keeps the chain before them."""
 
     keys: tuple[BlockKey, ...]
@@ -55,7 +55,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class WriteBackOp:
     """Blocks on their way to a tier; `pin` keeps them and the chain before them."""
 
     keys: tuple[BlockKey, ...]
@@ -64,11 +64,11 @@ class Write:
 
 
 @dataclass(eq=False, slots=True)
-class Inquest:
+class TierLookup:
     """One request's question to the shared tiers: how many of `keys` each holds in a row."""
 
     keys: Sequence[BlockKey]
-    waiting: dict[Source, Ticket] = field(default_factory=dict)
+    waiting: dict[Source, OpId] = field(default_factory=dict)
     held: dict[Source, int] = field(default_factory=dict)
 
     @property
@@ -77,7 +77,7 @@ class Inquest:
         return not self.waiting
 
 
-class RecentKeys:
+class LRUKeySet:
     """Block keys and when each was last added; forgets the oldest beyond `most`."""
 
     __slots__ = ("_keys", "_most")
@@ -124,13 +124,13 @@ class Source:
     """A tier below the arena, with what is known of the blocks in it."""
 
     client: TierClient
-    known: RecentKeys
+    known: LRUKeySet
     """What a shared tier was found to hold, and when. It may have evicted it since: then the next look-up tells."""
-    offered_again: RecentKeys
+    offered_again: LRUKeySet
     """Chains that it should have, and was offered once more; see `Staging.lacks`."""
-    refuted: RecentKeys
+    refuted: LRUKeySet
     """What it said it holds and did not deliver; see `REFUTED_SECONDS`."""
-    unshareable: RecentKeys
+    unshareable: LRUKeySet
     """What was written to a shared tier under a drawn epoch, to be deleted when the engine ends."""
     writing: set[BlockKey] = field(default_factory=set)
 
@@ -151,7 +151,7 @@ class Source:
             start += 1
         return start
 
-    def readable(self, keys: Sequence[BlockKey], inquest: Inquest | None, now: float) -> int:
+    def readable(self, keys: Sequence[BlockKey], inquest: TierLookup | None, now: float) -> int:
         """How many of `keys` in a row can be read from it; of a shared tier, if `inquest` has found that out."""
         if self.shared:
             held = inquest.held.get(self, 0) if inquest is not None else 0
@@ -173,15 +173,15 @@ class Staging:
         self,
         index: BlockIndex,
         arena: Arena,
-        queues: Sequence[TierQueue],
+        queues: Sequence[TierExecutor],
         metrics: Metrics,
         *,
         clock: Callable[[], float] = time.monotonic,
-        patience: float = 2.0,
+        timeout: float = 2.0,
         second_use: bool = False,
         share_drawn_epochs: bool = False,
     ) -> None:
-        """A tier that takes longer than `patience` seconds over one operation has failed it.
+        """A tier that takes longer than `timeout` seconds over one operation has failed it.
 
         With `share_drawn_epochs` shared tiers are written under epochs that no other engine can have, until `close`.
         With `second_use`, a block is written to the tiers when it is saved or loaded for the second time.
@@ -190,10 +190,10 @@ class Staging:
         self._arena = arena
         self._metrics = metrics
         self._clock = clock
-        self._patience = patience
+        self._timeout = timeout
         self._lent = LentSlots(arena.num_slots)
         most = KNOWN_SHARE * arena.num_slots
-        self._seen_once = RecentKeys(most) if second_use else None
+        self._seen_once = LRUKeySet(most) if second_use else None
         self._share_drawn_epochs = share_drawn_epochs
         self._sources: list[Source] = []
         self._shared: list[Source] = []
@@ -203,26 +203,26 @@ class Staging:
         self._polled = 0.0
         """Seconds of the running step that `poll` took."""
         self._tickets = count(1)
-        self._lookups: dict[Ticket, Inquest] = {}
-        self._fetches: dict[Ticket, Fetch] = {}
+        self._lookups: dict[OpId, TierLookup] = {}
+        self._fetches: dict[OpId, PrefetchOp] = {}
         self._filling: set[int] = set()
-        self._writes: dict[Ticket, Write] = {}
+        self._writes: dict[OpId, WriteBackOp] = {}
         self._fetch_blocks = max(1, FETCH_BYTES // arena.slot_bytes)
         self._write_blocks = max(1, min(WRITE_BYTES // arena.slot_bytes, arena.num_slots // 2))
 
-    def open(self, queues: Sequence[TierQueue]) -> None:
+    def open(self, queues: Sequence[TierExecutor]) -> None:
         """These tiers, in the user's order, are below the arena from now on. Said once."""
         most = KNOWN_SHARE * self._arena.num_slots
         for queue in queues:
             client = TierClient(
                 queue,
                 self._lent,
-                timeout=self._patience,
+                timeout=self._timeout,
                 clock=self._clock,
                 metrics=self._metrics,
                 max_deleted_keys=2 * most,
             )
-            known, offered_again, refuted, unshareable = (RecentKeys(most) for _ in range(4))
+            known, offered_again, refuted, unshareable = (LRUKeySet(most) for _ in range(4))
             self._sources.append(Source(client, known, offered_again, refuted, unshareable))
         self._shared = [source for source in self._sources if source.shared]
 
@@ -238,35 +238,37 @@ class Staging:
         """Whether there are tiers that must be asked what they hold."""
         return bool(self._shared)
 
-    def ask(self, keys: Sequence[BlockKey]) -> Inquest:
+    def ask(self, keys: Sequence[BlockKey]) -> TierLookup:
         """Begin to find out what the shared tiers hold of `keys`.
 
         An ill tier is asked now and then, to see whether it is well; nobody waits for that beside one that is well.
         """
-        inquest, now = Inquest(keys), self._clock()
-        tries: dict[Source, Ticket] = {}
+        inquest, now = TierLookup(keys), self._clock()
+        tries: dict[Source, OpId] = {}
         for source in self._shared:
-            ticket, is_try = next(self._tickets), source.client.is_open
-            if source.client.submit_lookup(ticket, keys, now):
-                self._lookups[ticket] = inquest
-                (tries if is_try else inquest.waiting)[source] = ticket
+            op_id, is_try = next(self._tickets), source.client.is_open
+            if source.client.submit_lookup(op_id, keys, now):
+                self._lookups[op_id] = inquest
+                (tries if is_try else inquest.waiting)[source] = op_id
             else:
                 self._metrics.add("skipped_lookups", label=source.name)
         inquest.waiting = inquest.waiting or tries
         return inquest
 
-    def give_up(self, inquest: Inquest, *, late: bool) -> None:
+    def give_up(self, inquest: TierLookup, *, late: bool) -> None:
         """Nobody waits for the answers that are missing; if they are `late`, it is the tiers' fault."""
-        for source, ticket in inquest.waiting.items():
-            source.client.give_up(ticket, late=late)
+        for source, op_id in inquest.waiting.items():
+            source.client.give_up(op_id, late=late)
         inquest.waiting.clear()
 
-    def find(self, keys: Sequence[BlockKey], inquest: Inquest | None = None) -> int:
+    def find(self, keys: Sequence[BlockKey], inquest: TierLookup | None = None) -> int:
         """How many blocks of `keys` are held in a row by the tier that has most. Memory only; nothing is waited for."""
         now = self._clock()
         return max((source.readable(keys, inquest, now) for source in self._sources), default=0)
 
-    def seconds_to_load(self, keys: Sequence[BlockKey], start: int, end: int, inquest: Inquest | None) -> float | None:
+    def seconds_to_load(
+        self, keys: Sequence[BlockKey], start: int, end: int, inquest: TierLookup | None
+    ) -> float | None:
         """How long blocks [start, end) should take to arrive; None if that is not known."""
         seconds, now = 0.0, self._clock()
         for source in self._sources:
@@ -287,7 +289,7 @@ class Staging:
 
     # Fetching
 
-    def fetch(self, keys: Sequence[BlockKey], end: int, inquest: Inquest | None = None) -> int:
+    def fetch(self, keys: Sequence[BlockKey], end: int, inquest: TierLookup | None = None) -> int:
         """Begin to bring `keys[:end]` into the arena; return up to which block they are there or on their way.
 
         Each block comes from the first tier in the user's order that holds it. Only what no other request is fetching
@@ -306,19 +308,19 @@ class Staging:
             if reservation is None:
                 break
             self._metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
-            ticket = next(self._tickets)
+            op_id = next(self._tickets)
             views = [self._arena.slot_views(slot) for slot in reservation.slots]
-            if not source.client.submit_get(ticket, keys[:stop], known, views, now):
+            if not source.client.submit_get(op_id, keys[:stop], known, views, now):
                 self._index.abandon(reservation.slots)
                 break
             run = tuple(keys[known:stop])
-            self._fetches[ticket] = Fetch(run, reservation.slots, self._index.pin(run[-1]))
+            self._fetches[op_id] = PrefetchOp(run, reservation.slots, self._index.pin(run[-1]))
             self._filling.update(reservation.slots)
             known = stop
         return known
 
     def _source_of(
-        self, keys: Sequence[BlockKey], block: int, inquest: Inquest | None, now: float
+        self, keys: Sequence[BlockKey], block: int, inquest: TierLookup | None, now: float
     ) -> tuple[Source | None, int]:
         """The first tier that holds `block` of `keys` and all before it, and up to where it goes on."""
         for source in self._sources:
@@ -379,13 +381,13 @@ class Staging:
         while start < len(keys):
             stop = min(len(keys), start + self._write_blocks)
             run = tuple(keys[start:stop])
-            ticket = next(self._tickets)
-            self._writes[ticket] = Write(run, self._index.pin(run[-1]), epoch)
+            op_id = next(self._tickets)
+            self._writes[op_id] = WriteBackOp(run, self._index.pin(run[-1]), epoch)
             source.writing.update(run)
             buffers = [self._arena.slot_views(slot) for slot in self._index.slots_of(run)]
             nbytes = len(run) * self._arena.slot_bytes
-            if not source.client.submit_put(ticket, keys[:stop], start, buffers, nbytes, epoch):
-                self._end_write(ticket, source)
+            if not source.client.submit_put(op_id, keys[:stop], start, buffers, nbytes, epoch):
+                self._end_write(op_id, source)
                 self._metrics.add("dropped_writes", len(keys) - start, source.name)
                 break
             start = stop
@@ -428,10 +430,10 @@ class Staging:
         elif isinstance(done, Deleted):
             source.known.discard(done.keys)
         else:
-            self._count_write(source, self._end_write(done.ticket, source), done)
+            self._count_write(source, self._end_write(done.op_id, source), done)
 
     def _end_lookup(self, done: LookupDone, source: Source, now: float) -> None:
-        inquest = self._lookups.pop(done.ticket)
+        inquest = self._lookups.pop(done.op_id)
         if done.ok and done.seconds:
             source.known.add(inquest.keys[: done.held], now)
             source.known.discard(inquest.keys[done.held :])
@@ -439,7 +441,7 @@ class Staging:
             inquest.held[source] = done.held
 
     def _end_fetch(self, done: GetDone, source: Source, now: float) -> None:
-        fetch = self._fetches.pop(done.ticket)
+        fetch = self._fetches.pop(done.op_id)
         self._filling.difference_update(fetch.slots)
         self._index.complete(fetch.slots[: done.arrived])
         self._index.abandon(fetch.slots[done.arrived :])
@@ -451,13 +453,13 @@ class Staging:
         self._metrics.add("read_blocks", done.arrived, source.name)
         self._metrics.add("read_bytes", nbytes, source.name)
 
-    def _end_write(self, ticket: Ticket, source: Source) -> Write:
-        write = self._writes.pop(ticket)
+    def _end_write(self, op_id: OpId, source: Source) -> WriteBackOp:
+        write = self._writes.pop(op_id)
         source.writing.difference_update(write.keys)
         self._index.unpin(write.pin)
         return write
 
-    def _count_write(self, source: Source, write: Write, done: PutDone) -> None:
+    def _count_write(self, source: Source, write: WriteBackOp, done: PutDone) -> None:
         if source.shared:
             source.known.add(write.keys[: done.stored], self._clock())
             source.known.discard(write.keys[done.stored :])

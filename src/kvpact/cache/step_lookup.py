@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvpact.cache.jobs import Slots
 from kvpact.cache.ledger import Ledger
 from kvpact.cache.prefetch import Staging
-from kvpact.contract import SaveJob, StepLookup, StepRead, WorkerReport, load_id
+from kvpact.contract import SaveJob, StepLookup, StoreRead, WorkerReport, load_id
 from kvpact.identity.keys import BlockKey, BlockRange
 from kvpact.index.block_index import Pin
 from kvpact.metrics import Metrics
@@ -30,7 +30,7 @@ class _Open:
     ranks: set[int] = field(default_factory=set)
 
 
-class StepMatches:
+class StepLookups:
     """All look-ups under way on `ranks` ranks."""
 
     def __init__(
@@ -44,9 +44,9 @@ class StepMatches:
         self._open: dict[int, _Open] = {}
         self._ordered: list[StepLookup] = []
 
-    def order(self, job: SaveJob, computed_tokens: int, most_tokens: int, keys: Sequence[BlockKey]) -> None:
+    def order(self, job: SaveJob, computed_tokens: int, max_tokens: int, keys: Sequence[BlockKey]) -> None:
         """With this step, look for the blocks of `keys` from the start of `job` on."""
-        lookup = StepLookup(job.job_id, job.request_id, computed_tokens, most_tokens, tuple(keys))
+        lookup = StepLookup(job.job_id, job.request_id, computed_tokens, max_tokens, tuple(keys))
         self._open[job.job_id] = _Open(lookup, job)
         self._ordered.append(lookup)
         self._metrics.add("step_lookups")
@@ -61,7 +61,7 @@ class StepMatches:
         for lookup in self.end_step():
             del self._open[lookup.job_id]
 
-    def note_reads(self, reads: Sequence[StepRead]) -> None:
+    def note_reads(self, reads: Sequence[StoreRead]) -> None:
         """One rank's reads. Those of look-ups that have ended are still counted, but cannot be told apart by key."""
         for read in reads:
             if (task := self._open.get(read.job_id)) is not None:
@@ -86,13 +86,13 @@ class StepMatches:
     def _settle(self, task: _Open, now: float, alive: bool) -> int:
         lookup, job, size = task.lookup, task.job, self._block_size
         blocks = BlockRange(job.start_block, task.loaded_blocks)
-        used = min(blocks.end * size - lookup.computed_tokens, lookup.most_tokens)
+        used = min(blocks.end * size - lookup.computed_tokens, lookup.max_tokens)
         self._ledger.note_step_match(
             job.request_id,
             blocks,
             BlockRange(lookup.computed_tokens, used),
             block_size=size,
-            intent=job.slots[: blocks.count],
+            slots=job.slots[: blocks.count],
             now=now,
             request_finished=not alive,
         )

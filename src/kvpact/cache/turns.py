@@ -38,12 +38,12 @@ class Turns:
     """Spreads the first probes of many requests over steps. `spent` tells the seconds that the running step has cost.
 
     A step makes them while it is within its budget, and the first of every second step in any case, so that all get
-    their turn. Nobody waits for it longer than `patience` seconds: from then on twice the budget counts, and who finds
+    their turn. Nobody waits for it longer than `timeout` seconds: from then on twice the budget counts, and who finds
     that spent as well is not prepared.
     """
 
-    def __init__(self, patience: float, spent: Callable[[], float]) -> None:
-        self._patience = patience
+    def __init__(self, timeout: float, spent: Callable[[], float]) -> None:
+        self._timeout = timeout
         self._spent = spent
         self._made = 0
         """Probes of requests without an answer that this step has made."""
@@ -63,7 +63,7 @@ class Turns:
         spent = self._spent()
         if spent > STEP_BUDGET_SECONDS and (self._made or not self._owes_one):
             now = time.monotonic()
-            waiter.turn_by = waiter.turn_by or now + self._patience
+            waiter.turn_by = waiter.turn_by or now + self._timeout
             if now < waiter.turn_by:
                 self._put_off += 1
                 return Turn.LATER

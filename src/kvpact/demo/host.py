@@ -108,7 +108,7 @@ def _serve_crowd(llm: LLM, crowd: Crowd, sampling: SamplingParams) -> list[Outpu
     """Step the engine as its front end does, taking in users and letting them go between steps."""
     engine, choose = llm.llm_engine, random.Random(crowd.seed)
     arriving = deque(range(len(crowd.prompts)))
-    patience = {number: choose.randrange(10 * crowd.at_once) for number in arriving if choose.random() < crowd.leaving}
+    timeout = {number: choose.randrange(10 * crowd.at_once) for number in arriving if choose.random() < crowd.leaving}
     waiting: dict[int, float] = {}
     outputs: dict[int, Output] = {}
     while arriving or waiting:
@@ -116,9 +116,9 @@ def _serve_crowd(llm: LLM, crowd: Crowd, sampling: SamplingParams) -> list[Outpu
             number = arriving.popleft()
             engine.add_request(str(number), {"prompt_token_ids": crowd.prompts[number]}, sampling)
             waiting[number] = time.monotonic()
-        for number in [number for number in waiting if number in patience]:
-            patience[number] -= 1
-            if patience[number] < 0:
+        for number in [number for number in waiting if number in timeout]:
+            timeout[number] -= 1
+            if timeout[number] < 0:
                 engine.abort_request([str(number)])
                 outputs[number] = Output((), (), "abort", 0, 0.0, time.monotonic() - waiting.pop(number))
         for result in engine.step() if waiting else ():

@@ -4,6 +4,7 @@ A small engine in the shape of vLLM's V1: requests, a block pool with prefix cac
 calls the cache as `contract.py` says, or as a stock vLLM release would (`EngineQuirks`). Needs numpy only.
 """
 
+from kvpact._moved import renamed
 from kvpact.engine.block_pool import BlockPool
 from kvpact.engine.config import EngineConfig, KVCacheGroup
 from kvpact.engine.context import EngineContext
@@ -15,9 +16,9 @@ from kvpact.engine.output import SchedulerOutput
 from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.reference import ReferenceCache, reference_engine
 from kvpact.engine.request import Request, RequestStatus
-from kvpact.engine.simulated_worker import ByteSegment, JobConduct, SimulatedWorker
+from kvpact.engine.simulated_worker import ByteSegment, JobBehavior, SimulatedWorker
 from kvpact.engine.step_hook import agree_on_hits, apply_external_hits
-from kvpact.engine.v1_connector import LegacyConnectorCache, LegacyConnectorWorker
+from kvpact.engine.v1_connector import V1ConnectorCache, V1ConnectorWorker
 
 __all__ = [
     "BlockPool",
@@ -27,10 +28,8 @@ __all__ = [
     "EngineContext",
     "EngineCounts",
     "EngineQuirks",
-    "JobConduct",
+    "JobBehavior",
     "KVCacheGroup",
-    "LegacyConnectorCache",
-    "LegacyConnectorWorker",
     "MultiCache",
     "MultiWorker",
     "OracleViolation",
@@ -40,7 +39,11 @@ __all__ = [
     "SchedulerOutput",
     "SimulatedWorker",
     "StepClock",
+    "V1ConnectorCache",
+    "V1ConnectorWorker",
     "agree_on_hits",
     "apply_external_hits",
     "reference_engine",
 ]
+
+__getattr__ = renamed(__name__, JobConduct="JobBehavior", LegacyConnectorCache="V1ConnectorCache")

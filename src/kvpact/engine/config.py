@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvpact.contract import blocks_touched
+from kvpact.contract import num_blocks_for
 from kvpact.errors import ConfigError
 from kvpact.identity.keys import RequestIdentity
 
@@ -69,7 +69,7 @@ class EngineConfig:
     @property
     def max_blocks(self) -> int:
         """Blocks of the longest request, in one group."""
-        return blocks_touched(self.max_model_len, self.block_size)
+        return num_blocks_for(self.max_model_len, self.block_size)
 
 
 NO_EXTRAS = RequestIdentity()

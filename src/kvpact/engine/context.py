@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvpact.block_refs import Holds, no_such_request
+from kvpact.block_refs import BlockRefs, no_such_request
 from kvpact.contract import KVCacheBlockView
 from kvpact.engine.scheduler import Scheduler
 
@@ -19,7 +19,7 @@ class EngineContext:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.kv.pool
-        self._holds = Holds()
+        self._holds = BlockRefs()
 
     @property
     def held(self) -> Mapping[int, int]:

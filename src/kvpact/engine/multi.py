@@ -16,8 +16,8 @@ from kvpact.contract import (
     ExternalCache,
     ExternalCacheWorker,
     ExternalKVMatch,
-    Inquiry,
     JobOutcome,
+    JobQuery,
     LoadJob,
     LoadSettlement,
     SaveJob,
@@ -27,7 +27,7 @@ from kvpact.contract import (
 from kvpact.errors import ConfigError, WeightsVersionRefused
 from kvpact.metrics import EndReason
 
-AnyJob = TypeVar("AnyJob", LoadJob, SaveJob, Inquiry)
+AnyJob = TypeVar("AnyJob", LoadJob, SaveJob, JobQuery)
 
 
 class MultiCache(ExternalCache):

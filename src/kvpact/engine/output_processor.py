@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpact.contract import LoadSettlement, WorkerReport, blocks_touched
+from kvpact.contract import LoadSettlement, WorkerReport, num_blocks_for
 from kvpact.engine.output import SchedulerOutput
 from kvpact.engine.request import Request, RequestStatus
 from kvpact.engine.scheduler import Load, Scheduler
@@ -123,7 +123,7 @@ class ResultIntake:
         arrived."""
         scheduler = self._scheduler
         size = scheduler.config.block_size
-        blocks = BlockRange(load.start // size, blocks_touched(load.num_tokens, size))
+        blocks = BlockRange(load.start // size, num_blocks_for(load.num_tokens, size))
         named = settlement.loaded.union(settlement.failed)
         if named != RangeSet.of(blocks) or len(settlement.loaded.intersection(settlement.failed)):
             raise PactViolation(

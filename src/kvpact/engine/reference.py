@@ -16,8 +16,8 @@ from kvpact.contract import (
     EngineRequest,
     ExternalCache,
     ExternalKVMatch,
-    Inquiry,
     JobOutcome,
+    JobQuery,
     JobTally,
     LoadJob,
     LoadSettlement,
@@ -25,12 +25,12 @@ from kvpact.contract import (
     SchedulerContext,
     StepWork,
     WorkerReport,
-    blocks_touched,
+    num_blocks_for,
 )
 from kvpact.engine.config import EngineConfig
 from kvpact.engine.engine import Engine
 from kvpact.engine.quirks import EngineQuirks
-from kvpact.engine.simulated_worker import ByteSegment, Job, JobConduct, SimulatedWorker
+from kvpact.engine.simulated_worker import ByteSegment, Job, JobBehavior, SimulatedWorker
 from kvpact.errors import ConfigError
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKey, BlockKeys, RangeSet
@@ -154,7 +154,7 @@ class ReferenceCache(ExternalCache):
         plan = self.plans.get(request.request_id)
         if plan is None or plan is not match.query_result or self._context is None:
             return 0
-        blocks = blocks_touched(num_tokens, self._block_size)
+        blocks = num_blocks_for(num_tokens, self._block_size)
         self._drop(plan.entries[blocks:])
         del plan.entries[blocks:]
         del self.plans[request.request_id]
@@ -235,7 +235,7 @@ class ReferenceCache(ExternalCache):
     def _note_filled(self, request_id: str, groups: Sequence[Sequence[int]], num_computed_tokens: int) -> int:
         """How many of a request's blocks in a row were filled after the last reset: only these may be saved (H38)."""
         first = self._filled.get(request_id, 0)
-        end = self._filled[request_id] = max(first, blocks_touched(num_computed_tokens, self._block_size))
+        end = self._filled[request_id] = max(first, num_blocks_for(num_computed_tokens, self._block_size))
         for ids in groups:
             self._written_after.update(dict.fromkeys(ids[first:end], self._resets))
         stale = (
@@ -272,14 +272,14 @@ class ReferenceCache(ExternalCache):
             self._context.touch(plan.held)
         return tuple(job_id for plan in overdue for job_id in plan.jobs)
 
-    def _inquiries(self) -> list[Inquiry]:
+    def _inquiries(self) -> list[JobQuery]:
         """Every so often, all jobs that the ranks have known for a step: a report may have been lost."""
         if self._step % INQUIRY_STEPS:
             return []
         jobs: list[Job] = [job for plan in self.loading.values() for job, _ in plan.jobs.values()]
         jobs += [job for job, _, _ in self._saves.values()]
         new = {job.job_id for job in self._loads_to_do} | {job.job_id for job in self._saves_to_do}
-        return [Inquiry(job.job_id, job.blocks) for job in jobs if job.job_id not in new]
+        return [JobQuery(job.job_id, job.blocks) for job in jobs if job.job_id not in new]
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
@@ -392,7 +392,7 @@ def reference_engine(
     *,
     num_slots: int = 256,
     asynchronous: bool = True,
-    conduct: Callable[[int, Job], JobConduct] | None = None,
+    conduct: Callable[[int, Job], JobBehavior] | None = None,
 ) -> Engine:
     """An engine with a `ReferenceCache` and one `SimulatedWorker` a rank."""
     config = config or EngineConfig()

@@ -1,6 +1,6 @@
 """Simulated ranks: a worker that copies pages of KV memory to and from slots, as fast and as reliably as it is told.
 
-Owns the copies and what is reported of them, and when. Faults come from outside as a `JobConduct` per rank and job;
+Owns the copies and what is reported of them, and when. Faults come from outside as a `JobBehavior` per rank and job;
 this module knows no chance and no clock but the engine's steps.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpact.contract import ExternalCacheWorker, Inquiry, JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.contract import ExternalCacheWorker, JobOutcome, JobQuery, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.engine.output import SchedulerOutput
 from kvpact.identity.keys import BlockRange, RangeSet
 
@@ -21,7 +21,7 @@ Job: TypeAlias = LoadJob | SaveJob
 
 
 @dataclass(frozen=True, slots=True)
-class JobConduct:
+class JobBehavior:
     """How one rank carries out one job. All off: at once, whole, reported once with the step that carried it.
 
     Steps count from the one that carried the job. A synchronous load is always copied in its step.
@@ -40,7 +40,7 @@ class JobConduct:
     """Blocks that are torn and reported as done: what a correct worker never does."""
 
 
-FAITHFUL = JobConduct()
+FAITHFUL = JobBehavior()
 
 NEVER = 1 << 40
 """As `copy_after_steps`: a copy that hangs until `SimulatedWorker.go_on`."""
@@ -65,7 +65,7 @@ class ByteSegment:
 @dataclass(slots=True)
 class _Task:
     job: Job
-    conduct: JobConduct
+    conduct: JobBehavior
     copy_at: int
 
 
@@ -79,7 +79,7 @@ class SimulatedWorker(ExternalCacheWorker):
         self,
         rank: int,
         slot_view: Callable[[int], memoryview],
-        conduct: Callable[[int, Job], JobConduct] | None = None,
+        conduct: Callable[[int, Job], JobBehavior] | None = None,
         supply: Callable[[SchedulerOutput], Mapping[str, int]] | None = None,
     ) -> None:
         self.rank = rank
@@ -163,7 +163,7 @@ class SimulatedWorker(ExternalCacheWorker):
         waiting = {task.job.job_id for task in self._tasks}
         return [job_id for job_id in job_ids if job_id in waiting]
 
-    def _answer(self, inquiry: Inquiry) -> None:
+    def _answer(self, inquiry: JobQuery) -> None:
         """Say again what became of a job; a job that is still to be copied is reported when it is."""
         if all(task.job.job_id != inquiry.job_id for task in self._tasks):
             unknown = JobOutcome(failed=RangeSet.of(inquiry.blocks))

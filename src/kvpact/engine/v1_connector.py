@@ -27,7 +27,7 @@ from kvpact.contract import (
     SchedulerContext,
     StepWork,
     WorkerReport,
-    blocks_touched,
+    num_blocks_for,
 )
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.identity.keys import BlockRange, RangeSet
@@ -82,7 +82,7 @@ class TupleConnectorWorker(Protocol):
         """Blocks whose load failed, since asked last."""
 
 
-class LegacyRequest:
+class V1ConnectorRequest:
     """A request under the names that tuple connectors use."""
 
     def __init__(self, request: EngineRequest) -> None:
@@ -110,7 +110,7 @@ class LegacyRequest:
         return len(self._request.token_ids)
 
 
-class LegacyBlocks:
+class V1ConnectorBlocks:
     """A request's blocks under the names that tuple connectors use."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
@@ -123,7 +123,7 @@ class LegacyBlocks:
 
 @dataclass(slots=True)
 class _Record:
-    request: LegacyRequest
+    request: V1ConnectorRequest
     computed: int = 0
     """Tokens that the connector believes to be computed before the next step."""
     known_blocks: int = 0
@@ -152,7 +152,7 @@ class _Step:
     finished: set[str] = field(default_factory=set)
 
 
-class LegacyConnectorCache(ExternalCache):
+class V1ConnectorCache(ExternalCache):
     """The scheduler's half over `connector`; `block_size` in tokens, one KV cache group, `num_ranks` workers."""
 
     def __init__(self, connector: TupleConnectorScheduler, block_size: int, num_ranks: int = 1) -> None:
@@ -174,7 +174,7 @@ class LegacyConnectorCache(ExternalCache):
 
     def _record(self, request: EngineRequest) -> _Record:
         if request.request_id not in self._records:
-            self._records[request.request_id] = _Record(LegacyRequest(request))
+            self._records[request.request_id] = _Record(V1ConnectorRequest(request))
         return self._records[request.request_id]
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -208,7 +208,7 @@ class LegacyConnectorCache(ExternalCache):
         self._announce(record, num_tokens, block_ids)
         if num_tokens:
             first = start // self._block_size
-            blocks = tuple(block_ids[first : blocks_touched(start + num_tokens, self._block_size)])
+            blocks = tuple(block_ids[first : num_blocks_for(start + num_tokens, self._block_size)])
             job = LoadJob(
                 next(self._job_ids), request.request_id, first, (0,) * len(blocks), blocks, not match.load_kv_async
             )
@@ -218,7 +218,7 @@ class LegacyConnectorCache(ExternalCache):
         return num_tokens
 
     def _announce(self, record: _Record, num_tokens: int, block_ids: Sequence[int]) -> None:
-        self.connector.update_state_after_alloc(record.request, LegacyBlocks((block_ids,)), num_tokens)
+        self.connector.update_state_after_alloc(record.request, V1ConnectorBlocks((block_ids,)), num_tokens)
         record.announced = True
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
@@ -325,7 +325,7 @@ class LegacyConnectorCache(ExternalCache):
         return bool(self._loads or self._sends or self._step.saves)
 
 
-class LegacyConnectorWorker(ExternalCacheWorker):
+class V1ConnectorWorker(ExternalCacheWorker):
     """One rank's half over `connector`."""
 
     def __init__(self, connector: TupleConnectorWorker, rank: int = 0) -> None:

@@ -14,7 +14,7 @@ from kvpact.threads import start_background
 
 logger = logging.getLogger(__name__)
 
-MOST_JOBS = 1024
+MAX_JOBS = 1024
 """Jobs that may wait for one thread. Each keeps what it reads alive, so a job beyond them is refused."""
 
 Answer = TypeVar("Answer")
@@ -57,7 +57,7 @@ class DigestThread:
 
     def ask(self, job: Callable[[], Answer | None]) -> Pending[Answer]:
         """Have `job` run in the background. Costs the caller no more than a queue; refused when too many wait."""
-        if self._jobs.qsize() >= MOST_JOBS:
+        if self._jobs.qsize() >= MAX_JOBS:
             return Pending()
         pending = Pending(job)
         self._jobs.put(pending)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ TRIES = 8
 """So often a table is read that is being written; a write takes some microseconds."""
 
 
-def most_entries(page_bytes: int) -> int:
+def max_entries(page_bytes: int) -> int:
     """How many adapters a page has room for; the one loaded the longest time ago goes when there are more."""
     return (page_bytes - WORD_END - HEAD_BYTES) // ENTRY.size
 
@@ -50,7 +50,7 @@ class LoadedAdaptersWriter:
     def __init__(self, page: memoryview) -> None:
         self._head = page[WORD_END : WORD_END + HEAD_BYTES].cast("Q")
         self._table = page[WORD_END + HEAD_BYTES :]
-        self._free = list(range(most_entries(len(page))))
+        self._free = list(range(max_entries(len(page))))
         self._stamps: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         """Id -> its place in the table and its stamp, the one loaded the longest time ago first."""
         self._lock = threading.Lock()
@@ -129,4 +129,4 @@ class LoadedAdapters:
         return True
 
 
-__all__ = ["NO_STAMP", "LoadedAdapters", "LoadedAdaptersWriter", "most_entries"]
+__all__ = ["NO_STAMP", "LoadedAdapters", "LoadedAdaptersWriter", "max_entries"]

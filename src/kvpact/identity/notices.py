@@ -20,10 +20,10 @@ SAID, CHANGES, WAKES, WORDS, WORD_CHANGES, WORD_LENGTH, WORD_CHECK = range(7)
 `SAID` is the sum of the next three and is written last; on a machine that shows it earlier the sum is wrong meanwhile.
 """
 
-MOST_WORD_BYTES = 1024
+MAX_WORD_BYTES = 1024
 """A word for weights in UTF-8: a commit, a path, the name of a training run with its step."""
 
-WORD_END = HEAD_BYTES + MOST_WORD_BYTES
+WORD_END = HEAD_BYTES + MAX_WORD_BYTES
 """What lies behind it in the page belongs to `kvpact.identity.loaded_adapters`."""
 
 
@@ -72,8 +72,8 @@ class NoticeWriter:
     def set_word(self, word: str) -> None:
         """The weights as they are now are `word`. Raises ValueError for an empty word and for one that is too long."""
         text = word.encode()
-        if not 0 < len(text) <= MOST_WORD_BYTES:
-            raise ValueError(f"a weights version has 1 to {MOST_WORD_BYTES} bytes of UTF-8, not {len(text)}")
+        if not 0 < len(text) <= MAX_WORD_BYTES:
+            raise ValueError(f"a weights version has 1 to {MAX_WORD_BYTES} bytes of UTF-8, not {len(text)}")
         with self._lock:
             self._text[: len(text)] = text
             self._head[WORD_LENGTH] = len(text)
@@ -116,7 +116,7 @@ class NoticeReader:
     def _read(self, rank: int) -> Notice:
         """What is being written at this moment is read again with the next look."""
         head = self._heads[rank].tolist()
-        text = bytes(self._texts[rank][: min(head[WORD_LENGTH], MOST_WORD_BYTES)])
+        text = bytes(self._texts[rank][: min(head[WORD_LENGTH], MAX_WORD_BYTES)])
         whole = crc32(text) == head[WORD_CHECK]
         self._seen[rank] = head[SAID] if whole and head[SAID] == head[CHANGES] + head[WAKES] + head[WORDS] else NOT_SEEN
         counts = whole and head[WORDS] and head[WORD_CHANGES] == head[CHANGES]

@@ -16,7 +16,7 @@ Tag: TypeAlias = int
 NO_TAG: Final[Tag] = 0
 """Of a block that holds garbage, or something that has no name."""
 
-MOST_ADAPTERS: Final = 4096
+MAX_ADAPTERS: Final = 4096
 """Adapters whose tags are remembered within a generation; beyond them all begin anew, and older blocks go unsaved."""
 
 
@@ -44,7 +44,7 @@ class BlockTags:
 
     def tag_of(self, generation: int, adapter: str) -> Tag:
         """What blocks are tagged with that are filled in this generation, which never falls, with this adapter."""
-        if generation != self._generation or len(self._known) >= MOST_ADAPTERS:
+        if generation != self._generation or len(self._known) >= MAX_ADAPTERS:
             self._generation = generation
             self._known.clear()
         tag = self._known.get(adapter)

@@ -44,14 +44,14 @@ NOT_LOADED = "original"
 CHUNK_BYTES = 8 << 20
 """Read at a time: a shutdown waits for one chunk at most, and the interpreter's lock is asked for 125 times a GB."""
 
-MOST_READINGS = 3
+MAX_READINGS = 3
 """So often files are read that change meanwhile."""
 
 SETTLED_SECONDS = 2.0
 """A file that changed so shortly before it was read is not remembered: clocks of file systems are coarse, so another
 change might leave its times as they are."""
 
-MOST_REMEMBERED = 4096
+MAX_REMEMBERED = 4096
 """Files; a model of 400 GB has about 100. The file that remembers them takes up to a MiB."""
 
 BLOB: Final = re.compile("[0-9a-f]{64}")
@@ -120,7 +120,7 @@ class DigestMemory:
         name = os.path.realpath(path)
         known.pop(name, None)
         known[name] = [list(astuple(stamp)), digest]
-        kept = dict(list(known.items())[-MOST_REMEMBERED:])
+        kept = dict(list(known.items())[-MAX_REMEMBERED:])
         folder = self._path.parent
         with suppress(OSError, NotOurs):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ class WeightFiles:
 
         Raises OSError, WeightsUnknown if the files do not stop to change, and ReadingStopped soon after `stopped`.
         """
-        for _ in range(MOST_READINGS):
+        for _ in range(MAX_READINGS):
             stamps = self._stamps()
             whole = blake3()
             for name, path in self._files().items():

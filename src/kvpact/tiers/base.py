@@ -15,6 +15,7 @@ from typing import TypeAlias
 import xxhash
 from blake3 import blake3
 
+from kvpact._moved import renamed
 from kvpact.errors import KvpactError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import KEY_BYTES, BlockKey
@@ -49,7 +50,7 @@ class RecordError(KvpactError):
     """Stored bytes are not the record they should be; the message says in which way. Always a miss, never served."""
 
 
-class RecordSeal:
+class RecordMac:
     """How a record proves that it is whole and, with a key, that one of ours wrote it.
 
     Without a key payloads carry xxh3-128: damage is found, a forger is not. With one, payloads and headers carry keyed
@@ -63,7 +64,7 @@ class RecordSeal:
         self._key = key
 
     @classmethod
-    def from_secret(cls, secret: bytes) -> RecordSeal:
+    def from_secret(cls, secret: bytes) -> RecordMac:
         """With a key derived from whatever a key file holds. Raises ValueError for less than 16 bytes."""
         if len(secret) < 16:
             raise ValueError(f"a record key has 16 bytes or more, not {len(secret)}")
@@ -88,7 +89,7 @@ class RecordSeal:
         return blake3(fields, key=self._key).digest() if self._key else _NO_SEAL
 
 
-UNSEALED = RecordSeal()
+UNSEALED = RecordMac()
 """Damage is found, forgery is not: for stores that nobody else writes to."""
 
 
@@ -113,7 +114,7 @@ class RecordHeader:
     slot: int = NO_SLOT
     epoch: Epoch = FIRST_EPOCH
 
-    def encode(self, seal: RecordSeal = UNSEALED) -> bytes:
+    def encode(self, seal: RecordMac = UNSEALED) -> bytes:
         """The header as `HEADER_BYTES` bytes, little endian: fields, seal, and last the xxh3-64 of all before."""
         fields = _FIELDS.pack(
             RECORD_MAGIC,
@@ -140,7 +141,7 @@ class RecordHeader:
         namespace: bytes | None,
         length: int | None,
         slot: int = NO_SLOT,
-        seal: RecordSeal | None = UNSEALED,
+        seal: RecordMac | None = UNSEALED,
     ) -> RecordHeader:
         """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
 
@@ -303,3 +304,6 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the store. Operations still running on other threads end as misses. Never raises; idempotent."""
+
+
+__getattr__ = renamed(__name__, RecordSeal="RecordMac")

@@ -22,7 +22,7 @@ from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.base import BlockBuffer, Tier, TierCapacity, TierCounts
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts, new_tier_costs
-from kvpact.tiers.executor import ControlDone, GetDone, LookupDone, PutDone, Ticket, TierQueue, checked_answer
+from kvpact.tiers.executor import ControlDone, GetDone, LookupDone, OpId, PutDone, TierExecutor, checked_answer
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class _Deletion:
 
 
 class TierClient:
-    """One tier. What was submitted is reported by `poll`, once each, under the caller's ticket; see `TierQueue`.
+    """One tier. What was submitted is reported by `poll`, once each, under the caller's ticket; see `TierExecutor`.
 
     A tier that fails, raises or hangs costs its own hits: after some failures in a row it is left alone for a while,
     and then tried with one operation. Look-ups and reads are judged apart, because a store may do the one and not the
@@ -83,7 +83,7 @@ class TierClient:
 
     def __init__(
         self,
-        executor: TierQueue,
+        executor: TierExecutor,
         lent: LentSlots,
         *,
         timeout: float,
@@ -110,14 +110,14 @@ class TierClient:
         self._stuck = False
         """Whether all threads are busy with operations that take too long: nothing else would begin."""
         self._writes_stuck = False
-        self._timed_out: set[Ticket] = set()
+        self._timed_out: set[OpId] = set()
         """Operations that were counted as failures because they took too long."""
         self._block_bytes = 0
-        self._lent_reads: dict[Ticket, int] = {}
-        self._lent_writes: dict[Ticket, int] = {}
+        self._lent_reads: dict[OpId, int] = {}
+        self._lent_writes: dict[OpId, int] = {}
         self._max_deleted_keys = max(max_deleted_keys, MIN_DELETED_KEYS)
         self._tickets = count(1)
-        self._deletions: dict[Ticket, _Deletion] = {}
+        self._deletions: dict[OpId, _Deletion] = {}
         self._deleting: Counter[BlockKey] = Counter()
         """Blocks that the tier may not have forgotten yet, and how many deletions each is named in."""
         self._refused: dict[BlockKey, None] = {}
@@ -158,8 +158,8 @@ class TierClient:
     def check(self, now: float) -> None:
         """Once a step: see what takes too long, take back what waits behind it, repeat what was refused."""
         overdue = self.executor.overdue(self._timeout)
-        for ticket in overdue.reads:
-            self._record_timeout(ticket, now)
+        for op_id in overdue.reads:
+            self._record_timeout(op_id, now)
         self._writes_stuck = overdue.writes
         if overdue.everything != self._stuck:
             was_open, self._stuck = self.is_open, overdue.everything
@@ -173,22 +173,22 @@ class TierClient:
 
     def _take_back_writes(self) -> None:
         """The newest writes that have not begun are dropped, down to the slots that the tier may have."""
-        for ticket in reversed([*self._lent_writes]):
+        for op_id in reversed([*self._lent_writes]):
             if self._slots.room_for(self) >= 0:
                 break
-            if self.executor.cancel(ticket):
-                del self._lent_writes[ticket]
+            if self.executor.cancel(op_id):
+                del self._lent_writes[op_id]
 
-    def _record_timeout(self, ticket: Ticket, now: float) -> None:
+    def _record_timeout(self, op_id: OpId, now: float) -> None:
         """An operation takes too long; it counts as a failure once."""
-        if ticket not in self._timed_out:
-            self._timed_out.add(ticket)
-            self._fail(self._reads if ticket in self._lent_reads else self._lookups, now)
+        if op_id not in self._timed_out:
+            self._timed_out.add(op_id)
+            self._fail(self._reads if op_id in self._lent_reads else self._lookups, now)
 
     def _record_result(self, breaker: Breaker, done: LookupDone | GetDone, now: float) -> None:
         """What an operation says of the tier's health; one that took too long has been judged already."""
-        timed_out = done.ticket in self._timed_out
-        self._timed_out.discard(done.ticket)
+        timed_out = done.op_id in self._timed_out
+        self._timed_out.discard(done.op_id)
         if not done.seconds:
             breaker.not_tried()
         elif not timed_out and (not done.ok or _brought_nothing(done)):
@@ -235,46 +235,46 @@ class TierClient:
         deleting = self._deleting
         return next((at for at in range(held) if keys[at] in deleting), held) if deleting else held
 
-    def submit_lookup(self, ticket: Ticket, keys: Sequence[BlockKey], now: float) -> bool:
-        """See `TierQueue`; False, and nothing happens, if the tier is not to be asked now."""
+    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], now: float) -> bool:
+        """See `TierExecutor`; False, and nothing happens, if the tier is not to be asked now."""
         if not self.may_read(now) or not self._lookups.allows(now):
             return False
-        self.executor.submit_lookup(ticket, keys)
+        self.executor.submit_lookup(op_id, keys)
         return True
 
     def submit_get(
-        self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], now: float
+        self, op_id: OpId, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], now: float
     ) -> bool:
-        """See `TierQueue`; False, and nothing happens, if the tier is not to be read now. `room` blocks at most."""
+        """See `TierExecutor`; False, and nothing happens, if the tier is not to be read now. `room` blocks at most."""
         if not self.may_read(now) or not self._reads.allows(now):
             return False
-        self._lent_reads[ticket] = len(buffers)
+        self._lent_reads[op_id] = len(buffers)
         self._block_bytes = sum(piece.nbytes for piece in buffers[0])
-        self.executor.submit_get(ticket, keys, start, buffers)
+        self.executor.submit_get(op_id, keys, start, buffers)
         return True
 
     def submit_put(
         self,
-        ticket: Ticket,
+        op_id: OpId,
         keys: Sequence[BlockKey],
         start: int,
         buffers: Sequence[BlockBuffer],
         nbytes: int,
         epoch: Epoch = FIRST_EPOCH,
     ) -> bool:
-        """See `TierQueue`. False also if a write hangs and this one would take more slots than the tier may have."""
+        """See `TierExecutor`. False also if a write hangs and this one would take more slots than the tier may have."""
         if not self.may_write or (self._writes_stuck and len(buffers) > self.room):
             return False
-        if not self.executor.submit_put(ticket, keys, start, buffers, nbytes, epoch):
+        if not self.executor.submit_put(op_id, keys, start, buffers, nbytes, epoch):
             return False
-        self._lent_writes[ticket] = len(buffers)
+        self._lent_writes[op_id] = len(buffers)
         return True
 
-    def give_up(self, ticket: Ticket, *, late: bool) -> None:
+    def give_up(self, op_id: OpId, *, late: bool) -> None:
         """Nobody waits for this look-up or read any more; if it is `late`, that is the tier's fault."""
         if late:
-            self._record_timeout(ticket, self._clock())
-        self.executor.cancel(ticket)
+            self._record_timeout(op_id, self._clock())
+        self.executor.cancel(op_id)
 
     @property
     def has_completions(self) -> bool:
@@ -301,9 +301,9 @@ class TierClient:
             nbytes = done.arrived * self._block_bytes
             if done.seconds and nbytes:
                 self.costs.note_read(nbytes, done.seconds, now)
-            self._lent_reads.pop(done.ticket)
+            self._lent_reads.pop(done.op_id)
         else:
-            self._lent_writes.pop(done.ticket, None)
+            self._lent_writes.pop(done.op_id, None)
 
     # Forgetting
 
@@ -337,9 +337,9 @@ class TierClient:
             self._submit_deletion(_Deletion((), everything=True))
 
     def _submit_deletion(self, deletion: _Deletion) -> None:
-        ticket = ("delete", next(self._tickets))
-        self._deletions[ticket] = deletion
-        self.executor.submit_control(ticket, partial(_carry_out, deletion))
+        op_id = ("delete", next(self._tickets))
+        self._deletions[op_id] = deletion
+        self.executor.submit_control(op_id, partial(_carry_out, deletion))
 
     def _refuse(self, keys: Sequence[BlockKey]) -> None:
         """The tier still has these blocks, for all that is known: it is to be asked again."""
@@ -357,7 +357,7 @@ class TierClient:
 
     def _end_deletion(self, done: ControlDone) -> tuple[BlockKey, ...]:
         """Which blocks the tier does not have any more."""
-        deletion = self._deletions.pop(done.ticket)
+        deletion = self._deletions.pop(done.op_id)
         if not done.ok:
             self._refuse(deletion.keys)
             return ()

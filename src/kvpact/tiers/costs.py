@@ -17,7 +17,7 @@ FORGET_SECONDS: Final = 30.0
 
 
 @dataclass(slots=True)
-class Rate:
+class DecayingRate:
     """A decaying average of amounts over seconds."""
 
     amount: float = 0.0
@@ -38,8 +38,8 @@ class Rate:
 class TierCosts:
     """What one tier costs."""
 
-    latency: Rate
-    bandwidth: Rate
+    latency: DecayingRate
+    bandwidth: DecayingRate
     read_at: float = 0.0
 
     @property
@@ -70,19 +70,19 @@ class TierCosts:
 
 def new_tier_costs() -> TierCosts:
     """Costs of a tier that nothing is known of."""
-    return TierCosts(Rate(), Rate())
+    return TierCosts(DecayingRate(), DecayingRate())
 
 
-class Prefill:
+class PrefillRate:
     """How fast the engine computes prompts, from the tokens of each step and the time until the next one."""
 
-    MOST_SECONDS: Final = 60.0
+    MAX_SECONDS: Final = 60.0
     """A longer step was a pause."""
 
     def __init__(self, least_tokens: int) -> None:
         """Steps with fewer than `least_tokens` tokens say nothing about prompts."""
         self._least = least_tokens
-        self._rate = Rate()
+        self._rate = DecayingRate()
         self._step: tuple[float, int] | None = None
 
     @property
@@ -94,7 +94,7 @@ class Prefill:
         """A step with so many tokens to compute begins."""
         if self._step is not None:
             began, computed = self._step
-            if 0 < now - began < self.MOST_SECONDS:
+            if 0 < now - began < self.MAX_SECONDS:
                 self._rate.add(computed, now - began)
         self._step = (now, tokens) if tokens >= self._least else None
 

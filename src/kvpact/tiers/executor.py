@@ -25,7 +25,7 @@ from kvpact.tiers.base import BlockBuffer, Tier
 
 logger = logging.getLogger(__name__)
 
-Ticket: TypeAlias = Hashable
+OpId: TypeAlias = Hashable
 """The caller's own name for one read or write; unique among those under way."""
 
 
@@ -33,7 +33,7 @@ Ticket: TypeAlias = Hashable
 class LookupDone:
     """A look-up has ended: `held` blocks in a row from the first were there. `ok` and `seconds` as in `GetDone`."""
 
-    ticket: Ticket
+    op_id: OpId
     held: int
     ok: bool = field(default=True, compare=False)
     seconds: float = field(default=0.0, compare=False)
@@ -47,7 +47,7 @@ class GetDone:
     the wait for a thread; 0 if it was not asked.
     """
 
-    ticket: Ticket
+    op_id: OpId
     arrived: int
     ok: bool = field(default=True, compare=False)
     seconds: float = field(default=0.0, compare=False)
@@ -57,7 +57,7 @@ class GetDone:
 class PutDone:
     """A write has ended or was given up: `stored` blocks in a row are held; the buffers are the caller's again."""
 
-    ticket: Ticket
+    op_id: OpId
     stored: int
     ok: bool = field(default=True, compare=False)
     seconds: float = field(default=0.0, compare=False)
@@ -67,7 +67,7 @@ class PutDone:
 class ControlDone:
     """A control operation has ended. `ok` is False if the tier refused it, raised, or was never asked."""
 
-    ticket: Ticket
+    op_id: OpId
     ok: bool = False
     seconds: float = field(default=0.0, compare=False)
 
@@ -79,7 +79,7 @@ Done: TypeAlias = LookupDone | GetDone | PutDone | ControlDone
 class Overdue:
     """Operations that take too long: these reads and look-ups, whether a write is among them, and what is left."""
 
-    reads: tuple[Ticket, ...] = ()
+    reads: tuple[OpId, ...] = ()
     writes: bool = False
     everything: bool = False
     """Whether every thread is stuck in one, so that nothing else can begin."""
@@ -90,7 +90,7 @@ NOTHING_OVERDUE = Overdue()
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    ticket: Ticket
+    op_id: OpId
     keys: Sequence[BlockKey]
     start: int
     buffers: Sequence[BlockBuffer]
@@ -117,8 +117,8 @@ class _Job:
     def done(self, blocks: int, ok: bool) -> Done:
         seconds = 0.0 if self.began is None else time.monotonic() - self.began
         if self.kind is LookupDone or self.kind is GetDone or self.kind is PutDone:
-            return self.kind(self.ticket, blocks, ok, seconds)
-        return ControlDone(self.ticket, ok and self.began is not None, seconds)
+            return self.kind(self.op_id, blocks, ok, seconds)
+        return ControlDone(self.op_id, ok and self.began is not None, seconds)
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class _Shared:
     puts: deque[_Job] = field(default_factory=deque)
     wakes: SimpleQueue[None] = field(default_factory=SimpleQueue)
     """Wakes one thread each, to look for a job; there may be more than jobs."""
-    under_way: dict[Ticket, _Job] = field(default_factory=dict)
+    under_way: dict[OpId, _Job] = field(default_factory=dict)
     done: deque[Done] = field(default_factory=deque)
     closing: bool = False
     accepted_bytes: int = 0
@@ -146,7 +146,7 @@ class _Shared:
     said: set[str] = field(default_factory=set)
 
 
-class TierQueue:
+class TierExecutor:
     """Runs one tier's `lookup`, `get` and `put` on `threads` daemon threads.
 
     Every ticket that was accepted is reported by `poll` exactly once, and until then its buffers belong to the queue,
@@ -170,17 +170,17 @@ class TierQueue:
             for number in range(threads)
         ]
 
-    def submit_lookup(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
+    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey]) -> None:
         """Find out how many of `keys` the tier holds. Raises PactViolation if the ticket is under way."""
-        self._submit(_Job(ticket, keys, 0, (), kind=LookupDone))
+        self._submit(_Job(op_id, keys, 0, (), kind=LookupDone))
 
-    def submit_get(self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
+    def submit_get(self, op_id: OpId, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
         """Read block `start + i` of `keys` into `buffers[i]`. Raises PactViolation if the ticket is under way."""
-        self._submit(_Job(ticket, keys, start, buffers))
+        self._submit(_Job(op_id, keys, start, buffers))
 
     def submit_put(
         self,
-        ticket: Ticket,
+        op_id: OpId,
         keys: Sequence[BlockKey],
         start: int,
         buffers: Sequence[BlockBuffer],
@@ -194,26 +194,26 @@ class TierQueue:
         """
         if not self.has_room(nbytes):
             return False
-        self._submit(_Job(ticket, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch))
+        self._submit(_Job(op_id, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch))
         return True
 
-    def submit_control(self, ticket: Ticket, operation: Callable[[Tier], object]) -> None:
+    def submit_control(self, op_id: OpId, operation: Callable[[Tier], object]) -> None:
         """Call `operation(tier)` after the writes that were submitted before it.
 
         It is begun at once, also by an owner who wakes threads himself: no request waits for its end, and so perhaps no
         other step follows. Raises PactViolation if the ticket is under way.
         """
-        self._submit(_Job(ticket, (), 0, (), kind=ControlDone, control=operation))
+        self._submit(_Job(op_id, (), 0, (), kind=ControlDone, control=operation))
         self.wake()
 
     def _submit(self, job: _Job) -> None:
         shared = self._shared
-        if job.ticket in shared.under_way:
-            raise PactViolation(f"ticket {job.ticket!r} is under way already; a ticket names one read or write")
+        if job.op_id in shared.under_way:
+            raise PactViolation(f"ticket {job.op_id!r} is under way already; a ticket names one read or write")
         if shared.closing:
             shared.done.append(job.done(0, True))
             return
-        shared.under_way[job.ticket] = job
+        shared.under_way[job.op_id] = job
         shared.accepted_bytes += job.write_bytes
         (shared.puts if job.changes else shared.gets).append(job)
         self._unannounced += 1
@@ -226,18 +226,18 @@ class TierQueue:
             self._shared.wakes.put(None)
         self._unannounced = 0
 
-    def progress(self, ticket: Ticket) -> int:
+    def progress(self, op_id: OpId) -> int:
         """How many blocks of a read under way are in their buffers, verified; for use when a deadline passes."""
-        job = self._shared.under_way.get(ticket)
+        job = self._shared.under_way.get(op_id)
         return job.arrived if job is not None else 0
 
-    def cancel(self, ticket: Ticket) -> bool:
+    def cancel(self, op_id: OpId) -> bool:
         """It is wanted no more; whether it is never begun. If it has begun, a read may end early, and a write goes on.
 
         It is reported like any other. Control operations cannot be cancelled.
         """
         shared = self._shared
-        job = shared.under_way.get(ticket)
+        job = shared.under_way.get(op_id)
         if job is None or job.kind is ControlDone:
             return False
         job.cancelled = True
@@ -252,7 +252,7 @@ class TierQueue:
     def cancel_waiting_reads(self) -> None:
         """Cancel all reads and look-ups that no thread has begun."""
         for job in list(self._shared.gets):
-            self.cancel(job.ticket)
+            self.cancel(job.op_id)
 
     def overdue(self, seconds: float) -> Overdue:
         """What the tier has been busy with for more than so many seconds without a sign of life."""
@@ -260,7 +260,7 @@ class TierQueue:
             return NOTHING_OVERDUE
         before = time.monotonic() - seconds
         late = [job for job in list(self._shared.under_way.values()) if job.moved < before]  # copied in one go
-        reads = tuple(job.ticket for job in late if not job.changes)
+        reads = tuple(job.op_id for job in late if not job.changes)
         return Overdue(reads, writes=len(reads) < len(late), everything=len(late) >= len(self._threads))
 
     @property
@@ -325,7 +325,7 @@ def _take(waiting: deque[_Job]) -> _Job | None:
 
 def _finish(shared: _Shared, job: _Job, blocks: int, ok: bool = True) -> None:
     """Report the end of a job that the caller has, exactly once."""
-    del shared.under_way[job.ticket]
+    del shared.under_way[job.op_id]
     shared.done.append(job.done(blocks, ok))
 
 

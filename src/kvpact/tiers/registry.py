@@ -13,25 +13,26 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias, cast
 
+from kvpact._moved import renamed
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import Access
-from kvpact.tiers.base import UNSEALED, RecordSeal, Tier
+from kvpact.tiers.base import UNSEALED, RecordMac, Tier
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.shared.tier import RecordStore, SharedTier
 from kvpact.tiers.urls import ENTRY_POINTS, TierURL
 
 
 @dataclass(frozen=True, slots=True)
-class TierPlace:
+class TierContext:
     """What a tier is opened for. `slot_bytes` is a block's size over all ranks."""
 
     namespace: Namespace
     slot_bytes: int
-    seal: RecordSeal = UNSEALED
+    seal: RecordMac = UNSEALED
 
 
-OpenTier: TypeAlias = Callable[[TierURL, TierPlace], Tier]
+OpenTier: TypeAlias = Callable[[TierURL, TierContext], Tier]
 """What an entry point of the group `kvpact.tiers` names. It raises TierError, with one message for people."""
 
 
@@ -69,7 +70,7 @@ def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
     return cast(OpenStore, getattr(import_module(module), function))(url, for_tool=for_tool)
 
 
-def open_tier(url: TierURL, place: TierPlace) -> Tier:
+def open_tier(url: TierURL, place: TierContext) -> Tier:
     """The tier at a URL, for one engine's blocks.
 
     Raises:
@@ -90,7 +91,7 @@ def open_tier(url: TierURL, place: TierPlace) -> Tier:
     raise TierError(f"no installed package opens {url}: none has an entry point {url.scheme!r} in {ENTRY_POINTS}")
 
 
-def load_seal(path: Path | None) -> RecordSeal:
+def load_seal(path: Path | None) -> RecordMac:
     """The seal of a record key file; without one, none.
 
     Raises:
@@ -99,8 +100,11 @@ def load_seal(path: Path | None) -> RecordSeal:
     if path is None:
         return UNSEALED
     try:
-        return RecordSeal.from_secret(path.read_bytes().strip())
+        return RecordMac.from_secret(path.read_bytes().strip())
     except OSError as error:
         raise ConfigError(f"record_key_file={path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"record_key_file={path}: {error}; make one with: openssl rand -hex 32") from None
+
+
+__getattr__ = renamed(__name__, TierPlace="TierContext")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Uses:
+class UseCount:
     """Uses of something by several threads; once it is stopped and nobody uses it any more, `let_go` is called."""
 
     def __init__(self, let_go: Callable[[], object]) -> None:

@@ -40,7 +40,7 @@ from kvpact.identity.weights import adapter_digest
 
 logger = logging.getLogger(__name__)
 
-MOST_ADAPTERS = 256
+MAX_ADAPTERS = 256
 """Adapters that are remembered, beyond those that vLLM keeps loaded: the least recently used one is forgotten."""
 
 RETRY_SECONDS = 10.0
@@ -86,7 +86,7 @@ class AdapterUse:
 class AdapterDigests:
     """Content digests of LoRA adapters, asked for with each request and looked at in the background."""
 
-    def __init__(self, most: int = MOST_ADAPTERS) -> None:
+    def __init__(self, most: int = MAX_ADAPTERS) -> None:
         """To be made before the engine can load an adapter. `most` adapters are remembered."""
         self._began_ns = time.time_ns()
         self._most = most

@@ -11,7 +11,7 @@ from typing import Any
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.releases import COUNTS_HELD_BLOCKS
-from kvpact.vllm.worker_side import WorkerPlace
+from kvpact.vllm.worker_side import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +83,13 @@ def log_like_vllm() -> None:
         ours.propagate = False
 
 
-def worker_place(vllm_config: Any, kv_cache_config: Any) -> WorkerPlace:
+def worker_place(vllm_config: Any, kv_cache_config: Any) -> RankInfo:
     """Where this worker stands; pipeline stages are counted before tensor-parallel ranks."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     parallel = vllm_config.parallel_config
     rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
-    return WorkerPlace(
+    return RankInfo(
         rank=rank,
         world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
         num_blocks=int(kv_cache_config.num_blocks),

@@ -35,7 +35,7 @@ from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
 from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
 from kvpact.vllm.worker_side import WorkerSide
-from kvpact.wire import RanksMessage, StepMessage
+from kvpact.wire import RankReports, StepMessage
 
 if TYPE_CHECKING:
     import torch
@@ -310,7 +310,7 @@ class PactConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settlement: what the workers reported, combined over ranks."""
         metadata = connector_output.kv_connector_worker_meta
-        message = metadata.message() if isinstance(metadata, PactWorkerMetadata) else RanksMessage(WorkerReport({}))
+        message = metadata.message() if isinstance(metadata, PactWorkerMetadata) else RankReports(WorkerReport({}))
         failed = getattr(connector_output, "failed_recving", ())
         self._scheduler_side.take_report(message, set(connector_output.invalid_block_ids), failed)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from kvpact.block_refs import Holds, count_more, cursor_lost, no_such_block, no_such_request, not_free
+from kvpact.block_refs import BlockRefs, count_more, cursor_lost, no_such_block, no_such_request, not_free
 from kvpact.contract import KVCacheBlockView
 from kvpact.vllm.compat.releases import BlockTables, StepBlockTables, evict_first_of_all, group_of, is_free, next_free
 
@@ -38,7 +38,7 @@ class VllmContext:
         self._pool = block_pool
         self._by_priority = policy == "priority"
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self._holds = Holds()
+        self._holds = BlockRefs()
         self._touches: dict[int, int] = {}
         """Block id -> how often it was touched here in this step, and so may have left the free queue."""
         self._step = 0

@@ -16,9 +16,9 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.identity.weights import ReadingStopped, WeightsUnknown
 from kvpact.threads import give_way, on_spare_cpus, start_background
-from kvpact.tiers.base import RecordSeal, Tier
-from kvpact.tiers.executor import TierQueue
-from kvpact.tiers.registry import TierPlace, open_tier
+from kvpact.tiers.base import RecordMac, Tier
+from kvpact.tiers.executor import TierExecutor
+from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.vllm.base_weights import READ_AT_ONCE_BYTES, SET_MODEL_ID, BaseWeights, cannot_tell
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class OpenTiers:
     """
 
     namespace: Namespace
-    queues: tuple[TierQueue, ...]
+    queues: tuple[TierExecutor, ...]
     numbers: tuple[int, ...]
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class LateTiers:
     """The tiers of one engine. Its public methods are for the scheduler's thread."""
 
     def __init__(
-        self, config: KvpactConfig, seal: RecordSeal, known: Namespace, slot_bytes: int, weights: BaseWeights
+        self, config: KvpactConfig, seal: RecordMac, known: Namespace, slot_bytes: int, weights: BaseWeights
     ) -> None:
         """`known` is the namespace without the weights; `slot_bytes` a block's size over all ranks."""
         self._config, self._known, self._weights = config, known, weights
@@ -131,7 +131,7 @@ class LateTiers:
 
     def _open_all(self, weights: str) -> OpenTiers:
         namespace = Namespace({**self._known.fields, "weights": weights})
-        place = TierPlace(namespace, self._slot_bytes, self._seal)
+        place = TierContext(namespace, self._slot_bytes, self._seal)
         tiers: dict[int, Tier] = {}
         for number, url in enumerate(self._config.tiers):
             try:
@@ -140,5 +140,5 @@ class LateTiers:
             except TierError as error:
                 logger.error("kvpact: serving without the tier %s: %s", url, error)
         threads, write_bytes = self._config.io_threads, self._config.write_queue
-        queues = tuple(TierQueue(tier, threads, write_bytes, woken_by_owner=True) for tier in tiers.values())
+        queues = tuple(TierExecutor(tier, threads, write_bytes, woken_by_owner=True) for tier in tiers.values())
         return OpenTiers(namespace, queues, tuple(tiers))

@@ -20,7 +20,7 @@ from blake3 import blake3
 from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.vllm.content_digests import features_digest, mask_digest
 
-LEAST_NAMES = 8192
+MIN_NAMES = 8192
 """Identifiers that are remembered at least; with an encoder cache of more embeddings, as many as it can hold: what vLLM
 has encoded under a name is forgotten here after it is there."""
 
@@ -87,7 +87,7 @@ class MediaContent:
 class MediaContents:
     """The contents of all items that requests of one engine bring."""
 
-    def __init__(self, thread: DigestThread, most: int = LEAST_NAMES) -> None:
+    def __init__(self, thread: DigestThread, most: int = MIN_NAMES) -> None:
         """Features are digested by `thread`; `most` identifiers are remembered."""
         self._thread = thread
         self._most = most

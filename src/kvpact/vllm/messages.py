@@ -10,15 +10,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvpact.contract import StepRead, WorkerReport
+from kvpact.contract import StoreRead, WorkerReport
 from kvpact.wire import (
-    RanksMessage,
+    RankReports,
     StepMessage,
-    WorkerHello,
-    decode_hello,
+    WorkerHandshake,
+    decode_handshake,
     decode_reports,
     decode_step,
-    encode_hello,
+    encode_handshake,
     encode_reports,
     encode_step,
 )
@@ -47,13 +47,13 @@ class PactHandshake(KVConnectorHandshakeMetadata):
     payload: bytes
 
     @classmethod
-    def of(cls, hello: WorkerHello) -> PactHandshake:
+    def of(cls, hello: WorkerHandshake) -> PactHandshake:
         """Encode a worker's hello."""
-        return cls(encode_hello(hello))
+        return cls(encode_handshake(hello))
 
-    def hello(self) -> WorkerHello:
+    def hello(self) -> WorkerHandshake:
         """Decode the hello."""
-        return decode_hello(self.payload)
+        return decode_handshake(self.payload)
 
 
 @dataclass
@@ -63,11 +63,11 @@ class PactWorkerMetadata(KVConnectorWorkerMetadata):
     payload: bytes
 
     @classmethod
-    def of(cls, report: WorkerReport, reads: tuple[StepRead, ...] = ()) -> PactWorkerMetadata:
+    def of(cls, report: WorkerReport, reads: tuple[StoreRead, ...] = ()) -> PactWorkerMetadata:
         """Encode a report, and what one rank has read from shared tiers."""
-        return cls(encode_reports(RanksMessage(report, reads)))
+        return cls(encode_reports(RankReports(report, reads)))
 
-    def message(self) -> RanksMessage:
+    def message(self) -> RankReports:
         """Decode it."""
         return decode_reports(self.payload)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.identity.keys import MediaSpan, RequestIdentity
-from kvpact.vllm.adapter_digests import MOST_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
+from kvpact.vllm.adapter_digests import MAX_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.vllm.content_digests import embedding_digests
-from kvpact.vllm.media_contents import LEAST_NAMES, MediaContent, MediaContents
+from kvpact.vllm.media_contents import MIN_NAMES, MediaContent, MediaContents
 
 logger = logging.getLogger(__name__)
 
-LEAST_WAIT_SECONDS = 0.05
+MIN_WAIT_SECONDS = 0.05
 """So long a digest is waited for in any case, also where nothing else is: a look at an adapter's files takes a step."""
 
 
@@ -30,9 +30,9 @@ class RequestIdentities:
         scheduler, lora = vllm_config.scheduler_config, vllm_config.lora_config
         self.block_size = int(vllm_config.cache_config.block_size)
         self.contents = DigestThread("kvpact-content")
-        self.adapters = AdapterDigests(MOST_ADAPTERS + (int(lora.max_cpu_loras or 0) if lora is not None else 0))
+        self.adapters = AdapterDigests(MAX_ADAPTERS + (int(lora.max_cpu_loras or 0) if lora is not None else 0))
         self.media = MediaContents(
-            self.contents, max(LEAST_NAMES, int(getattr(scheduler, "encoder_cache_size", None) or 0))
+            self.contents, max(MIN_NAMES, int(getattr(scheduler, "encoder_cache_size", None) or 0))
         )
         self.adapter_kind = str(lora.lora_dtype) if lora is not None else ""
         """What vLLM makes of an adapter's weights when it loads them."""
@@ -140,8 +140,8 @@ class VllmRequest:
             return False
         return self._known_media()[: len(known.media)] == list(known.media)
 
-    def waits_for_identity(self, patience: float, now: float) -> bool:
-        """Whether to ask again later because a digest is under way; for at most `patience` seconds from the first time.
+    def waits_for_identity(self, timeout: float, now: float) -> bool:
+        """Whether to ask again later because a digest is under way; for at most `timeout` seconds from the first time.
 
         What the engine computes meanwhile would be nobody's. `now` in seconds. Nobody waits who could not be served
         anything: for a prompt of one block, for one.
@@ -151,7 +151,7 @@ class VllmRequest:
         if len(self.token_ids) <= self._identities.block_size:
             return False
         if self._wait_until is None:
-            self._wait_until = now + max(patience, LEAST_WAIT_SECONDS)
+            self._wait_until = now + max(timeout, MIN_WAIT_SECONDS)
         return now < self._wait_until
 
     @property

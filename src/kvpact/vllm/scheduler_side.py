@@ -22,7 +22,7 @@ from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, SegmentAddress
 from kvpact.metrics import Metrics, explain_misses
-from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.compat.late_loads import LateLoads
@@ -37,13 +37,13 @@ from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
 from kvpact.vllm.weights_watch import BLIND, WeightsWatch
 from kvpact.vllm.worker_identity import facts_of_ranks
-from kvpact.wire import AdapterUsed, BrokenLoad, RanksMessage, StepMessage, StoreAddress, WorkerHello
+from kvpact.wire import AdapterUsed, RankReports, SharedTierConfig, StepMessage, UnorderedLoad, WorkerHandshake
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OfferedMatch:
     """What the last probe of a request was told, and where the match began, in blocks."""
 
     match: ExternalKVMatch
@@ -74,10 +74,10 @@ class SchedulerSide:
         self._identities = RequestIdentities(vllm_config)
         self.context: VllmContext | None = None
         self._requests: dict[str, VllmRequest] = {}
-        self._answers: dict[str, Answer] = {}
-        self._ordered: list[BrokenLoad] = []
+        self._answers: dict[str, OfferedMatch] = {}
+        self._ordered: list[UnorderedLoad] = []
         """The step's committed loads, as they are to be reported should the step's orders never reach the workers."""
-        self._broken: list[BrokenLoad] = []
+        self._broken: list[UnorderedLoad] = []
         self._distrusted: set[str] = set()
         """Requests with a broken load of which the engine has not heard yet: what they compute is worthless."""
         self._loading: dict[str, tuple[int, ...]] = {}
@@ -93,9 +93,9 @@ class SchedulerSide:
         """What the ranks had said of their weights when the first of `_ordered` was committed."""
         self._attached: list[SegmentAddress] = []
         self._late_tiers: LateTiers | None = None
-        self._queues: tuple[TierQueue, ...] = ()
+        self._queues: tuple[TierExecutor, ...] = ()
         self._rank_slot_bytes: tuple[int, ...] = ()
-        self._store: StoreAddress | None = None
+        self._store: SharedTierConfig | None = None
         """Where the workers look when a step begins; None if they do not."""
         self._stats: StatsCollector | None = None
         self._stats_file = StatsFile(config.stats_file) if config.stats_file else None
@@ -104,7 +104,7 @@ class SchedulerSide:
 
     # Start
 
-    def attach(self, hellos: Sequence[WorkerHello]) -> None:
+    def attach(self, hellos: Sequence[WorkerHandshake]) -> None:
         """The workers are up: map their memory, open the tiers, begin to serve.
 
         A tier that cannot be opened is left out with one message; the engine serves on without it. vLLM may say it
@@ -171,7 +171,7 @@ class SchedulerSide:
         self._queues = opened.queues
         if self._config.match_at == "step":
             shared = tuple((at, opened.numbers[at]) for at in self.cache.staging.shared_tiers)
-            self._store = StoreAddress(opened.namespace.describe(), self._block_size, self._rank_slot_bytes, shared)
+            self._store = SharedTierConfig(opened.namespace.describe(), self._block_size, self._rank_slot_bytes, shared)
 
     def _use_late_tiers(self) -> None:
         """Use the tiers that were opened meanwhile, if there are any; waits for nothing."""
@@ -243,7 +243,7 @@ class SchedulerSide:
         if match is None:
             return None, False
         if match.num_tokens:
-            self._answers[request.request_id] = Answer(match, num_computed_tokens // self._block_size)
+            self._answers[request.request_id] = OfferedMatch(match, num_computed_tokens // self._block_size)
         return match.num_tokens, match.load_kv_async
 
     def note_allocated(self, request: Any, blocks: Any) -> None:
@@ -260,7 +260,7 @@ class SchedulerSide:
         if answer is None or self.cache is None:
             return
         end = answer.start_block - (-num_tokens // self._block_size)
-        order = BrokenLoad(
+        order = UnorderedLoad(
             request.request_id, tuple(block_ids[answer.start_block : end]), not answer.match.load_kv_async
         )
         if num_tokens:
@@ -284,7 +284,7 @@ class SchedulerSide:
         """How often each rank's weights have changed, as far as the last look tells."""
         return self._weights.changes if self._weights is not None else ()
 
-    def _break(self, order: BrokenLoad) -> None:
+    def _break(self, order: UnorderedLoad) -> None:
         """The workers will report this load as failed; nothing that its request computes until then is stored."""
         self._broken.append(order)
         self._distrusted.add(order.request_id)
@@ -336,10 +336,10 @@ class SchedulerSide:
     def _look_up(self, scheduler_output: Any) -> None:
         """Have the workers look for what this step computes, where a request may be given it then."""
         assert self.cache is not None
-        for request_id, most_tokens in self._candidates.of_step(scheduler_output).items():
+        for request_id, max_tokens in self._candidates.of_step(scheduler_output).items():
             view = self._requests.get(request_id)
             if view is not None and request_id not in self._distrusted:
-                self.cache.look_up_at_step(view, view.request.num_computed_tokens, most_tokens)
+                self.cache.look_up_at_step(view, view.request.num_computed_tokens, max_tokens)
                 self._credit.watch(view.request)
 
     def end_broken_step(self) -> PactMetadata:
@@ -371,7 +371,7 @@ class SchedulerSide:
             return ()
 
     def take_report(
-        self, message: RanksMessage, invalid_block_ids: set[int], failed_requests: Collection[str] = ()
+        self, message: RankReports, invalid_block_ids: set[int], failed_requests: Collection[str] = ()
     ) -> None:
         """`update_connector_output`: settle what the workers say is done.
 
@@ -402,7 +402,7 @@ class SchedulerSide:
         settlements = self.cache.apply_report(self._unsettled)
         stale = {job.request_id: job for job in self.cache.take_stale_loads() if job.request_id in self._requests}
         for request_id, job in stale.items():  # the engine is told with the next report
-            self._break(BrokenLoad(request_id, job.block_ids, synchronous=True))
+            self._break(UnorderedLoad(request_id, job.block_ids, synchronous=True))
         self._credit.credit(self.cache.take_step_hits())
         self._unsettled = WorkerReport({})
         for settlement in settlements:

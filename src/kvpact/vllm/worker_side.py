@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpact.config import KvpactConfig
-from kvpact.contract import ExternalCacheWorker, JobOutcome, LoadJob, SaveJob, StepRead, StepWork, WorkerReport, load_id
+from kvpact.contract import (
+    ExternalCacheWorker,
+    JobOutcome,
+    LoadJob,
+    SaveJob,
+    StepWork,
+    StoreRead,
+    WorkerReport,
+    load_id,
+)
 from kvpact.errors import StepLoadLost
 from kvpact.identity.keys import RangeSet
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
@@ -19,7 +28,7 @@ from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment, slots_for
 from kvpact.memory.prefault import START_SECONDS
 from kvpact.vllm.worker_identity import layer_pages, worker_facts
-from kvpact.wire import AdapterUsed, BrokenLoad, StepMessage, WorkerHello
+from kvpact.wire import AdapterUsed, StepMessage, UnorderedLoad, WorkerHandshake
 from kvpact.worker.step_reader import StepReader, Wanted
 from kvpact.worker.transfer import PagedKV, TransferWorker
 
@@ -28,7 +37,7 @@ ENDED_JOBS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
+class RankInfo:
     """Where a worker stands: its rank among all that hold a part of each slot, and how many KV blocks it has."""
 
     rank: int
@@ -39,7 +48,7 @@ class WorkerPlace:
 class WorkerSide(ExternalCacheWorker):
     """One rank's half."""
 
-    def __init__(self, config: KvpactConfig, place: WorkerPlace) -> None:
+    def __init__(self, config: KvpactConfig, place: RankInfo) -> None:
         self._config = config
         self._place = place
         self._segment: ArenaSegment | None = None
@@ -94,15 +103,15 @@ class WorkerSide(ExternalCacheWorker):
             self._segment,
             self._place.rank,
             layerwise=self._config.layerwise,
-            patience=self._config.load_deadline,
+            timeout=self._config.load_deadline,
         )
         self._pages = layer_pages(kv_caches, self._place.num_blocks)
 
-    def hello(self) -> WorkerHello | None:
+    def hello(self) -> WorkerHandshake | None:
         """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
         if self._segment is None:
             return None
-        return WorkerHello(self._place.rank, self._segment.address(), self.has_step_hook, self.watches_weights)
+        return WorkerHandshake(self._place.rank, self._segment.address(), self.has_step_hook, self.watches_weights)
 
     def facts(self, vllm_config: Any, find_model: Callable[[], Any] | None) -> dict[str, str]:
         """What the bytes of this rank's blocks mean; see `worker_facts`."""
@@ -166,7 +175,7 @@ class WorkerSide(ExternalCacheWorker):
                 )
         self._step_loads = ()
 
-    def take_reads(self) -> tuple[StepRead, ...]:
+    def take_reads(self) -> tuple[StoreRead, ...]:
         """What the first rank read from shared tiers; the others read the same."""
         return self._reader.take_reads() if self._reader is not None and self._place.rank == 0 else ()
 
@@ -235,7 +244,7 @@ class WorkerSide(ExternalCacheWorker):
             if self.adapters is not None and self.adapters.stamp(one.number) not in (None, one.stamp):
                 self._invalid_blocks.update(one.block_ids)
 
-    def report_broken(self, broken: tuple[BrokenLoad, ...]) -> None:
+    def report_broken(self, broken: tuple[UnorderedLoad, ...]) -> None:
         """Report loads as failed that nobody will carry out, so that the engine recomputes them."""
         for load in broken:
             self._invalid_blocks.update(load.block_ids)

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
 
 from kvpact.config import KvpactConfig
-from kvpact.contract import StepRead
+from kvpact.contract import StoreRead
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, BlockRange, Namespace
 from kvpact.threads import start_background
 from kvpact.tiers.client import LentSlots, TierClient
-from kvpact.tiers.executor import GetDone, TierQueue
-from kvpact.tiers.registry import TierPlace, load_seal, open_tier
-from kvpact.wire import StoreAddress
+from kvpact.tiers.executor import GetDone, TierExecutor
+from kvpact.tiers.registry import TierContext, load_seal, open_tier
+from kvpact.wire import SharedTierConfig
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class _Walk:
     wanted: Wanted
     at: int
     tier: int = 0
-    ticket: int = 0
+    op_id: int = 0
     buffers: list[list[memoryview]] = field(default_factory=list)
 
 
@@ -83,13 +83,13 @@ class StepReader:
         self._opening: threading.Event | None = None
         self._bounds: list[tuple[int, int]] = []
         self._block_bytes = 0
-        self._reads: list[StepRead] = []
+        self._reads: list[StoreRead] = []
         self._tickets = count(1)
         self._walks: dict[int, _Walk] = {}
         self._crowded: list[_Walk] = []
         """Which wait until their tier has less to read."""
 
-    def read(self, store: StoreAddress, wanted: Sequence[Wanted]) -> dict[int, int]:
+    def read(self, store: SharedTierConfig, wanted: Sequence[Wanted]) -> dict[int, int]:
         """By job, how many blocks in a row from the start are in their slots now. Takes `step_deadline` at most."""
         deadline = self._clock() + self._config.step_deadline
         if not self._open(store).wait(self._config.step_deadline):
@@ -104,7 +104,7 @@ class StepReader:
         self._crowded.clear()
         return {walk.wanted.job_id: walk.at - walk.wanted.start for walk in walks}
 
-    def take_reads(self) -> tuple[StepRead, ...]:
+    def take_reads(self) -> tuple[StoreRead, ...]:
         """What was read since the last call."""
         reads, self._reads = tuple(self._reads), []
         return reads
@@ -116,10 +116,10 @@ class StepReader:
             client = self._sources[walk.tier].client
             number = min(left, max(1, READ_BYTES // self._block_bytes), client.room)
             walk.buffers = self._new_buffers(number) if client.may_read(now) else []
-            walk.ticket = next(self._tickets)
+            walk.op_id = next(self._tickets)
             keys = walk.wanted.keys[: walk.at + number]
-            if walk.buffers and client.submit_get(walk.ticket, keys, walk.at, walk.buffers, now):
-                self._walks[walk.ticket] = walk
+            if walk.buffers and client.submit_get(walk.op_id, keys, walk.at, walk.buffers, now):
+                self._walks[walk.op_id] = walk
                 return
             if not number and any(other.tier == walk.tier for other in self._walks.values()):
                 self._crowded.append(walk)
@@ -138,8 +138,8 @@ class StepReader:
         for source in self._sources:
             for done in source.client.poll():
                 assert isinstance(done, GetDone)
-                assert isinstance(done.ticket, int)
-                walk = self._walks.pop(done.ticket, None)
+                assert isinstance(done.op_id, int)
+                walk = self._walks.pop(done.op_id, None)
                 if walk is not None:
                     asked = len(walk.buffers)
                     self._take(walk, source, done.arrived)
@@ -153,10 +153,10 @@ class StepReader:
     def _give_up(self, walk: _Walk) -> None:
         """The deadline has passed; what has arrived by now counts."""
         source = self._sources[walk.tier]
-        arrived = source.client.executor.progress(walk.ticket)
+        arrived = source.client.executor.progress(walk.op_id)
         self._take(walk, source, arrived)
-        del self._walks[walk.ticket]
-        source.client.give_up(walk.ticket, late=not arrived)  # else it works; the prompt was too long for one step
+        del self._walks[walk.op_id]
+        source.client.give_up(walk.op_id, late=not arrived)  # else it works; the prompt was too long for one step
 
     def _take(self, walk: _Walk, source: _Source, arrived: int) -> None:
         """Blocks are there, verified: this rank's part of each goes into its slot."""
@@ -164,13 +164,13 @@ class StepReader:
         for slot, buffer in zip(walk.wanted.slots[first:], walk.buffers[:arrived], strict=False):
             self._keep(slot, buffer[self._rank])
         if arrived:
-            self._reads.append(StepRead(walk.wanted.job_id, source.position, BlockRange(walk.at, arrived)))
+            self._reads.append(StoreRead(walk.wanted.job_id, source.position, BlockRange(walk.at, arrived)))
         walk.at += arrived
         walk.buffers = []
 
     # Tiers
 
-    def _open(self, store: StoreAddress) -> threading.Event:
+    def _open(self, store: SharedTierConfig) -> threading.Event:
         """The tiers are opened once, by a thread of their own: a server that is away must not hold the engine."""
         if self._opening is None:
             self._opening = threading.Event()
@@ -179,11 +179,11 @@ class StepReader:
             start_background("kvpact-open-tiers", lambda: self._open_tiers(store))
         return self._opening
 
-    def _open_tiers(self, store: StoreAddress) -> None:
+    def _open_tiers(self, store: SharedTierConfig) -> None:
         assert self._opening is not None
         try:
             seal = load_seal(self._config.record_key_file)
-            place = TierPlace(Namespace.parse(store.namespace), self._block_bytes, seal)
+            place = TierContext(Namespace.parse(store.namespace), self._block_bytes, seal)
             lent = LentSlots(max(1, LENT_BYTES // self._block_bytes))
             for position, number in store.tiers:
                 url = self._config.tiers[number]
@@ -192,7 +192,7 @@ class StepReader:
                 except TierError as error:
                     logger.error("kvpact: rank %d looks up without the tier %s: %s", self._rank, url, error)
                     continue
-                executor = TierQueue(tier, self._config.io_threads, 1)
+                executor = TierExecutor(tier, self._config.io_threads, 1)
                 timeout, clock = self._config.step_deadline, self._clock
                 self._sources.append(_Source(position, TierClient(executor, lent, timeout=timeout, clock=clock)))
         finally:

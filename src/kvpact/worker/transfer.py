@@ -66,7 +66,7 @@ class TransferWorker:
 
     `start_loads`, `wait_for_layer`, `wait_for_loads` and `start_saves` are for the computing thread; nothing here
     raises because of a job: what cannot be copied is reported as failed. With `layerwise`, synchronous loads run beside
-    the forward pass, else `start_loads` returns when they are done. They are waited for at most `patience` seconds
+    the forward pass, else `start_loads` returns when they are done. They are waited for at most `timeout` seconds
     (None: without end); then they are left, and end as failed when the copy does. `fault(job, block)`, for tests, is
     called before each block of an asynchronous load, in the request's numbering; if it raises, that block fails.
     """
@@ -78,7 +78,7 @@ class TransferWorker:
         rank: int,
         layerwise: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        patience: float | None = None,
+        timeout: float | None = None,
         fault: Callable[[LoadJob, int], None] | None = None,
     ) -> None:
         self.rank = rank
@@ -90,7 +90,7 @@ class TransferWorker:
         self._block_bytes = sum(paged.layout.layer_page_bytes)
         self._layerwise = layerwise
         self._clock = clock
-        self._patience = patience
+        self._timeout = timeout
         self._fault = fault
         self._changed = threading.Condition()
         # All below is guarded by _changed; a job stays in its queue until its outcome is recorded.
@@ -124,7 +124,7 @@ class TransferWorker:
             self._loads.extend(progress for progress in started if not _is_synchronous(progress.job))
             if self._synchronous:
                 self._layers_arrived = 0
-                self._leave_at = time.monotonic() + (self._patience or 0.0)
+                self._leave_at = time.monotonic() + (self._timeout or 0.0)
             self._changed.notify_all()
         if not self._layerwise:
             self.wait_for_loads()
@@ -145,7 +145,7 @@ class TransferWorker:
     def _wait_until(self, arrived: Callable[[], bool]) -> None:
         """Wait for layers of synchronous loads, or leave those loads when patience ends."""
         with self._changed:
-            timeout = None if self._patience is None else max(0.0, self._leave_at - time.monotonic())
+            timeout = None if self._timeout is None else max(0.0, self._leave_at - time.monotonic())
             if self._changed.wait_for(arrived, timeout):
                 return
             if self._copying is not self._synchronous:

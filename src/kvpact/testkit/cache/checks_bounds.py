@@ -127,7 +127,7 @@ class BoundChecks(Suite[CacheLab]):
                 scene.cancel(f"{turn}-{each}")
             scene.step(3)
         scene.settle()
-        scene.pass_time(scene.settings.patience)
+        scene.pass_time(scene.settings.timeout)
         scene.step(8)
 
     # Tiers
@@ -148,10 +148,10 @@ class BoundChecks(Suite[CacheLab]):
         prompts = [prompt(8, seed=seed) for seed in range(6)]
         scene.warm(*prompts)
         for queue in scene.place.queues:
-            queue.stalled_steps = scene.most_steps
+            queue.stalled_steps = scene.max_steps
         scene.say("the tiers hang")
         requests = [scene.request(f"again-{number}", tokens) for number, tokens in enumerate(prompts)]
-        scene.run(*requests, steps=scene.most_steps)
+        scene.run(*requests, steps=scene.max_steps)
         for queue in scene.place.queues:
             queue.stalled_steps = 0
         scene.say("the tiers go on")
@@ -166,7 +166,7 @@ class BoundChecks(Suite[CacheLab]):
         scene.warm(*prompts)
         usual = self._seconds_of(scene, "usual", prompt(2, seed=900))
         for queue in scene.place.queues:
-            queue.stalled_steps = scene.most_steps
+            queue.stalled_steps = scene.max_steps
         scene.say("the tiers hang")
         asked = prompts[: scene.settings.num_slots]
         seconds = [self._seconds_of(scene, f"asked-{number}", tokens) for number, tokens in enumerate(asked)]
@@ -187,7 +187,7 @@ class BoundChecks(Suite[CacheLab]):
     def _seconds_of(self, scene: CacheScene, name: str, tokens: list[int]) -> float:
         """How long a request takes, by the engine's clock."""
         began = scene.clock.now
-        scene.run(scene.request(name, tokens), steps=scene.most_steps)
+        scene.run(scene.request(name, tokens), steps=scene.max_steps)
         return scene.clock.now - began
 
     @protects("P2", "P9")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpact.engine import JobConduct
+from kvpact.engine import JobBehavior
 from kvpact.testkit.cache.factory import CacheLab, in_every_mode, promised
 from kvpact.testkit.cache.harness import CacheScene, prompt
 from kvpact.testkit.faults import Fault, Operation
@@ -111,7 +111,7 @@ class EpochChecks(Suite[CacheLab]):
             name = "cleared" if clear else "running-on"
             self._stall(scene, 10)
             if scene.workers:
-                scene.conduct = lambda rank, job: JobConduct(copy_after_steps=4, report_after_steps=rank)
+                scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=4, report_after_steps=rank)
             saving = scene.request(f"saving-{name}", prompt(8, seed=50 + clear))
             scene.step(2)
             loading = scene.request(f"loading-{name}", DOCUMENT, 3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpact.contract import LoadJob
-from kvpact.engine import JobConduct
+from kvpact.engine import JobBehavior
 from kvpact.engine.simulated_worker import NEVER, Job
 from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
 from kvpact.testkit.cache.factory import CacheLab, expected_outputs, in_every_mode, promised
@@ -20,9 +20,9 @@ from kvpact.testkit.suite import Suite, protects
 DOCUMENT = prompt(8)
 
 
-def failing(start: int, count: int) -> JobConduct:
+def failing(start: int, count: int) -> JobBehavior:
     """These blocks of the request fail."""
-    return JobConduct(failed_blocks=RangeSet.of(BlockRange(start, count)))
+    return JobBehavior(failed_blocks=RangeSet.of(BlockRange(start, count)))
 
 
 def seen_failing(scene: CacheScene) -> None:
@@ -72,7 +72,7 @@ class FailureChecks(Suite[CacheLab]):
         request is not promised what failed."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
-        scene.conduct = lambda rank, job: failing(3, 2) if isinstance(job, LoadJob) and rank == 0 else JobConduct()
+        scene.conduct = lambda rank, job: failing(3, 2) if isinstance(job, LoadJob) and rank == 0 else JobBehavior()
         victim = scene.request("victim", DOCUMENT, 6)
         scene.step(2)
         second = scene.request("second", DOCUMENT, 6)
@@ -93,7 +93,7 @@ class FailureChecks(Suite[CacheLab]):
         """Every load fails whole, every time: no request is promised the same again and again, all end."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
-        scene.conduct = lambda rank, job: failing(0, 1 << 20) if isinstance(job, LoadJob) else JobConduct()
+        scene.conduct = lambda rank, job: failing(0, 1 << 20) if isinstance(job, LoadJob) else JobBehavior()
         requests = [scene.request(f"again-{number}", DOCUMENT, 3) for number in range(4)]
         scene.run(*requests)
         seen_failing(scene)
@@ -131,7 +131,7 @@ class FailureChecks(Suite[CacheLab]):
     def test_p8_a_block_is_visible_only_when_all_ranks_reported_it(self, scene: CacheScene) -> None:
         """One rank copies ten steps late; the same prompt is asked for in every step meanwhile."""
         scene.faults_possible()
-        scene.conduct = lambda rank, job: JobConduct(copy_after_steps=10 * (rank == scene.settings.ranks - 1))
+        scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=10 * (rank == scene.settings.ranks - 1))
         scene.request("first", DOCUMENT)
         for number in range(12):
             scene.step()
@@ -198,7 +198,7 @@ class FailureChecks(Suite[CacheLab]):
     def test_h27_blocks_are_held_while_they_are_copied_out(self, scene: CacheScene) -> None:
         """A request ends while its blocks are still to be copied; others want blocks; what was saved is right."""
         scene.faults_possible()
-        scene.conduct = lambda rank, job: JobConduct(copy_after_steps=0 if isinstance(job, LoadJob) else 5)
+        scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=0 if isinstance(job, LoadJob) else 5)
         scene.run(scene.request("short", DOCUMENT))
         others = [
             scene.request(f"unknown-{number}", prompt(6, seed=30 + number), 3, identity=None) for number in range(4)
@@ -279,10 +279,10 @@ class FailureChecks(Suite[CacheLab]):
         scene.faults_possible()
         scene.warm(DOCUMENT)
 
-        def conduct(rank: int, job: Job) -> JobConduct:
+        def conduct(rank: int, job: Job) -> JobBehavior:
             if not isinstance(job, LoadJob):
-                return JobConduct()
-            return failing(0, 1 << 20) if rank == 0 else JobConduct(copy_after_steps=8)
+                return JobBehavior()
+            return failing(0, 1 << 20) if rank == 0 else JobBehavior(copy_after_steps=8)
 
         scene.conduct = conduct
         victim = scene.request("victim", DOCUMENT, 4)
@@ -298,7 +298,7 @@ class FailureChecks(Suite[CacheLab]):
         """Every report comes twice, in pieces, the last block first, by ranks of different speed: nothing is lost, and
         no load is settled twice."""
         scene.faults_possible()
-        scene.conduct = lambda rank, job: JobConduct(
+        scene.conduct = lambda rank, job: JobBehavior(
             report_after_steps=(3 * rank + job.job_id) % 5, times_reported=2, block_by_block=True
         )
         scene.run(scene.request("first", DOCUMENT))
@@ -317,11 +317,11 @@ class FailureChecks(Suite[CacheLab]):
         """Reports of saves and loads are lost: requests end all the same, and nothing is taken for loaded unheard."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
-        lost = JobConduct(times_reported=0)
-        scene.conduct = lambda rank, job: lost if rank == scene.settings.ranks - 1 else JobConduct()
-        scene.run(scene.request("loses-its-load", DOCUMENT, 3), steps=scene.most_steps)
+        lost = JobBehavior(times_reported=0)
+        scene.conduct = lambda rank, job: lost if rank == scene.settings.ranks - 1 else JobBehavior()
+        scene.run(scene.request("loses-its-load", DOCUMENT, 3), steps=scene.max_steps)
         scene.run(scene.request("loses-its-save", prompt(8, seed=3)))
-        scene.settle(scene.most_steps)
+        scene.settle(scene.max_steps)
         scene.conduct = None
         scene.as_good_as_new("P11")
 
@@ -332,14 +332,14 @@ class FailureChecks(Suite[CacheLab]):
         what it was told. Then nothing stays held."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
-        hangs = JobConduct(copy_after_steps=NEVER, failed_blocks=RangeSet.of(BlockRange(0, 1 << 20)))
+        hangs = JobBehavior(copy_after_steps=NEVER, failed_blocks=RangeSet.of(BlockRange(0, 1 << 20)))
         last = scene.settings.ranks - 1
-        scene.conduct = lambda rank, job: hangs if isinstance(job, LoadJob) and rank == last else JobConduct()
+        scene.conduct = lambda rank, job: hangs if isinstance(job, LoadJob) and rank == last else JobBehavior()
         victim, match = promised(scene, "victim", DOCUMENT, outputs=6)
         if not match.load_kv_async:
             raise NotObservable("loads run within the step; the kit's ranks carry those out at once")
         scene.let_go(victim)
-        scene.run(victim, steps=scene.most_steps)
+        scene.run(victim, steps=scene.max_steps)
         scene.conduct = None
         others = [scene.request(f"other-{number}", prompt(6, seed=30 + number), 12) for number in range(4)]
         scene.step(3)
@@ -356,15 +356,15 @@ class FailureChecks(Suite[CacheLab]):
         """A rank restarts in the middle of a load and of a save: both end, as failed, and nothing stays held."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
-        scene.conduct = lambda rank, job: JobConduct(copy_after_steps=6)
+        scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=6)
         again = scene.request("again", DOCUMENT, 3)
         other = scene.request("other", prompt(8, seed=3))
         scene.step(4)
         scene.workers[0].forget()
         scene.say("rank 0 forgets its jobs")
         scene.conduct = None
-        scene.run(again, other, steps=scene.most_steps)
-        scene.settle(scene.most_steps)
+        scene.run(again, other, steps=scene.max_steps)
+        scene.settle(scene.max_steps)
         scene.as_good_as_new("P11")
 
     # All at once

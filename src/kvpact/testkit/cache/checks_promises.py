@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpact.engine import JobConduct, RequestStatus
+from kvpact.engine import JobBehavior, RequestStatus
 from kvpact.identity.keys import RequestIdentity
 from kvpact.testkit.cache.factory import CacheLab, in_every_mode, promised
 from kvpact.testkit.cache.harness import CacheScene, prompt
@@ -57,7 +57,7 @@ class PromiseChecks(Suite[CacheLab]):
         scene.step(3)
         scene.cancel("blocked")
         scene.release()
-        scene.conduct = lambda rank, job: JobConduct(copy_after_steps=3)
+        scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=3)
         for steps in (1, 2, 4, 8):
             scene.forget_local()
             scene.request(f"cancelled-{steps}", DOCUMENT, 9)
@@ -92,7 +92,7 @@ class PromiseChecks(Suite[CacheLab]):
         """Ranks copy late into the blocks of a cancelled request; others want blocks, and read only their own."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
-        scene.conduct = lambda rank, job: JobConduct(copy_after_steps=4 * rank + 2)
+        scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=4 * rank + 2)
         request = scene.request("cancelled", DOCUMENT)
         for _ in range(20):
             scene.step()

@@ -32,13 +32,13 @@ class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks):
                 return MyCache(place.block_size, place.num_slots, place.num_ranks)
 
     Each check runs in every mode of `modes`: an engine that speaks the contract, and engines that act like releases of
-    vLLM. `patience` is the longest time, in seconds of the kit's clock, that a request may wait for your cache.
+    vLLM. `timeout` is the longest time, in seconds of the kit's clock, that a request may wait for your cache.
     """
 
     modes: tuple[str, ...] = tuple(EngineQuirks.presets())
     ranks = 2
     num_slots = 16
-    patience = 60.0
+    timeout = 60.0
     plays = 4
     """Random plays in each mode."""
     calls = 120

@@ -29,7 +29,7 @@ class SaysHowCachesAreMade(Protocol):
 
     ranks: int
     num_slots: int
-    patience: float
+    timeout: float
 
     @property
     def make_cache(self) -> CacheFactory:
@@ -54,7 +54,7 @@ class CacheLab:
     def scene(self, mode: str, quirks: dict[str, Any] | None = None, **settings: Any) -> Iterator[CacheScene]:
         """A new scene; `quirks` changes the mode's `EngineQuirks`, `settings` are those of `SceneSettings`."""
         suite = self.suite
-        wanted = SceneSettings(mode, ranks=suite.ranks, num_slots=suite.num_slots, patience=suite.patience)
+        wanted = SceneSettings(mode, ranks=suite.ranks, num_slots=suite.num_slots, timeout=suite.timeout)
         if quirks:
             wanted = replace(wanted, quirks=replace(EngineQuirks.presets()[mode], **quirks))
         self._script.clear()

@@ -19,7 +19,7 @@ from kvpact.engine import (
     Engine,
     EngineConfig,
     EngineQuirks,
-    JobConduct,
+    JobBehavior,
     KVCacheGroup,
     OracleViolation,
     Request,
@@ -61,7 +61,7 @@ class SceneSettings:
     layers: int = 1
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     write_queue_bytes: int = 1 << 30
-    patience: float = 60.0
+    timeout: float = 60.0
     quirks: EngineQuirks | None = None
 
     def __str__(self) -> str:
@@ -127,11 +127,11 @@ class CacheScene:
         self.quirks = settings.quirks or EngineQuirks.presets()[settings.mode]
         self.clock = clock or StepClock()
         self.weights_of_files = weights
-        self.conducts: dict[int, deque[JobConduct]] = {rank: deque() for rank in range(settings.ranks)}
+        self.conducts: dict[int, deque[JobBehavior]] = {rank: deque() for rank in range(settings.ranks)}
         """How each rank treats its next jobs; faithfully when there is none left."""
-        self.load_conducts: dict[int, deque[JobConduct]] = {rank: deque() for rank in range(settings.ranks)}
+        self.load_conducts: dict[int, deque[JobBehavior]] = {rank: deque() for rank in range(settings.ranks)}
         """The same for its next loads alone."""
-        self.conduct: Callable[[int, Job], JobConduct] | None = None
+        self.conduct: Callable[[int, Job], JobBehavior] | None = None
         """How each rank treats each job, if it is to be decided for all of them."""
         self.faulty_jobs = 0
         config = EngineConfig(
@@ -167,7 +167,7 @@ class CacheScene:
             block_size=settings.block_size,
             num_ranks=settings.ranks,
             clock=self.clock,
-            patience=settings.patience,
+            timeout=settings.timeout,
             whole_answers=self.quirks.ignores_commit_answer,
             own_workers=bool(self.subject.workers),
             stored=stored,
@@ -190,16 +190,16 @@ class CacheScene:
         """Add a line to the script."""
         self.script.append(words)
 
-    def conduct_of(self, rank: int, job: Job) -> JobConduct:
+    def conduct_of(self, rank: int, job: Job) -> JobBehavior:
         """How a rank treats a job. An engine that trusts synchronous loads can take no failure of one: none is made."""
         loads = self.load_conducts[rank]
         queued = loads if loads and isinstance(job, LoadJob) else self.conducts[rank]
-        conduct = queued.popleft() if queued else JobConduct()
+        conduct = queued.popleft() if queued else JobBehavior()
         if self.conduct is not None:
             conduct = self.conduct(rank, job)
         if isinstance(job, LoadJob) and job.synchronous and self.quirks.trusts_sync_loads:
             conduct = replace(conduct, failed_blocks=RangeSet())
-        self.faulty_jobs += conduct != JobConduct()
+        self.faulty_jobs += conduct != JobBehavior()
         return conduct
 
     @contextmanager
@@ -406,9 +406,9 @@ class CacheScene:
         return True
 
     @property
-    def most_steps(self) -> int:
+    def max_steps(self) -> int:
         """Steps that a request may wait for the cache, and some that it needs itself."""
-        return int(self.settings.patience / self.clock.seconds_per_step) + 500
+        return int(self.settings.timeout / self.clock.seconds_per_step) + 500
 
     def tiers_possible(self) -> None:
         """Raises NotObservable if the cache made no queue of a tier at its place."""
@@ -428,7 +428,7 @@ class CacheScene:
         for worker in self.workers:
             worker.silent_steps = 0
         self.settle()
-        self.pass_time(self.settings.patience)  # what no engine told the cache runs out by itself
+        self.pass_time(self.settings.timeout)  # what no engine told the cache runs out by itself
         self.step(8)
         self.settle()
         self.say("all is at rest")

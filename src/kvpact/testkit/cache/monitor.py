@@ -24,7 +24,7 @@ from kvpact.contract import (
     SchedulerContext,
     StepWork,
     WorkerReport,
-    blocks_touched,
+    num_blocks_for,
 )
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.keys import BlockKey, BlockKeys
@@ -115,7 +115,7 @@ class ContractWatch(ExternalCache):
     """A cache as the engine sees it, watched. `stored` is what earlier caches of this place left to it, and
     `ever_stored` is shared by all that were ever made for it.
 
-    `patience` is how long, in seconds of `clock`, prepare may say "ask again later" for one request. With
+    `timeout` is how long, in seconds of `clock`, prepare may say "ask again later" for one request. With
     `whole_answers` the engine counts on every token that it commits. `say` is told the calls that matter.
     """
 
@@ -126,7 +126,7 @@ class ContractWatch(ExternalCache):
         block_size: int,
         num_ranks: int,
         clock: Callable[[], float],
-        patience: float,
+        timeout: float,
         whole_answers: bool,
         own_workers: bool = False,
         stored: dict[StoredBlock, int] | None = None,
@@ -152,7 +152,7 @@ class ContractWatch(ExternalCache):
         self.open: dict[str, Promise] = {}
         self.commits: dict[str, Commit] = {}
         self._block_size, self._num_ranks = block_size, num_ranks
-        self._clock, self._patience, self._whole_answers = clock, patience, whole_answers
+        self._clock, self._timeout, self._whole_answers = clock, timeout, whole_answers
         self._own_workers = own_workers
         self._say = say
         self._requests: dict[str, Known] = {}
@@ -223,10 +223,10 @@ class ContractWatch(ExternalCache):
             known.asked_since = now
             self._say(f"{name} is told to ask again later")
         self._require(
-            now - known.asked_since <= self._patience,
+            now - known.asked_since <= self._timeout,
             "P11 H10",
             f"request {name} has been told to ask again later for {now - known.asked_since:.1f} s; "
-            f"{self._patience:g} s are the longest here",
+            f"{self._timeout:g} s are the longest here",
         )
 
     def _promise(self, request: EngineRequest, known: Known, computed: int, match: ExternalKVMatch) -> None:
@@ -247,7 +247,7 @@ class ContractWatch(ExternalCache):
         if known.keys is None:
             raise Broken(f"request {name} has an unknown identity and is promised {tokens} tokens", protects=("H24",))
         keys = known.keys.extend(request.token_ids)
-        first, end = computed // size, blocks_touched(computed + tokens, size)
+        first, end = computed // size, num_blocks_for(computed + tokens, size)
         self._require(
             known.failed_from is None or end <= known.failed_from,
             "P9 H09",
@@ -299,7 +299,7 @@ class ContractWatch(ExternalCache):
         known = self._know(request)
         if accepted and known.keys is not None:
             start = promise.computed // self._block_size
-            end = blocks_touched(promise.computed + accepted, self._block_size)
+            end = num_blocks_for(promise.computed + accepted, self._block_size)
             keys = list(known.keys.extend(request.token_ids)[:end])
             self.commits[name] = Commit(start, end - start, match.load_kv_async, tables, keys, promise.copies)
             if not match.load_kv_async:

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvpact.engine import EngineQuirks, JobConduct, Request, StepClock
+from kvpact.engine import EngineQuirks, JobBehavior, Request, StepClock
 from kvpact.engine.config import NO_EXTRAS
 from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
 from kvpact.testkit.cache.harness import SCRIPT_LINES, CacheScene, SceneSettings
@@ -41,7 +41,7 @@ PREFIXES = 3
 
 TIER_FAULTS = (Fault.ERROR, Fault.PARTIAL, Fault.DAMAGE)
 TIER_OPERATIONS = (Operation.GET, Operation.PUT)
-MOST_ALIVE = 12
+MAX_ALIVE = 12
 """Requests alive at once; a play with more of them only waits."""
 
 
@@ -128,7 +128,7 @@ class Play:
     ) -> None:
         """A request comes: `shared` tokens of document `prefix`, then `tail` of its own."""
         self._alive = [request for request in self._alive if not request.has_ended]
-        if len(self._alive) >= MOST_ALIVE:
+        if len(self._alive) >= MAX_ALIVE:
             return
         self._names += 1
         blocks = self.settings.num_blocks - 1 - self.scene.quirks.keeps_free_blocks
@@ -224,7 +224,7 @@ class Play:
         )
         failed = RangeSet.of(BlockRange(fail_at, fail_count))
         conducts = self.scene.load_conducts if load else self.scene.conducts
-        conducts[rank].append(JobConduct(copy_after, report_after, failed, reports, bool(pieces)))
+        conducts[rank].append(JobBehavior(copy_after, report_after, failed, reports, bool(pieces)))
         for name, happens in (
             ("late copies", copy_after),
             ("late reports", report_after),

@@ -1,7 +1,7 @@
 """Faults of ranks: reports that come late, twice, in pieces, in another order or never, and blocks that fail.
 
 Owns the decisions, by a seed, and the reports that are held back. Copies nothing: simulated ranks carry out a
-`JobConduct`, and for any other ranks `deliver` stands between their reports and the cache.
+`JobBehavior`, and for any other ranks `deliver` stands between their reports and the cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from kvpact.contract import JobOutcome, WorkerReport
-from kvpact.engine.simulated_worker import Job, JobConduct
+from kvpact.engine.simulated_worker import Job, JobBehavior
 from kvpact.identity.keys import BlockRange, RangeSet
 from kvpact.testkit.faults import HISTORY, choices
 
@@ -41,7 +41,7 @@ class InjectedRankFault:
 
     rank: int
     job_id: int
-    conduct: JobConduct
+    conduct: JobBehavior
 
     def __str__(self) -> str:
         said = []
@@ -70,7 +70,7 @@ class RankFaults:
         self._held: list[tuple[int, WorkerReport]] = []
         self._step = 0
 
-    def conduct(self, rank: int, job: Job) -> JobConduct:
+    def conduct(self, rank: int, job: Job) -> JobBehavior:
         """For `engine.ranks.SimulatedWorker`: how this rank treats this job."""
         return self._decide(rank, job.job_id, RangeSet.of(job.blocks))
 
@@ -110,17 +110,17 @@ class RankFaults:
                 (due + time + wait, WorkerReport({rank: {job_id: piece}})) for wait, piece in enumerate(pieces)
             ]
 
-    def _decide(self, rank: int, job_id: int, blocks: RangeSet) -> JobConduct:
+    def _decide(self, rank: int, job_id: int, blocks: RangeSet) -> JobBehavior:
         plan = self.plan
         chance = choices(plan.seed, "rank", rank, job_id)
-        conduct = JobConduct(
+        conduct = JobBehavior(
             copy_after_steps=chance.randint(1, plan.late_steps) if chance.random() < plan.late else 0,
             report_after_steps=chance.randint(1, plan.late_steps) if chance.random() < plan.late else 0,
             times_reported=0 if chance.random() < plan.lost else 1 + (chance.random() < plan.repeated),
             block_by_block=chance.random() < plan.in_pieces,
             failed_blocks=_some(blocks, chance) if chance.random() < plan.failed else RangeSet(),
         )
-        if conduct != JobConduct():
+        if conduct != JobBehavior():
             self.history.append(InjectedRankFault(rank, job_id, conduct))
         return conduct
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvpact.cache.cache import PactCache
-from kvpact.cache.lazy_offload import LEAST_WINDOW
+from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.config import load_config
 from kvpact.contract import ExternalCache, ExternalCacheWorker
 from kvpact.engine import ReferenceCache
@@ -22,11 +22,11 @@ from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.testkit.faults import Faults, FaultyTier
 from kvpact.testkit.tier.dictionary_store import DictionaryStore, StoredBytes
-from kvpact.testkit.tier.stepped_executor import SteppedQueue
+from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from kvpact.tiers.base import Tier
 from kvpact.tiers.disk.slab import PAGE_BYTES
 from kvpact.tiers.disk.tier import DiskTier
-from kvpact.tiers.executor import TierQueue
+from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.shared.tier import SharedTier
 
 DISK_SLOTS = 64
@@ -61,11 +61,11 @@ class CachePlace:
     faults: Faults = field(default_factory=Faults)
     """Decides what goes wrong with tiers made by `queue`."""
     write_queue_bytes: int = 1 << 30
-    queues: list[SteppedQueue] = field(default_factory=list)
+    queues: list[SteppedExecutor] = field(default_factory=list)
 
-    def queue(self, tier: Tier) -> TierQueue:
+    def queue(self, tier: Tier) -> TierExecutor:
         """A queue for a cache's tier that the kit can slow down and let fail."""
-        queue = SteppedQueue(FaultyTier(tier, self.faults), self.write_queue_bytes, self.clock)
+        queue = SteppedExecutor(FaultyTier(tier, self.faults), self.write_queue_bytes, self.clock)
         self.queues.append(queue)
         return queue
 
@@ -115,7 +115,7 @@ def pact_cache(
     *,
     disk_slots: int = 0,
     shared: bool = False,
-    lazy_window: int = LEAST_WINDOW,
+    lazy_window: int = MIN_WINDOW,
     **settings: object,
 ) -> CacheUnderTest:
     """kvpact's own cache; with `disk_slots`, a disk tier below it, with `shared`, a shared one. Both outlive a restart.

@@ -18,7 +18,7 @@ from kvpact.testkit.tier.checks_faults import FaultChecks
 from kvpact.testkit.tier.checks_lives import LifeChecks
 from kvpact.testkit.tier.checks_promises import PromiseChecks
 from kvpact.testkit.tier.harness import Damage, Place, TierScene
-from kvpact.tiers.base import UNSEALED, RecordSeal, Tier
+from kvpact.tiers.base import UNSEALED, RecordMac, Tier
 
 __all__ = ["Crash", "Damage", "Faults", "Place", "TierConformance", "TierScene"]
 
@@ -44,7 +44,7 @@ class TierConformance(PromiseChecks, FaultChecks, BoundChecks, LifeChecks):
     reopens = False
     bounded = True
     several_writers = False
-    seal: ClassVar[RecordSeal] = UNSEALED
+    seal: ClassVar[RecordMac] = UNSEALED
 
     def open_tier(self, place: Place) -> Tier:
         """Your tier, opened at `place`: again what is there, if it was opened there before. May raise TierError."""

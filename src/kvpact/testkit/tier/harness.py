@@ -28,7 +28,7 @@ from kvpact.testkit.sample_blocks import (
     filled_buffers,
     first_difference,
 )
-from kvpact.tiers.base import HEADER_BYTES, UNSEALED, BlockBuffer, Progress, RecordSeal, Tier
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, BlockBuffer, Progress, RecordMac, Tier
 
 if TYPE_CHECKING:
     from kvpact.testkit.tier.conformance import TierConformance
@@ -86,7 +86,7 @@ class Place:
     namespace: Namespace
     slot_bytes: int
     capacity_blocks: int
-    seal: RecordSeal = UNSEALED
+    seal: RecordMac = UNSEALED
     """How the tier's records are sealed: what the suite says, for tiers that can seal."""
 
     @property
@@ -116,9 +116,9 @@ class Background(Generic[Result]):
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def result(self, patience: float = PATIENCE_S) -> Result:
-        """What it returned or raised. Raises Broken if it does not end within `patience` seconds."""
-        require(self.ended(patience), f"an operation has not ended after {patience:g} s")
+    def result(self, timeout: float = PATIENCE_S) -> Result:
+        """What it returned or raised. Raises Broken if it does not end within `timeout` seconds."""
+        require(self.ended(timeout), f"an operation has not ended after {timeout:g} s")
         if self._errors:
             raise self._errors[0]
         return self._results[0]

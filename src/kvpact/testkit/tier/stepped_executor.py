@@ -20,10 +20,10 @@ from kvpact.tiers.executor import (
     Done,
     GetDone,
     LookupDone,
+    OpId,
     Overdue,
     PutDone,
-    Ticket,
-    TierQueue,
+    TierExecutor,
 )
 
 logger = logging.getLogger(__name__)
@@ -34,15 +34,15 @@ _INSTANT = 1e-6
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    ticket: Ticket
+    op_id: OpId
     run: Callable[[], Done]
     given_up: Done
     since: float
     write_bytes: int = 0
 
 
-class SteppedQueue(TierQueue):
-    """See `TierQueue`. Nothing happens but in `advance`, and not even there while `stalled_steps` is above 0."""
+class SteppedExecutor(TierExecutor):
+    """See `TierExecutor`. Nothing happens but in `advance`, and not even there while `stalled_steps` is above 0."""
 
     def __init__(self, tier: Tier, max_write_bytes: int, clock: Callable[[], float] = float) -> None:
         """`clock` gives the scene's seconds; without one, nothing takes too long."""
@@ -72,7 +72,7 @@ class SteppedQueue(TierQueue):
         done = replace(task.given_up, ok=False, seconds=_INSTANT)
         try:
             done = task.run()
-        except Exception as error:  # as in TierQueue: a tier's defect costs this ticket and nothing else
+        except Exception as error:  # as in TierExecutor: a tier's defect costs this ticket and nothing else
             logger.debug("tier %s: %s", self.tier.name, error)
         finally:
             self._end(task, done)
@@ -81,78 +81,78 @@ class SteppedQueue(TierQueue):
         self._write_bytes -= task.write_bytes
         self._finished.append(done)
 
-    def _task(self, ticket: Ticket, run: Callable[[], Done], given_up: Done, write_bytes: int = 0) -> _Task:
-        if any(task.ticket == ticket for task in (*self._gets, *self._puts)):
-            raise PactViolation(f"ticket {ticket!r} is under way already; a ticket names one read or write")
-        return _Task(ticket, run, given_up, self._clock(), write_bytes)
+    def _task(self, op_id: OpId, run: Callable[[], Done], given_up: Done, write_bytes: int = 0) -> _Task:
+        if any(task.op_id == op_id for task in (*self._gets, *self._puts)):
+            raise PactViolation(f"ticket {op_id!r} is under way already; a ticket names one read or write")
+        return _Task(op_id, run, given_up, self._clock(), write_bytes)
 
-    def submit_lookup(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
-        """See `TierQueue`."""
+    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey]) -> None:
+        """See `TierExecutor`."""
 
         def run() -> Done:
             held = self.tier.lookup(keys)
-            return LookupDone(ticket, held, self.tier.health().readable, _INSTANT)
+            return LookupDone(op_id, held, self.tier.health().readable, _INSTANT)
 
-        self._gets.append(self._task(ticket, run, LookupDone(ticket, 0)))
+        self._gets.append(self._task(op_id, run, LookupDone(op_id, 0)))
 
-    def submit_get(self, ticket: Ticket, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
-        """See `TierQueue`."""
+    def submit_get(self, op_id: OpId, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
+        """See `TierExecutor`."""
         self.reads += 1
 
         def run() -> Done:
             arrived = self.tier.get(keys, start, buffers, lambda arrived: True)
-            return GetDone(ticket, arrived, self.tier.health().readable, _INSTANT)
+            return GetDone(op_id, arrived, self.tier.health().readable, _INSTANT)
 
-        self._gets.append(self._task(ticket, run, GetDone(ticket, 0)))
+        self._gets.append(self._task(op_id, run, GetDone(op_id, 0)))
 
     def submit_put(
         self,
-        ticket: Ticket,
+        op_id: OpId,
         keys: Sequence[BlockKey],
         start: int,
         buffers: Sequence[BlockBuffer],
         nbytes: int,
         epoch: Epoch = FIRST_EPOCH,
     ) -> bool:
-        """See `TierQueue`."""
+        """See `TierExecutor`."""
         if not self.has_room(nbytes):
             return False
 
         def run() -> Done:
-            return PutDone(ticket, self.tier.put(keys, start, buffers, epoch))
+            return PutDone(op_id, self.tier.put(keys, start, buffers, epoch))
 
         self._write_bytes += nbytes
-        self._puts.append(self._task(ticket, run, PutDone(ticket, 0), nbytes))
+        self._puts.append(self._task(op_id, run, PutDone(op_id, 0), nbytes))
         return True
 
-    def submit_control(self, ticket: Ticket, operation: Callable[[Tier], object]) -> None:
-        """See `TierQueue`."""
+    def submit_control(self, op_id: OpId, operation: Callable[[Tier], object]) -> None:
+        """See `TierExecutor`."""
 
         def run() -> Done:
             operation(self.tier)
-            return ControlDone(ticket, True, _INSTANT)
+            return ControlDone(op_id, True, _INSTANT)
 
-        self._puts.append(self._task(ticket, run, ControlDone(ticket, False)))
+        self._puts.append(self._task(op_id, run, ControlDone(op_id, False)))
 
     def overdue(self, seconds: float) -> Overdue:
-        """See `TierQueue`: a tier is busy between two steps only while it is stalled, and then with all it was told."""
+        """See `TierExecutor`: a tier is busy between two steps only while it is stalled, with all it was told."""
         if not self.stalled_steps:
             return NOTHING_OVERDUE
         before = self._clock() - seconds
-        reads = tuple(task.ticket for task in self._gets if task.since < before)
+        reads = tuple(task.op_id for task in self._gets if task.since < before)
         return Overdue(reads, writes=any(task.since < before for task in self._puts))
 
     def cancel_waiting_reads(self) -> None:
-        """See `TierQueue`; while the tier is stalled, it has begun with all of them."""
+        """See `TierExecutor`; while the tier is stalled, it has begun with all of them."""
 
-    def progress(self, ticket: Ticket) -> int:
-        """See `TierQueue`: a read is done in one piece."""
+    def progress(self, op_id: OpId) -> int:
+        """See `TierExecutor`: a read is done in one piece."""
         return 0
 
-    def cancel(self, ticket: Ticket) -> bool:
-        """See `TierQueue`."""
+    def cancel(self, op_id: OpId) -> bool:
+        """See `TierExecutor`."""
         for tasks in (self._gets, self._puts):
-            for task in [task for task in tasks if task.ticket == ticket]:
+            for task in [task for task in tasks if task.op_id == op_id]:
                 tasks.remove(task)
                 self._end(task, task.given_up)
                 return True
@@ -160,26 +160,26 @@ class SteppedQueue(TierQueue):
 
     @property
     def has_news(self) -> bool:
-        """See `TierQueue`."""
+        """See `TierExecutor`."""
         return bool(self._finished)
 
     def poll(self) -> Iterator[Done]:
-        """See `TierQueue`."""
+        """See `TierExecutor`."""
         for _ in range(len(self._finished)):
             yield self._finished.popleft()
 
     @property
     def pending_write_bytes(self) -> int:
-        """See `TierQueue`."""
+        """See `TierExecutor`."""
         return self._write_bytes
 
     def has_room(self, nbytes: int) -> bool:
-        """See `TierQueue`."""
+        """See `TierExecutor`."""
         return self._write_bytes + nbytes <= self._most
 
     @property
     def under_way(self) -> int:
-        """See `TierQueue`."""
+        """See `TierExecutor`."""
         return len(self._gets) + len(self._puts)
 
     def drop(self) -> None:
@@ -190,7 +190,7 @@ class SteppedQueue(TierQueue):
         self._puts.clear()
 
     def close(self, timeout: float) -> bool:
-        """See `TierQueue`; a stalled tier is given up on at once."""
+        """See `TierExecutor`; a stalled tier is given up on at once."""
         for task in self._gets:
             self._end(task, task.given_up)
         self._gets.clear()

@@ -39,7 +39,7 @@ class VllmDriver:
 
     `connector` is its import path, "module:Class"; `config` its `kv_connector_extra_config`, in which "{folder}" stands
     for a folder that is new for each scenario. `adapter` lets its insides be seen; without one its behaviour is judged.
-    What does not end within `patience` seconds hangs.
+    What does not end within `timeout` seconds hangs.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class VllmDriver:
         connector: str,
         config: Mapping[str, Any] | None = None,
         adapter: ConnectorAdapter | None = None,
-        patience: float = 20.0,
+        timeout: float = 20.0,
     ) -> None:
         """Raises ValueError if `connector` is not of the form "module:Class"."""
         module, _, name = connector.partition(":")
         if not module or not name:
             raise ValueError(f'connector is {connector!r}; it must be "module:Class", like "kvpact.vllm:PactConnector"')
         adapter = adapter or KNOWN_ADAPTERS.get(name, ConnectorAdapter)()
-        self.subject = ConnectorUnderTest(module, name, config or {}, adapter, patience)
+        self.subject = ConnectorUnderTest(module, name, config or {}, adapter, timeout)
 
     def scenarios(self, names: Sequence[str] | None = None) -> list[Scenario]:
         """All scenarios, or those of these names. Raises KeyError for an unknown one."""

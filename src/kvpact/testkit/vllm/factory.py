@@ -37,7 +37,7 @@ class ConnectorUnderTest:
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
     adapter: ConnectorAdapter = field(default_factory=ConnectorAdapter)
-    patience: float = 20.0
+    timeout: float = 20.0
     """Seconds after which what does not end is taken to hang."""
 
     def transfer(self, folder: Path) -> dict[str, Any]:
@@ -145,15 +145,15 @@ class Lab:
 
     def rest(self, engine: VllmEngine) -> None:
         """Run until vLLM sees nothing left to do."""
-        if not engine.drain(self.subject.patience):
-            raise BrokenError("P11", f"with no request alive, vLLM is kept stepping for {self.subject.patience:.0f} s")
+        if not engine.drain(self.subject.timeout):
+            raise BrokenError("P11", f"with no request alive, vLLM is kept stepping for {self.subject.timeout:.0f} s")
 
     def finish(self, engine: VllmEngine, *request_ids: str) -> None:
         """Run until these requests (or all) have ended."""
-        if not engine.finish(*request_ids, seconds=self.subject.patience):
+        if not engine.finish(*request_ids, seconds=self.subject.timeout):
             waiting = [one for one in request_ids or engine.requests if not engine.ended(one)]
             states = ", ".join(f"{one} ({engine.status(one) or 'unknown'})" for one in waiting)
-            raise BrokenError("P11", f"still waiting after {self.subject.patience:.0f} s: {states}")
+            raise BrokenError("P11", f"still waiting after {self.subject.timeout:.0f} s: {states}")
 
     def require_promise(self, engine: VllmEngine, *request_ids: str) -> None:
         """Without a promised token for one of these requests (or any) there is nothing to see."""
@@ -194,14 +194,14 @@ class Lab:
     def _settle(self, engine: VllmEngine) -> None:
         """No request is left to run: what must be true now is."""
         self.finish(engine)
-        drained = engine.drain(self.subject.patience)
+        drained = engine.drain(self.subject.timeout)
         found = [*self._promises(engine), *self.reads(engine)]
         found += [Violation("P8", what) for what in engine.wrong_published()]
         self.violations += _first_of_each([*found, *self.answers(engine), *self._lasting(engine, drained)])
 
     def _lasting(self, engine: VllmEngine, drained: bool) -> Iterator[Violation]:
         if not drained:
-            yield Violation("P11", f"with no request alive, vLLM is kept stepping for {self.subject.patience:.0f} s")
+            yield Violation("P11", f"with no request alive, vLLM is kept stepping for {self.subject.timeout:.0f} s")
         if engine.held_blocks:
             yield Violation("P1", f"with no request alive, {engine.held_blocks} of the engine's blocks are not free")
         if held := self.held(engine):

@@ -334,7 +334,7 @@ def reset_while_requests_run(lab: Lab) -> None:
         engine.run(lambda: engine.status("loaded") == "RUNNING", steps=50)
         lab.require_promise(engine, "loaded")
         engine.step()
-        if not engine.run(lambda: engine.reset(running=True, connector=True), seconds=lab.subject.patience):
+        if not engine.run(lambda: engine.reset(running=True, connector=True), seconds=lab.subject.timeout):
             raise BrokenError("P11", "vLLM refuses every reset, because blocks stay held")
         lab.finish(engine)
 

@@ -75,7 +75,7 @@ _PARENT: Final = struct.Struct("112x32s")
 """Where a record's header has the key of the block before it."""
 
 _COUNTER: Final = struct.Struct("<QQ")
-_MOST_STOCKTAKING: Final = 4 << 20
+_MAX_SNAPSHOT: Final = 4 << 20
 """Bytes of a stocktaking with 40,000 writers; one that is larger is none."""
 _LONGEST_NAME: Final = 4096
 _RETRY_SECONDS: Final = 0.02
@@ -86,7 +86,7 @@ _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _WRITER: Final = re.compile(r"(?P<host>.+\+\d+)\+(?P<pid>\d+)\+[0-9a-f]{8}")
 
 
-class Stocktaking(msgspec.Struct, frozen=True):
+class UsageSnapshot(msgspec.Struct, frozen=True):
     """What the last collector found and left."""
 
     used_bytes: int
@@ -381,9 +381,9 @@ class DirectoryStore(RecordStore):
                 counted[name] = _COUNTER.unpack(raw)
         return counted
 
-    def _stocktaking(self) -> Stocktaking | None:
+    def _stocktaking(self) -> UsageSnapshot | None:
         try:
-            return msgspec.json.decode(_beginning(self._stocktaking_path, _MOST_STOCKTAKING), type=Stocktaking)
+            return msgspec.json.decode(_beginning(self._stocktaking_path, _MAX_SNAPSHOT), type=UsageSnapshot)
         except msgspec.DecodeError:
             return None
 
@@ -414,7 +414,7 @@ class DirectoryStore(RecordStore):
                 # Until they are removed, their counters say nothing new.
                 settled = {name: known.settled.get(name, 0) for name in counted}
                 settled |= {name: reserved for name, (reserved, _) in folded.items()}
-                self._write_stocktaking(Stocktaking(used, settled, known.life_seconds))
+                self._write_stocktaking(UsageSnapshot(used, settled, known.life_seconds))
                 self._remove_all(dead)
                 sync_folder(self._counters)
         finally:
@@ -455,7 +455,7 @@ class DirectoryStore(RecordStore):
                     life = max(0.0, time.time() + negative_ns / 1e9)
                 excess -= size
                 used -= size
-            self._write_stocktaking(Stocktaking(used, settled, life))
+            self._write_stocktaking(UsageSnapshot(used, settled, life))
             self._remove_all(abandoned)
             with self._lock:
                 self.evicted += evicted
@@ -483,7 +483,7 @@ class DirectoryStore(RecordStore):
             used += status_or_none.st_size if status_or_none else 0
         return used, sorted(heap, reverse=True)
 
-    def _write_stocktaking(self, found: Stocktaking) -> None:
+    def _write_stocktaking(self, found: UsageSnapshot) -> None:
         beside = self._temporaries / f"{self._name}.{next(self._numbers)}"
         content = msgspec.json.encode(found)
         replace_own(self._stocktaking_path, content, self._access, beside=beside, durable=True)

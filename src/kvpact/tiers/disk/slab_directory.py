@@ -78,18 +78,18 @@ class SlabDirectory:
             return cls(named, access=folder.access)
 
     @contextmanager
-    def locked(self, patience: float) -> Iterator[None]:
+    def locked(self, timeout: float) -> Iterator[None]:
         """Nobody else opens, grows or removes a slab here meanwhile.
 
-        Raises TierError after `patience` seconds, or if the folder is not ours any more, and OSError.
+        Raises TierError after `timeout` seconds, or if the folder is not ours any more, and OSError.
         """
         with OwnFolder.again(self.named, self.access) as folder:
             descriptor = self.access.open(folder.held / LOCK_FILE, os.O_RDWR)
         try:
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + timeout
             while not lock_file(descriptor):
                 if time.monotonic() >= deadline:
-                    raise TierError(f"disk tier: another process has held {self.path} locked for {patience:g} s")
+                    raise TierError(f"disk tier: another process has held {self.path} locked for {timeout:g} s")
                 time.sleep(_RETRY_S)
             yield
         finally:

@@ -37,7 +37,7 @@ from kvpact.tiers.base import (
 )
 from kvpact.tiers.disk.slab import PAGE_BYTES, SLAB_SUFFIX, Slab, occupied
 from kvpact.tiers.disk.slab_directory import SlabDirectory, open_slab
-from kvpact.tiers.use_count import Uses
+from kvpact.tiers.use_count import UseCount
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class DiskTier(Tier):
         self._no_growth_until = 0.0
         self._stale_headers: set[int] = set()
         """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
-        self._uses = Uses(slab.close)
+        self._uses = UseCount(slab.close)
         self._restore()
 
     @classmethod
@@ -104,12 +104,12 @@ class DiskTier(Tier):
         capacity_bytes: int,
         *,
         access: Access = PRIVATE,
-        patience: float = LOCK_PATIENCE_S,
+        timeout: float = LOCK_PATIENCE_S,
     ) -> DiskTier:
         """Open or create the namespace's slab in kvpact's folder inside `directory`, below `capacity_bytes` in all.
 
         Slabs of other namespaces count too: those in use reduce what this one may take, idle ones are removed when
-        their room is needed. `slot_bytes` is a block's size over all ranks, a multiple of 4,096. Waits up to `patience`
+        their room is needed. `slot_bytes` is a block's size over all ranks, a multiple of 4,096. Waits up to `timeout`
         seconds for another process to let go of the slab.
 
         Raises:
@@ -119,10 +119,10 @@ class DiskTier(Tier):
             raise TierError(f"disk tier: a slot must be a multiple of {PAGE_BYTES} bytes, not {slot_bytes}")
         room = SlabDirectory.prepare(Path(directory), capacity_bytes, access)
         path = room.path / f"{namespace.name}{SLAB_SUFFIX}"
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         try:
             while True:
-                with room.locked(patience):
+                with room.locked(timeout):
                     opened = open_slab(room, path, namespace, slot_bytes)
                 if isinstance(opened, Slab):
                     break
@@ -193,7 +193,7 @@ class DiskTier(Tier):
                     return first + sound, reason
             return len(slots), ""
 
-        _in_two_lanes(read, groups)
+        _on_two_threads(read, groups)
         result = arrived()
         if on_progress is not None:
             on_progress(result[0])
@@ -277,7 +277,7 @@ class DiskTier(Tier):
         with self._header_lock:
             self._slab.clear_headers(slots)
             self._stale_headers.difference_update(slots)
-        _in_two_lanes(write, self._groups(len(slots)))
+        _on_two_threads(write, self._groups(len(slots)))
         written = list(takewhile(digests.__contains__, slots))
         now = time.time()
         headers = {}
@@ -492,7 +492,7 @@ class DiskTier(Tier):
             logger.warning("disk tier: %s", message)
 
 
-def _in_two_lanes(work: Callable[[int, int], bool], groups: Iterable[tuple[int, int]]) -> None:
+def _on_two_threads(work: Callable[[int, int], bool], groups: Iterable[tuple[int, int]]) -> None:
     """Call `work` for each group, in order, on this thread and on one more, until it answers False; wait for both.
 
     The second thread is made for this: it lasts as long as one batch, and a stuck one cannot hold up the process's end.

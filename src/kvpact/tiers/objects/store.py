@@ -43,7 +43,7 @@ FIRST_READ_BYTES: Final = 16 << 10
 GAP_BYTES: Final = 128 << 10
 """Bytes that are read for nothing rather than asking again: a request takes as long as some megabytes do."""
 
-MOST_KEPT_BYTES: Final = 4 * GROUP_BYTES
+MAX_KEPT_BYTES: Final = 4 * GROUP_BYTES
 """What is kept of an object when a record is taken out of it or added: more than any of ours has, if it has several."""
 
 CHANGE_REQUESTS: Final = 5
@@ -251,7 +251,7 @@ class ObjectStore(RecordStore):
         kept: dict[str, Pack] = {}
         lengths = Counter(length for _, length in pack.records.values())
         usual = self.record_bytes or max(lengths, key=lengths.__getitem__, default=0)
-        room = max(MOST_KEPT_BYTES, 4 * (self.record_bytes or 0))
+        room = max(MAX_KEPT_BYTES, 4 * (self.record_bytes or 0))
         for name in names[: room // max(1, usual)]:
             if key_of(name) and pack.records[name][1] == usual:
                 kept[name] = pack

@@ -25,7 +25,7 @@ _RECEIVE_BYTES: Final = 16 << 10
 _SMALL_BYTES: Final = 8 << 10
 """Pieces up to here are joined with what is sent before them: copying them costs less than a system call."""
 
-_MOST_REPLY: Final = 1 << 20
+_MAX_REPLY: Final = 1 << 20
 """No reply that is not read into buffers is longer; one that is comes from something else than we asked."""
 
 _DEEPEST_REPLY: Final = 8
@@ -44,7 +44,7 @@ class Moved(ErrorReply):
     """Another server of the Cluster has this key by now."""
 
 
-class Wire:
+class Connection:
     """One connection: requests go out together, replies are read in order, and all of it ends at `deadline`.
 
     It speaks RESP2 itself: from and into the caller's memory, that moves values of 1 and 4 MiB about twice as fast as
@@ -157,7 +157,7 @@ class Wire:
     def _bulk(self, nbytes: int) -> bytes | None:
         if nbytes < 0:
             return None
-        if nbytes > _MOST_REPLY:
+        if nbytes > _MAX_REPLY:
             self._skip(nbytes + 2)
             return b""
         value = bytearray(nbytes)
@@ -204,7 +204,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class Credentials:
     """How servers are reached: by whom, and over what. Its credentials are in no message, nor in its own text."""
 
     user: str = field(repr=False)
@@ -216,12 +216,13 @@ class Access:
     looks_only: bool = False
     """Reads are to leave no trace: those of Redis 7.2, Valkey and later then do not count as use."""
 
-    def connect(self, address: Address, seconds: float, *, known: bool = True) -> Wire:
+    def connect(self, address: Address, seconds: float, *, known: bool = True) -> Connection:
         """A new connection, as our user if we are to be `known`; the password file is read again for each.
 
         Raises StoreError, which repeats nothing that a server makes of a password.
         """
-        from redis import Connection, RedisError, SSLConnection
+        import redis
+        from redis import RedisError
         from redis.backoff import NoBackoff
         from redis.exceptions import AuthenticationError, ResponseError
         from redis.retry import Retry
@@ -237,7 +238,7 @@ class Access:
             options["db"] = self.database
         if self.tls:
             options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": self.ca_file}
-        connection: Any = (SSLConnection if self.tls else Connection)(**options)
+        connection: Any = (redis.SSLConnection if self.tls else redis.Connection)(**options)
         where = f"{address[0]}:{address[1]}"
         try:
             connection.connect()
@@ -252,7 +253,7 @@ class Access:
             for secret in filter(None, (password, self.user)):
                 message = message.replace(secret, "***")
             raise StoreError(f"cannot connect to {where}: {message}") from None
-        return Wire(connection)
+        return Connection(connection)
 
     def _password(self) -> str:
         if not self.password_file:
@@ -266,14 +267,14 @@ class Access:
 class Pool:
     """Connections that are kept for the next call."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Credentials) -> None:
         self._access = access
         self._lock = threading.Lock()
-        self._idle: dict[Address, list[Wire]] = defaultdict(list)
+        self._idle: dict[Address, list[Connection]] = defaultdict(list)
         self._closed = False
 
     @contextmanager
-    def wire(self, address: Address, deadline: float, *, known: bool = True) -> Iterator[Wire]:
+    def wire(self, address: Address, deadline: float, *, known: bool = True) -> Iterator[Connection]:
         """A connection for one batch; after an error it is ended, since nobody knows what is still to come from it."""
         wire = self._idle_one(address) if known else None
         if wire is None:
@@ -293,7 +294,7 @@ class Pool:
         if not kept:
             wire.close()
 
-    def _idle_one(self, address: Address) -> Wire | None:
+    def _idle_one(self, address: Address) -> Connection | None:
         while True:
             with self._lock:
                 wire = self._idle[address].pop() if self._idle[address] else None

@@ -13,9 +13,9 @@ from typing import Final
 from kvpact.tiers.base import HEADER_BYTES
 
 _PART_PREFIX: Final = b"kvpact-part:"
-MOST_PART: Final = 512 << 20
-LEAST_PART: Final = 4 << 10
-_MOST_PARTS: Final = 1 << 16
+MAX_PART: Final = 512 << 20
+MIN_PART: Final = 4 << 10
+_MAX_PARTS: Final = 1 << 16
 
 _FIRST_PARTS: Final = 16
 """So many parts of a record are asked for at once; if all are there, four times as many: what claims to have parts and
@@ -45,7 +45,7 @@ class SplitHead:
         if len(raw) != SPLIT_BYTES or not raw.startswith(SPLIT_MAGIC):
             return None
         _, nonce, nbytes, part_bytes = _SPLIT.unpack_from(raw)
-        if not LEAST_PART <= part_bytes <= MOST_PART or nbytes > part_bytes * _MOST_PARTS:
+        if not MIN_PART <= part_bytes <= MAX_PART or nbytes > part_bytes * _MAX_PARTS:
             return None
         return cls(nonce, nbytes, part_bytes, raw[_SPLIT.size :][:nbytes])
 

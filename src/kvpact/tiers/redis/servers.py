@@ -47,7 +47,7 @@ class OneServer(Servers):
         pass
 
 
-class _Guides:
+class _SeedNodes:
     """Servers that know where others are; one that hangs takes only its share of the time."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address], *, known: bool) -> None:
@@ -77,7 +77,7 @@ class Sentinels(Servers):
     """The master of one name, of which Sentinels know the address. They are asked without user and password."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address], name: str) -> None:
-        self._guides = _Guides(pool, addresses, known=False)
+        self._guides = _SeedNodes(pool, addresses, known=False)
         self._name = name.encode()
         self._master: Address | None = None
 
@@ -98,7 +98,7 @@ class Cluster(Servers):
     """Masters that share the 16384 hash slots among them."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address]) -> None:
-        self._guides = _Guides(pool, addresses, known=True)
+        self._guides = _SeedNodes(pool, addresses, known=True)
         self._slots: list[Address | None] | None = None
 
     def of(self, key: bytes, deadline: float) -> Address:

@@ -18,8 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 from kvpact.errors import TierError
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.redis.connections import Access, Address, ErrorReply, Moved, Pool, Wire, length_of
-from kvpact.tiers.redis.parts import LEAST_PART, MOST_PART, SPLIT_BYTES, SPLIT_MAGIC, SplitHead, cut_into_parts, stages
+from kvpact.tiers.redis.connections import Address, Connection, Credentials, ErrorReply, Moved, Pool, length_of
+from kvpact.tiers.redis.parts import MAX_PART, MIN_PART, SPLIT_BYTES, SPLIT_MAGIC, SplitHead, cut_into_parts, stages
 from kvpact.tiers.redis.servers import Cluster, OneServer, Sentinels, Servers
 from kvpact.tiers.shared.tier import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreError, StoreUsage
 from kvpact.tiers.urls import SCHEMES, TierURL, format_size
@@ -70,13 +70,13 @@ class RedisStore(RecordStore):
         found = [False] * len(names)
         heads: dict[int, SplitHead] = {}
 
-        def ask(wire: Wire, index: int) -> None:
+        def ask(wire: Connection, index: int) -> None:
             # A byte more than is wanted, so that a longer record is told from one that fits without being sent whole.
             end = max(length_of(buffers[index]), SPLIT_BYTES)
             wire.send(b"GETRANGE", keys[index], b"0", b"%d" % end)
             self._prolong(wire, keys[index])
 
-        def take(wire: Wire, index: int) -> None:
+        def take(wire: Connection, index: int) -> None:
             value = wire.value_into(buffers[index], apart=SPLIT_BYTES)
             self._prolonged(wire)
             if isinstance(value, bool):
@@ -112,12 +112,12 @@ class RedisStore(RecordStore):
     ) -> None:
         """Read some parts; records of which one is missing leave `whole`."""
 
-        def ask(wire: Wire, at: int) -> None:
+        def ask(wire: Connection, at: int) -> None:
             _, key, pieces = parts[at]
             wire.send(b"GETRANGE", key, b"0", b"%d" % length_of(pieces))
             self._prolong(wire, key)
 
-        def take(wire: Wire, at: int) -> None:
+        def take(wire: Connection, at: int) -> None:
             index, _, pieces = parts[at]
             value = wire.value_into(pieces)
             self._prolonged(wire)
@@ -150,7 +150,7 @@ class RedisStore(RecordStore):
         return SplitHead(os.urandom(16), nbytes, self._part_bytes, first)
 
     def _write_parts(self, parts: Sequence[tuple[bytes, RecordPieces]], deadline: float) -> None:
-        def ask(wire: Wire, at: int) -> None:
+        def ask(wire: Connection, at: int) -> None:
             key, pieces = parts[at]
             wire.send(b"SET", key, pieces, b"EX", b"%d" % ORPHAN_SECONDS)
 
@@ -167,14 +167,14 @@ class RedisStore(RecordStore):
         outdated: dict[int, SplitHead] = {}
         expire = (b"PX", self._lifetime) if self._lifetime else ()
 
-        def ask(wire: Wire, index: int) -> None:
+        def ask(wire: Connection, index: int) -> None:
             head = heads.get(index)
             if head is None:
                 wire.send(b"SET", keys[index], records[index], *expire)
             else:
                 wire.send(b"SET", keys[index], head.encode(), *expire, b"GET")
 
-        def take(wire: Wire, index: int) -> None:
+        def take(wire: Connection, index: int) -> None:
             reply = wire.reply()
             old = SplitHead.decode(reply) if index in heads and isinstance(reply, bytes) else None
             if old is not None and old.nonce != heads[index].nonce:  # asked once more, it is our own
@@ -186,7 +186,7 @@ class RedisStore(RecordStore):
     def _keep_parts(self, parts: Sequence[bytes], deadline: float) -> None:
         """Parts that a record names are no orphans any more."""
 
-        def ask(wire: Wire, at: int) -> None:
+        def ask(wire: Connection, at: int) -> None:
             if self._lifetime:
                 wire.send(b"PEXPIRE", parts[at], self._lifetime)
             else:
@@ -198,11 +198,11 @@ class RedisStore(RecordStore):
         removed = 0
         heads: dict[int, SplitHead] = {}
 
-        def ask(wire: Wire, index: int) -> None:
+        def ask(wire: Connection, index: int) -> None:
             wire.send(b"GETRANGE", keys[index], b"0", b"%d" % SPLIT_BYTES)
             wire.send(b"UNLINK", keys[index])
 
-        def take(wire: Wire, index: int) -> None:
+        def take(wire: Connection, index: int) -> None:
             nonlocal removed
             head = wire.reply(lenient=True)
             removed += wire.reply() == 1
@@ -227,7 +227,7 @@ class RedisStore(RecordStore):
         """Remove some parts; the records of which there were any."""
         found: set[int] = set()
 
-        def take(wire: Wire, at: int) -> None:
+        def take(wire: Connection, at: int) -> None:
             if wire.reply() == 1:
                 found.add(parts[at][0])
 
@@ -301,7 +301,7 @@ class RedisStore(RecordStore):
         """
         sizes: list[int | None] = [None] * len(keys)
 
-        def take(wire: Wire, index: int) -> None:
+        def take(wire: Connection, index: int) -> None:
             reply = wire.reply(lenient=True)
             sizes[index] = (reply or None) if isinstance(reply, int) else 0
 
@@ -334,7 +334,7 @@ class RedisStore(RecordStore):
         """Which of the records are not there in full, by these parts."""
         missing: set[int] = set()
 
-        def take(wire: Wire, at: int) -> None:
+        def take(wire: Connection, at: int) -> None:
             index, _, nbytes = parts[at]
             if wire.reply(lenient=True) != nbytes:
                 missing.add(index)
@@ -346,29 +346,29 @@ class RedisStore(RecordStore):
         """The first bytes of what stands under each key, enough to know a split head; None where nothing is."""
         beginnings: list[bytes | None] = [None] * len(keys)
 
-        def take(wire: Wire, index: int) -> None:
+        def take(wire: Connection, index: int) -> None:
             reply = wire.reply(lenient=True)
             beginnings[index] = (reply or None) if isinstance(reply, bytes) else b""
 
-        def ask(wire: Wire, index: int) -> None:
+        def ask(wire: Connection, index: int) -> None:
             wire.send(b"GETRANGE", keys[index], b"0", b"%d" % SPLIT_BYTES)
 
         self._each(keys, ask, take, deadline)
         return beginnings
 
-    def _prolong(self, wire: Wire, key: bytes) -> None:
+    def _prolong(self, wire: Connection, key: bytes) -> None:
         if self._lifetime:
             wire.send(b"PEXPIRE", key, self._lifetime)
 
-    def _prolonged(self, wire: Wire) -> None:
+    def _prolonged(self, wire: Connection) -> None:
         if self._lifetime:
             wire.reply()
 
     def _each(
         self,
         keys: Sequence[bytes],
-        ask: Callable[[Wire, int], None],
-        take: Callable[[Wire, int], object],
+        ask: Callable[[Connection, int], None],
+        take: Callable[[Connection, int], object],
         deadline: float,
     ) -> None:
         """Send what `ask` says for each key to the server that has it, then let `take` read the replies.
@@ -385,8 +385,8 @@ class RedisStore(RecordStore):
         self,
         indexes: Iterable[int],
         keys: Sequence[bytes],
-        ask: Callable[[Wire, int], None],
-        take: Callable[[Wire, int], object],
+        ask: Callable[[Connection, int], None],
+        take: Callable[[Connection, int], object],
         deadline: float,
     ) -> list[int]:
         """Which of the keys were not there any more."""
@@ -460,8 +460,8 @@ def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS, *, for_tool: bool
     if ca_file and base != "rediss":
         raise TierError(f"{url}: ca_file is for TLS; write rediss instead of redis")
     part_bytes = url.size("part", PART_BYTES)
-    if not LEAST_PART <= part_bytes <= MOST_PART:
-        raise TierError(f"{url}: part must be from {format_size(LEAST_PART)} to {format_size(MOST_PART)}")
+    if not MIN_PART <= part_bytes <= MAX_PART:
+        raise TierError(f"{url}: part must be from {format_size(MIN_PART)} to {format_size(MAX_PART)}")
     expiry = url.seconds("expiry", 0.0) if "expiry" in options else None
     timeout = url.seconds("timeout", timeout)
     if expiry == 0 or timeout == 0:
@@ -470,7 +470,7 @@ def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS, *, for_tool: bool
         expiry = None
     user, _, password = url.host.rpartition("@")[0].partition(":")
     password_file = options.get("password_file", "")
-    access = Access(unquote(user), unquote(password), password_file, base == "rediss", ca_file, int(database))
+    access = Credentials(unquote(user), unquote(password), password_file, base == "rediss", ca_file, int(database))
     pool = Pool(replace(access, looks_only=for_tool))
     servers: Servers
     if kind == "cluster":
@@ -499,7 +499,7 @@ def _keys(names: Sequence[str]) -> list[bytes]:
     return [_PREFIX + name.encode() for name in names]
 
 
-def _take_reply(wire: Wire, index: int) -> None:
+def _take_reply(wire: Connection, index: int) -> None:
     wire.reply()
 
 

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvpact.identity.keys import Namespace
-from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordError, RecordHeader, RecordSeal, written_in_older_format
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordError, RecordHeader, RecordMac, written_in_older_format
 from kvpact.tiers.shared.tier import NAMESPACE_RECORD, RecordStore, StoredRecord, key_of
 
 _BATCH = 512
-_MOST_LENGTH = 1 << 32
+_MAX_LENGTH = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _fields(store: RecordStore, name: str) -> Mapping[str, str]:
 def verify_store(
     store: RecordStore,
     group: str = "",
-    seal: RecordSeal = UNSEALED,
+    seal: RecordMac = UNSEALED,
     progress: Callable[[int, int], object] | None = None,
 ) -> StoreReport:
     """Read every record of a group, or of all, and check it as a read by its engine would. Raises StoreError.
@@ -142,7 +142,7 @@ def verify_store(
     return StoreReport(store.place, records, sound, gone, unsealed, damaged)
 
 
-def _wrong(store: RecordStore, name: str, raw: bytes, seal: RecordSeal) -> str:
+def _wrong(store: RecordStore, name: str, raw: bytes, seal: RecordMac) -> str:
     """Why a record would not be served; "" if it would."""
     try:
         header = RecordHeader.decode(raw, namespace=None, length=None, seal=seal)
@@ -152,7 +152,7 @@ def _wrong(store: RecordStore, name: str, raw: bytes, seal: RecordSeal) -> str:
         return f"of namespace {header.namespace.hex()[:16]}"
     if header.key != key_of(name):
         return f"misplaced: it is block {header.key.hex()[:16]}"
-    if header.length > _MOST_LENGTH:
+    if header.length > _MAX_LENGTH:
         return f"a payload of {header.length} bytes"
     again, payload = bytearray(HEADER_BYTES), bytearray(header.length)
     if store.read([name], [[memoryview(again), memoryview(payload)]]) != [True]:

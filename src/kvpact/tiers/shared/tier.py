@@ -25,13 +25,13 @@ from kvpact.tiers.base import (
     Progress,
     RecordError,
     RecordHeader,
-    RecordSeal,
+    RecordMac,
     Tier,
     TierCapacity,
     TierCounts,
     TierHealth,
 )
-from kvpact.tiers.use_count import Uses
+from kvpact.tiers.use_count import UseCount
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class RecordStore(ABC):
         """Where it is, for messages, without credentials: "redis://cache:6379/0"."""
 
 
-def group_name(namespace: Namespace, seal: RecordSeal) -> str:
+def group_name(namespace: Namespace, seal: RecordMac) -> str:
     """What the names of a namespace's records begin with. Engines with other record keys keep apart."""
     return f"{namespace.name}-{seal.name}" if seal.name else namespace.name
 
@@ -185,7 +185,7 @@ class SharedTier(Tier):
     exclusive = False
 
     def __init__(
-        self, store: RecordStore, namespace: Namespace, slot_bytes: int, *, seal: RecordSeal = UNSEALED
+        self, store: RecordStore, namespace: Namespace, slot_bytes: int, *, seal: RecordMac = UNSEALED
     ) -> None:
         """`slot_bytes` is a block's size over all ranks. Takes over `store`, which it closes."""
         self.name = store.kind
@@ -203,7 +203,7 @@ class SharedTier(Tier):
         self._usage = StoreUsage()
         self._usage_at = float("-inf")
         self._described = False
-        self._uses = Uses(store.close)
+        self._uses = UseCount(store.close)
 
     # Looking and reading
 
