@@ -454,7 +454,7 @@ def test_a_match_found_at_the_step_is_told_afterwards_and_disturbs_no_plan() -> 
     positions = BlockRange(4 * BLOCK_SIZE + 3, 2 * BLOCK_SIZE - 4)
 
     def found(**changes: object) -> None:
-        told = {"block_size": BLOCK_SIZE, "intent": "", "now": 1.0, "request_finished": False, **changes}
+        told = {"block_size": BLOCK_SIZE, "slots": "", "now": 1.0, "request_finished": False, **changes}
         scene.ledger.note_step_match("r", BlockRange(4, 2), positions, **told)  # type: ignore[arg-type]
 
     found()
