@@ -32,8 +32,8 @@ from kvpact.demo.model import TINY_SHAPE, ensure_model
 
 TRACE = Path("/work/shared/data/mooncake_conversation.jsonl")
 TRACE_BLOCK = 512
-MOST_BLOCKS = 16
-MOST_TURNS = 8
+MAX_BLOCKS = 16
+MAX_TURNS = 8
 MEMORY = "512MiB"
 """Room for every block of the trace as it is scaled down: what is compared is what is written, not what is evicted."""
 
@@ -52,9 +52,9 @@ def conversations(trace: Path, first: int, last: int) -> list[list[int]]:
     chosen = [
         place
         for places in groups.values()
-        if 2 <= len(places) <= MOST_TURNS and first <= places[0] and places[-1] < last
+        if 2 <= len(places) <= MAX_TURNS and first <= places[0] and places[-1] < last
         for place in places
-        if all(len(requests[place]["hash_ids"]) <= MOST_BLOCKS for place in places)
+        if all(len(requests[place]["hash_ids"]) <= MAX_BLOCKS for place in places)
     ]
     return [scaled(requests[place]) for place in sorted(chosen)]
 
@@ -125,7 +125,7 @@ def compare(model: Path, folder: Path, blocks: int, prompts: Sequence[Sequence[i
                 "num_gpu_blocks_override": blocks,
                 "dtype": "float32",
                 "max_num_batched_tokens": 2048,
-                "max_model_len": 2 * MOST_BLOCKS * BLOCK,
+                "max_model_len": 2 * MAX_BLOCKS * BLOCK,
             }
             settings = EngineSettings(model, config, arguments)
             engines[save] = EngineProcess(settings, folder / f"{save}-{blocks}.log")

@@ -24,7 +24,7 @@ LONG = LONG_BLOCKS * BLOCK_SIZE + 1
 """Tokens of such a prompt in blocks of a scene's size, and one that is always computed."""
 PREFILL_SECONDS = 0.2
 """In which 2,000 tokens are computed at 10,000 tokens a second."""
-MOST_RUNS = 8
+MAX_RUNS = 8
 
 HOOKS = (
     "on_new_request",
@@ -79,9 +79,9 @@ class HookTime:
 
 
 def cheapest_steps(play: Callable[[], HookTime], is_enough: Callable[[list[StepTime]], bool]) -> list[StepTime]:
-    """Play a scene, always with the same steps, until `is_enough` or `MOST_RUNS` times; what each step cost at best."""
+    """Play a scene, always with the same steps, until `is_enough` or `MAX_RUNS` times; what each step cost at best."""
     steps: list[StepTime] = []
-    for _ in range(MOST_RUNS):
+    for _ in range(MAX_RUNS):
         gc.collect()
         gc.disable()  # an engine freezes what it started with; here a test's neighbours would be walked through
         try:
@@ -121,6 +121,6 @@ def assert_all_steps_cost(play: Callable[[], HookTime], cpu_seconds: float) -> N
 def assert_ends_within(play: Callable[[], float], least: float, most: float) -> None:
     """What plays for so many seconds, as it says itself, takes no less, and at best no more than this."""
     seconds: list[float] = []
-    while len(seconds) < MOST_RUNS and min(seconds, default=most + 1) > most:
+    while len(seconds) < MAX_RUNS and min(seconds, default=most + 1) > most:
         seconds.append(play())
     assert least <= min(seconds) <= most, seconds

@@ -207,7 +207,7 @@ def test_a_memory_that_cannot_be_written_is_done_without(model: Path, tmp_path: 
 
 
 def test_the_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(weights, "MAX_REMEMBERED", 3)
     memory = DigestMemory(tmp_path / "weights.json")
     stamp = FileStamp(1, 2, 3, 4)
     for number in range(5):

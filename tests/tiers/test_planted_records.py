@@ -25,7 +25,7 @@ from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.mooncake import MooncakeStore, open_mooncake
 from kvpact.tiers.objects.packs import encode_pack
 from kvpact.tiers.objects.store import ObjectStore, open_objects
-from kvpact.tiers.redis.connections import Wire
+from kvpact.tiers.redis.connections import Connection
 from kvpact.tiers.redis.store import open_redis
 from kvpact.tiers.shared.tier import SharedTier, group_name, record_name
 from kvpact.tiers.urls import parse_tier_url
@@ -41,8 +41,8 @@ SICK = 2
 GROUP = group_name(NAMESPACE, UNSEALED)
 NAME = record_name(GROUP, DOCUMENT.keys[SICK])
 
-MOST_MEMORY = 2 << 20
-MOST_CPU_SECONDS = 0.1
+MAX_MEMORY = 2 << 20
+MAX_CPU_SECONDS = 0.1
 """Of the calling thread, tracing included; what was planted took 1.8 s without."""
 
 
@@ -93,13 +93,13 @@ class Commands:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    sent, send = Commands(), Wire.send
+    sent, send = Commands(), Connection.send
 
-    def noted(wire: Wire, *words: bytes) -> None:
+    def noted(wire: Connection, *words: bytes) -> None:
         sent.keys.append(words[1])
         send(wire, *words)
 
-    monkeypatch.setattr(Wire, "send", noted)
+    monkeypatch.setattr(Connection, "send", noted)
     return sent
 
 
@@ -149,8 +149,8 @@ def test_h63_296_planted_bytes_cost_next_to_nothing(
         commands.keys.clear()
         with costs() as cost:
             CALLS[call](tier)
-        assert cost.memory < MOST_MEMORY
-        assert cost.seconds < MOST_CPU_SECONDS
+        assert cost.memory < MAX_MEMORY
+        assert cost.seconds < MAX_CPU_SECONDS
         assert len(commands.keys) < 12 * len(DOCUMENT)
         tier.store.record_bytes = RECORD
         assert served(tier) <= SICK or call == "put"
@@ -180,7 +180,7 @@ def test_h63_a_record_of_many_parts_is_there_with_all_of_them_only(parts_there: 
 # Objects
 
 HUGE = 32 << 20
-MOST_READ = 3 << 20
+MAX_READ = 3 << 20
 """Bytes, of tables and of the records of one honest object, that a call may read."""
 PLACES = ("s3", "file")
 FIRST = record_name(GROUP, DOCUMENT.keys[0])
@@ -291,7 +291,7 @@ def test_h63_nothing_larger_than_an_honest_object_is_read_to_judge_or_remove_a_p
         with costs() as cost:
             assert served(counted) <= len(DOCUMENT)
             assert counted.delete([DOCUMENT.keys[SICK]]) <= 1
-        assert s3.answered_bytes - before < MOST_READ
+        assert s3.answered_bytes - before < MAX_READ
         assert cost.memory < 32 << 20
         assert served(counted) <= SICK
         assert stored(counted) == served(counted) == len(DOCUMENT), "a write does not mend it"
@@ -354,7 +354,7 @@ def test_h63_a_slab_that_claims_a_table_larger_than_its_file_is_begun_anew(
         file.write(Superblock(slot_bytes, table_slots, NAMESPACE).encode())
     with costs() as cost:
         tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 16 << 20)
-    assert cost.memory < MOST_MEMORY
+    assert cost.memory < MAX_MEMORY
     assert tier.put(DOCUMENT.keys, 0, filled_buffers(DOCUMENT.keys, SLOT, 2)) == len(DOCUMENT)
     assert tier.get(DOCUMENT.keys, 0, empty_buffers(len(DOCUMENT), SLOT, 2)) == len(DOCUMENT)
     tier.close()

@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
-from hook_time import LONG_BLOCKS, MOST_RUNS, HookTime, StepTime
+from hook_time import LONG_BLOCKS, MAX_RUNS, HookTime, StepTime
 from kvpact.cache.turns import STEP_BUDGET_SECONDS
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, Spoiled, Traffic, object_server
@@ -341,7 +341,7 @@ def test_h58_no_step_of_the_scheduler_does_a_stores_work_or_waits_for_it(
         return hooks.worst
 
     lives: list[StepTime] = []
-    while len(lives) < MOST_RUNS and not any(life.within_bounds for life in lives):
+    while len(lives) < MAX_RUNS and not any(life.within_bounds for life in lives):
         lives.append(live())
     assert any(life.within_bounds for life in lives), lives
 
