@@ -12,7 +12,7 @@ workers' reports: every committed token is named as loaded or as failed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -185,6 +185,14 @@ class StepWork:
     """Loads that did not end by their deadline. A worker lets the engine go on without those that have not ended by
     now; it reports all blocks of such a job as failed, and that only when it can no longer write to them."""
     extra: object = None
+    lookups: tuple[StepLookup, ...] = ()
+    """What workers look for before they begin the step; each belongs to one of `saves` (`SupportsStepLookup`)."""
+
+    def failed(self, num_ranks: int) -> WorkerReport:
+        """The report of ranks none of which carried out any of the loads and saves."""
+        jobs: tuple[LoadJob | SaveJob, ...] = (*self.loads, *self.saves)
+        outcomes = {job.job_id: JobOutcome(failed=RangeSet.of(job.blocks)) for job in jobs}
+        return WorkerReport(dict.fromkeys(range(num_ranks), outcomes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +213,8 @@ class WorkerReport:
     """What the workers say after one step: rank -> job id -> outcome. Never absent, always true, even if empty."""
 
     ranks: Mapping[int, Mapping[int, JobOutcome]]
+    reads: tuple[StoreRead, ...] = ()
+    """What the first rank has read for look-ups; the other ranks have read the same."""
 
     def __bool__(self) -> bool:
         """True: an engine that skips falsy reports would take a silent rank for an agreeing one (H40)."""
@@ -212,8 +222,8 @@ class WorkerReport:
 
     @property
     def says_something(self) -> bool:
-        """Whether any rank speaks of any job."""
-        return any(self.ranks.values())
+        """Whether any rank speaks of any job, or of what it read."""
+        return bool(self.reads) or any(self.ranks.values())
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both reports in one; commutative, and idempotent per rank and job: late and repeated pieces are harmless."""
@@ -222,7 +232,7 @@ class WorkerReport:
             mine = merged.setdefault(rank, {})
             for job_id, outcome in jobs.items():
                 mine[job_id] = mine[job_id].merge(outcome) if job_id in mine else outcome
-        return WorkerReport(merged)
+        return WorkerReport(merged, tuple(dict.fromkeys(self.reads + other.reads)))
 
 
 class JobTally:
@@ -263,7 +273,11 @@ class JobTally:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettlement:
-    """How a committed match ended: every committed block is in one of the two sets, in the request's numbering."""
+    """How a committed match ended: every committed block is in one of the two sets, in the request's numbering.
+
+    With `skipped_tokens` nothing was committed: workers found that many tokens when a step began (`StepLookup`), and
+    the engine did not compute them.
+    """
 
     request_id: str
     loaded: RangeSet
@@ -272,6 +286,7 @@ class LoadSettlement:
     late: bool = False
     """The deadline has passed and ranks may still write to the blocks, all of which count as failed. The cache holds
     them until no rank can; the request must be given other blocks."""
+    skipped_tokens: int = 0
 
 
 class ExternalCache(ABC):
@@ -315,7 +330,7 @@ class ExternalCache(ABC):
 
     @abstractmethod
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
-        """Take in the workers' report; returns the loads that it settled.
+        """Take in the workers' report; returns the loads that it settled, and the tokens that look-ups spared.
 
         A load is settled when no rank can still write its blocks, because the engine may then give them away (H07). A
         load that has not ended by its deadline is settled as `late`, while the cache holds its blocks through the
@@ -328,6 +343,37 @@ class ExternalCache(ABC):
 
     def on_new_request(self, request: EngineRequest) -> None:
         """The engine accepted a request; a cache may start looking for its prefix. Default: nothing."""
+
+    def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Whether `prepare_external_match` would say "ask again later" as it did the last time.
+
+        Engines ask for each waiting request in each step; a cache that can tell cheaply says so here. Default: no.
+        """
+        return False
+
+    @property
+    def asks_shared(self) -> bool:
+        """Whether `prepare_external_match` asks stores that answer later, which costs the step time.
+
+        An engine may then leave some requests to a later step, and decline those for which there is none. Default: no.
+        """
+        return False
+
+    def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
+        """Instead of `prepare_external_match`, where the engine has no time for it. Default: its plan is aborted."""
+        self.abort_external_match(request.request_id, None, "deadline")
+
+    def abandon_step(self, num_ranks: int) -> None:
+        """What the running step has ordered never reaches the workers, and must not be ordered with a later one.
+
+        Default: the step is ended, and a report says that all of it failed on all ranks.
+        """
+        self.apply_report(self.end_step().failed(num_ranks))
+
+    @property
+    def has_overdue_loads(self) -> bool:
+        """Whether `apply_report` must be called though no rank said anything. Default: after every step."""
+        return True
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """The engine offers its block pool, or its whole `SchedulerContext`. Default: not used."""
@@ -347,6 +393,28 @@ class ExternalCache(ABC):
         """
         raise WeightsVersionRefused(f"this cache knows no word for its weights; {version!r} changes nothing")
 
+    def take_back_reset(self) -> bool:
+        """The weights are those from before the last reset after all; whether what was stored then is served again.
+
+        Default: it is not.
+        """
+        return False
+
+    def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """These blocks of the engine hold garbage: nothing of them, or computed behind them, is stored (H48).
+
+        `tables` has the blocks of each request that may have some of them. What is stored of these requests already,
+        from the first of these blocks on, is dropped. Default: a reset, which drops everything.
+        """
+        self.reset()
+
+    def distrust_adapter(self, adapter: str) -> None:
+        """What the engine computed under `adapter`, as identities name it, may be another's.
+
+        None of it that is not saved yet is saved. What was reported as saved before is the adapter's. Default: a reset.
+        """
+        self.reset()
+
     @property
     def supports_kv_cache_groups(self) -> bool:
         """Whether the cache stores and loads the blocks of every KV cache group, not the first alone. Default: no."""
@@ -359,6 +427,18 @@ class ExternalCache(ABC):
 
     def shutdown(self) -> None:
         """Flush and release everything, in bounded time."""
+
+
+@runtime_checkable
+class SupportsStepLookup(Protocol):
+    """A cache that can have its workers look for a match when the step begins, which the scheduler knew nothing of."""
+
+    def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
+        """Have the workers look, when the running step begins, for what it computes and saves: `StepWork.lookups`.
+
+        To be called after `note_computed`. Of the request the engine has `computed_tokens`; at most the `max_tokens`
+        after them can be skipped.
+        """
 
 
 class ExternalCacheWorker(ABC):
@@ -414,7 +494,10 @@ __all__ = [
     "LoadSettlement",
     "SaveJob",
     "SchedulerContext",
+    "StepLookup",
     "StepWork",
+    "StoreRead",
+    "SupportsStepLookup",
     "WorkerReport",
     "num_blocks_for",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvpact.contract import StepLookup, StepWork, StoreRead, WorkerReport
+from kvpact.contract import StepWork, WorkerReport
 from kvpact.memory.arena import SegmentAddress
 
 
@@ -50,9 +50,8 @@ class StepMessage:
 
     work: StepWork = field(default_factory=StepWork)
     broken: tuple[UnorderedLoad, ...] = ()
-    lookups: tuple[StepLookup, ...] = ()
     store: SharedTierConfig | None = None
-    """Where to look; with every step that has `lookups`."""
+    """Where to look; with every step whose work has look-ups."""
     adapters: tuple[AdapterUsed, ...] = ()
     """What requests that run with loaded blocks for the first time must run with."""
     changes: tuple[int, ...] = ()
@@ -75,14 +74,6 @@ class WorkerHandshake:
     """What only this worker knows of the content of its blocks, by name: see `kvpact.vllm.worker_identity`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankReports:
-    """One step's report over some ranks, with the reads of the one rank that tells them."""
-
-    report: WorkerReport
-    reads: tuple[StoreRead, ...] = ()
-
-
 def encode_step(message: StepMessage) -> bytes:
     """A step, as bytes."""
     return _NOTHING_TO_DO if message == _NO_WORK else msgspec.msgpack.encode(message)
@@ -103,19 +94,19 @@ def decode_handshake(payload: bytes) -> WorkerHandshake:
     return msgspec.msgpack.decode(payload, type=WorkerHandshake)
 
 
-def encode_reports(message: RankReports) -> bytes:
-    """Reports over some ranks, as bytes."""
-    return msgspec.msgpack.encode(message)
+def encode_report(report: WorkerReport) -> bytes:
+    """One step's report over some ranks, as bytes."""
+    return msgspec.msgpack.encode(report)
 
 
-def decode_reports(payload: bytes) -> RankReports:
-    """The reports. Raises msgspec.DecodeError."""
-    return _SILENCE if payload == _SILENT else _RANKS_MESSAGES.decode(payload)
+def decode_report(payload: bytes) -> WorkerReport:
+    """The report. Raises msgspec.DecodeError."""
+    return _SILENCE if payload == _SILENT else _REPORTS.decode(payload)
 
 
-_RANKS_MESSAGES = msgspec.msgpack.Decoder(RankReports)
+_REPORTS = msgspec.msgpack.Decoder(WorkerReport)
 # Most steps order nothing and most reports of a single rank are empty: those cost the scheduler a comparison.
 _NO_WORK = StepMessage()
 _NOTHING_TO_DO = msgspec.msgpack.encode(_NO_WORK)
-_SILENCE = RankReports(WorkerReport({0: {}}))
+_SILENCE = WorkerReport({0: {}})
 _SILENT = msgspec.msgpack.encode(_SILENCE)

@@ -7,8 +7,8 @@ moved by workers (`transfer.py`) and by the tiers' own threads (`staging.py`), a
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -26,11 +26,8 @@ from kvpact.contract import (
     EngineRequest,
     ExternalCache,
     ExternalKVMatch,
-    LoadJob,
     LoadSettlement,
-    StepLookup,
     StepWork,
-    StoreRead,
     WorkerReport,
     num_blocks_for,
 )
@@ -171,7 +168,6 @@ class PactCache(ExternalCache):
         )
         self._epochs = Epochs(config.weights_version)
         self._tags = BlockTags()
-        self._stale_loads: list[LoadJob] = []
         self._backlog = range(0)
         """Slots of which is still to be told whether tiers that came late lack what lies there."""
         self._prefill = PrefillRate(2 * block_size)
@@ -193,7 +189,6 @@ class PactCache(ExternalCache):
         self._steps = StepLookups(
             self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
-        self._step_hits: Counter[str] = Counter()
         self._idle_steps = IdleSteps(clock)
         self.is_late: Callable[[], bool] = lambda: False
         """Whether the running step has cost enough, so that what can wait is left to the next one."""
@@ -251,7 +246,7 @@ class PactCache(ExternalCache):
         return match
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
-        """Instead of `prepare_external_match`, where the engine has no time for it: the request is a miss."""
+        """See `ExternalCache`: the request is a miss."""
         record = self._record(request)
         self._begin_probe(request.request_id, record, num_computed_tokens)
         record.waits_at, record.put_off = None, False
@@ -262,10 +257,7 @@ class PactCache(ExternalCache):
             self._miss(request.request_id, record, start, MissReason.DEADLINE)
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Whether a request was told "ask again later" and nothing has changed; its plan is renewed then.
-
-        Engines ask for each waiting request in each step: this costs next to nothing.
-        """
+        """See `ExternalCache`; its plan is renewed then."""
         record = self._requests.get(request_id)
         if record is None or record.waits_at is None or self.staging.has_news:
             return False
@@ -623,11 +615,7 @@ class PactCache(ExternalCache):
             self._unwritten.append(keys[:held])  # which waits for a step that has time
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
-        """Have the workers look in the shared tiers, when the running step begins, for what it computes and saves.
-
-        To be called behind `note_computed`. Of the request the engine has `computed_tokens`; at most the `max_tokens`
-        behind them can be skipped. Blocks that another request is saving already are not looked for.
-        """
+        """See `SupportsStepLookup`: in the shared tiers, and not for blocks that another request is saving already."""
         save = self._copies.save_ordered_now(request.request_id)
         start = computed_tokens // self._block_size
         if not self._looks_up_at_step or not request.may_load or save is None or save.job.start_block != start:
@@ -636,15 +624,6 @@ class PactCache(ExternalCache):
         keys = keys[: self.staging.readable_elsewhere(keys)]
         if len(keys) - start >= self._config.min_match_blocks:
             self._steps.order(save.job, computed_tokens, max_tokens, keys)
-
-    def take_step_hits(self) -> Mapping[str, int]:
-        """By request, the tokens that workers supplied at a step's beginning, by the reports since the last call."""
-        hits, self._step_hits = self._step_hits, Counter()
-        return hits
-
-    def take_step_lookups(self) -> tuple[StepLookup, ...]:
-        """What the workers are to look for with the step that ends; to be sent beside its `StepWork`."""
-        return self._steps.end_step()
 
     def _note_resumed(self, request_id: str) -> None:
         """The engine computes the request: what an asynchronous load brought, up to its first hole, is used now."""
@@ -673,7 +652,7 @@ class PactCache(ExternalCache):
         self._computing = self._loading = 0
         self.ledger.expire(now)
         self._overdue.end_step(now)
-        return self._copies.end_step(now)
+        return self._copies.end_step(now, self._steps.end_step())
 
     def _write_behind(self) -> None:
         """Offer saved chains to the tiers, the oldest first; a block that memory has dropped since is not.
@@ -699,20 +678,16 @@ class PactCache(ExternalCache):
             if key is not None and self.index.is_last(key):
                 self._offer(self.index.chain(key))
 
-    def abandon_step(self) -> None:
-        """What was to be ordered with the running step never reaches the workers: it ends as if all had failed it."""
+    def abandon_step(self, num_ranks: int) -> None:
+        """See `ExternalCache`."""
         self._steps.abandon_step()
         self.apply_report(self._copies.abandon_step())
 
-    def note_step_reads(self, reads: Sequence[StoreRead]) -> None:
-        """What one rank has read from shared tiers by itself; to be told before the report that names the loads."""
-        self._steps.note_reads(reads)
-
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
-        skipped = self._steps.apply_report(report, self._clock(), self._requests.__contains__)
-        self._computing -= sum(skipped.values())
-        self._step_hits.update(skipped)
+        self._steps.note_reads(report.reads)
+        spared = self._steps.apply_report(report, self._clock(), self._requests.__contains__)
+        self._computing -= sum(settled.skipped_tokens for settled in spared)
         # Loads first: what a request saved from a failed load on is not to be trusted.
         settlements = [settled for load in self._copies.take_loads(report) if (settled := self._settle_load(load))]
         self._overdue.give_up(self._clock())
@@ -722,7 +697,7 @@ class PactCache(ExternalCache):
         if not self.is_late():
             self._write_behind()
         self._steps.end_saves(self._copies.saves.__contains__)
-        return settlements
+        return settlements + spared
 
     def _settle_late(self, load: LoadState) -> LoadSettlement:
         """The engine goes on without a load that ranks may still carry out; nothing of what is stored is at fault."""
@@ -754,9 +729,8 @@ class PactCache(ExternalCache):
             if record is not None:
                 record.go_back(failed.start, self._block_size)
             self._tags.fill(load.job.block_ids[failed.start - load.job.start_block :], NO_TAG)
-        if load.recalled:  # whether it failed or not says nothing of what is stored
-            if outcome.done.ranges and not load.job.synchronous:
-                self._stale_loads.append(load.job)
+        if load.recalled:
+            pass  # whether it failed or not says nothing of what is stored
         elif failed is not None and (late := load.given_up and not outcome.done.ranges):
             self._overdue.failed()
         elif failed is not None:
@@ -866,10 +840,7 @@ class PactCache(ExternalCache):
         self._begin_epoch()
 
     def take_back_reset(self) -> bool:
-        """The weights are those from before the last reset after all: back to their epoch; whether that was possible.
-
-        Not once a word was said. What was computed or stored since the reset is not used any more.
-        """
+        """See `ExternalCache`: not once a word was said. What was computed or stored since is not used any more."""
         taken_back = self._epochs.take_back_reset()
         if taken_back:
             self._begin_epoch()
@@ -891,22 +862,8 @@ class PactCache(ExternalCache):
         """Whether a load's deadline has passed and ranks may still write to its blocks."""
         return self._overdue.is_stuck
 
-    def loads_under_way(self, job_ids: Iterable[int]) -> list[LoadJob]:
-        """Those of these jobs that are not settled, and for which the engine waits."""
-        loads = (self._copies.loads.get(job_id) for job_id in job_ids)
-        return [load.job for load in loads if load is not None and not load.job.synchronous and not load.told]
-
-    def take_stale_loads(self) -> list[LoadJob]:
-        """Loads that arrived although they had been recalled: what they brought must be computed again."""
-        stale, self._stale_loads = self._stale_loads, []
-        return stale
-
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
-        """These blocks of the engine hold garbage: nothing of them, or computed behind them, is stored (H48).
-
-        `tables` has the blocks of each request that may have some of them. What is stored of these requests already,
-        from the first of these blocks on, is dropped everywhere.
-        """
+        """See `ExternalCache`."""
         self._tags.fill(block_ids, NO_TAG)
         saves = (save.job for save in self._copies.saves.values())
         saving = first_among(block_ids, ((job.request_id, job.start_block, job.block_ids) for job in saves))
@@ -930,10 +887,7 @@ class PactCache(ExternalCache):
                 self._drop_stored(record.keys.keys[first:])
 
     def distrust_adapter(self, adapter: str) -> None:
-        """What the engine computed under `adapter`, as identities name it, may be another's.
-
-        None of it that is not saved yet is saved. What was reported as saved before is the adapter's.
-        """
+        """See `ExternalCache`."""
         tag = self._tags.withdraw(adapter)
         for save in self._copies.saves.values():
             save.trusted &= tag != NO_TAG and not self._tags.same_prefix(save.job.block_ids, 0, tag)

@@ -12,8 +12,8 @@ from itertools import count
 from sys import maxsize
 
 from kvpact.cache.ledger import Plan
-from kvpact.contract import JobOutcome, JobQuery, JobTally, LoadJob, SaveJob, StepWork, WorkerReport
-from kvpact.identity.keys import BlockKey, BlockRange, RangeSet
+from kvpact.contract import JobQuery, JobTally, LoadJob, SaveJob, StepLookup, StepWork, WorkerReport
+from kvpact.identity.keys import BlockKey, BlockRange
 from kvpact.index.block_index import Pin
 
 Slots = tuple[int, ...]
@@ -71,12 +71,17 @@ class _Outbox:
         """Whether the workers are told of this job with this step, and so have not heard of it."""
         return any(job is ordered for ordered in (*self.loads, *self.saves))
 
-    def take(self) -> StepWork:
-        """All of it; the next step begins empty."""
+    def take(self, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
+        """All of it, with the look-ups of its saves; the next step begins empty."""
         if not (self.loads or self.saves or self.inquiries or self.recalls or self.overdue):
             return _NOTHING
         work = StepWork(
-            tuple(self.loads), tuple(self.saves), tuple(self.inquiries), tuple(self.recalls), tuple(self.overdue)
+            tuple(self.loads),
+            tuple(self.saves),
+            tuple(self.inquiries),
+            tuple(self.recalls),
+            tuple(self.overdue),
+            lookups=lookups,
         )
         self.recalls.clear()
         self.overdue.clear()
@@ -133,7 +138,7 @@ class TransferJobs:
         job = next((job for job in self._outbox.saves if job.request_id == request_id), None)
         return self.saves[job.job_id] if job is not None else None
 
-    def end_step(self, now: float) -> StepWork:
+    def end_step(self, now: float, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
         """What the workers are told, with questions about copies that nobody has spoken of for long."""
         tasks: list[LoadState | SaveState] = [*self.loads.values(), *self.saves.values()]
         for task in tasks:
@@ -144,7 +149,7 @@ class TransferJobs:
                 self._outbox.inquiries.append(JobQuery(task.job.job_id, task.job.blocks))
                 if isinstance(task, LoadState) and task.given_up:
                     self._outbox.overdue.append(task.job.job_id)  # whoever has not heard it yet
-        return self._outbox.take()
+        return self._outbox.take(lookups)
 
     def give_up(self, now: float) -> list[LoadState]:
         """Loads whose deadline has passed: with this step the workers are told so, once, and again as they are asked.
@@ -163,10 +168,7 @@ class TransferJobs:
 
     def abandon_step(self) -> WorkerReport:
         """What was to be ordered with the running step never reaches the workers: a report that all have failed it."""
-        work = self._outbox.take()
-        jobs: list[LoadJob | SaveJob] = [*work.loads, *work.saves]
-        outcomes = {job.job_id: JobOutcome(failed=RangeSet.of(job.blocks)) for job in jobs}
-        return WorkerReport(dict.fromkeys(range(self._ranks), outcomes))
+        return self._outbox.take().failed(self._ranks)
 
     def take_loads(self, report: WorkerReport) -> list[LoadState]:
         """The loads that are over with this report, oldest first. Pieces of unknown jobs (said twice) are ignored.

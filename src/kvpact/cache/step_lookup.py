@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from kvpact.cache.jobs import Slots
 from kvpact.cache.ledger import Ledger
 from kvpact.cache.prefetch import Staging
-from kvpact.contract import SaveJob, StepLookup, StoreRead, WorkerReport, load_id
-from kvpact.identity.keys import BlockKey, BlockRange
+from kvpact.contract import LoadSettlement, SaveJob, StepLookup, StoreRead, WorkerReport, load_id
+from kvpact.identity.keys import BlockKey, BlockRange, RangeSet
 from kvpact.index.block_index import Pin
 from kvpact.metrics import Metrics
 
@@ -67,9 +67,9 @@ class StepLookups:
             if (task := self._open.get(read.job_id)) is not None:
                 self._staging.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
 
-    def apply_report(self, report: WorkerReport, now: float, is_alive: Callable[[str], bool]) -> dict[str, int]:
-        """Take in what ranks have loaded; return, by request, how many tokens the engine did not compute."""
-        skipped: dict[str, int] = {}
+    def apply_report(self, report: WorkerReport, now: float, is_alive: Callable[[str], bool]) -> list[LoadSettlement]:
+        """Take in what ranks have loaded; return the look-ups that it settles, with the tokens not computed."""
+        settled: list[LoadSettlement] = []
         for rank, outcomes in report.ranks.items():
             for job_id, outcome in outcomes.items():
                 task = self._open.get(load_id(job_id))
@@ -78,12 +78,11 @@ class StepLookups:
                 task.ranks.add(rank)
                 task.loaded_blocks = len(outcome.done)  # equal on all ranks, who agreed on it before the step
                 if len(task.ranks) == self._ranks:
-                    name = task.job.request_id
-                    skipped[name] = skipped.get(name, 0) + self._settle(task, now, is_alive(name))
+                    settled.append(self._settle(task, now, is_alive(task.job.request_id)))
                     del self._open[task.job.job_id]
-        return skipped
+        return settled
 
-    def _settle(self, task: _Open, now: float, alive: bool) -> int:
+    def _settle(self, task: _Open, now: float, alive: bool) -> LoadSettlement:
         lookup, job, size = task.lookup, task.job, self._block_size
         blocks = BlockRange(job.start_block, task.loaded_blocks)
         used = min(blocks.end * size - lookup.computed_tokens, lookup.max_tokens)
@@ -97,7 +96,7 @@ class StepLookups:
             request_finished=not alive,
         )
         self._metrics.add("step_hits")
-        return used
+        return LoadSettlement(job.request_id, RangeSet.of(blocks), RangeSet(), asynchronous=False, skipped_tokens=used)
 
     def end_saves(self, is_under_way: Callable[[int], bool]) -> None:
         """Forget the look-ups whose saves have ended: nothing was found, or its report was lost."""

@@ -35,7 +35,7 @@ from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
 from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
 from kvpact.vllm.worker_side import WorkerSide
-from kvpact.wire import RankReports, StepMessage
+from kvpact.wire import StepMessage
 
 if TYPE_CHECKING:
     import torch
@@ -237,7 +237,7 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This rank's report; every step, even if empty."""
-        return PactWorkerMetadata.of(self._worker_side.report(), self._worker_side.take_reads())
+        return PactWorkerMetadata.of(self._worker_side.report())
 
     # Scheduler
 
@@ -310,9 +310,9 @@ class PactConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settlement: what the workers reported, combined over ranks."""
         metadata = connector_output.kv_connector_worker_meta
-        message = metadata.message() if isinstance(metadata, PactWorkerMetadata) else RankReports(WorkerReport({}))
+        report = metadata.report() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
         failed = getattr(connector_output, "failed_recving", ())
-        self._scheduler_side.take_report(message, set(connector_output.invalid_block_ids), failed)
+        self._scheduler_side.take_report(report, set(connector_output.invalid_block_ids), failed)
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -10,16 +10,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvpact.contract import StoreRead, WorkerReport
+from kvpact.contract import WorkerReport
 from kvpact.wire import (
-    RankReports,
     StepMessage,
     WorkerHandshake,
     decode_handshake,
-    decode_reports,
+    decode_report,
     decode_step,
     encode_handshake,
-    encode_reports,
+    encode_report,
     encode_step,
 )
 
@@ -63,20 +62,19 @@ class PactWorkerMetadata(KVConnectorWorkerMetadata):
     payload: bytes
 
     @classmethod
-    def of(cls, report: WorkerReport, reads: tuple[StoreRead, ...] = ()) -> PactWorkerMetadata:
-        """Encode a report, and what one rank has read from shared tiers."""
-        return cls(encode_reports(RankReports(report, reads)))
+    def of(cls, report: WorkerReport) -> PactWorkerMetadata:
+        """Encode a report."""
+        return cls(encode_report(report))
 
-    def message(self) -> RankReports:
+    def report(self) -> WorkerReport:
         """Decode it."""
-        return decode_reports(self.payload)
+        return decode_report(self.payload)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PactWorkerMetadata:
         """Combine two ranks' reports; vLLM calls this over all ranks of a step."""
         if not isinstance(other, PactWorkerMetadata):
             raise TypeError(f"expected a report of kvpact, not {type(other).__name__}")
-        mine, theirs = self.message(), other.message()
-        return PactWorkerMetadata.of(mine.report.aggregate(theirs.report), mine.reads + theirs.reads)
+        return PactWorkerMetadata.of(self.report().aggregate(other.report()))
 
     def __bool__(self) -> bool:
         """True: vLLM skips falsy reports."""

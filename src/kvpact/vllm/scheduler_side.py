@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from kvpact.cache.cache import PactCache
 from kvpact.cache.stats_file import StatsFile
 from kvpact.cache.turns import Turn, Turns
 from kvpact.config import KvpactConfig
-from kvpact.contract import ExternalKVMatch, WorkerReport
+from kvpact.contract import ExternalKVMatch, LoadJob, LoadSettlement, WorkerReport
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, SegmentAddress
@@ -37,9 +38,25 @@ from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
 from kvpact.vllm.weights_watch import BLIND, WeightsWatch
 from kvpact.vllm.worker_identity import facts_of_ranks
-from kvpact.wire import AdapterUsed, RankReports, SharedTierConfig, StepMessage, UnorderedLoad, WorkerHandshake
+from kvpact.wire import AdapterUsed, SharedTierConfig, StepMessage, UnorderedLoad, WorkerHandshake
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CommittedLoad:
+    """A committed match until its settlement."""
+
+    block_ids: tuple[int, ...]
+    """The request's blocks, from the first on that is to be filled."""
+    epochs: int
+    """As `WeightsWatch.epochs` counts, when it was committed."""
+    job: LoadJob | None = None
+    """The order, once it was given; None for a synchronous load."""
+
+    def is_stale(self, settlement: LoadSettlement, epochs: int) -> bool:
+        """Whether it brought what was computed by other weights than those of now."""
+        return settlement.asynchronous and bool(settlement.loaded.ranges) and self.epochs != epochs
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +97,8 @@ class SchedulerSide:
         self._broken: list[UnorderedLoad] = []
         self._distrusted: set[str] = set()
         """Requests with a broken load of which the engine has not heard yet: what they compute is worthless."""
-        self._loading: dict[str, tuple[int, ...]] = {}
-        """Request id -> its blocks, from the first on that a load is to fill, until the workers have reported."""
+        self._loading: dict[str, CommittedLoad] = {}
+        """Request id -> its load."""
         self._late = LateLoads()
         self._loaded_for: dict[str, AdapterUsed] = {}
         """Request id -> what its blocks were loaded for, until a step has run with them."""
@@ -95,6 +112,7 @@ class SchedulerSide:
         self._late_tiers: LateTiers | None = None
         self._queues: tuple[TierExecutor, ...] = ()
         self._rank_slot_bytes: tuple[int, ...] = ()
+        self._ranks = 0
         self._store: SharedTierConfig | None = None
         """Where the workers look when a step begins; None if they do not."""
         self._stats: StatsCollector | None = None
@@ -119,6 +137,7 @@ class SchedulerSide:
             raise ConfigError(
                 f"the engine has {ranks} ranks; {present} have set up their memory for kvpact, see the others' log"
             )
+        self._ranks = ranks
         segments = [hello.segment for hello in hellos]
         if segments == self._attached:
             return
@@ -264,7 +283,7 @@ class SchedulerSide:
             request.request_id, tuple(block_ids[answer.start_block : end]), not answer.match.load_kv_async
         )
         if num_tokens:
-            self._loading[request.request_id] = tuple(block_ids[answer.start_block :])
+            self._loading[request.request_id] = CommittedLoad(tuple(block_ids[answer.start_block :]), self._epochs)
             self._credit.admit(request, num_tokens, synchronous=order.synchronous)
         try:
             if not self._may_use_cache():
@@ -279,6 +298,10 @@ class SchedulerSide:
         if num_tokens:
             self._ordered_at = self._ordered_at or self._weights_said()
             self._ordered.append(order)
+
+    @property
+    def _epochs(self) -> int:
+        return self._weights.epochs if self._weights is not None else 0
 
     def _weights_said(self) -> tuple[int, ...]:
         """How often each rank's weights have changed, as far as the last look tells."""
@@ -313,16 +336,19 @@ class SchedulerSide:
                 self.cache.note_computed(view, computed, partial(self._block_ids, request_id))
         if self._store is not None:
             self._look_up(scheduler_output)
-        lookups = self.cache.take_step_lookups()
         work = self.cache.end_step()
+        for job in work.loads:
+            if not job.synchronous and (load := self._loading.get(job.request_id)) is not None:
+                load.job = job
         changes = (self._ordered_at or self._weights_said()) if work.loads or work.saves else ()
-        store = self._store if lookups else None
+        store = self._store if work.lookups else None
         run = self._loaded_for.keys() & scheduler_output.num_scheduled_tokens.keys()
         adapters = tuple(self._loaded_for.pop(request_id) for request_id in run)
         spoilt = {}
         if work.overdue and self.context is not None:
-            spoilt = self._late.name(self.cache.loads_under_way(work.overdue), self.context, self._block_ids_or_none)
-        metadata = PactMetadata.of(StepMessage(work, tuple(self._broken), lookups, store, adapters, changes, spoilt))
+            jobs = [load.job for load in self._loading.values() if load.job and load.job.job_id in work.overdue]
+            spoilt = self._late.name(jobs, self.context, self._block_ids_or_none)
+        metadata = PactMetadata.of(StepMessage(work, tuple(self._broken), store, adapters, changes, spoilt))
         self._broken.clear()
         self._ordered.clear()
         self._ordered_at = ()
@@ -355,7 +381,7 @@ class SchedulerSide:
     def abandon_step(self) -> None:
         """Take back what the cache was about to order when `end_step` raised: sent later, it would hit other blocks."""
         if self.cache is not None:
-            self.cache.abandon_step()
+            self.cache.abandon_step(self._ranks)
 
     def _block_ids(self, request_id: str) -> Sequence[int]:
         if self.context is None:
@@ -371,7 +397,7 @@ class SchedulerSide:
             return ()
 
     def take_report(
-        self, message: RankReports, invalid_block_ids: set[int], failed_requests: Collection[str] = ()
+        self, report: WorkerReport, invalid_block_ids: set[int], failed_requests: Collection[str] = ()
     ) -> None:
         """`update_connector_output`: settle what the workers say is done.
 
@@ -380,13 +406,13 @@ class SchedulerSide:
         Of `failed_requests` nothing was loaded.
         """
         self._stepped = True
-        says_something = message.report.says_something or self._unsettled.says_something or message.reads
+        says_something = report.says_something or self._unsettled.says_something
         overdue = self.cache is not None and self.cache.has_overdue_loads
         if not (says_something or invalid_block_ids or failed_requests or overdue):
             return
         for request_id in failed_requests:
             self._credit.load_failed(request_id, 0)
-        self._unsettled = self._unsettled.aggregate(message.report)  # with what an exception left over the last time
+        self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over the last time
         if invalid_block_ids:
             spoilt = self._spoilt_by(invalid_block_ids)
             if self.context is not None:
@@ -394,26 +420,36 @@ class SchedulerSide:
         if self.cache is None:
             return
         self._may_use_cache()  # what is reported as saved may be of weights that are gone
-        self.cache.note_step_reads(message.reads)
         doubtful = self._late.take_out(invalid_block_ids, overdue=overdue)
         if doubtful and self.context is not None:
             tables = {name: self._block_ids_or_none(name) for name in self._requests}
             self.cache.distrust_blocks(doubtful, tables)
         settlements = self.cache.apply_report(self._unsettled)
-        stale = {job.request_id: job for job in self.cache.take_stale_loads() if job.request_id in self._requests}
-        for request_id, job in stale.items():  # the engine is told with the next report
-            self._break(UnorderedLoad(request_id, job.block_ids, synchronous=True))
-        self._credit.credit(self.cache.take_step_hits())
         self._unsettled = WorkerReport({})
+        hits = Counter[str]()
         for settlement in settlements:
-            if settlement.request_id not in stale:
-                self._loading.pop(settlement.request_id, None)
-            self._credit.step_reported(settlement.request_id)
+            if settlement.skipped_tokens:
+                hits[settlement.request_id] += settlement.skipped_tokens
+            else:
+                self._end_load(settlement)
+        self._credit.credit(hits)
+
+    def _end_load(self, settlement: LoadSettlement) -> None:
+        """A load is settled; if it came too late for its weights, the engine is told so with the next report."""
+        request_id = settlement.request_id
+        load = self._loading.get(request_id)
+        if load is not None and request_id in self._requests and load.is_stale(settlement, self._epochs):
+            block_ids = load.job.block_ids if load.job is not None else load.block_ids
+            self._break(UnorderedLoad(request_id, block_ids, synchronous=True))
+        else:
+            self._loading.pop(request_id, None)
+        self._credit.step_reported(request_id)
 
     def _spoilt_by(self, invalid_block_ids: set[int]) -> set[int]:
         """The invalid blocks and those behind them in the requests that were loading them, whose hits are less."""
         spoilt = set(invalid_block_ids)
-        for request_id, blocks in list(self._loading.items()):
+        for request_id, load in list(self._loading.items()):
+            blocks = load.block_ids
             first = next((place for place, block in enumerate(blocks) if block in invalid_block_ids), None)
             if first is not None:
                 spoilt.update(blocks[first:])

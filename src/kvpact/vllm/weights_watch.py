@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
+from kvpact.contract import ExternalCache
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.notices import Notice, NoticeReader
 
@@ -24,12 +24,14 @@ BLIND = (
 
 
 class WeightsWatch:
-    """Begins a new epoch of `cache` (a `PactCache`) whenever the weights may have changed.
+    """Begins a new epoch of `cache` whenever the weights may have changed.
 
     Every method may raise what the cache raises; if a reset does, the watch lets nobody use the cache until one works.
     """
 
-    def __init__(self, pages: Sequence[memoryview], cache: Any) -> None:
+    def __init__(self, pages: Sequence[memoryview], cache: ExternalCache) -> None:
+        self.epochs = 0
+        """How many epochs of the cache have begun."""
         self._reader = NoticeReader(pages)
         self._cache = cache
         self._notices: tuple[Notice, ...] = self._reader.look() or ()
@@ -83,6 +85,7 @@ class WeightsWatch:
     def _reset(self) -> None:
         self._before_sleep = None
         self._may_serve = False
+        self.epochs += 1
         self._cache.reset()
         self._may_serve = True
 
@@ -90,11 +93,12 @@ class WeightsWatch:
         """After a reset and no step, each rank woke once, with the weights with which it fell asleep: as before it."""
         if all(now.wakes == then.wakes + 1 for now, then in zip(self._notices, asleep, strict=True)):
             self._before_sleep = None
-            self._cache.take_back_reset()
+            self.epochs += self._cache.take_back_reset()
 
     def _say(self, word: str) -> None:
         try:
             self._cache.set_weights_version(word)
+            self.epochs += 1
         except WeightsVersionRefused as error:
             if word not in self._refused:
                 self._refused.add(word)

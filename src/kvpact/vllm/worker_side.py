@@ -17,7 +17,6 @@ from kvpact.contract import (
     LoadJob,
     SaveJob,
     StepWork,
-    StoreRead,
     WorkerReport,
     load_id,
 )
@@ -123,16 +122,16 @@ class WorkerSide(ExternalCacheWorker):
         """Request -> tokens that this rank can supply in the step, from where the engine is: they lie in slots now."""
         self._found = {}
         store = message.store
-        if self._reader is None or store is None or not message.lookups or self.is_outdated(message) or self._left:
+        if self._reader is None or store is None or not message.work.lookups or self.is_outdated(message) or self._left:
             return {}
         saves = {job.job_id: job for job in message.work.saves}
         wanted = [
             Wanted(lookup.job_id, lookup.keys, saves[lookup.job_id].start_block, saves[lookup.job_id].slots)
-            for lookup in message.lookups
+            for lookup in message.work.lookups
         ]
         found = self._reader.read(store, wanted)
         hits: dict[str, int] = {}
-        for lookup in message.lookups:
+        for lookup in message.work.lookups:
             blocks, save = found.get(lookup.job_id, 0), saves[lookup.job_id]
             if blocks >= self._config.min_match_blocks:
                 slots, block_ids = save.slots[:blocks], save.block_ids[:blocks]
@@ -174,10 +173,6 @@ class WorkerSide(ExternalCacheWorker):
                     "verified in memory and could not be copied into the engine's; the step has not computed them"
                 )
         self._step_loads = ()
-
-    def take_reads(self) -> tuple[StoreRead, ...]:
-        """What the first rank read from shared tiers; the others read the same."""
-        return self._reader.take_reads() if self._reader is not None and self._place.rank == 0 else ()
 
     # The step
 
@@ -338,7 +333,8 @@ class WorkerSide(ExternalCacheWorker):
     def report(self) -> WorkerReport:
         """See `ExternalCacheWorker`."""
         outcomes, self._outcomes = self._outcomes, {}
-        return WorkerReport({self._place.rank: outcomes})
+        reads = self._reader.take_reads() if self._reader is not None and self._place.rank == 0 else ()
+        return WorkerReport({self._place.rank: outcomes}, reads)
 
     def shutdown(self) -> None:
         """See `ExternalCacheWorker`."""
