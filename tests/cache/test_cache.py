@@ -793,7 +793,7 @@ def test_no_reason_makes_a_miss_of_what_the_engine_has_itself(scene: Scene, requ
         scene.cache.decline_external_match(request, 16)
     else:
         if request_is == "failed before":
-            scene.cache._record(request).failed_from = 2
+            scene.cache._record(request).invalid_from = 2
         assert scene.prepare(request, 16).num_tokens == 0
     assert (value(scene, "lookups"), value(scene, "spared_lookups")) == (0, 1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 
 from kvpact.cache.idle_steps import IdleSteps
@@ -18,7 +17,8 @@ from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.ledger import Ledger, State
 from kvpact.cache.offload import Offloader
 from kvpact.cache.overdue import OverdueLoads
-from kvpact.cache.prefetch import Staging, TierLookup
+from kvpact.cache.prefetch import Staging
+from kvpact.cache.request import RequestState, Waiting
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
@@ -34,7 +34,7 @@ from kvpact.contract import (
 from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey, BlockKeys, BlockRange, RangeSet, RequestIdentity
-from kvpact.identity.tags import NO_TAG, BlockTags, Tag, first_among
+from kvpact.identity.tags import NO_TAG, BlockTags, first_among
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena
 from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
@@ -58,68 +58,6 @@ MAX_UNWRITTEN = 64
 
 BACKLOG_SLOTS = 64
 """Slots in which one step looks for blocks that tiers which were opened late lack (P11)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What "ask again later" was answered to."""
-
-    computed_tokens: int
-    news: int
-    """As `Staging.news` counts."""
-    plan: PactPlan | None
-
-    def still(self, computed_tokens: int, news: int, plan: PactPlan | None) -> bool:
-        """Whether nothing has changed."""
-        return self.news == news and self.computed_tokens == computed_tokens and self.plan is plan
-
-
-@dataclass(slots=True)
-class RequestState:
-    """What the cache knows of one live request. Without `keys` (its identity is unknown) it is not cached."""
-
-    keys: BlockKeys | None = None
-    identity: RequestIdentity | None = None
-    """What `keys` were made with."""
-    generation: int = 0
-    """The epoch that `keys` were made in, as `Epochs` counts."""
-    tag: Tag = NO_TAG
-    """What the engine's blocks are tagged with that the request fills now."""
-    tail_tag: Tag = NO_TAG
-    """What the request's last block, filled in part, was begun with."""
-    sound: int = 0
-    """So many of its blocks have its tag, from the first on."""
-    offered: int = 0
-    """Blocks that need not be offered for saving again."""
-    failed_from: int | None = None
-    """The first block that once failed to load: neither it nor what follows is promised to this request again (H09)."""
-    waits_until: float | None = None
-    """When "ask again later" ends for this request, however often its range changes meanwhile (P11)."""
-    put_off: bool = False
-    """Whether the running probe is put off to the next step because this one has cost enough."""
-    was_put_off: bool = False
-    """Whether the last probe was: no two in a row are."""
-    waits_at: Waiting | None = None
-    """When it was told so the last time. Until any of this changes, the answer stays."""
-    last_lookup: int = -1
-    """Where the last counted lookup began, in blocks; a blocked request that asks each step is counted once (H02)."""
-    found: bool | None = None
-    """Whether that lookup promised anything; None while a tier is waited for, whose answer may change it."""
-    spared_at: int = -1
-    """Where, in blocks, the engine last had all that could be loaded."""
-    inquest: TierLookup | None = None
-    """What the shared tiers were asked for this request, once."""
-    computed: int = 0
-    """Tokens that the engine has, or is loading: what it computes beyond them is its own work."""
-    max_computed: int = 0
-    """Tokens that the engine had when it was farthest with the request."""
-    loads_without_progress: int = 0
-    """Loads since then: it was preempted before it got any farther."""
-
-    def go_back(self, first: int, block_size: int) -> None:
-        """The engine computes the request's blocks from `first` on anew; until then they hold nothing to be saved."""
-        self.sound, self.offered = min(self.sound, first), min(self.offered, first)
-        self.computed = min(self.computed, first * block_size)
 
 
 class _Once:
@@ -300,8 +238,8 @@ class PactCache(ExternalCache):
     def _begin_probe(self, request_id: str, record: RequestState, num_computed_tokens: int) -> None:
         record.computed = num_computed_tokens
         record.sound = 0
-        if self.saves.lazy is not None and record.offered:  # it was preempted: it gets other blocks
-            record.offered = 0
+        if self.saves.lazy is not None and record.offloaded_blocks:  # it was preempted: it gets other blocks
+            record.offloaded_blocks = 0
             self.saves.lazy.rewind(request_id)
 
     def _usable_keys(self, request: EngineRequest, record: RequestState) -> Sequence[BlockKey]:
@@ -309,8 +247,8 @@ class PactCache(ExternalCache):
         if record.keys is None:
             return ()
         end = self._loadable_blocks(request)
-        if record.failed_from is not None:
-            end = min(end, record.failed_from)
+        if record.invalid_from is not None:
+            end = min(end, record.invalid_from)
         return record.keys.extend(request.token_ids)[:end]
 
     def _loadable_blocks(self, request: EngineRequest) -> int:
@@ -359,7 +297,7 @@ class PactCache(ExternalCache):
     @staticmethod
     def _why_so_few(record: RequestState, keys: int) -> MissReason:
         """Why no more than so many blocks of a request may be promised."""
-        if record.failed_from == keys:
+        if record.invalid_from == keys:
             return MissReason.FAILED_BEFORE
         ended = record.keys is not None and record.keys.ended
         return MissReason.UNKNOWN_IDENTITY if ended else MissReason.TOO_SHORT
@@ -570,9 +508,9 @@ class PactCache(ExternalCache):
             if lazy is not None and full > before // self._block_size:
                 lazy.invalidate_blocks(held())
             return
-        if full <= record.offered or self._config.save == "off":
+        if full <= record.offloaded_blocks or self._config.save == "off":
             return
-        first, record.offered = record.offered, full
+        first, record.offloaded_blocks = record.offloaded_blocks, full
         keys = record.keys.extend(request.token_ids)
         named = min(full, len(keys))
         known = self.index.known_prefix(keys[:named])
@@ -751,8 +689,8 @@ class PactCache(ExternalCache):
         """
         record = self._requests.get(request_id)
         if record is not None:
-            record.failed_from = min(first, record.failed_from if record.failed_from is not None else first)
-            record.offered = min(record.offered, first)
+            record.invalid_from = min(first, record.invalid_from if record.invalid_from is not None else first)
+            record.offloaded_blocks = min(record.offloaded_blocks, first)
 
     def _drop_stored(self, keys: Sequence[BlockKey]) -> None:
         """Blocks go everywhere, with all behind them."""
@@ -787,7 +725,7 @@ class PactCache(ExternalCache):
         plan = self.ledger.find(request_id)
         if plan is not None and plan.state is not State.LOADING and plan.blocks.end > kept:
             self.ledger.abort(plan, EndReason.SUPERSEDED)
-        record.offered, record.sound = min(record.offered, kept), min(record.sound, kept)
+        record.offloaded_blocks, record.sound = min(record.offloaded_blocks, kept), min(record.sound, kept)
         record.waits_at = None
         if record.inquest is not None:
             self.staging.give_up(record.inquest, late=False)
