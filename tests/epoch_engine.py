@@ -106,7 +106,7 @@ class EpochEngine:
     def settle(self) -> None:
         """Until nothing is under way."""
         until = time.monotonic() + SETTLE_SECONDS
-        while self.cache.has_pending_work or self.cache.staging.pending or self.engine.has_work:
+        while self.cache.has_pending_work or self.cache.tiers.pending or self.engine.has_work:
             assert time.monotonic() < until, "something is still under way"
             self.step()
 

@@ -190,10 +190,10 @@ class Scene:
     def settle_tiers(self, seconds: float = 5.0) -> None:
         """Wait until the tiers' threads have nothing left to do."""
         deadline = time.monotonic() + seconds
-        while self.cache.staging.pending and time.monotonic() < deadline:
+        while self.cache.tiers.pending and time.monotonic() < deadline:
             self.cache.end_step()
             time.sleep(0.002)
-        assert not self.cache.staging.pending
+        assert not self.cache.tiers.pending
 
     def close(self) -> None:
         """End everything; the invariants hold to the last."""

@@ -737,7 +737,7 @@ def test_h58_no_step_does_a_disks_work_or_waits_for_it(tmp_path: Path) -> None:
         tier.writes_go.set()
         until(lambda: scene.queues[0].under_way == 0)
         scene.cache.end_step()
-        assert not scene.cache.staging.pending
+        assert not scene.cache.tiers.pending
         assert value(scene, "written_blocks", "disk") == 2 * LONG_BLOCKS
         scene.close()
         return hooks

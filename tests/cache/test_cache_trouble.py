@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.cache.cache import MAX_UNWRITTEN
 from kvpact.cache.idle_steps import LONGEST_STEP_SECONDS, VAIN_SECONDS
+from kvpact.cache.writeback import MAX_UNWRITTEN
 from kvpact.contract import WorkerReport
 from kvpact.metrics import MissReason, series
 from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
@@ -118,7 +118,7 @@ def test_a_late_step_does_one_of_what_can_wait_and_the_next_one_the_other(tmp_pa
     assert scene.cache.has_pending_work
     for _ in range(2):
         scene.cache.end_step()
-    assert scene.cache.staging.pending, "in two late steps nothing was offered to the tier"
+    assert scene.cache.tiers.pending, "in two late steps nothing was offered to the tier"
     scene.queue.advance()
     for _ in range(2):
         scene.cache.end_step()
@@ -131,7 +131,7 @@ def test_h13_chains_that_no_step_offers_to_tiers_do_not_keep_the_engine_stepping
     scene = SteppedScene(tmp_path)
     scene.cache.is_late = lambda: True
     scene.run_cold(request(3, "first"))
-    assert scene.cache._unwritten
+    assert len(scene.cache.writeback)
     for _ in range(1 + round(VAIN_SECONDS / LONGEST_STEP_SECONDS)):  # in each of which `end_step` fails
         assert scene.cache.has_pending_work
         scene.now += LONGEST_STEP_SECONDS
@@ -144,17 +144,19 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
     late = [True]
     scene.cache.is_late = lambda: late[0]
-    scene.cache._unwritten.extend([(), (), ()])
+    for _ in range(3):
+        scene.cache.writeback.note_saved(())
     scene.cache.end_step()
     scene.cache.end_step()
-    assert len(scene.cache._unwritten) == 2
-    scene.cache._unwritten.extend([()] * (4 * MAX_UNWRITTEN))
+    assert len(scene.cache.writeback) == 2
+    for _ in range(4 * MAX_UNWRITTEN):
+        scene.cache.writeback.note_saved(())
     scene.cache.end_step()
     scene.cache.end_step()
-    assert len(scene.cache._unwritten) == MAX_UNWRITTEN, "however late steps are, only so many wait (P12)"
+    assert len(scene.cache.writeback) == MAX_UNWRITTEN, "however late steps are, only so many wait (P12)"
     late[0] = False
     scene.cache.end_step()
-    assert not scene.cache._unwritten
+    assert not len(scene.cache.writeback)
     scene.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hook_time import LONG, LONG_BLOCKS, PREFILL_SECONDS, HookTime, assert_all_steps_cost, assert_no_step_is_slow
-from kvpact.cache.prefetch import POLL_SECONDS
+from kvpact.cache.tier_set import POLL_SECONDS
 from kvpact.contract import ExternalKVMatch
 from kvpact.identity.keys import Namespace, RequestIdentity
 from kvpact.metrics import MissReason, TierName, series
@@ -375,10 +375,10 @@ def test_with_second_use_a_block_is_written_when_it_is_needed_again(make_scene: 
 def test_h60_what_is_computed_sooner_than_it_arrives_is_not_waited_for(make_scene: Callable[..., Scene]) -> None:
     store = TrialStore(computed_elsewhere(make_scene, 33, 33))
     scene = make_scene(store, recompute_if_faster=True)
-    (source,) = scene.cache.staging._sources
+    (client,) = scene.cache.tiers.clients
     assert scene.prepare(SceneRequest("measured", tokens(33))).num_tokens == 32
-    source.client.costs.latency.add(1e9, 1.0)  # quick to say what it has,
-    source.client.costs.note_read(1, 100.0, scene.now)  # slow to give it
+    client.costs.latency.add(1e9, 1.0)  # quick to say what it has,
+    client.costs.note_read(1, 100.0, scene.now)  # slow to give it
     fast = SceneRequest("computes", tokens(65, 9))
     for step in range(3):  # a fast engine
         fast.request_id = f"computes-{step}"
@@ -415,7 +415,7 @@ def test_h60_a_miss_costs_one_question_and_less_than_a_thirtieth_of_computing(
         scene.run_cold(request)
         until(lambda: not any(queue.under_way for queue in scene.queues))
         scene.cache.end_step()
-        assert not scene.cache.staging.pending
+        assert not scene.cache.tiers.pending
         assert count(scene, "lookups") == count(scene, "misses", MissReason.NOT_STORED) == 1
         return hooks
 
@@ -512,11 +512,11 @@ def test_p11_what_many_reads_brought_is_taken_in_over_several_steps(make_scene: 
     until(lambda: scene.queues[0].under_way == 0)
     taken, steps = [], 0
     while not taken or taken[-1] < 2 * len(requests):
-        before = scene.cache.staging.news
+        before = scene.cache.tiers.completions
         for request in requests:
             scene.cache.prepare_external_match(request, 0)
         scene.cache.end_step()
-        taken.append(scene.cache.staging.news)
+        taken.append(scene.cache.tiers.completions)
         assert taken[-1] - before <= round(POLL_SECONDS / 1e-4) + 1
         steps += 1
         until(lambda: scene.queues[0].under_way == 0)

@@ -158,8 +158,8 @@ class FaultyConnector(PactConnector):
         wrap(cache, "cache", *methods.split())
         cache.ledger.history = PlanLog()
         cache.end_step = checked(cache.end_step, cache)
-        for source in cache.staging._sources:
-            tier = source.client.tier
+        for client in cache.tiers.clients:
+            tier = client.tier
             for name in ("get", "put", "delete") if tier.exclusive else ("lookup", "get", "put", "delete"):
                 setattr(tier, name, slowed(getattr(tier, name)))  # an exclusive tier's lookup touches memory only
 

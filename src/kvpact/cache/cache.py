@@ -1,13 +1,12 @@
 """The cache, scheduler side: the contract kept with a ledger, an index, an arena and the tiers below it.
 
 Owns what is known of each live request and the copies that workers were told to make. Decides and accounts; bytes are
-moved by workers (`transfer.py`) and by the tiers' own threads (`staging.py`), and no method here waits for either.
+moved by workers (`transfer.py`) and by the tiers' own threads, and no method here waits for either.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
@@ -17,9 +16,11 @@ from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.ledger import Ledger, State
 from kvpact.cache.offload import Offloader
 from kvpact.cache.overdue import OverdueLoads
-from kvpact.cache.prefetch import Staging
+from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState, Waiting
 from kvpact.cache.step_lookup import StepLookups
+from kvpact.cache.tier_set import TierSet
+from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
     BlockHolder,
@@ -51,13 +52,6 @@ MAX_LOADS_WITHOUT_PROGRESS = 3
 Two requests that load at once can hold so many of the engine's blocks that neither finds another one to run with; each
 is preempted, loads again, and keeps the other from running, for ever (P11).
 """
-
-MAX_UNWRITTEN = 64
-"""So many saved chains may wait until a step has time to offer them to the tiers (P12)."""
-
-
-BACKLOG_SLOTS = 64
-"""Slots in which one step looks for blocks that tiers which were opened late lack (P11)."""
 
 
 class _Once:
@@ -94,20 +88,26 @@ class PactCache(ExternalCache):
         self.metrics = metrics or Metrics()
         self.index = BlockIndex(arena.num_slots)
         self.ledger: Ledger[Pin, Slots] = Ledger(self.index.unpin, plan_lifetime_seconds=config.plan_lifetime)
-        self.staging = Staging(
-            self.index,
+        self.tiers = TierSet(
             arena,
-            tiers,
             self.metrics,
             clock=clock,
             timeout=config.prepare_deadline or config.load_deadline,
-            second_use=config.admit == "second-use",
             share_drawn_epochs=config.share_drawn_epochs,
         )
         self._epochs = Epochs(config.weights_version)
+        self._prefetcher = Prefetcher(self.tiers, self.index, arena, self.metrics, clock)
+        self.writeback = WriteBack(
+            self.tiers,
+            self.index,
+            arena,
+            self.metrics,
+            self._epochs,
+            clock=clock,
+            is_late=lambda: self.is_late(),
+            second_use=config.admit == "second-use",
+        )
         self._tags = BlockTags()
-        self._backlog = range(0)
-        """Slots of which is still to be told whether tiers that came late lack what lies there."""
         self._prefill = PrefillRate(2 * block_size)
         self._computing = 0
         self._loading = 0
@@ -125,21 +125,20 @@ class PactCache(ExternalCache):
         self.saves = Offloader(self.index, self._copies, self.metrics)
         self._overdue = OverdueLoads(self._copies, self.metrics)
         self._steps = StepLookups(
-            self.ledger, self.staging, self.metrics, block_size=block_size, ranks=len(arena.segments)
+            self.ledger, self.tiers, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
         self._idle_steps = IdleSteps(clock)
         self.is_late: Callable[[], bool] = lambda: False
         """Whether the running step has cost enough, so that what can wait is left to the next one."""
         self._writes_first = False
         """Of what can wait, a late step does one thing: it takes in what tiers have done, or offers them a chain."""
-        self._unwritten: deque[Sequence[BlockKey]] = deque()
-        """Chains of this epoch that were saved and not offered to the tiers yet."""
+        self.tiers.open(tiers)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
         """The tiers, if they were not there from the beginning. What memory holds is written to them bit by bit."""
-        self.staging.open(tiers)
+        self.tiers.open(tiers)
         if self._epochs.generation == 1:  # later, memory has blocks of other epochs as well, and does not say which
-            self._backlog = range(self.index.num_slots)
+            self.writeback.begin_backlog()
 
     # Prepare
 
@@ -155,7 +154,7 @@ class PactCache(ExternalCache):
     @property
     def _may_be_shared(self) -> bool:
         """Whether shared tiers may hold blocks of this epoch."""
-        return self.staging.has_shared and self.staging.shares(self._epochs.current)
+        return bool(self.tiers.shared) and self.tiers.may_share(self._epochs.current)
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Blocks are held through `context` while ranks copy them; its free queue says when to save lazily."""
@@ -180,7 +179,7 @@ class PactCache(ExternalCache):
         match = self._prepare(request, record, num_computed_tokens)
         record.waits_at = None
         if match is None and not record.put_off:
-            record.waits_at = Waiting(num_computed_tokens, self.staging.news, self.ledger.find(request.request_id))
+            record.waits_at = Waiting(num_computed_tokens, self.tiers.completions, self.ledger.find(request.request_id))
         return match
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
@@ -197,10 +196,10 @@ class PactCache(ExternalCache):
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """See `ExternalCache`; its plan is renewed then."""
         record = self._requests.get(request_id)
-        if record is None or record.waits_at is None or self.staging.has_news:
+        if record is None or record.waits_at is None or self.tiers.has_completions:
             return False
         plan, now = self.ledger.find(request_id), self._clock()
-        if not record.waits_at.still(num_computed_tokens, self.staging.news, plan):
+        if not record.waits_at.still(num_computed_tokens, self.tiers.completions, plan):
             return False
         if record.waits_until is None or now >= record.waits_until:
             return False
@@ -267,29 +266,30 @@ class PactCache(ExternalCache):
         reason = MissReason.ASKED_AT_STEP if self._looks_up_at_step else MissReason.NOT_STORED
         if self._config.prepare_deadline > 0 and (record.waits_until is None or now < record.waits_until):
             is_new = record.last_lookup < 0
-            if self._is_asking(record, keys) or (is_new and record.inquest is not None and self._puts_off(record)):
+            if self._is_asking(record, keys) or (is_new and record.tier_lookup is not None and self._puts_off(record)):
                 self._end_plan(request_id, EndReason.SUPERSEDED)
                 record.waits_until = record.waits_until or now + self._config.prepare_deadline
                 return None
             held = self.index.held_prefix(keys)
-            stored = self.staging.find(keys, record.inquest)
+            by_tier = self._prefetcher.readable(keys, record.tier_lookup, now)
+            stored = max(by_tier, default=0)
             first = max(held, start)
             if stored > held and stored - start >= self._config.min_match_blocks:
-                if self._computes_faster(record, keys, first, stored):
+                if self._computes_faster(first, stored, by_tier):
                     if record.last_lookup != start:
                         self.metrics.add("declined_blocks", stored - first)
                     reason = MissReason.RECOMPUTE_FASTER
                 else:
-                    reach = self.staging.fetch(keys, stored, record.inquest)
-                    if reach > start and reach > held and self.staging.is_arriving(keys[held]):
+                    reach = self._prefetcher.fetch(keys, stored, by_tier)
+                    if reach > start and reach > held and self._prefetcher.is_arriving(keys[held]):
                         blocks = BlockRange(start, reach - start)
                         self._open(request_id, record, blocks, keys, now, promised=False)
                         return None
                     reason = MissReason.NO_ROOM
-        elif record.inquest is not None:
-            if not record.inquest.answered:
+        elif record.tier_lookup is not None:
+            if not record.tier_lookup.done:
                 reason = MissReason.DEADLINE
-            self.staging.give_up(record.inquest, late=True)
+            self._prefetcher.give_up(record.tier_lookup, late=True)
         if held - start < self._config.min_match_blocks:
             return self._miss(request_id, record, start, reason)
         return self._match(self._open(request_id, record, BlockRange(start, held - start), keys, now, promised=True))
@@ -306,10 +306,10 @@ class PactCache(ExternalCache):
         """Whether an answer of the shared tiers is still to come; the first time, they are asked."""
         if self.asks_shared:
             self._ask(record, keys)
-        if record.inquest is None or record.inquest.answered:
+        if record.tier_lookup is None or record.tier_lookup.done:
             return False
-        self.staging.poll()
-        return not record.inquest.answered
+        self.tiers.poll()
+        return not record.tier_lookup.done
 
     def _puts_off(self, record: RequestState) -> bool:
         """Whether what tiers have told for this request is used in the next step, because this one has cost enough."""
@@ -318,18 +318,20 @@ class PactCache(ExternalCache):
 
     def _ask(self, record: RequestState, keys: Sequence[BlockKey]) -> None:
         """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
-        if record.inquest is not None or self._config.prepare_deadline <= 0:
+        if record.tier_lookup is not None or self._config.prepare_deadline <= 0:
             return
-        missing = len(keys) - max(self.index.held_prefix(keys), self.staging.find(keys))
-        tokens, seconds = missing * self._block_size, self.staging.lookup_seconds
+        missing = len(keys) - max(
+            self.index.held_prefix(keys), max(self._prefetcher.readable(keys, None, self._clock()), default=0)
+        )
+        tokens, seconds = missing * self._block_size, self._prefetcher.lookup_seconds
         if missing and not (self._config.recompute_if_faster and self._prefill.is_faster(tokens, seconds or None)):
-            record.inquest = self.staging.ask(keys)
+            record.tier_lookup = self._prefetcher.ask(keys)
 
-    def _computes_faster(self, record: RequestState, keys: Sequence[BlockKey], start: int, end: int) -> bool:
+    def _computes_faster(self, start: int, end: int, by_tier: Sequence[int]) -> bool:
         """Whether the engine should have computed blocks [start, end) before the tiers could deliver them."""
         if not self._config.recompute_if_faster:
             return False
-        seconds = self.staging.seconds_to_load(keys, start, end, record.inquest)
+        seconds = self._prefetcher.seconds_to_load(start, end, by_tier)
         return self._prefill.is_faster((end - start) * self._block_size, seconds)
 
     def _open(
@@ -361,18 +363,18 @@ class PactCache(ExternalCache):
     def _wait(
         self, plan: PactPlan, record: RequestState, keys: Sequence[BlockKey], now: float
     ) -> ExternalKVMatch | None:
-        news = self.staging.news
-        self.staging.poll()
+        completions = self.tiers.completions
+        self.tiers.poll()
         late = now >= plan.deadline
-        if self.staging.news > news and not late and self._puts_off(record):
+        if self.tiers.completions > completions and not late and self._puts_off(record):
             self.ledger.renew(plan, now)
             return None
         held = self.index.held_prefix(keys[: plan.blocks.end])
-        if held < plan.blocks.end and not late and self.staging.is_arriving(keys[held]):
+        if held < plan.blocks.end and not late and self._prefetcher.is_arriving(keys[held]):
             self.ledger.renew(plan, now)
             return None
-        may_go_on = not late and (held == plan.blocks.end or self.staging.has_others)
-        if may_go_on and self.staging.find(keys, record.inquest) > held:
+        may_go_on = not late and (held == plan.blocks.end or len(self.tiers.clients) > 1)
+        if may_go_on and max(self._prefetcher.readable(keys, record.tier_lookup, now), default=0) > held:
             # there may be room for more now, or another tier has what the first one did not deliver
             return self._plan(plan.request_id, record, keys, plan.blocks.start, now)
         blocks = BlockRange(plan.blocks.start, max(0, held - plan.blocks.start))
@@ -464,7 +466,7 @@ class PactCache(ExternalCache):
         record.computed += num_tokens
         self._loading += blocks.count
         record.loads_without_progress += 1
-        self._write_used(keys[: blocks.end])
+        self.writeback.note_used(keys[: blocks.end])
         self._tags.fill(block_ids[blocks.start : blocks.end], record.tag)
         record.tail_tag = record.tag
         keep = self._leases_on(plan, blocks, keys)
@@ -516,7 +518,7 @@ class PactCache(ExternalCache):
         known = self.index.known_prefix(keys[:named])
         if known and (known == named or lazy is not None):
             self.index.touch(keys[known - 1])
-            self._write_used(keys[:named])
+            self.writeback.note_used(keys[:named])
         if lazy is None and known == named:
             return
         sound = record.sound = self._tags.same_prefix(held()[:named], min(record.sound, named), record.tag)
@@ -545,13 +547,6 @@ class PactCache(ExternalCache):
         if full > first or not before % self._block_size:
             record.tail_tag = record.tag
 
-    def _write_used(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks of the arena are used: tiers that get what is used twice, or may have lost them, are offered them."""
-        if self._config.admit == "second-use":
-            self._offer(keys)
-        elif (held := self.index.held_prefix(keys)) and self.staging.lacks(keys[:held], self._epochs.current):
-            self._unwritten.append(keys[:held])  # which waits for a step that has time
-
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
         """See `SupportsStepLookup`: in the shared tiers, and not for blocks that another request is saving already."""
         save = self._copies.save_ordered_now(request.request_id)
@@ -559,7 +554,7 @@ class PactCache(ExternalCache):
         if not self._looks_up_at_step or not request.may_load or save is None or save.job.start_block != start:
             return
         keys = self._usable_keys(request, self._record(request))[: save.job.blocks.end]
-        keys = keys[: self.staging.readable_elsewhere(keys)]
+        keys = keys[: self.tiers.readable_elsewhere(keys)]
         if len(keys) - start >= self._config.min_match_blocks:
             self._steps.order(save.job, computed_tokens, max_tokens, keys)
 
@@ -578,12 +573,11 @@ class PactCache(ExternalCache):
         now = self._clock()
         self._writes_first = not self._writes_first
         if not (self._writes_first and self.is_late()):
-            self.staging.poll()
+            self.tiers.poll()
         if self._writes_first or not self.is_late():
-            self._write_behind()
-        if self._backlog:
-            self._write_backlog()
-        self.staging.end_step()
+            self.writeback.offer_some()
+        self.writeback.offer_backlog()
+        self.tiers.end_step()
         self._prefill.note_step(max(0, self._computing), now)
         taken = self._loading + num_blocks_for(max(0, self._computing), self._block_size)
         self.saves.order_what_is_leaving(taken, now)
@@ -591,30 +585,6 @@ class PactCache(ExternalCache):
         self.ledger.expire(now)
         self._overdue.end_step(now)
         return self._copies.end_step(now, self._steps.end_step())
-
-    def _write_behind(self) -> None:
-        """Offer saved chains to the tiers, the oldest first; a block that memory has dropped since is not.
-
-        One is offered in any case, and all but `MAX_UNWRITTEN`; the others while the step is not late.
-        """
-        while self._unwritten:
-            self._offer(self._unwritten.popleft())
-            if len(self._unwritten) <= MAX_UNWRITTEN and self.is_late():
-                break
-
-    def _offer(self, keys: Sequence[BlockKey]) -> None:
-        """Have the tiers store what they lack of a chain of this epoch, as far as memory holds it."""
-        self.staging.write_behind(keys, self.index.held_prefix(keys), self._epochs.current)
-
-    def _write_backlog(self) -> None:
-        """Offer some more of what memory held when tiers were opened late, while they have room for it."""
-        for slot in self._backlog[:BACKLOG_SLOTS]:
-            if self.is_late() or not self.staging.has_room:
-                break
-            self._backlog = self._backlog[1:]
-            key = self.index.key_at(slot)
-            if key is not None and self.index.is_last(key):
-                self._offer(self.index.chain(key))
 
     def abandon_step(self, num_ranks: int) -> None:
         """See `ExternalCache`."""
@@ -631,9 +601,9 @@ class PactCache(ExternalCache):
         self._overdue.give_up(self._clock())
         settlements += [self._settle_late(load) for load in self._overdue.take_late()]
         for save in self._copies.take_saves():
-            self._unwritten.append(save.keys[: self.saves.settle(save)])
+            self.writeback.note_saved(save.keys[: self.saves.settle(save)])
         if not self.is_late():
-            self._write_behind()
+            self.writeback.offer_some()
         self._steps.end_saves(self._copies.saves.__contains__)
         return settlements + spared
 
@@ -695,7 +665,7 @@ class PactCache(ExternalCache):
     def _drop_stored(self, keys: Sequence[BlockKey]) -> None:
         """Blocks go everywhere, with all behind them."""
         self.index.drop(keys[0])
-        self.staging.delete(keys)
+        self.tiers.delete(keys)
         if self.saves.lazy is not None:
             self.saves.lazy.forget(keys)
 
@@ -727,9 +697,9 @@ class PactCache(ExternalCache):
             self.ledger.abort(plan, EndReason.SUPERSEDED)
         record.offloaded_blocks, record.sound = min(record.offloaded_blocks, kept), min(record.sound, kept)
         record.waits_at = None
-        if record.inquest is not None:
-            self.staging.give_up(record.inquest, late=False)
-            record.inquest = None
+        if record.tier_lookup is not None:
+            self._prefetcher.give_up(record.tier_lookup, late=False)
+            record.tier_lookup = None
 
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep what they need until all ranks have reported."""
@@ -737,8 +707,8 @@ class PactCache(ExternalCache):
         if self.saves.lazy is not None:
             self.saves.lazy.request_finished(request_id)
         record = self._requests.pop(request_id, None)
-        if record is not None and record.inquest is not None:
-            self.staging.give_up(record.inquest, late=False)
+        if record is not None and record.tier_lookup is not None:
+            self._prefetcher.give_up(record.tier_lookup, late=False)
 
     def _drop_if_gone(self, request_id: str) -> None:
         if request_id not in self._requests:
@@ -754,8 +724,7 @@ class PactCache(ExternalCache):
         the next request's steps.
         """
         dirty = self.saves.lazy is not None and self.saves.lazy.dirty
-        unwritten = len(self._unwritten) + len(self._backlog)
-        return self._idle_steps.wait_for(len(self._copies) + unwritten + self.staging.pending + dirty)
+        return self._idle_steps.wait_for(len(self._copies) + self.writeback.waiting + self.tiers.pending + dirty)
 
     @property
     def epoch(self) -> Epoch:
@@ -792,8 +761,7 @@ class PactCache(ExternalCache):
         self._copies.recall()
         if self.saves.lazy is not None:
             self.saves.lazy.clear()
-        self._unwritten.clear()
-        self._backlog = range(0)
+        self.writeback.clear()
 
     @property
     def has_overdue_loads(self) -> bool:
@@ -848,7 +816,7 @@ class PactCache(ExternalCache):
         self.metrics.set("prefill_speed", self._prefill.tokens_per_second)
         self.metrics.set("held_blocks", self.index.held_count, TierName.MEMORY)
         self.metrics.set("capacity_blocks", self.index.num_slots, TierName.MEMORY)
-        self.staging.observe()
+        self.tiers.observe()
         return self.metrics.snapshot()
 
     def check(self) -> None:
@@ -864,12 +832,8 @@ class PactCache(ExternalCache):
         for plan in self.ledger.open_plans():
             if plan.state is not State.LOADING:
                 self.ledger.abort(plan, EndReason.SHUTDOWN)
-        self.is_late = lambda: False
-        while self._unwritten:
-            self._write_behind()
-        while self._backlog and self.staging.has_room:
-            self._write_backlog()
-        if not self.staging.close(self._config.shutdown_timeout):
+        self.writeback.close()
+        if not self.tiers.close(self._config.shutdown_timeout):
             logger.warning(
                 "kvpact: some writes did not finish within %.0f s at shutdown", self._config.shutdown_timeout
             )

@@ -18,13 +18,13 @@ class Waiting:
     """What "ask again later" was answered to."""
 
     computed_tokens: int
-    news: int
-    """As `Staging.news` counts."""
+    completions: int
+    """As `TierSet` counts."""
     plan: PactPlan | None
 
-    def still(self, computed_tokens: int, news: int, plan: PactPlan | None) -> bool:
+    def still(self, computed_tokens: int, completions: int, plan: PactPlan | None) -> bool:
         """Whether nothing has changed."""
-        return self.news == news and self.computed_tokens == computed_tokens and self.plan is plan
+        return self.completions == completions and self.computed_tokens == computed_tokens and self.plan is plan
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class RequestState:
     """Whether that lookup promised anything; None while a tier is waited for, whose answer may change it."""
     spared_at: int = -1
     """Where, in blocks, the engine last had all that could be loaded."""
-    inquest: TierLookup | None = None
+    tier_lookup: TierLookup | None = None
     """What the shared tiers were asked for this request, once."""
     computed: int = 0
     """Tokens that the engine has, or is loading: what it computes beyond them is its own work."""

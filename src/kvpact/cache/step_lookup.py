@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import Slots
 from kvpact.cache.ledger import Ledger
-from kvpact.cache.prefetch import Staging
+from kvpact.cache.tier_set import TierSet
 from kvpact.contract import LoadSettlement, SaveJob, StepLookup, StoreRead, WorkerReport, load_id
 from kvpact.identity.keys import BlockKey, BlockRange, RangeSet
 from kvpact.index.block_index import Pin
@@ -34,10 +34,10 @@ class StepLookups:
     """All look-ups under way on `ranks` ranks."""
 
     def __init__(
-        self, ledger: Ledger[Pin, Slots], staging: Staging, metrics: Metrics, *, block_size: int, ranks: int
+        self, ledger: Ledger[Pin, Slots], tiers: TierSet, metrics: Metrics, *, block_size: int, ranks: int
     ) -> None:
         self._ledger = ledger
-        self._staging = staging
+        self._tiers = tiers
         self._metrics = metrics
         self._block_size = block_size
         self._ranks = ranks
@@ -65,7 +65,7 @@ class StepLookups:
         """One rank's reads. Those of look-ups that have ended are still counted, but cannot be told apart by key."""
         for read in reads:
             if (task := self._open.get(read.job_id)) is not None:
-                self._staging.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
+                self._tiers.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
 
     def apply_report(self, report: WorkerReport, now: float, is_alive: Callable[[str], bool]) -> list[LoadSettlement]:
         """Take in what ranks have loaded; return the look-ups that it settles, with the tokens not computed."""

@@ -189,7 +189,7 @@ class SchedulerSide:
         assert self.cache is not None
         self._queues = opened.queues
         if self._config.match_at == "step":
-            shared = tuple((at, opened.numbers[at]) for at in self.cache.staging.shared_tiers)
+            shared = tuple((at, opened.numbers[at]) for at in self.cache.tiers.shared_tiers)
             self._store = SharedTierConfig(opened.namespace.describe(), self._block_size, self._rank_slot_bytes, shared)
 
     def _use_late_tiers(self) -> None:

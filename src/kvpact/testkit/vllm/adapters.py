@@ -92,7 +92,7 @@ class PactAdapter(ConnectorAdapter):
             "pinned blocks": cache.index.pinned_count,
             "loads under way": len(cache._copies.loads),
             "saves under way": len(cache._copies.saves),
-            "reads and writes of tiers": cache.staging.pending,
+            "reads and writes of tiers": cache.tiers.pending,
             "protected engine blocks": side.context.touched_blocks if side.context is not None else 0,
         }
 

@@ -1,0 +1,271 @@
+"""The tiers below one arena, in the user's order: what they have finished, what is known of them, what they count.
+
+Owns the operations under way in them until each has ended, and how much of a step goes into taking that in. What an
+operation is for is decided by whoever begins it. Lives on the scheduler's thread; only hands work to the tiers' own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from math import inf
+from typing import Any
+
+from kvpact.identity.epochs import Epoch
+from kvpact.identity.keys import BlockKey
+from kvpact.memory.arena import Arena
+from kvpact.metrics import Metrics, TierName
+from kvpact.tiers.client import Deleted, LentSlots, TierClient
+from kvpact.tiers.executor import OpId, TierExecutor
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2e-3
+"""So much of a scheduler step may go into taking in what the tiers have finished; a step gets 1 ms in all (P11)."""
+
+ASK_AGAIN_SECONDS = 60.0
+"""What a shared tier was found to hold is believed for so long: others may evict, delete, or restart it (H46)."""
+
+REFUTED_SECONDS = 5.0
+"""A block that a tier said it holds and did not deliver is not read from it again for so long: others may have it."""
+
+KNOWN_SHARE = 2
+"""For each slot of the arena, so many blocks are remembered as stored in a shared tier, or as seen once: what is
+written comes from the arena."""
+
+
+class LRUKeySet:
+    """Block keys and when each was last added; forgets the oldest beyond `most`."""
+
+    __slots__ = ("_keys", "_most")
+
+    def __init__(self, most: int) -> None:
+        self._keys: OrderedDict[BlockKey, float] = OrderedDict()  # a plain dict forgets its first in O(n)
+        self._most = most
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self._keys)
+
+    def added_since(self, key: BlockKey, time: float) -> bool:
+        """Whether `key` was added at `time` or later."""
+        return self._keys.get(key, -inf) >= time
+
+    def add(self, keys: Sequence[BlockKey], now: float = 0.0) -> None:
+        """These are the newest now."""
+        for key in keys:
+            self._keys[key] = now
+            self._keys.move_to_end(key)
+        while len(self._keys) > self._most:
+            self._keys.popitem(last=False)
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """These are not known any more."""
+        for key in keys:
+            self._keys.pop(key, None)
+
+    def discard_older(self, time: float) -> None:
+        """What was added before `time` is not known any more; each call takes the oldest ones only."""
+        while self._keys and next(iter(self._keys.values())) < time:
+            self._keys.popitem(last=False)
+
+    def first_of(self, keys: Sequence[BlockKey], end: int) -> int:
+        """The position of the first of `keys[:end]` that is known, else `end`."""
+        return next((at for at in range(end) if keys[at] in self._keys), end) if self._keys else end
+
+
+class TierContents:
+    """What is known of the blocks in one tier, `most` of each kind."""
+
+    __slots__ = ("found", "refuted")
+
+    def __init__(self, most: int) -> None:
+        self.found = LRUKeySet(most)
+        """What a shared tier was found to hold, and when. It may have evicted it since: then the next look-up tells."""
+        self.refuted = LRUKeySet(most)
+        """What the tier said it holds and did not deliver; see `REFUTED_SECONDS`."""
+
+    def note_found(self, keys: Sequence[BlockKey], held: int, now: float) -> None:
+        """The tier has the first `held` of `keys`, and not the others."""
+        self.found.add(keys[:held], now)
+        self.found.discard(keys[held:])
+
+    def believes(self, key: BlockKey, now: float) -> bool:
+        """Whether a shared tier was found to hold this block not long ago."""
+        return self.found.added_since(key, now - ASK_AGAIN_SECONDS)
+
+    def without_refuted(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
+        """Up to where the first `held` of `keys` are worth another read."""
+        self.refuted.discard_older(now - REFUTED_SECONDS)
+        return self.refuted.first_of(keys, held)
+
+
+class TierSet:
+    """The clients of all tiers below one arena."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float],
+        timeout: float,
+        share_drawn_epochs: bool = False,
+    ) -> None:
+        """A tier that takes longer than `timeout` seconds over one operation has failed it.
+
+        With `share_drawn_epochs` shared tiers are written under epochs that no other engine can have, until `close`.
+        """
+        self.clients: list[TierClient] = []
+        self.contents: dict[TierClient, TierContents] = {}
+        self.completions = 0
+        """Operations that were taken in so far: while it stays, nothing is found or arrives."""
+        self.most_known = KNOWN_SHARE * arena.num_slots
+        self._slot_bytes = arena.slot_bytes
+        self._metrics = metrics
+        self._clock = clock
+        self._timeout = timeout
+        self._share_drawn_epochs = share_drawn_epochs
+        self._lent = LentSlots(arena.num_slots)
+        self._polled = 0.0
+        """Seconds of the running step that `poll` took."""
+        self._op_ids = count(1)
+        self._under_way: dict[OpId, Callable[[Any, float], None]] = {}
+
+    def open(self, executors: Sequence[TierExecutor]) -> None:
+        """These tiers, in the user's order, are below the arena from now on. Said once."""
+        for executor in executors:
+            client = TierClient(
+                executor,
+                self._lent,
+                timeout=self._timeout,
+                clock=self._clock,
+                metrics=self._metrics,
+                max_deleted_keys=2 * self.most_known,
+            )
+            self.clients.append(client)
+            self.contents[client] = TierContents(self.most_known)
+
+    @property
+    def shared(self) -> list[TierClient]:
+        """The tiers that must be asked what they hold."""
+        return [client for client in self.clients if client.shared]
+
+    def may_share(self, epoch: Epoch) -> bool:
+        """Whether shared tiers may hold blocks of this epoch: of a drawn one only if the user wants that."""
+        return self._share_drawn_epochs or not epoch.is_drawn
+
+    # Operations
+
+    def begin(self, end: Callable[[Any, float], None]) -> OpId:
+        """The number of an operation to be submitted; `end(what became of it, now)` is called when it has ended."""
+        op_id = next(self._op_ids)
+        self._under_way[op_id] = end
+        return op_id
+
+    def withdraw(self, op_id: OpId) -> None:
+        """The operation was refused."""
+        del self._under_way[op_id]
+
+    @property
+    def pending(self) -> int:
+        """Look-ups, reads and writes that have not ended."""
+        return len(self._under_way)
+
+    @property
+    def has_completions(self) -> bool:
+        """Whether `poll` would take in anything now."""
+        return self._polled < POLL_SECONDS and any(client.has_completions for client in self.clients)
+
+    def poll(self) -> None:
+        """Take in what the tiers' threads have finished since the last call, for `POLL_SECONDS` of a step at most."""
+        if self._polled < POLL_SECONDS:
+            self._take(POLL_SECONDS - self._polled)
+
+    def end_step(self) -> None:
+        """The scheduler's step is over: what it had no time for is taken in by the next one."""
+        self._polled = 0.0
+
+    def _take(self, seconds: float) -> None:
+        began = now = self._clock()
+        finished = [(client, client.poll()) for client in self.clients if client.has_completions]
+        while finished and now - began < seconds:
+            client, its = finished.pop(0)  # each in its turn, so that none waits for the others for ever
+            if (done := next(its, None)) is not None:
+                finished.append((client, its))
+                self.completions += 1
+                if isinstance(done, Deleted):
+                    self.contents[client].found.discard(done.keys)
+                else:
+                    self._under_way.pop(done.op_id)(done, now)
+                now = self._clock()
+        for client in self.clients:
+            client.check(now)
+        self._polled += now - began
+
+    # Losing
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Have every tier drop these blocks and all that need them: a load of them failed. None is held from now on."""
+        for client in self.clients:
+            self.contents[client].found.discard(keys)
+            client.delete(keys)
+
+    # What workers read by themselves
+
+    @property
+    def shared_tiers(self) -> list[int]:
+        """The positions of the shared tiers among those that were opened."""
+        return [at for at, client in enumerate(self.clients) if client.shared]
+
+    def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
+        """How many of `keys` in a row workers may read by themselves: a tier would still give what it is to forget."""
+        now = self._clock()
+        return min((client.readable(keys, len(keys), now) for client in self.shared), default=0)
+
+    def note_read_elsewhere(self, tier: int, keys: Sequence[BlockKey]) -> None:
+        """A worker has read blocks from the tier at this position: count them, and do not write them there again."""
+        client = self.clients[tier]
+        self.contents[client].found.add(keys, self._clock())
+        self.count_read(client, len(keys))
+
+    # Telling
+
+    def count_read(self, client: TierClient, blocks: int) -> None:
+        """So many blocks were read from a tier."""
+        self._metrics.add("read_blocks", blocks, client.name)
+        self._metrics.add("read_bytes", blocks * self._slot_bytes, client.name)
+
+    def observe(self) -> None:
+        """Bring the tiers' gauges and totals up to date; tiers of one kind share their series."""
+        for name in {client.name for client in self.clients}:
+            self._observe(name, [client for client in self.clients if client.name == name])
+
+    def _observe(self, name: TierName, clients: Sequence[TierClient]) -> None:
+        capacities = [client.capacity() for client in clients]
+        counts = [client.counts() for client in clients]
+        metrics = self._metrics
+        slots = sum(capacity.capacity_bytes for capacity in capacities) // self._slot_bytes
+        metrics.set("capacity_blocks", slots, name)
+        metrics.set("held_blocks", sum(capacity.blocks for capacity in capacities), name)
+        metrics.set("used_bytes", sum(capacity.used_bytes for capacity in capacities), name)
+        metrics.set("queued_write_bytes", sum(client.executor.pending_write_bytes for client in clients), name)
+        metrics.set("open_breakers", sum(client.is_open for client in clients), name)
+        metrics.set("lookup_seconds", max(client.costs.lookup_seconds for client in clients), name)
+        metrics.set("read_bytes_per_second", max(client.costs.bytes_per_second for client in clients), name)
+        metrics.raise_to("damaged_records", sum(count.damaged for count in counts), name)
+        metrics.raise_to("evicted_blocks", sum(count.evicted for count in counts), name)
+
+    def close(self, timeout: float) -> bool:
+        """Flush what is queued, at most `timeout` seconds over all tiers, and close them; whether all was flushed."""
+        share = timeout / max(1, len(self.clients))
+        flushed = [client.close(share) for client in self.clients]
+        self._take(inf)
+        for client in self.clients:
+            if undeleted := client.undeleted:
+                logger.warning("kvpact: %d blocks are still in the %s tier that it should drop", undeleted, client.name)
+        return all(flushed)
