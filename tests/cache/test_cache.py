@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 import pytest
 
 from hook_time import LONG, LONG_BLOCKS, HookTime, assert_ends_within, assert_no_step_is_slow
-from kvpact.cache.cache import MAX_LOADS_WITHOUT_PROGRESS
+from kvpact.cache.plan import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.contract import ExternalKVMatch, JobOutcome, StepWork, WorkerReport
 from kvpact.errors import PactViolation
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch

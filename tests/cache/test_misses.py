@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpact.cache.cache import MAX_LOADS_WITHOUT_PROGRESS
+from kvpact.cache.plan import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.config import KvpactConfig
 from kvpact.contract import WorkerReport
 from kvpact.metrics import METRICS, MISS_HINTS, MissReason, explain_misses, series

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from math import inf
 
+from kvpact.cache.finder import Finder
 from kvpact.cache.idle_steps import IdleSteps
-from kvpact.cache.jobs import LoadState, PactPlan, Slots, TransferJobs
+from kvpact.cache.jobs import LoadState, Slots, TransferJobs
 from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.ledger import Ledger, State
 from kvpact.cache.offload import Offloader
 from kvpact.cache.overdue import OverdueLoads
+from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
-from kvpact.cache.request import RequestState, Waiting
+from kvpact.cache.request import RequestState
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.writeback import WriteBack
@@ -32,26 +33,16 @@ from kvpact.contract import (
     WorkerReport,
     num_blocks_for,
 )
-from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey, BlockKeys, BlockRange, RangeSet, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, first_among
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena
-from kvpact.metrics import EndReason, Metrics, MissReason, Snapshot, TierName
+from kvpact.metrics import EndReason, Metrics, Snapshot, TierName
 from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
 
 logger = logging.getLogger(__name__)
-
-NO_MATCH = ExternalKVMatch(0)
-
-MAX_LOADS_WITHOUT_PROGRESS = 3
-"""After so many loads that all ended in a preemption and got it no farther, a request computes its prompt itself.
-
-Two requests that load at once can hold so many of the engine's blocks that neither finds another one to run with; each
-is preempted, loads again, and keeps the other from running, for ever (P11).
-"""
 
 
 class _Once:
@@ -127,6 +118,30 @@ class PactCache(ExternalCache):
         self._steps = StepLookups(
             self.ledger, self.tiers, self.metrics, block_size=block_size, ranks=len(arena.segments)
         )
+        self._finder = Finder(
+            config,
+            self.index,
+            self.tiers,
+            self._prefetcher,
+            epochs=self._epochs,
+            prefill=self._prefill,
+            block_size=block_size,
+            clock=clock,
+            is_late=lambda: self.is_late(),
+        )
+        self._planner = Planner(
+            config,
+            self.ledger,
+            self.index,
+            self.tiers,
+            self._prefetcher,
+            self._finder,
+            self.metrics,
+            overdue=self._overdue,
+            block_size=block_size,
+            slot_bytes=arena.slot_bytes,
+            clock=clock,
+        )
         self._idle_steps = IdleSteps(clock)
         self.is_late: Callable[[], bool] = lambda: False
         """Whether the running step has cost enough, so that what can wait is left to the next one."""
@@ -145,16 +160,7 @@ class PactCache(ExternalCache):
     @property
     def asks_shared(self) -> bool:
         """Whether `prepare_external_match` asks tiers that only they themselves can answer for."""
-        return self._config.match_at == "schedule" and self._config.prepare_deadline > 0 and self._may_be_shared
-
-    @property
-    def _looks_up_at_step(self) -> bool:
-        return self._config.match_at == "step" and self._may_be_shared
-
-    @property
-    def _may_be_shared(self) -> bool:
-        """Whether shared tiers may hold blocks of this epoch."""
-        return bool(self.tiers.shared) and self.tiers.may_share(self._epochs.current)
+        return self._finder.asks_shared
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Blocks are held through `context` while ranks copy them; its free queue says when to save lazily."""
@@ -166,73 +172,25 @@ class PactCache(ExternalCache):
 
         A step that has cost enough leaves that to the first probe; what the request is, is asked now in any case.
         """
-        record = self._record(request)
-        if record.keys is not None and request.may_load and self.asks_shared and not self.is_late():
-            self._ask(record, self._usable_keys(request, record))
+        self._finder.ask_early(request, self._record(request))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Touches memory only; what a lower tier holds is fetched behind "ask again later"."""
         record = self._record(request)
-        if self.still_waits(request.request_id, num_computed_tokens):
+        if self._planner.still_waits(request.request_id, record, num_computed_tokens):
             return None
-        record.was_put_off, record.put_off = record.put_off, False
-        match = self._prepare(request, record, num_computed_tokens)
-        record.waits_at = None
-        if match is None and not record.put_off:
-            record.waits_at = Waiting(num_computed_tokens, self.tiers.completions, self.ledger.find(request.request_id))
-        return match
+        self._begin_probe(request.request_id, record, num_computed_tokens)
+        return self._planner.prepare(request, record, num_computed_tokens)
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
         record = self._record(request)
         self._begin_probe(request.request_id, record, num_computed_tokens)
-        record.waits_at, record.put_off = None, False
-        start = num_computed_tokens // self._block_size
-        if self._engine_has_all(request, start):
-            self._spare(request.request_id, record, start)
-        else:
-            self._miss(request.request_id, record, start, MissReason.DEADLINE)
+        self._planner.decline(request, record, num_computed_tokens)
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """See `ExternalCache`; its plan is renewed then."""
-        record = self._requests.get(request_id)
-        if record is None or record.waits_at is None or self.tiers.has_completions:
-            return False
-        plan, now = self.ledger.find(request_id), self._clock()
-        if not record.waits_at.still(num_computed_tokens, self.tiers.completions, plan):
-            return False
-        if record.waits_until is None or now >= record.waits_until:
-            return False
-        if plan is not None:
-            self.ledger.renew(plan, now)
-        return True
-
-    def _prepare(
-        self, request: EngineRequest, record: RequestState, num_computed_tokens: int
-    ) -> ExternalKVMatch | None:
-        self._begin_probe(request.request_id, record, num_computed_tokens)
-        start = num_computed_tokens // self._block_size
-        if self._engine_has_all(request, start):
-            return self._spare(request.request_id, record, start)
-        if record.keys is None:
-            return self._miss(request.request_id, record, start, MissReason.UNKNOWN_IDENTITY)
-        if not request.may_load or num_computed_tokens % self._block_size:
-            return self._miss(request.request_id, record, start, MissReason.DISABLED)
-        if record.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
-            return self._miss(request.request_id, record, start, MissReason.CROWDED)
-        if self._overdue.is_stuck:
-            return self._miss(request.request_id, record, start, MissReason.OVERDUE)
-        keys = self._usable_keys(request, record)
-        plan = self.ledger.find(request.request_id)
-        if plan is not None and plan.state is State.LOADING:
-            return NO_MATCH  # preempted before the workers reported; its blocks may still be written
-        now = self._clock()
-        if plan is not None and plan.blocks.start == start and plan.blocks.end <= len(keys):
-            if plan.state is State.PLANNED:
-                self.ledger.renew(plan, now)
-                return self._match(plan)
-            return self._wait(plan, record, keys, now)
-        return self._plan(request.request_id, record, keys, start, now)
+        return self._planner.still_waits(request_id, self._requests.get(request_id), num_computed_tokens)
 
     def _begin_probe(self, request_id: str, record: RequestState, num_computed_tokens: int) -> None:
         record.computed = num_computed_tokens
@@ -241,225 +199,16 @@ class PactCache(ExternalCache):
             record.offloaded_blocks = 0
             self.saves.lazy.rewind(request_id)
 
-    def _usable_keys(self, request: EngineRequest, record: RequestState) -> Sequence[BlockKey]:
-        """The keys of the blocks that may be promised: not the last token's (P6), and none that failed before (H09)."""
-        if record.keys is None:
-            return ()
-        end = self._loadable_blocks(request)
-        if record.invalid_from is not None:
-            end = min(end, record.invalid_from)
-        return record.keys.extend(request.token_ids)[:end]
-
-    def _loadable_blocks(self, request: EngineRequest) -> int:
-        return (len(request.token_ids) - 1) // self._block_size
-
-    def _engine_has_all(self, request: EngineRequest, start: int) -> bool:
-        """Whether the request has whole blocks that could be loaded, and the engine has computed all of them itself."""
-        return 0 < self._loadable_blocks(request) <= start
-
-    def _plan(
-        self, request_id: str, record: RequestState, keys: Sequence[BlockKey], start: int, now: float
-    ) -> ExternalKVMatch | None:
-        if len(keys) - start < self._config.min_match_blocks:
-            return self._miss(request_id, record, start, self._why_so_few(record, len(keys)))
-        held = self.index.held_prefix(keys)
-        reason = MissReason.ASKED_AT_STEP if self._looks_up_at_step else MissReason.NOT_STORED
-        if self._config.prepare_deadline > 0 and (record.waits_until is None or now < record.waits_until):
-            is_new = record.last_lookup < 0
-            if self._is_asking(record, keys) or (is_new and record.tier_lookup is not None and self._puts_off(record)):
-                self._end_plan(request_id, EndReason.SUPERSEDED)
-                record.waits_until = record.waits_until or now + self._config.prepare_deadline
-                return None
-            held = self.index.held_prefix(keys)
-            by_tier = self._prefetcher.readable(keys, record.tier_lookup, now)
-            stored = max(by_tier, default=0)
-            first = max(held, start)
-            if stored > held and stored - start >= self._config.min_match_blocks:
-                if self._computes_faster(first, stored, by_tier):
-                    if record.last_lookup != start:
-                        self.metrics.add("declined_blocks", stored - first)
-                    reason = MissReason.RECOMPUTE_FASTER
-                else:
-                    reach = self._prefetcher.fetch(keys, stored, by_tier)
-                    if reach > start and reach > held and self._prefetcher.is_arriving(keys[held]):
-                        blocks = BlockRange(start, reach - start)
-                        self._open(request_id, record, blocks, keys, now, promised=False)
-                        return None
-                    reason = MissReason.NO_ROOM
-        elif record.tier_lookup is not None:
-            if not record.tier_lookup.done:
-                reason = MissReason.DEADLINE
-            self._prefetcher.give_up(record.tier_lookup, late=True)
-        if held - start < self._config.min_match_blocks:
-            return self._miss(request_id, record, start, reason)
-        return self._match(self._open(request_id, record, BlockRange(start, held - start), keys, now, promised=True))
-
-    @staticmethod
-    def _why_so_few(record: RequestState, keys: int) -> MissReason:
-        """Why no more than so many blocks of a request may be promised."""
-        if record.invalid_from == keys:
-            return MissReason.FAILED_BEFORE
-        ended = record.keys is not None and record.keys.ended
-        return MissReason.UNKNOWN_IDENTITY if ended else MissReason.TOO_SHORT
-
-    def _is_asking(self, record: RequestState, keys: Sequence[BlockKey]) -> bool:
-        """Whether an answer of the shared tiers is still to come; the first time, they are asked."""
-        if self.asks_shared:
-            self._ask(record, keys)
-        if record.tier_lookup is None or record.tier_lookup.done:
-            return False
-        self.tiers.poll()
-        return not record.tier_lookup.done
-
-    def _puts_off(self, record: RequestState) -> bool:
-        """Whether what tiers have told for this request is used in the next step, because this one has cost enough."""
-        record.put_off = not record.was_put_off and self.is_late()
-        return record.put_off
-
-    def _ask(self, record: RequestState, keys: Sequence[BlockKey]) -> None:
-        """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
-        if record.tier_lookup is not None or self._config.prepare_deadline <= 0:
-            return
-        missing = len(keys) - max(
-            self.index.held_prefix(keys), max(self._prefetcher.readable(keys, None, self._clock()), default=0)
-        )
-        tokens, seconds = missing * self._block_size, self._prefetcher.lookup_seconds
-        if missing and not (self._config.recompute_if_faster and self._prefill.is_faster(tokens, seconds or None)):
-            record.tier_lookup = self._prefetcher.ask(keys)
-
-    def _computes_faster(self, start: int, end: int, by_tier: Sequence[int]) -> bool:
-        """Whether the engine should have computed blocks [start, end) before the tiers could deliver them."""
-        if not self._config.recompute_if_faster:
-            return False
-        seconds = self._prefetcher.seconds_to_load(start, end, by_tier)
-        return self._prefill.is_faster((end - start) * self._block_size, seconds)
-
-    def _open(
-        self,
-        request_id: str,
-        record: RequestState,
-        blocks: BlockRange,
-        keys: Sequence[BlockKey],
-        now: float,
-        *,
-        promised: bool,
-    ) -> PactPlan:
-        self._count_lookup(record, blocks.start, True if promised else None)
-        if not promised and record.waits_until is None:
-            record.waits_until = now + self._config.prepare_deadline
-        self.index.touch(keys[blocks.end - 1])
-        return self.ledger.open_plan(
-            request_id,
-            blocks,
-            block_size=self._block_size,
-            slots=self._slots(keys, blocks) if promised else (),
-            now=now,
-            leases=[self.index.pin(keys[blocks.end - 1])],
-            promised_tokens=blocks.count * self._block_size if promised else 0,
-            asynchronous=self._is_asynchronous(blocks.count),
-            deadline=inf if promised or record.waits_until is None else record.waits_until,
-        )
-
-    def _wait(
-        self, plan: PactPlan, record: RequestState, keys: Sequence[BlockKey], now: float
-    ) -> ExternalKVMatch | None:
-        completions = self.tiers.completions
-        self.tiers.poll()
-        late = now >= plan.deadline
-        if self.tiers.completions > completions and not late and self._puts_off(record):
-            self.ledger.renew(plan, now)
-            return None
-        held = self.index.held_prefix(keys[: plan.blocks.end])
-        if held < plan.blocks.end and not late and self._prefetcher.is_arriving(keys[held]):
-            self.ledger.renew(plan, now)
-            return None
-        may_go_on = not late and (held == plan.blocks.end or len(self.tiers.clients) > 1)
-        if may_go_on and max(self._prefetcher.readable(keys, record.tier_lookup, now), default=0) > held:
-            # there may be room for more now, or another tier has what the first one did not deliver
-            return self._plan(plan.request_id, record, keys, plan.blocks.start, now)
-        blocks = BlockRange(plan.blocks.start, max(0, held - plan.blocks.start))
-        if held < plan.blocks.end:
-            record.waits_until = now  # the tiers had their chance; a blocked request does not ask them every step (H02)
-        if blocks.count < self._config.min_match_blocks:
-            self.ledger.abort(plan, EndReason.DEADLINE if late else EndReason.TIER_FAILED)
-            reason = MissReason.DEADLINE if late else MissReason.NOT_STORED
-            self._count_lookup(record, plan.blocks.start, False, reason)
-            return NO_MATCH
-        self.ledger.ready(
-            plan,
-            promised_tokens=blocks.count * self._block_size,
-            leases=[self.index.pin(keys[blocks.end - 1])],
-            now=now,
-            blocks=blocks,
-            asynchronous=self._is_asynchronous(blocks.count),
-        )
-        plan.slots = self._slots(keys, blocks)
-        self._count_lookup(record, blocks.start, True)
-        return self._match(plan)
-
-    def _slots(self, keys: Sequence[BlockKey], blocks: BlockRange) -> Slots:
-        return tuple(self.index.slots_of(keys[blocks.start : blocks.end]))
-
-    def _match(self, plan: PactPlan) -> ExternalKVMatch:
-        return ExternalKVMatch(plan.promised_tokens, plan.asynchronous, plan)
-
-    def _spare(self, request_id: str, record: RequestState, start: int) -> ExternalKVMatch:
-        """The engine has all that could be loaded: neither a look-up nor a miss."""
-        self._end_plan(request_id, EndReason.SUPERSEDED)
-        if record.spared_at != start:
-            self.metrics.add("spared_lookups")
-        record.spared_at = start
-        return NO_MATCH
-
-    def _miss(self, request_id: str, record: RequestState, start: int, reason: MissReason) -> ExternalKVMatch:
-        self._end_plan(request_id, EndReason.SUPERSEDED)
-        self._count_lookup(record, start, False, reason)
-        return NO_MATCH
-
-    def _count_lookup(
-        self, record: RequestState, start: int, found: bool | None, reason: MissReason = MissReason.NOT_STORED
-    ) -> None:
-        """Count what a look-up from block `start` on found, once: the same again is no other look-up (H02).
-
-        One that ended differently before is: a blocked request may miss first, and find what others saved meanwhile.
-        """
-        if record.last_lookup != start or (found is not None and record.found is not None and found != record.found):
-            self.metrics.add("lookups")
-            record.found = None
-        record.last_lookup = start
-        if found is not None and record.found is None:
-            record.found = found
-            if not found:
-                self.metrics.add("misses", label=reason)
-
-    def _end_plan(self, request_id: str, reason: EndReason) -> None:
-        """The request's plan ends, if it has one that is not being loaded."""
-        plan = self.ledger.find(request_id)
-        if plan is not None and plan.state is not State.LOADING:
-            self.ledger.abort(plan, reason)
-
-    def _is_asynchronous(self, blocks: int) -> bool:
-        return blocks * self._arena.slot_bytes > self._config.sync_load_limit
-
     # Commit and abort
 
     def commit_external_match(
         self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
     ) -> int:
         """See `ExternalCache`; always accepts `num_tokens`."""
-        plan = self.ledger.find(request.request_id)
-        if plan is None or plan is not match.query_result:
-            raise PactViolation(f"request {request.request_id} commits a match that is not its open plan")
-        now = self._clock()
-        if num_tokens == 0:
-            self.ledger.abort(plan, EndReason.DECLINED)
+        plan = self._planner.take(request.request_id, match, num_tokens, len(block_ids))
+        if plan is None:
             return 0
-        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self._block_size))
-        if num_tokens > plan.promised_tokens or blocks.end > len(block_ids):
-            raise PactViolation(
-                f"request {request.request_id} commits {num_tokens} tokens into {len(block_ids)} blocks; "
-                f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"
-            )
+        now, blocks = self._clock(), BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self._block_size))
         record = self._requests[request.request_id]
         keys = record.keys.keys if record.keys is not None else []
         record.waits_until = None
@@ -469,19 +218,10 @@ class PactCache(ExternalCache):
         self.writeback.note_used(keys[: blocks.end])
         self._tags.fill(block_ids[blocks.start : blocks.end], record.tag)
         record.tail_tag = record.tag
-        keep = self._leases_on(plan, blocks, keys)
+        keep = self._planner.leases_on(plan, blocks, keys)
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self._config.load_deadline)
         self._overdue.begin(self._copies.order_load(plan, blocks, keys, block_ids, now))
         return num_tokens
-
-    def _leases_on(self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey]) -> list[Pin]:
-        """What must be held to load `blocks` of a plan: less than the plan holds, if the engine takes less.
-
-        If a failed load has dropped the entry meanwhile, only the plan's own pin keeps its slots, all or none of them.
-        """
-        last = keys[blocks.end - 1]
-        dropped = last not in self.index or self.index.slot(last) != plan.slots[blocks.count - 1]
-        return [*plan.leases] if blocks == plan.blocks or dropped else [self.index.pin(last)]
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
         """See `ExternalCache`. `reason` is one of `EndReason`, anything else counts as an error."""
@@ -551,9 +291,9 @@ class PactCache(ExternalCache):
         """See `SupportsStepLookup`: in the shared tiers, and not for blocks that another request is saving already."""
         save = self._copies.save_ordered_now(request.request_id)
         start = computed_tokens // self._block_size
-        if not self._looks_up_at_step or not request.may_load or save is None or save.job.start_block != start:
+        if not self._finder.looks_up_at_step or not request.may_load or save is None or save.job.start_block != start:
             return
-        keys = self._usable_keys(request, self._record(request))[: save.job.blocks.end]
+        keys = self._finder.usable_keys(request, self._record(request))[: save.job.blocks.end]
         keys = keys[: self.tiers.readable_elsewhere(keys)]
         if len(keys) - start >= self._config.min_match_blocks:
             self._steps.order(save.job, computed_tokens, max_tokens, keys)
@@ -755,9 +495,7 @@ class PactCache(ExternalCache):
 
     def _begin_epoch(self) -> None:
         """The weights may be others than those before: whatever is under way belongs to the old ones."""
-        for plan in self.ledger.open_plans():
-            if plan.state is not State.LOADING:
-                self.ledger.abort(plan, EndReason.CACHE_RESET)
+        self._planner.end_all(EndReason.CACHE_RESET)
         self._copies.recall()
         if self.saves.lazy is not None:
             self.saves.lazy.clear()
@@ -829,9 +567,7 @@ class PactCache(ExternalCache):
 
     def shutdown(self) -> None:
         """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""
-        for plan in self.ledger.open_plans():
-            if plan.state is not State.LOADING:
-                self.ledger.abort(plan, EndReason.SHUTDOWN)
+        self._planner.end_all(EndReason.SHUTDOWN)
         self.writeback.close()
         if not self.tiers.close(self._config.shutdown_timeout):
             logger.warning(

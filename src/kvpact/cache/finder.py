@@ -1,0 +1,123 @@
+"""What can be found of a request's blocks, in memory and in the tiers, and whether it is worth finding or loading.
+
+Owns no state: what shared tiers were asked for a request is in its `RequestState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from kvpact.cache.lookup import Availability, Limits
+from kvpact.cache.prefetch import Prefetcher
+from kvpact.cache.request import RequestState
+from kvpact.cache.tier_set import TierSet
+from kvpact.config import KvpactConfig
+from kvpact.contract import EngineRequest
+from kvpact.identity.epochs import Epochs
+from kvpact.identity.keys import BlockKey
+from kvpact.index.block_index import BlockIndex
+from kvpact.metrics import MissReason
+from kvpact.tiers.costs import PrefillRate
+
+
+class Finder:
+    """Looks in one index and the tiers below it, for requests of the current epoch of `epochs`."""
+
+    def __init__(
+        self,
+        config: KvpactConfig,
+        index: BlockIndex,
+        tiers: TierSet,
+        prefetcher: Prefetcher,
+        *,
+        epochs: Epochs,
+        prefill: PrefillRate,
+        block_size: int,
+        clock: Callable[[], float],
+        is_late: Callable[[], bool],
+    ) -> None:
+        """`is_late` says whether the running step has cost enough, so that what can wait is left to the next one."""
+        self._config = config
+        self._index = index
+        self._tiers = tiers
+        self._prefetcher = prefetcher
+        self._epochs = epochs
+        self._prefill = prefill
+        self._block_size = block_size
+        self._clock = clock
+        self._is_late = is_late
+
+    @property
+    def asks_shared(self) -> bool:
+        """Whether a prepare asks tiers that only they themselves can answer for."""
+        return self._config.match_at == "schedule" and self._config.prepare_deadline > 0 and self._may_be_shared
+
+    @property
+    def looks_up_at_step(self) -> bool:
+        """Whether workers look in shared tiers when a step begins."""
+        return self._config.match_at == "step" and self._may_be_shared
+
+    @property
+    def _may_be_shared(self) -> bool:
+        """Whether shared tiers may hold blocks of this epoch."""
+        return bool(self._tiers.shared) and self._tiers.may_share(self._epochs.current)
+
+    def usable_keys(self, request: EngineRequest, state: RequestState) -> Sequence[BlockKey]:
+        """The keys of the blocks that may be promised: not the last token's (P6), and none that failed before (H09)."""
+        if state.keys is None:
+            return ()
+        end = self.loadable_blocks(request)
+        if state.invalid_from is not None:
+            end = min(end, state.invalid_from)
+        return state.keys.extend(request.token_ids)[:end]
+
+    def loadable_blocks(self, request: EngineRequest) -> int:
+        """Whole blocks before the request's last token."""
+        return (len(request.token_ids) - 1) // self._block_size
+
+    def deadline(self, state: RequestState) -> float:
+        """Until when a request for which nothing is being read may wait for tiers."""
+        if self._config.prepare_deadline <= 0:
+            return -inf
+        return state.waits_until if state.waits_until is not None else inf
+
+    def find(self, state: RequestState, keys: Sequence[BlockKey], now: float) -> Availability:
+        """Where these blocks of a request are. Memory only; nothing is waited for."""
+        resident = self._index.held_prefix(keys)
+        arriving = resident < len(keys) and self._prefetcher.is_arriving(keys[resident])
+        return Availability(resident, self._prefetcher.readable(keys, state.tier_lookup, now), arriving)
+
+    def ask(self, state: RequestState, keys: Sequence[BlockKey], available: Availability) -> None:
+        """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
+        if state.tier_lookup is not None:
+            return
+        missing = len(keys) - max(available.resident, available.stored)
+        if missing and not self._computes_faster(missing, self._prefetcher.lookup_seconds or None):
+            state.tier_lookup = self._prefetcher.ask(keys)
+
+    def ask_early(self, request: EngineRequest, state: RequestState) -> None:
+        """Ask the shared tiers for a request that the engine has no room for yet, if that is worth it.
+
+        A step that has cost enough leaves it to the first prepare.
+        """
+        if state.keys is not None and request.may_load and self.asks_shared and not self._is_late():
+            keys = self.usable_keys(request, state)
+            self.ask(state, keys, self.find(state, keys, self._clock()))
+
+    def limits(self, state: RequestState, available: Availability, start: int, *, has_news: bool) -> Limits:
+        """What a prepare from block `start` on has to keep to; `has_news` if tiers have told something for it."""
+        first, faster = max(available.resident, start), False
+        if self._config.recompute_if_faster and available.stored > first:
+            seconds = self._prefetcher.seconds_to_load(first, available.stored, available.by_tier)
+            faster = self._computes_faster(available.stored - first, seconds)
+        return Limits(
+            self._config.min_match_blocks,
+            has_news and not state.was_put_off and self._is_late(),
+            faster,
+            MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED,
+        )
+
+    def _computes_faster(self, blocks: int, seconds: float | None) -> bool:
+        """Whether the engine should have computed so many blocks before `seconds` have passed."""
+        return self._config.recompute_if_faster and self._prefill.is_faster(blocks * self._block_size, seconds)

@@ -1,0 +1,236 @@
+"""How a prepare is answered: a pure function of what is there, what is under way, and what may be waited for.
+
+`TABLE` is drawn in docs/architecture.md, "How a prepare is answered". Its first row that applies is the answer. No
+clock, no I/O: what is known comes in, and nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvpact.metrics import EndReason, MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Where a request's blocks are. Found out once for each prepare; all numbers are blocks in a row from the first."""
+
+    resident: int
+    """Blocks that memory holds."""
+    by_tier: tuple[int, ...] = ()
+    """Blocks that each tier can supply, in the user's order; of a shared one as far as it has answered."""
+    arriving: bool = False
+    """Whether the block after the resident ones is being read from a tier now."""
+
+    @property
+    def stored(self) -> int:
+        """Blocks that the tier which has most can supply."""
+        return max(self.by_tier, default=0)
+
+
+class Phase(StrEnum):
+    """What is under way for a request."""
+
+    FREE = "nothing"
+    ASKING = "a shared tier is asked"
+    READING = "blocks are being read"
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What a request wants to know: blocks [start, end), by `deadline`; `end` is that of its read, if there is one."""
+
+    phase: Phase
+    start: int
+    end: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the configuration and the running step allow."""
+
+    min_blocks: int
+    """A match of fewer blocks is none."""
+    puts_off: bool = False
+    """Whether the step has cost enough, so that what tiers have said in it is used in the next one."""
+    computes_faster: bool = False
+    """Whether the engine should have computed what tiers can supply before it arrives."""
+    not_found: MissReason = MissReason.NOT_STORED
+    """The reason of a miss that has no other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Blocks up to `end` are promised, from memory. `reason` is why no more are."""
+
+    end: int
+    reason: MissReason
+    tiers_done: bool = False
+    """Whether the request is not to wait for tiers any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """ "Ask again later". With `put_off`, in the next step whatever happens."""
+
+    put_off: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Nothing is promised. A plan that the request has ends as `ends`."""
+
+    reason: MissReason
+    tiers_done: bool = False
+    ends: EndReason = EndReason.SUPERSEDED
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Blocks up to `end` are to be read into memory first; "ask again later". Without room for that: `otherwise`."""
+
+    end: int
+    otherwise: Promise | Miss
+
+
+Decision = Promise | Stage | Wait | Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The arguments of `decide`, with what rows of the table ask of them."""
+
+    available: Availability
+    lookup: Lookup
+    limits: Limits
+    now: float
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether blocks are being read for the request."""
+        return self.lookup.phase is Phase.READING
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.now >= self.lookup.deadline
+
+    @property
+    def is_short(self) -> bool:
+        """Whether memory lacks blocks that were to be read."""
+        return self.available.resident < self.lookup.end
+
+    @property
+    def tiers_have_more(self) -> bool:
+        """Whether a tier can supply blocks after the resident ones, and enough for a match."""
+        stored = self.available.stored
+        return stored > self.available.resident and stored - self.lookup.start >= self.limits.min_blocks
+
+    @property
+    def reads_more(self) -> bool:
+        """Whether a tier can supply what the read does not bring.
+
+        Of a read that fell short another tier than the one that was read.
+        """
+        others = not self.is_short or len(self.available.by_tier) > 1
+        return others and self.available.stored > min(self.available.resident, self.lookup.end)
+
+    def from_memory(self, reason: MissReason, *, tiers_done: bool = False) -> Promise | Miss:
+        """What memory holds is promised, if that is enough for a match."""
+        end = self.available.resident
+        is_match = end - self.lookup.start >= self.limits.min_blocks
+        return Promise(end, reason, tiers_done) if is_match else Miss(reason, tiers_done)
+
+    def from_read(self, reason: MissReason, ends: EndReason) -> Promise | Miss:
+        """What memory holds of the blocks that were to be read is promised, if that is enough for a match."""
+        end = min(self.available.resident, self.lookup.end)
+        is_match = end - self.lookup.start >= self.limits.min_blocks
+        return Promise(end, reason, self.is_short) if is_match else Miss(reason, self.is_short, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table: `when` and `then` are its words in the documents."""
+
+    when: str
+    then: str
+    applies: Callable[[Case], bool]
+    answer: Callable[[Case], Decision]
+
+
+def _asked_in_vain(case: Case) -> MissReason:
+    return MissReason.DEADLINE if case.lookup.phase is Phase.ASKING else case.limits.not_found
+
+
+TABLE = (
+    Row(
+        "blocks are being read; the deadline has passed",
+        "Promise, or Miss `deadline`",
+        lambda case: case.is_reading and case.is_over,
+        lambda case: case.from_read(MissReason.DEADLINE, EndReason.DEADLINE),
+    ),
+    Row(
+        "blocks are being read; some arrived in this step, which has cost enough",
+        "Wait, for the next step",
+        lambda case: case.is_reading and case.limits.puts_off,
+        lambda case: Wait(put_off=True),
+    ),
+    Row(
+        "blocks are being read; the next one is on its way",
+        "Wait",
+        lambda case: case.is_reading and case.is_short and case.available.arriving,
+        lambda case: Wait(),
+    ),
+    Row(
+        "blocks were read; no tier can supply more",
+        "Promise, or Miss `not_stored`",
+        lambda case: case.is_reading and not case.reads_more,
+        lambda case: case.from_read(MissReason.NOT_STORED, EndReason.TIER_FAILED),
+    ),
+    Row(
+        "the deadline has passed, or nothing may be waited for",
+        "Promise, or Miss `deadline` if a tier has not answered",
+        lambda case: case.is_over,
+        lambda case: case.from_memory(_asked_in_vain(case), tiers_done=True),
+    ),
+    Row(
+        "a shared tier has not answered",
+        "Wait",
+        lambda case: case.lookup.phase is Phase.ASKING,
+        lambda case: Wait(),
+    ),
+    Row(
+        "all have answered before the first prepare; this step has cost enough",
+        "Wait, for the next step",
+        lambda case: case.limits.puts_off,
+        lambda case: Wait(put_off=True),
+    ),
+    Row(
+        "a tier can supply more than memory holds; the engine computes that sooner",
+        "Promise, or Miss `recompute_faster`",
+        lambda case: case.tiers_have_more and case.limits.computes_faster,
+        lambda case: case.from_memory(MissReason.RECOMPUTE_FASTER),
+    ),
+    Row(
+        "a tier can supply more than memory holds",
+        "Stage; without room Promise, or Miss `no_room`",
+        lambda case: case.tiers_have_more,
+        lambda case: Stage(case.available.stored, case.from_memory(MissReason.NO_ROOM)),
+    ),
+    Row(
+        "else",
+        "Promise, or Miss",
+        lambda case: True,
+        lambda case: case.from_memory(case.limits.not_found),
+    ),
+)
+"""Of all rows that apply the first one counts. "Promise, or Miss": what memory holds is promised if it is a match."""
+
+
+def decide(available: Availability, lookup: Lookup, limits: Limits, now: float) -> Decision:
+    """What a prepare at `now` (the clock of `lookup.deadline`) is answered."""
+    case = Case(available, lookup, limits, now)
+    return next(row for row in TABLE if row.applies(case)).answer(case)

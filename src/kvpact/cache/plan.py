@@ -1,0 +1,329 @@
+"""The plans of live requests: from a prepare, through reads from the tiers, to the promise that a commit takes.
+
+Owns no state: what is known of a request is in its `RequestState`, its plan in the ledger. What a prepare is answered
+is decided in `lookup.py`; here that is found out and carried out. Touches memory only and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from kvpact.cache.finder import Finder
+from kvpact.cache.jobs import PactPlan, Slots
+from kvpact.cache.ledger import Ledger, State
+from kvpact.cache.lookup import Availability, Lookup, Miss, Phase, Stage, Wait, decide
+from kvpact.cache.overdue import OverdueLoads
+from kvpact.cache.prefetch import Prefetcher
+from kvpact.cache.request import RequestState, Waiting
+from kvpact.cache.tier_set import TierSet
+from kvpact.config import KvpactConfig
+from kvpact.contract import EngineRequest, ExternalKVMatch, num_blocks_for
+from kvpact.errors import PactViolation
+from kvpact.identity.keys import BlockKey, BlockRange
+from kvpact.index.block_index import BlockIndex, Pin
+from kvpact.metrics import EndReason, Metrics, MissReason
+
+NO_MATCH = ExternalKVMatch(0)
+
+MAX_LOADS_WITHOUT_PROGRESS = 3
+"""After this many loads that all ended in a preemption and got it no farther, a request computes its prompt itself.
+
+Two requests that load at once can hold so many of the engine's blocks that neither finds another one to run with; each
+is preempted, loads again, and keeps the other from running, for ever (P11).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A prepare at `now` of a request's blocks, named `keys`, from block `start` on."""
+
+    request_id: str
+    state: RequestState
+    keys: Sequence[BlockKey]
+    start: int
+    plan: PactPlan | None
+    """The request's, if blocks are being read for it."""
+    now: float
+
+
+class Planner:
+    """Answers prepares by what `finder` finds, and opens, stages and ends the plans for it."""
+
+    def __init__(
+        self,
+        config: KvpactConfig,
+        ledger: Ledger[Pin, Slots],
+        index: BlockIndex,
+        tiers: TierSet,
+        prefetcher: Prefetcher,
+        finder: Finder,
+        metrics: Metrics,
+        *,
+        overdue: OverdueLoads,
+        block_size: int,
+        slot_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._index = index
+        self._tiers = tiers
+        self._prefetcher = prefetcher
+        self._finder = finder
+        self._metrics = metrics
+        self._overdue = overdue
+        self._block_size = block_size
+        self._slot_bytes = slot_bytes
+        self._clock = clock
+
+    # Prepare
+
+    def still_waits(self, request_id: str, state: RequestState | None, computed_tokens: int) -> bool:
+        """Whether a request was told "ask again later" and nothing has changed; its plan is renewed then."""
+        if state is None or state.waits_at is None or self._tiers.has_completions:
+            return False
+        plan, now = self._ledger.find(request_id), self._clock()
+        if not state.waits_at.still(computed_tokens, self._tiers.completions, plan):
+            return False
+        if state.waits_until is None or now >= state.waits_until:
+            return False
+        if plan is not None:
+            self._ledger.renew(plan, now)
+        return True
+
+    def prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
+        """See `ExternalCache`: a match, or None for "ask again later"."""
+        state.was_put_off, state.put_off, state.waits_at = state.put_off, False, None
+        match = self._prepare(request, state, computed_tokens)
+        if match is None and not state.put_off:
+            state.waits_at = Waiting(computed_tokens, self._tiers.completions, self._ledger.find(request.request_id))
+        return match
+
+    def decline(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> None:
+        """Instead of `prepare`, where the engine has no time for it: the request is a miss."""
+        state.waits_at, state.put_off = None, False
+        start = computed_tokens // self._block_size
+        if self._engine_has_all(request, start):
+            self._spare(request.request_id, state, start)
+        else:
+            self._miss(request.request_id, state, start, Miss(MissReason.DEADLINE))
+
+    def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
+        name, start = request.request_id, computed_tokens // self._block_size
+        if self._engine_has_all(request, start):
+            return self._spare(name, state, start)
+        refused = self._why_not(request, state, computed_tokens)
+        if refused is not None:
+            return self._miss(name, state, start, Miss(refused))
+        keys, now = self._finder.usable_keys(request, state), self._clock()
+        plan = self._ledger.find(name)
+        if plan is not None and plan.state is State.LOADING:
+            return NO_MATCH  # preempted before the workers reported; its blocks may still be written
+        if plan is not None and (plan.blocks.start != start or plan.blocks.end > len(keys)):
+            plan = None
+        if plan is not None and plan.state is State.PLANNED:
+            self._ledger.renew(plan, now)
+            return _match(plan)
+        if plan is None and len(keys) - start < self._config.min_match_blocks:
+            return self._miss(name, state, start, Miss(_why_so_few(state, len(keys))))
+        return self._look_up(_Probe(name, state, keys, start, plan, now))
+
+    def _engine_has_all(self, request: EngineRequest, start: int) -> bool:
+        """Whether the request has whole blocks that could be loaded, and the engine has computed all of them itself."""
+        return 0 < self._finder.loadable_blocks(request) <= start
+
+    def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
+        """Why nothing is looked up for a request, if so."""
+        if state.keys is None:
+            return MissReason.UNKNOWN_IDENTITY
+        if not request.may_load or computed_tokens % self._block_size:
+            return MissReason.DISABLED
+        if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
+            return MissReason.CROWDED
+        return MissReason.OVERDUE if self._overdue.is_stuck else None
+
+    def _look_up(self, probe: _Probe) -> ExternalKVMatch | None:
+        """Find out once what is there, decide, and do that."""
+        state, plan = probe.state, probe.plan
+        completions, asked = self._tiers.completions, state.tier_lookup
+        deadline = plan.deadline if plan is not None else self._finder.deadline(state)
+        if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
+            self._tiers.poll()
+        available = self._finder.find(state, probe.keys, probe.now)
+        if plan is None and probe.now < deadline and self._finder.asks_shared:
+            self._finder.ask(state, probe.keys, available)
+        if plan is not None:
+            phase, end, has_news = Phase.READING, plan.blocks.end, self._tiers.completions > completions
+        else:
+            asked = state.tier_lookup
+            phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
+            end, has_news = len(probe.keys), state.last_lookup < 0 and asked is not None
+        limits = self._finder.limits(state, available, probe.start, has_news=has_news)
+        decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
+        if isinstance(decision, Wait):
+            self._wait(probe, decision)
+            return None
+        if isinstance(decision, Stage):
+            if self._stage(probe, decision.end, available):
+                return None
+            decision = decision.otherwise
+        if decision.reason is MissReason.RECOMPUTE_FASTER and state.last_lookup != probe.start:
+            self._metrics.add("declined_blocks", available.stored - max(available.resident, probe.start))
+        if decision.tiers_done:
+            self._let_tiers_go(probe)
+        if isinstance(decision, Miss):
+            return self._miss(probe.request_id, state, probe.start, decision)
+        return _match(self._promise(probe, BlockRange(probe.start, decision.end - probe.start)))
+
+    # What was decided
+
+    def _wait(self, probe: _Probe, decision: Wait) -> None:
+        state = probe.state
+        state.put_off = decision.put_off
+        if probe.plan is not None:
+            self._ledger.renew(probe.plan, probe.now)
+        else:
+            self.end_plan(probe.request_id, EndReason.SUPERSEDED)
+            state.waits_until = state.waits_until or probe.now + self._config.prepare_deadline
+
+    def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
+        """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room for it."""
+        reach = self._prefetcher.fetch(probe.keys, end, available.by_tier)
+        resident = available.resident
+        if reach <= max(probe.start, resident) or not self._prefetcher.is_arriving(probe.keys[resident]):
+            return False
+        self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
+        return True
+
+    def _let_tiers_go(self, probe: _Probe) -> None:
+        """The tiers had their chance; a blocked request does not ask them every step (H02)."""
+        if probe.plan is not None:
+            probe.state.waits_until = probe.now
+        if probe.state.tier_lookup is not None:
+            self._prefetcher.give_up(probe.state.tier_lookup, late=True)
+
+    def _promise(self, probe: _Probe, blocks: BlockRange) -> PactPlan:
+        """Promise blocks that memory holds: by the plan that they were read for, if that covers them."""
+        plan = probe.plan
+        if plan is None or blocks.end > plan.blocks.end:
+            return self._open(probe, blocks, promised=True)
+        self._ledger.ready(
+            plan,
+            promised_tokens=blocks.count * self._block_size,
+            leases=[self._index.pin(probe.keys[blocks.end - 1])],
+            now=probe.now,
+            blocks=blocks,
+            asynchronous=self._is_asynchronous(blocks),
+        )
+        plan.slots = self._slots(probe.keys, blocks)
+        self._count_lookup(probe.state, blocks.start, True)
+        return plan
+
+    def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
+        state, keys, now = probe.state, probe.keys, probe.now
+        self._count_lookup(state, blocks.start, True if promised else None)
+        if not promised and state.waits_until is None:
+            state.waits_until = now + self._config.prepare_deadline
+        self._index.touch(keys[blocks.end - 1])
+        return self._ledger.open_plan(
+            probe.request_id,
+            blocks,
+            block_size=self._block_size,
+            slots=self._slots(keys, blocks) if promised else (),
+            now=now,
+            leases=[self._index.pin(keys[blocks.end - 1])],
+            promised_tokens=blocks.count * self._block_size if promised else 0,
+            asynchronous=self._is_asynchronous(blocks),
+            deadline=inf if promised or state.waits_until is None else state.waits_until,
+        )
+
+    def _slots(self, keys: Sequence[BlockKey], blocks: BlockRange) -> Slots:
+        return tuple(self._index.slots_of(keys[blocks.start : blocks.end]))
+
+    def _is_asynchronous(self, blocks: BlockRange) -> bool:
+        return blocks.count * self._slot_bytes > self._config.sync_load_limit
+
+    def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:
+        """The engine has all that could be loaded: neither a look-up nor a miss."""
+        self.end_plan(request_id, EndReason.SUPERSEDED)
+        if state.spared_at != start:
+            self._metrics.add("spared_lookups")
+        state.spared_at = start
+        return NO_MATCH
+
+    def _miss(self, request_id: str, state: RequestState, start: int, miss: Miss) -> ExternalKVMatch:
+        self.end_plan(request_id, miss.ends)
+        self._count_lookup(state, start, False, miss.reason)
+        return NO_MATCH
+
+    def _count_lookup(
+        self, state: RequestState, start: int, found: bool | None, reason: MissReason = MissReason.NOT_STORED
+    ) -> None:
+        """Count what a look-up from block `start` on found, once: the same again is no other look-up (H02).
+
+        One that ended differently before is: a blocked request may miss first, and find what others saved meanwhile.
+        """
+        if state.last_lookup != start or (found is not None and state.found is not None and found != state.found):
+            self._metrics.add("lookups")
+            state.found = None
+        state.last_lookup = start
+        if found is not None and state.found is None:
+            state.found = found
+            if not found:
+                self._metrics.add("misses", label=reason)
+
+    # Commit and end
+
+    def take(self, request_id: str, match: ExternalKVMatch, num_tokens: int, num_block_ids: int) -> PactPlan | None:
+        """The plan of which the engine takes `num_tokens` into its blocks; None if it declines.
+
+        Raises PactViolation if the match is not the request's open plan, or does not promise so much.
+        """
+        plan = self._ledger.find(request_id)
+        if plan is None or plan is not match.query_result:
+            raise PactViolation(f"request {request_id} commits a match that is not its open plan")
+        if num_tokens == 0:
+            self._ledger.abort(plan, EndReason.DECLINED)
+            return None
+        end = plan.blocks.start + num_blocks_for(num_tokens, self._block_size)
+        if num_tokens > plan.promised_tokens or end > num_block_ids:
+            raise PactViolation(
+                f"request {request_id} commits {num_tokens} tokens into {num_block_ids} blocks; "
+                f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"
+            )
+        return plan
+
+    def leases_on(self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey]) -> list[Pin]:
+        """What must be held to load `blocks` of a plan: less than the plan holds, if the engine takes less.
+
+        If a failed load has dropped the entry meanwhile, only the plan's own pin keeps its slots, all or none of them.
+        """
+        last = keys[blocks.end - 1]
+        dropped = last not in self._index or self._index.slot(last) != plan.slots[blocks.count - 1]
+        return [*plan.leases] if blocks == plan.blocks or dropped else [self._index.pin(last)]
+
+    def end_plan(self, request_id: str, reason: EndReason) -> None:
+        """The request's plan ends, if it has one that is not being loaded."""
+        plan = self._ledger.find(request_id)
+        if plan is not None and plan.state is not State.LOADING:
+            self._ledger.abort(plan, reason)
+
+    def end_all(self, reason: EndReason) -> None:
+        """Every plan ends that is not being loaded."""
+        for plan in self._ledger.open_plans():
+            if plan.state is not State.LOADING:
+                self._ledger.abort(plan, reason)
+
+
+def _match(plan: PactPlan) -> ExternalKVMatch:
+    return ExternalKVMatch(plan.promised_tokens, plan.asynchronous, plan)
+
+
+def _why_so_few(state: RequestState, keys: int) -> MissReason:
+    """Why no more than so many blocks of a request may be promised."""
+    if state.invalid_from == keys:
+        return MissReason.FAILED_BEFORE
+    ended = state.keys is not None and state.keys.ended
+    return MissReason.UNKNOWN_IDENTITY if ended else MissReason.TOO_SHORT
