@@ -34,6 +34,7 @@ from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
 from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
+from kvpact.vllm.worker_identity import layer_pages, worker_facts
 from kvpact.vllm.worker_side import WorkerSide
 from kvpact.wire import StepMessage
 
@@ -72,6 +73,8 @@ class PactConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._find_model: Callable[[], torch.nn.Module] | None = None
+        self._pages: dict[str, str] = {}
+        """Layer -> how a block's bytes lie in it."""
         self._facts: dict[str, str] = {}
         if role == KVConnectorRole.SCHEDULER:
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
@@ -149,6 +152,7 @@ class PactConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Not guarded: with a configuration that does not fit the machine the engine must not start."""
         self._worker_side.register_kv_caches(kv_caches)
+        self._pages = layer_pages(kv_caches, self._worker_side.place.num_blocks)
 
     def model_at(self, find_model: Callable[[], torch.nn.Module]) -> None:
         """`kvpact.vllm.worker` says where the model is: it tells of position encoding that nothing else shows."""
@@ -161,7 +165,7 @@ class PactConnector(KVConnectorBase_V1):
         if hello is None:
             return None
         if not self._facts:  # vLLM asks again at each wake; what was true of the first block is said then, too
-            self._facts = self._worker_side.facts(self._vllm_config, self._find_model)
+            self._facts = worker_facts(self._vllm_config, self._pages, self._find_model)
         return PactHandshake.of(replace(hello, facts=self._facts))
 
     def _message(self) -> StepMessage:

@@ -6,7 +6,7 @@ says what it did, exactly once a job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment, slots_for
 from kvpact.memory.prefault import START_SECONDS
-from kvpact.vllm.worker_identity import layer_pages, worker_facts
 from kvpact.wire import AdapterUsed, StepMessage, UnorderedLoad, WorkerHandshake
 from kvpact.worker.step_reader import StepReader, Wanted
 from kvpact.worker.transfer import PagedKV, TransferWorker
@@ -49,11 +48,9 @@ class WorkerSide(ExternalCacheWorker):
 
     def __init__(self, config: KvpactConfig, place: RankInfo) -> None:
         self._config = config
-        self._place = place
+        self.place = place
         self._segment: ArenaSegment | None = None
         self._transfer: TransferWorker | None = None
-        self._pages: dict[str, str] = {}
-        """Layer -> how a block's bytes lie in it."""
         self.synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
         self._reader = StepReader(config, place.rank, self._keep) if config.match_at == "step" else None
@@ -89,10 +86,10 @@ class WorkerSide(ExternalCacheWorker):
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Set up the arena segment for these layers. Raises ConfigError if `memory` does not fit in this machine."""
-        paged = PagedKV.from_tensors(dict(kv_caches), self._place.num_blocks)
+        paged = PagedKV.from_tensors(dict(kv_caches), self.place.num_blocks)
         slot_bytes = paged.layout.rank_slot_bytes
-        slots = slots_for(self._config.memory, slot_bytes, self._place.world_size)
-        self._segment = ArenaSegment.create(slots, slot_bytes, self._place.world_size)
+        slots = slots_for(self._config.memory, slot_bytes, self.place.world_size)
+        self._segment = ArenaSegment.create(slots, slot_bytes, self.place.world_size)
         self.notices = NoticeWriter(self._segment.notice)
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
         self._segment.start_prefault()
@@ -100,21 +97,16 @@ class WorkerSide(ExternalCacheWorker):
         self._transfer = TransferWorker(
             paged,
             self._segment,
-            self._place.rank,
+            self.place.rank,
             layerwise=self._config.layerwise,
             timeout=self._config.load_deadline,
         )
-        self._pages = layer_pages(kv_caches, self._place.num_blocks)
 
     def hello(self) -> WorkerHandshake | None:
         """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
         if self._segment is None:
             return None
-        return WorkerHandshake(self._place.rank, self._segment.address(), self.has_step_hook, self.watches_weights)
-
-    def facts(self, vllm_config: Any, find_model: Callable[[], Any] | None) -> dict[str, str]:
-        """What the bytes of this rank's blocks mean; see `worker_facts`."""
-        return worker_facts(vllm_config, self._pages, find_model)
+        return WorkerHandshake(self.place.rank, self._segment.address(), self.has_step_hook, self.watches_weights)
 
     # Before the step
 
@@ -169,7 +161,7 @@ class WorkerSide(ExternalCacheWorker):
             outcome = self._ended.get(load.job_id)
             if outcome is None or outcome.failed.ranges:
                 raise StepLoadLost(
-                    f"rank {self._place.rank}: blocks from {load.start_block} on of request {load.request_id} were "
+                    f"rank {self.place.rank}: blocks from {load.start_block} on of request {load.request_id} were "
                     "verified in memory and could not be copied into the engine's; the step has not computed them"
                 )
         self._step_loads = ()
@@ -186,7 +178,7 @@ class WorkerSide(ExternalCacheWorker):
         return (
             bool(message.changes)
             and self.notices is not None
-            and (message.changes[self._place.rank] != self.notices.changes)
+            and (message.changes[self.place.rank] != self.notices.changes)
         )
 
     def usable_work(self, message: StepMessage) -> StepWork:
@@ -333,8 +325,8 @@ class WorkerSide(ExternalCacheWorker):
     def report(self) -> WorkerReport:
         """See `ExternalCacheWorker`."""
         outcomes, self._outcomes = self._outcomes, {}
-        reads = self._reader.take_reads() if self._reader is not None and self._place.rank == 0 else ()
-        return WorkerReport({self._place.rank: outcomes}, reads)
+        reads = self._reader.take_reads() if self._reader is not None and self.place.rank == 0 else ()
+        return WorkerReport({self.place.rank: outcomes}, reads)
 
     def shutdown(self) -> None:
         """See `ExternalCacheWorker`."""
