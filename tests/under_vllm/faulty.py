@@ -143,12 +143,12 @@ class FaultyConnector(PactConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The transfer threads are up."""
         super().register_kv_caches(kv_caches)
-        transfer: Any = self._worker_side._transfer
+        transfer: Any = self.cache_worker._transfer
         transfer._fault = self._fail_block
         wrap(transfer, "transfer", "start_loads", "wait_for_layer", "wait_for_loads", "start_saves", "poll")
         wrap(transfer._engine, "engine", "scatter", "gather")
         transfer._engine.scatter = hanging(transfer._engine.scatter)
-        transfer._engine.gather = faulty(transfer._engine.gather, f"rank{self._worker_side.place.rank}.save")
+        transfer._engine.gather = faulty(transfer._engine.gather, f"rank{self.cache_worker.place.rank}.save")
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         """The cache is up."""
@@ -181,6 +181,6 @@ class FaultyConnector(PactConnector):
         for name in active():
             place, _, blocks = name.partition("transfer.fault.")
             first, _, last = blocks.partition("-")
-            ours = place in ("", f"rank{self._worker_side.place.rank}.")
+            ours = place in ("", f"rank{self.cache_worker.place.rank}.")
             if blocks and ours and int(first) <= block <= int(last or block):
                 strike(name)

@@ -36,7 +36,7 @@ from kvpact.config import load_config
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import KvpactScheduler
 from kvpact.vllm.step_hook import StepHook
-from kvpact.vllm.worker_side import RankInfo
+from kvpact.worker.worker import RankInfo
 
 BLOCK = 16
 LAYERS = 2

@@ -27,7 +27,7 @@ class HangingCopies:
         self.go_on = threading.Event()
         self.hung = threading.Event()
         self.garbage = False
-        self._copier = engine.worker._worker_side._transfer._engine
+        self._copier = engine.worker.cache_worker._transfer._engine
         self._scatter = self._copier.scatter
         self._copier.scatter = self._slow_scatter
 
@@ -72,7 +72,7 @@ def step_until(engine: PlayedEngine, reached: Callable[[], Any], seconds: float 
 def come_to_rest(engine: PlayedEngine, copies: HangingCopies) -> None:
     """The copies end; then nothing is held any more."""
     copies.go_on.set()
-    transfer = engine.worker._worker_side._transfer
+    transfer = engine.worker.cache_worker._transfer
     assert transfer is not None
     assert transfer.drain(10.0)
     for _ in range(3):

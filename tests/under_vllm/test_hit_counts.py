@@ -53,7 +53,7 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
 
 def fail_loads(engine: PlayedEngine, fails: Callable[[LoadJob, int], bool]) -> None:
     """From now on these blocks of a request do not arrive; they are cleared instead."""
-    side: Any = engine.worker._worker_side
+    side: Any = engine.worker.cache_worker
     end = side._end
 
     def end_badly(job: LoadJob | SaveJob, outcome: JobOutcome) -> None:
@@ -156,7 +156,7 @@ def test_h75_what_a_cancelled_request_was_waiting_for_is_no_hit(start: Callable[
     go_on = threading.Event()
     if loads_in_the_step(engine):
         go_on.set()
-    engine.worker._worker_side._transfer._fault = lambda job, block: go_on.wait(10.0)
+    engine.worker.cache_worker._transfer._fault = lambda job, block: go_on.wait(10.0)
     victim = engine.add(PROMPTS[0])
     engine.step(lambda: engine.cancel(victim))
     go_on.set()

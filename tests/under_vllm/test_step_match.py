@@ -268,7 +268,7 @@ def test_what_cannot_be_loaded_any_more_stops_the_engine_and_answers_nobody(
 ) -> None:
     for broken in ("scatter", "start_loads", "wait_for_loads"):
         engine = start(filled, **STEP)
-        transfer: Any = engine.worker._worker_side._transfer
+        transfer: Any = engine.worker.cache_worker._transfer
         owner = transfer._engine if broken == "scatter" else transfer
 
         def fail(*_: Any) -> None:
@@ -283,7 +283,7 @@ def test_what_cannot_be_loaded_any_more_stops_the_engine_and_answers_nobody(
 
 def test_h13_a_failing_look_up_costs_its_hits(start: Callable[..., PlayedEngine], filled: str) -> None:
     engine = start(filled, **STEP)
-    worker: Any = engine.worker._worker_side
+    worker: Any = engine.worker.cache_worker
     worker.find_hits = lambda message: 1 / 0
     assert computed_of(engine, PROMPTS[0]) == len(PROMPTS[0])
     assert engine.worker.metrics.snapshot()["hook_errors"] > 0

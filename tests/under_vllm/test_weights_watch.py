@@ -267,7 +267,7 @@ def test_p13_what_a_load_under_way_at_a_reset_brings_is_computed_again(engine: P
     """A reset by the engine itself: the worker hears of it with the next step."""
     ask(engine)
     engine.forget()
-    transfer = engine.worker._worker_side._transfer
+    transfer = engine.worker.cache_worker._transfer
     assert transfer is not None
     goes_on = threading.Event()
     transfer._fault = lambda job, block: goes_on.wait(10.0) and None
@@ -278,7 +278,7 @@ def test_p13_what_a_load_under_way_at_a_reset_brings_is_computed_again(engine: P
         execute = engine.execute
 
         def execute_late(scheduled: Any) -> Any:
-            engine.worker._worker_side.start_loads(scheduled.kv_connector_metadata.message().work)
+            engine.worker.cache_worker.start_loads(scheduled.kv_connector_metadata.message().work)
             assert transfer.drain(10.0)
             scheduled.kv_connector_metadata = PactMetadata.of(StepMessage())
             return execute(scheduled)

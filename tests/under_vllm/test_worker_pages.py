@@ -14,7 +14,7 @@ from kvpact.config import load_config
 from kvpact.contract import SaveJob, StepWork
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.prefault import AHEAD_BYTES, PIECE_BYTES
-from kvpact.vllm.worker_side import RankInfo, WorkerSide
+from kvpact.worker.worker import CacheWorker, RankInfo
 
 MIB = 1 << 20
 BLOCKS = 8
@@ -23,19 +23,19 @@ REST_SECONDS = 2.0
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSide]:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorker]:
     """One rank with blocks of 1 MiB, in its first step; nothing was taken before it."""
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", REST_SECONDS)
     start = ArenaSegment.start_prefault
     monkeypatch.setattr(ArenaSegment, "start_prefault", lambda segment: (segment.step_began(), start(segment)))
-    made = WorkerSide(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), RankInfo(0, 1, BLOCKS))
+    made = CacheWorker(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), RankInfo(0, 1, BLOCKS))
     made.register_kv_caches({"layer.0": torch.ones(BLOCKS, MIB, dtype=torch.uint8)})
     made.step_began()
     yield made
     made.shutdown()
 
 
-def test_a_save_has_the_pages_after_its_slots_taken_and_a_step_holds_back_all_others(worker: WorkerSide) -> None:
+def test_a_save_has_the_pages_after_its_slots_taken_and_a_step_holds_back_all_others(worker: CacheWorker) -> None:
     _wait_for(worker, AHEAD_BYTES)
     time.sleep(REST_SECONDS + 0.5)
     assert _taken(worker) == AHEAD_BYTES, "more was taken than the window, while the engine computes"
@@ -47,13 +47,13 @@ def test_a_save_has_the_pages_after_its_slots_taken_and_a_step_holds_back_all_ot
     _wait_for(worker, MEMORY_MIB * MIB)
 
 
-def _taken(worker: WorkerSide) -> int:
+def _taken(worker: CacheWorker) -> int:
     hello = worker.hello()
     assert hello is not None
     return os.stat(Path("/proc/self/fd", str(hello.segment.descriptor))).st_blocks * 512
 
 
-def _wait_for(worker: WorkerSide, size: int) -> None:
+def _wait_for(worker: CacheWorker, size: int) -> None:
     deadline = time.monotonic() + 60
     while _taken(worker) < size:
         assert time.monotonic() < deadline, f"{_taken(worker)} of {size} bytes are taken"

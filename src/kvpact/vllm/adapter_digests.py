@@ -16,7 +16,7 @@ adapter counts in two cases only:
 
 Else the requests are neither stored nor served. What a rank says may change when a step is under way that was ordered
 for what it said before. `look` tells of it before the step's report is taken in, so that nothing the step computed is
-stored, and `WorkerSide` calls blocks invalid that were loaded for an adapter which the step did not run with.
+stored, and `CacheWorker` calls blocks invalid that were loaded for an adapter which the step did not run with.
 
 What says when a file changed is its ctime, which no program can set back: `mtime` goes with a copy. A file server's
 clock may be behind this machine's; what is found otherwise than at an earlier request has changed, whatever the clocks

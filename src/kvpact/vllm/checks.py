@@ -11,7 +11,7 @@ from typing import Any
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.releases import COUNTS_HELD_BLOCKS
-from kvpact.vllm.worker_side import RankInfo
+from kvpact.worker.worker import RankInfo
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
 from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
 from kvpact.vllm.worker_identity import layer_pages, worker_facts
-from kvpact.vllm.worker_side import WorkerSide
 from kvpact.wire import StepMessage
+from kvpact.worker.worker import CacheWorker
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ class PactConnector(KVConnectorBase_V1):
         self.metrics = Metrics()
         self.guard = Guard(self.metrics)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: CacheWorker | None = None
         self._find_model: Callable[[], torch.nn.Module] | None = None
         self._pages: dict[str, str] = {}
         """Layer -> how a block's bytes lie in it."""
@@ -80,7 +80,7 @@ class PactConnector(KVConnectorBase_V1):
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
             self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard)
         else:
-            self._worker = WorkerSide(config, worker_place(vllm_config, kv_cache_config))
+            self._worker = CacheWorker(config, worker_place(vllm_config, kv_cache_config))
             if config.match_at == "step":
                 self.before_update_states = self._find_hits
 
@@ -106,11 +106,11 @@ class PactConnector(KVConnectorBase_V1):
 
     def step_hook_bound(self) -> None:
         """The worker will ask before each step."""
-        self._worker_side.has_step_hook = True
+        self.cache_worker.has_step_hook = True
 
     def watch_weights(self) -> None:
         """The worker will say in `weights_notices` when its weights change."""
-        self._worker_side.watches_weights = True
+        self.cache_worker.watches_weights = True
 
     @property
     def weights_notices(self) -> NoticeWriter | None:
@@ -126,14 +126,14 @@ class PactConnector(KVConnectorBase_V1):
     def _find_hits(self, scheduler_output: SchedulerOutput) -> Mapping[str, int]:
         """Look for what the step is to compute, in the shared tiers."""
         metadata = scheduler_output.kv_connector_metadata
-        return self._worker_side.find_hits(metadata.message()) if isinstance(metadata, PactMetadata) else {}
+        return self.cache_worker.find_hits(metadata.message()) if isinstance(metadata, PactMetadata) else {}
 
     def external_hits_applied(self, hits: Mapping[str, int]) -> None:
         """The step skips these tokens, on all ranks. Not guarded: they must be loaded."""
-        self._worker_side.take_hits(hits)
+        self.cache_worker.take_hits(hits)
 
     @property
-    def _worker_side(self) -> WorkerSide:
+    def cache_worker(self) -> CacheWorker:
         if self._worker is None:
             raise ConfigError("a worker's hook was called on the scheduler's half of the connector")
         return self._worker
@@ -151,8 +151,8 @@ class PactConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Not guarded: with a configuration that does not fit the machine the engine must not start."""
-        self._worker_side.register_kv_caches(kv_caches)
-        self._pages = layer_pages(kv_caches, self._worker_side.place.num_blocks)
+        self.cache_worker.register_kv_caches(kv_caches)
+        self._pages = layer_pages(kv_caches, self.cache_worker.place.num_blocks)
 
     def model_at(self, find_model: Callable[[], torch.nn.Module]) -> None:
         """`kvpact.vllm.worker` says where the model is: it tells of position encoding that nothing else shows."""
@@ -161,7 +161,7 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler's half where this rank's segment is, and what the bytes of its blocks mean."""
-        hello = self._worker_side.hello()
+        hello = self.cache_worker.hello()
         if hello is None:
             return None
         if not self._facts:  # vLLM asks again at each wake; what was true of the first block is said then, too
@@ -183,15 +183,15 @@ class PactConnector(KVConnectorBase_V1):
         """Begin the step's loads."""
         message = self._message()
         try:
-            self._worker_side.use_adapters(message.adapters)
-            self._worker_side.report_broken(message.broken)
-            if self._worker_side.is_outdated(message):
-                self._worker_side.give_up((*message.work.loads, *message.work.saves))
-            self._worker_side.start_loads(self._worker_side.usable_work(message))
-            self._worker_side.go_on_without(message.work.overdue, message.spoilt)
+            self.cache_worker.use_adapters(message.adapters)
+            self.cache_worker.report_broken(message.broken)
+            if self.cache_worker.is_outdated(message):
+                self.cache_worker.give_up((*message.work.loads, *message.work.saves))
+            self.cache_worker.start_loads(self.cache_worker.usable_work(message))
+            self.cache_worker.go_on_without(message.work.overdue, message.spoilt)
         except Exception as error:
-            self._worker_side.give_up(message.work.loads)
-            if self._worker_side.has_step_loads:
+            self.cache_worker.give_up(message.work.loads)
+            if self.cache_worker.has_step_loads:
                 raise StepLoadLost("tokens that this step does not compute could not be loaded") from error
             raise
 
@@ -199,9 +199,9 @@ class PactConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Called before each layer's attention."""
         try:
-            self._worker_side.wait_for_layer_load(layer_name)
+            self.cache_worker.wait_for_layer_load(layer_name)
         except Exception:
-            self._worker_side.give_up(self._worker_side.synchronous)
+            self.cache_worker.give_up(self.cache_worker.synchronous)
             raise
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
@@ -210,38 +210,38 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
         """The forward pass is over: its blocks are copied out in the background, protected by the scheduler's half."""
-        work = self._worker_side.usable_work(self._message())
+        work = self.cache_worker.usable_work(self._message())
         try:
-            self._worker_side.start_saves(work)
+            self.cache_worker.start_saves(work)
         except Exception:
-            self._worker_side.give_up((*self._worker_side.synchronous, *work.saves))
+            self.cache_worker.give_up((*self.cache_worker.synchronous, *work.saves))
             raise
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose asynchronous load ended, each once."""
         try:
-            self._worker_side.poll()
+            self.cache_worker.poll()
         except Exception:
-            self._worker_side.give_up(self._worker_side.synchronous)  # in the next step it would be too late to say so
+            self.cache_worker.give_up(self.cache_worker.synchronous)  # in the next step it would be too late to say so
             raise
-        return None, self._worker_side.take_arrived() or None
+        return None, self.cache_worker.take_arrived() or None
 
     @guarded(lambda: transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The same, and those of them to which nothing of their load is to count. Releases from 0.30 on ask so."""
         _, arrived = self.get_finished(finished_req_ids)
-        return transfer_results(arrived or set(), self._worker_side.take_lost() if arrived else set())
+        return transfer_results(arrived or set(), self.cache_worker.take_lost() if arrived else set())
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were to be loaded and were not."""
-        return self._worker_side.take_invalid_blocks()
+        return self.cache_worker.take_invalid_blocks()
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This rank's report; every step, even if empty."""
-        return PactWorkerMetadata.of(self._worker_side.report())
+        return PactWorkerMetadata.of(self.cache_worker.report())
 
     # Scheduler
 

@@ -111,7 +111,7 @@ class PactAdapter(ConnectorAdapter):
             raise OSError("injected")
 
         for rank in engine.ranks:
-            transfer = rank.connector._worker_side._transfer
+            transfer = rank.connector.cache_worker._transfer
             original = transfer._engine.scatter
             transfer._fault = fault
             load = transfer._load_synchronous
@@ -128,7 +128,7 @@ class PactAdapter(ConnectorAdapter):
 
     def fail_blocks(self, engine: VllmEngine, rank: int, *, loads: Collection[int], saves: Collection[int]) -> bool:
         """The transfer thread passes them over: saves, and loads that are asynchronous."""
-        transfer = engine.ranks[rank].connector._worker_side._transfer
+        transfer = engine.ranks[rank].connector.cache_worker._transfer
         failing = {LoadJob: frozenset(loads), SaveJob: frozenset(saves)}
         transfer._faulty = lambda job, block: job.start_block + block in failing[type(job)]
         return True
@@ -140,7 +140,7 @@ class PactAdapter(ConnectorAdapter):
             return lambda: setattr(owner, method, _raising(getattr(owner, method), 3))
 
         cache = engine.connector._scheduler_side.cache
-        worker = engine.ranks[0].connector._worker_side
+        worker = engine.ranks[0].connector.cache_worker
         return {
             "get_num_new_matched_tokens": breaking(cache, "prepare_external_match"),
             "update_state_after_alloc": breaking(cache, "commit_external_match"),

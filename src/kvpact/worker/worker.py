@@ -43,7 +43,7 @@ class RankInfo:
     num_blocks: int
 
 
-class WorkerSide(ExternalCacheWorker):
+class CacheWorker(ExternalCacheWorker):
     """One rank's half."""
 
     def __init__(self, config: KvpactConfig, place: RankInfo) -> None:
