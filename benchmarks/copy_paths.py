@@ -3,7 +3,7 @@
 Compares ways to move one layer's pages between paged KV memory and arena slots, for the page sizes of a CPU engine
 (128 tokens a block) and of a GPU engine (16 tokens), with neighbouring and with scattered block ids. "busy" runs a pure
 Python loop on the main thread meanwhile: what then counts is how often a way takes the GIL. `index` and `runs` are the
-two that `CpuCopyEngine` uses. Takes a minute on two idle cores. Usage: python benchmarks/copy_paths.py [--quick]
+two that `PageCopier` uses. Takes a minute on two idle cores. Usage: python benchmarks/copy_paths.py [--quick]
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 
 from kvpact.memory.arena import ArenaSegment
 from kvpact.threads import start_background
-from kvpact.worker.paged import CopyPlan, CpuCopyEngine, PagedKV
+from kvpact.worker.copy.cpu import PageCopier
+from kvpact.worker.paged import CopyPlan, PagedKV
 
 LAYERS = 16
 SHAPES = ((256 << 10, 32), (64 << 10, 64), (16 << 10, 256), (8 << 10, 512))
@@ -38,7 +39,7 @@ class Scene:
         self.paged = PagedKV.from_tensors({str(i): self.memory[i] for i in range(LAYERS)}, total)
         self.segment = ArenaSegment.create(total, self.paged.layout.rank_slot_bytes)
         self.segment.prefault()
-        self.engine = CpuCopyEngine(self.paged, self.segment)
+        self.copier = PageCopier(self.paged, self.segment)
         self.arena = np.frombuffer(self.segment.memory, np.uint8).reshape(total, LAYERS, page_bytes)
         order = np.random.default_rng(0)
         ids, slots = (order.permutation(total)[:blocks] if scattered else np.arange(blocks) for _ in range(2))
@@ -57,7 +58,7 @@ def way_memmove(scene: Scene, layer: int, load: bool) -> None:
 
 def way_runs(scene: Scene, layer: int, load: bool) -> None:
     """numpy.copyto, one call for each run of neighbours."""
-    pages, pieces = scene.engine._pages[layer], scene.engine._pieces[layer]
+    pages, pieces = scene.copier.pages[layer], scene.copier.pieces[layer]
     for block, slot, count in scene.plan.runs:
         ends = (pages[block : block + count], pieces[slot : slot + count])
         np.copyto(*(ends if load else ends[::-1]))
@@ -65,7 +66,7 @@ def way_runs(scene: Scene, layer: int, load: bool) -> None:
 
 def way_index(scene: Scene, layer: int, load: bool) -> None:
     """numpy indexing with arrays: two calls a layer, by way of a temporary."""
-    pages, pieces = scene.engine._pages[layer], scene.engine._pieces[layer]
+    pages, pieces = scene.copier.pages[layer], scene.copier.pieces[layer]
     if load:
         pages[scene.plan.block_ids] = pieces[scene.plan.slots]
     else:
@@ -94,7 +95,7 @@ def way_torch_index(scene: Scene, layer: int, load: bool) -> None:
 
 def way_engine(scene: Scene, layer: int, load: bool) -> None:
     """What kvpact does."""
-    (scene.engine.scatter if load else scene.engine.gather)(layer, scene.plan)
+    (scene.copier.scatter if load else scene.copier.gather)(layer, scene.plan)
 
 
 WAYS = (way_memmove, way_runs, way_index, way_torch_copy, way_torch_index, way_engine)

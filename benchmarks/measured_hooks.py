@@ -19,7 +19,7 @@ from typing import Any
 
 from kvpact.memory.arena import ArenaSegment
 from kvpact.vllm import PactConnector
-from kvpact.worker.transfer import TransferWorker
+from kvpact.worker.transfer import RankTransfers
 
 FOLDER = "KVPACT_HOOK_TIMES"
 LEAVE_OUT = "KVPACT_LEAVE_OUT"
@@ -39,7 +39,7 @@ class MeasuredPactConnector(PactConnector):
         if left_out == "prefault":
             ArenaSegment.start_prefault = lambda segment: None  # type: ignore[method-assign]
         elif left_out == "copy":
-            TransferWorker.start_saves = _refuse  # type: ignore[method-assign]
+            RankTransfers.start_saves = _refuse  # type: ignore[method-assign]
         super().__init__(vllm_config, role, kv_cache_config)
         half = "scheduler" if self._scheduler is not None else f"worker-{os.getpid()}"
         path = Path(os.environ[FOLDER], half)
@@ -67,5 +67,5 @@ class MeasuredPactConnector(PactConnector):
         return measured
 
 
-def _refuse(worker: TransferWorker, jobs: Any) -> None:
+def _refuse(worker: RankTransfers, jobs: Any) -> None:
     raise RuntimeError("left out")

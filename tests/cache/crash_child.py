@@ -33,8 +33,9 @@ from kvpact.metrics import TierName, series
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
+from kvpact.worker.copy import transfer_engine_for
 from kvpact.worker.paged import PagedKV
-from kvpact.worker.transfer import TransferWorker
+from kvpact.worker.transfer import RankTransfers
 from scenes import SceneBlocks, SceneRequest
 from slab_scenes import capacity_for
 
@@ -121,7 +122,7 @@ def worker(scheduler: Connection) -> None:
     layers = [PageTensor() for _ in range(LAYERS)]
     paged = PagedKV.from_tensors({f"layer {number}": layer for number, layer in enumerate(layers)}, ENGINE_BLOCKS)
     segment = ArenaSegment.create(ARENA_SLOTS, paged.layout.rank_slot_bytes)
-    transfer = TransferWorker(paged, segment, rank=0)
+    transfer = RankTransfers(transfer_engine_for(paged, segment, 0), paged.layer_index, 0, time.monotonic)
     try:
         scheduler.send_bytes(msgspec.msgpack.encode(segment.address()))
         while True:

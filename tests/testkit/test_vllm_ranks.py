@@ -230,7 +230,7 @@ def test_h10_a_rank_whose_copy_hangs_holds_nobody_up(layout: dict[str, int], del
         assert ask(engine, "first") == 0
         assert engine.forget_computed()
         go_on = threading.Event()
-        copier: Any = engine.ranks[1].connector.cache_worker._transfer._engine
+        copier: Any = engine.ranks[1].connector.cache_worker.transfers.engine.copier
         scatter = copier.scatter
 
         def hang(layer: int, plan: Any) -> None:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import socket_watch
 from kvpact.cache.ledger import PlanRecord
 from kvpact.contract import LoadJob
+from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.vllm import PactConnector
+from kvpact.worker.copy.base import Job
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -52,9 +54,14 @@ def active() -> set[str]:
 def strike(name: str) -> None:
     """Raise if the fault is on."""
     if name in active():
-        with (CONTROL / "raised").open("a") as raised:
-            raised.write(f"{name}\n")
+        note(name)
         raise Injected(name)
+
+
+def note(name: str) -> None:
+    """The fault has struck."""
+    with (CONTROL / "raised").open("a") as raised:
+        raised.write(f"{name}\n")
 
 
 def wrap(owner: Any, prefix: str, *names: str) -> None:
@@ -143,12 +150,13 @@ class FaultyConnector(PactConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The transfer threads are up."""
         super().register_kv_caches(kv_caches)
-        transfer: Any = self.cache_worker._transfer
-        transfer._fault = self._fail_block
+        transfer: Any = self.cache_worker.transfers
+        copier = transfer.engine.copier
         wrap(transfer, "transfer", "start_loads", "wait_for_layer", "wait_for_loads", "start_saves", "poll")
-        wrap(transfer._engine, "engine", "scatter", "gather")
-        transfer._engine.scatter = hanging(transfer._engine.scatter)
-        transfer._engine.gather = faulty(transfer._engine.gather, f"rank{self.cache_worker.place.rank}.save")
+        wrap(copier, "engine", "scatter", "gather")
+        copier.scatter = hanging(copier.scatter)
+        copier.gather = faulty(copier.gather, f"rank{self.cache_worker.place.rank}.save")
+        transfer.engine = FaultyEngine(transfer.engine, self._fails)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         """The cache is up."""
@@ -177,10 +185,15 @@ class FaultyConnector(PactConnector):
             beside.replace(CONTROL / "free_blocks")
         return super().build_connector_meta(scheduler_output)
 
-    def _fail_block(self, job: LoadJob, block: int) -> None:
+    def _fails(self, job: Job, block: int) -> bool:
+        """Whether a fault that is on strikes this block of an asynchronous load."""
+        if not isinstance(job, LoadJob) or job.synchronous:
+            return False
         for name in active():
             place, _, blocks = name.partition("transfer.fault.")
             first, _, last = blocks.partition("-")
             ours = place in ("", f"rank{self.cache_worker.place.rank}.")
             if blocks and ours and int(first) <= block <= int(last or block):
-                strike(name)
+                note(name)
+                return True
+        return False

@@ -9,6 +9,7 @@ the answer, and `answer` says what is right without an engine. The hooks come in
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -410,3 +411,17 @@ def flush(engine: PlayedEngine) -> None:
         time.sleep(0.002)
         assert time.monotonic() < until
     engine.run()
+
+
+def wait_before_loads(engine: PlayedEngine, go_on: threading.Event) -> None:
+    """Blocks are loaded once `go_on` is set, or after 10 s."""
+    transfers = engine.worker.cache_worker.transfers
+    assert transfers is not None
+    copier: Any = getattr(transfers.engine, "copier")  # noqa: B009
+    scatter = copier.scatter
+
+    def scatter_later(group: int, plan: Any) -> None:
+        go_on.wait(10.0)
+        scatter(group, plan)
+
+    copier.scatter = scatter_later

@@ -45,7 +45,7 @@ class SlowSaves:
 
     def __init__(self, engine: PlayedEngine) -> None:
         self.go_on = threading.Event()
-        copier = engine.worker.cache_worker._transfer._engine
+        copier = engine.worker.cache_worker.transfers.engine.copier
         gather = copier.gather
 
         def slow_gather(*arguments: Any) -> None:

@@ -13,10 +13,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, flush, make_prompt
+from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, flush, make_prompt, wait_before_loads
 
 from kvpact.cache import idle_steps
 from kvpact.contract import LoadJob
+from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.vllm.messages import PactMetadata
 from kvpact.wire import StepMessage
@@ -67,7 +68,7 @@ def part(engine: PlayedEngine, name: str) -> Any:
     """The object of kvpact that `name` begins with."""
     side = engine.connector._scheduler_side
     worker = engine.worker.cache_worker
-    return {"scheduler": side, "cache": side.cache, "worker": worker, "transfer": worker._transfer}[name]
+    return {"scheduler": side, "cache": side.cache, "worker": worker, "transfer": worker.transfers}[name]
 
 
 def assert_right(engine: PlayedEngine, prompt: list[int], cached_blocks: int | None = None) -> None:
@@ -188,7 +189,7 @@ LONGER = make_prompt(4, 9, stem=STORED)
 
 def break_copies(engine: PlayedEngine) -> Fault:
     """No page arrives any more, whoever loads it and however."""
-    return Fault(part(engine, "transfer")._engine, "scatter", 1_000_000)
+    return Fault(part(engine, "transfer").engine.copier, "scatter", 1_000_000)
 
 
 def break_commit(engine: PlayedEngine) -> Fault:
@@ -241,18 +242,16 @@ def test_h09_h28_a_failed_asynchronous_load_is_recomputed_from_there_and_not_tri
     assert_right(engine, STORED, 0)
     engine.forget()
 
-    def fault(job: LoadJob, block: int) -> None:
-        if block >= first_failed:
-            raise Broken(f"block {block}")
-
-    part(engine, "transfer")._fault = fault
+    transfers = part(engine, "transfer")
+    whole = transfers.engine
+    transfers.engine = FaultyEngine(whole, lambda job, block: isinstance(job, LoadJob) and block >= first_failed)
     assert_right(engine, STORED)
     counts = engine.counts
     assert counts["failed_tokens"] == (6 - first_failed) * BLOCK
     assert counts["used_tokens"] == first_failed * BLOCK
     assert counts["promised_tokens"] == counts["committed_tokens"] == 6 * BLOCK
     assert counts["plans_opened"] == 1, "H09: what failed is not promised to the same request again"
-    part(engine, "transfer")._fault = None
+    transfers.engine = whole
     engine.forget()
     assert_right(engine, STORED, cached_blocks=6)  # it was stored anew, in memory and on disk
     engine.run()
@@ -290,7 +289,7 @@ def test_h07_h08_a_load_of_a_cancelled_request_keeps_its_blocks_until_it_is_repo
     assert_right(engine, STORED, 0)
     engine.forget()
     go_on = threading.Event()
-    part(engine, "transfer")._fault = lambda job, block: go_on.wait(10.0)
+    wait_before_loads(engine, go_on)
     free = engine.pool.get_num_free_blocks()
     victim = engine.add(STORED)
     engine.step()
@@ -378,7 +377,7 @@ def live_through_faults(engine: PlayedEngine, seed: int, requests: int) -> None:
             alive = walk_on(engine, choose, alive)
         if choose.random() < 0.3:
             owner, _, name = choose.choice(NAMES).partition(".")
-            owner_object = part(engine, "transfer")._engine if owner == "engine" else part(engine, owner)
+            owner_object = part(engine, "transfer").engine.copier if owner == "engine" else part(engine, owner)
             faults.append(Fault(owner_object, name, choose.choice([1, 1, 2, 5])))
         if choose.random() < 0.1:
             engine.scheduler.reset_prefix_cache()

@@ -27,7 +27,7 @@ class HangingCopies:
         self.go_on = threading.Event()
         self.hung = threading.Event()
         self.garbage = False
-        self._copier = engine.worker.cache_worker._transfer._engine
+        self._copier = engine.worker.cache_worker.transfers.engine.copier
         self._scatter = self._copier.scatter
         self._copier.scatter = self._slow_scatter
 
@@ -37,7 +37,7 @@ class HangingCopies:
             self.go_on.wait(30.0)
         self._scatter(layer, plan)
         if layer == 1 and self.garbage:
-            for pages in self._copier._pages:
+            for pages in self._copier.pages:
                 pages[plan.block_ids] = 7
 
     def restore(self) -> None:
@@ -72,7 +72,7 @@ def step_until(engine: PlayedEngine, reached: Callable[[], Any], seconds: float 
 def come_to_rest(engine: PlayedEngine, copies: HangingCopies) -> None:
     """The copies end; then nothing is held any more."""
     copies.go_on.set()
-    transfer = engine.worker.cache_worker._transfer
+    transfer = engine.worker.cache_worker.transfers
     assert transfer is not None
     assert transfer.drain(10.0)
     for _ in range(3):

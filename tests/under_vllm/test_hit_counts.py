@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
+from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
@@ -156,7 +156,7 @@ def test_h75_what_a_cancelled_request_was_waiting_for_is_no_hit(start: Callable[
     go_on = threading.Event()
     if loads_in_the_step(engine):
         go_on.set()
-    engine.worker.cache_worker._transfer._fault = lambda job, block: go_on.wait(10.0)
+    wait_before_loads(engine, go_on)
     victim = engine.add(PROMPTS[0])
     engine.step(lambda: engine.cancel(victim))
     go_on.set()

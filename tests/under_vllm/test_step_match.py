@@ -268,8 +268,8 @@ def test_what_cannot_be_loaded_any_more_stops_the_engine_and_answers_nobody(
 ) -> None:
     for broken in ("scatter", "start_loads", "wait_for_loads"):
         engine = start(filled, **STEP)
-        transfer: Any = engine.worker.cache_worker._transfer
-        owner = transfer._engine if broken == "scatter" else transfer
+        transfer: Any = engine.worker.cache_worker.transfers
+        owner = transfer.engine.copier if broken == "scatter" else transfer
 
         def fail(*_: Any) -> None:
             raise RuntimeError("injected")

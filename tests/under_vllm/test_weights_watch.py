@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
+from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.notices import NoticeWriter
@@ -267,10 +267,10 @@ def test_p13_what_a_load_under_way_at_a_reset_brings_is_computed_again(engine: P
     """A reset by the engine itself: the worker hears of it with the next step."""
     ask(engine)
     engine.forget()
-    transfer = engine.worker.cache_worker._transfer
+    transfer = engine.worker.cache_worker.transfers
     assert transfer is not None
     goes_on = threading.Event()
-    transfer._fault = lambda job, block: goes_on.wait(10.0) and None
+    wait_before_loads(engine, goes_on)
     computed = engine.computed_tokens
     again = engine.add(STORED)
     if when == "when the report is on its way":

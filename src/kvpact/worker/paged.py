@@ -1,27 +1,24 @@
-"""Pages of the engine's KV memory: where they lie in whatever layout the engine chose, and how their bytes are copied.
+"""Pages of the engine's KV memory: where they lie in whatever layout the engine chose.
 
-Owns the view of a tensor as `[num_blocks, page_bytes]` and the copy engines that move pages to and from arena slots;
-never decides which or when. Imports no accelerator library; tensors are used through their own methods.
+Owns the view of a tensor as `[num_blocks, page_bytes]`, and which pages go with which slots; copies nothing. Imports no
+accelerator library; tensors are used through their own methods.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.memory.arena import ArenaSegment, SlotLayout
+from kvpact.memory.arena import SlotLayout
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-RUN_BYTES: Final = 32 << 10
-"""Runs of neighbouring pages shorter than this, on average, are copied by index (benchmarks/copy_paths.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,85 +147,3 @@ class CopyPlan:
             else:
                 runs.append((block_id, slot, 1))
         return cls(np.asarray(block_ids, np.intp), np.asarray(slots, np.intp), tuple(runs))
-
-
-class CopyEngine(Protocol):
-    """How bytes move between pages and slots on one kind of device.
-
-    Every method but `fence` may be called from several background threads at once and returns when the bytes have
-    arrived. A device with its own queues (CUDA) registers the segment as pinned memory, copies on a side stream per
-    thread and waits for its event; `fence` is where it records an event on the stream that computes.
-    """
-
-    def fence(self) -> Callable[[], None]:
-        """Called on the computing thread; the result, called before a copy, waits for all that was computed so far."""
-
-    def gather(self, layer: int, plan: CopyPlan) -> None:
-        """Pages of one layer into arena slots. Raises PactViolation, and copies nothing, if one is not there."""
-
-    def scatter(self, layer: int, plan: CopyPlan) -> None:
-        """Arena slots into pages of one layer. Raises like `gather`."""
-
-
-class CpuCopyEngine:
-    """Copies in host memory, by numpy, without the GIL: long runs one call each, scattered small pages by index."""
-
-    def __init__(self, paged: PagedKV, segment: ArenaSegment) -> None:
-        if paged.layout.rank_slot_bytes > segment.rank_slot_bytes:
-            raise PactViolation(
-                f"one block of this engine takes {paged.layout.rank_slot_bytes} bytes, a slot has only "
-                f"{segment.rank_slot_bytes}"
-            )
-        self._num_blocks = paged.num_blocks
-        self._num_slots = segment.num_slots
-        arena = np.frombuffer(segment.memory, np.uint8).reshape(segment.num_slots, segment.rank_slot_bytes)
-        self._pages = [layer.view() for layer in paged.layers]
-        self._pieces = [
-            arena[:, start : start + layer.page_bytes].reshape(segment.num_slots, layer.chunks, layer.chunk_bytes)
-            for layer, start in zip(paged.layers, paged.layout.layer_offsets, strict=True)
-        ]
-        if not all(np.shares_memory(piece[0], arena[0]) for piece in self._pieces):
-            raise PactViolation("the view of a layer's slots is a copy of them")
-
-    def fence(self) -> Callable[[], None]:
-        """Nothing to wait for: what the caller computed is in memory."""
-        return _nothing
-
-    def gather(self, layer: int, plan: CopyPlan) -> None:
-        """Pages of one layer into arena slots."""
-        self._check(plan)
-        pages, pieces = self._pages[layer], self._pieces[layer]
-        if len(plan.block_ids) * pages[0].nbytes < RUN_BYTES * len(plan.runs) and len(plan.runs) > 1:
-            pieces[plan.slots] = pages[plan.block_ids]
-            return
-        for block_id, slot, count in plan.runs:
-            np.copyto(pieces[slot : slot + count], pages[block_id : block_id + count])
-
-    def scatter(self, layer: int, plan: CopyPlan) -> None:
-        """Arena slots into pages of one layer."""
-        self._check(plan)
-        pages, pieces = self._pages[layer], self._pieces[layer]
-        if len(plan.block_ids) * pages[0].nbytes < RUN_BYTES * len(plan.runs) and len(plan.runs) > 1:
-            pages[plan.block_ids] = pieces[plan.slots]
-            return
-        for block_id, slot, count in plan.runs:
-            np.copyto(pages[block_id : block_id + count], pieces[slot : slot + count])
-
-    def _check(self, plan: CopyPlan) -> None:
-        for block_id, slot, count in plan.runs:
-            if not (0 <= block_id <= self._num_blocks - count and 0 <= slot <= self._num_slots - count):
-                raise PactViolation(
-                    f"blocks {block_id} to {block_id + count - 1} of {self._num_blocks} and slots {slot} to "
-                    f"{slot + count - 1} of {self._num_slots} cannot be copied: outside the memory"
-                )
-
-
-def copy_engine_for(paged: PagedKV, segment: ArenaSegment) -> CopyEngine:
-    """The copy engine for the device that holds `paged`. Raises ConfigError if there is none."""
-    if paged.device_type == "cpu":
-        return CpuCopyEngine(paged, segment)
-    raise ConfigError(f"KV memory on device {paged.device_type!r} cannot be copied by this release; supported: 'cpu'")
-
-
-def _nothing() -> None:
-    """A fence that is already passed."""

@@ -6,6 +6,7 @@ says what it did, exactly once a job.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +28,10 @@ from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment, slots_for
 from kvpact.memory.prefault import START_SECONDS
 from kvpact.wire import AdapterUsed, StepMessage, UnorderedLoad, WorkerHandshake
+from kvpact.worker.copy import transfer_engine_for
+from kvpact.worker.paged import PagedKV
 from kvpact.worker.step_reader import StepReader, Wanted
-from kvpact.worker.transfer import PagedKV, TransferWorker
+from kvpact.worker.transfer import RankTransfers
 
 ENDED_JOBS = 4096
 """Ended jobs whose outcome can be said again: far more than can end before a lost report is asked for."""
@@ -50,7 +53,8 @@ class CacheWorker(ExternalCacheWorker):
         self._config = config
         self.place = place
         self._segment: ArenaSegment | None = None
-        self._transfer: TransferWorker | None = None
+        self.transfers: RankTransfers | None = None
+        """The copies; None before `register_kv_caches`."""
         self.synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
         self._reader = StepReader(config, place.rank, self._keep) if config.match_at == "step" else None
@@ -94,10 +98,11 @@ class CacheWorker(ExternalCacheWorker):
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
         self._segment.start_prefault()
         self._segment.wait_for_first_pages(START_SECONDS)  # else the first prompt pays for them
-        self._transfer = TransferWorker(
-            paged,
-            self._segment,
+        self.transfers = RankTransfers(
+            transfer_engine_for(paged, self._segment, self.place.rank),
+            paged.layer_index,
             self.place.rank,
+            time.monotonic,
             layerwise=self._config.layerwise,
             timeout=self._config.load_deadline,
         )
@@ -193,8 +198,8 @@ class CacheWorker(ExternalCacheWorker):
         work = replace(work, loads=(*work.loads, *self._step_loads))
         self.synchronous = tuple(job for job in work.loads if job.synchronous)
         self._jobs.update((job.job_id, job) for job in work.loads)
-        if work.loads and self._transfer is not None:
-            self._transfer.start_loads(work.loads)
+        if work.loads and self.transfers is not None:
+            self.transfers.start_loads(work.loads)
         self._recalled.update(job_id for job_id in work.recalls if job_id in self._jobs)
         for inquiry in work.inquiries:
             if inquiry.job_id in self._ended:
@@ -207,9 +212,9 @@ class CacheWorker(ExternalCacheWorker):
 
         `spoilt` has, by job, the blocks to be named where vLLM takes no word of a whole request.
         """
-        if self._transfer is None:
+        if self.transfers is None:
             return
-        self._transfer.leave(tuple(overdue))
+        self.transfers.leave(tuple(overdue))
         self._take_ended()
         for job_id in overdue:
             job = self._jobs.get(job_id)
@@ -240,15 +245,15 @@ class CacheWorker(ExternalCacheWorker):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See `ExternalCacheWorker`."""
-        if self.synchronous and self._transfer is not None:
-            self._transfer.wait_for_layer(layer_name)
+        if self.synchronous and self.transfers is not None:
+            self.transfers.wait_for_layer(layer_name)
 
     def start_saves(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`. All synchronous loads of the step have arrived when this returns."""
-        if self._transfer is None:
+        if self.transfers is None:
             return
         if self.synchronous:
-            self._transfer.wait_for_loads()
+            self.transfers.wait_for_loads()
         if self._step_loads:
             self.poll()
             self.require_step_loads()
@@ -264,7 +269,7 @@ class CacheWorker(ExternalCacheWorker):
                 first, slots, block_ids = job.start_block + filled, job.slots[filled:], job.block_ids[filled:]
                 saves.append(replace(job, start_block=first, slots=slots, block_ids=block_ids) if filled else job)
         if saves:
-            self._transfer.start_saves(tuple(saves))
+            self.transfers.start_saves(tuple(saves))
 
     def give_up(self, jobs: Iterable[LoadJob | SaveJob]) -> None:
         """Report these jobs as failed, whatever comes of them: a hook went wrong before they were sure to be done."""
@@ -275,7 +280,7 @@ class CacheWorker(ExternalCacheWorker):
     def poll(self) -> None:
         """The step is over: take in what the transfer threads finished."""
         self._check_adapters()
-        if self._transfer is None or self._segment is None:
+        if self.transfers is None or self._segment is None:
             return
         self._segment.step_ended()
         self._take_ended()
@@ -285,8 +290,8 @@ class CacheWorker(ExternalCacheWorker):
                 self._invalid_blocks.update(job.block_ids)
 
     def _take_ended(self) -> None:
-        if self._transfer is not None:
-            for job_id, outcome in self._transfer.poll().items():
+        if self.transfers is not None:
+            for job_id, outcome in self.transfers.poll().items():
                 if (job := self._jobs.get(job_id)) is not None:
                     self._end(job, outcome)
 
@@ -332,8 +337,8 @@ class CacheWorker(ExternalCacheWorker):
         """See `ExternalCacheWorker`."""
         if self._reader is not None:
             self._reader.close(self._config.shutdown_timeout)
-        if self._transfer is not None:
-            self._transfer.shutdown(self._config.shutdown_timeout)
+        if self.transfers is not None:
+            self.transfers.shutdown(self._config.shutdown_timeout)
         if self.notices is not None:
             self.notices.close()
             self.notices = None

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpact.contract import LoadJob, SaveJob
+from kvpact.testkit.vllm.faulty_copies import FaultyEngine
+from kvpact.worker.copy.base import Job
 
 if TYPE_CHECKING:
     from kvpact.testkit.vllm.engine import VllmEngine
@@ -77,6 +79,15 @@ def _raising(method: Callable[..., Any], times: int) -> Callable[..., Any]:
     return call
 
 
+def _make_fail(connector: Any, fails: Callable[[Job, int], bool]) -> None:
+    transfers = connector.cache_worker.transfers
+    transfers.engine = FaultyEngine(transfers.engine, fails)
+
+
+def _is_synchronous(job: Job) -> bool:
+    return isinstance(job, LoadJob) and job.synchronous
+
+
 class PactAdapter(ConnectorAdapter):
     """kvpact's own connector."""
 
@@ -102,35 +113,18 @@ class PactAdapter(ConnectorAdapter):
 
     def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
         """Asynchronous loads fail block by block; a synchronous one as a whole, however many blocks are good."""
-
-        def fault(job: Any, block: int) -> None:
-            if block >= good_blocks:
-                raise OSError("injected")
-
-        def scatter(*_: Any) -> None:
-            raise OSError("injected")
-
         for rank in engine.ranks:
-            transfer = rank.connector.cache_worker._transfer
-            original = transfer._engine.scatter
-            transfer._fault = fault
-            load = transfer._load_synchronous
-
-            def load_badly(transfer: Any = transfer, load: Any = load, original: Any = original) -> None:
-                transfer._engine.scatter = scatter
-                try:
-                    load()
-                finally:
-                    transfer._engine.scatter = original
-
-            transfer._load_synchronous = load_badly
+            _make_fail(
+                rank.connector,
+                lambda job, block: isinstance(job, LoadJob) and (job.synchronous or block >= good_blocks),
+            )
         return True
 
     def fail_blocks(self, engine: VllmEngine, rank: int, *, loads: Collection[int], saves: Collection[int]) -> bool:
-        """The transfer thread passes them over: saves, and loads that are asynchronous."""
-        transfer = engine.ranks[rank].connector.cache_worker._transfer
+        """Saves, and loads that are asynchronous."""
         failing = {LoadJob: frozenset(loads), SaveJob: frozenset(saves)}
-        transfer._faulty = lambda job, block: job.start_block + block in failing[type(job)]
+        connector = engine.ranks[rank].connector
+        _make_fail(connector, lambda job, block: not _is_synchronous(job) and block in failing[type(job)])
         return True
 
     def break_hooks(self, engine: VllmEngine) -> Mapping[str, Callable[[], None]]:

@@ -1,0 +1,82 @@
+"""A rank's copies in which chosen blocks fail: a `TransferEngine` around another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from kvpact.contract import LoadJob, SaveJob
+from kvpact.worker.copy.base import Job, Transfer, TransferEngine
+
+AnyJob = TypeVar("AnyJob", LoadJob, SaveJob)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultyTransfer:
+    """A transfer without the blocks that fail."""
+
+    inner: Transfer
+    kept: Sequence[int]
+    """The job's blocks, counted from 0, that `inner` copies."""
+    lost: Sequence[int]
+
+    @property
+    def ended(self) -> bool:
+        """See `Transfer`."""
+        return self.inner.ended
+
+    @property
+    def failed(self) -> Sequence[int]:
+        """See `Transfer`."""
+        return sorted([*self.lost, *(self.kept[block] for block in self.inner.failed)])
+
+    @property
+    def error(self) -> Exception | None:
+        """See `Transfer`."""
+        return OSError("injected") if self.lost else self.inner.error
+
+    def wait(self, groups: int, seconds: float | None) -> bool:
+        """See `Transfer`."""
+        return self.inner.wait(groups, seconds)
+
+    def cancel(self) -> None:
+        """See `Transfer`."""
+        self.inner.cancel()
+
+
+class FaultyEngine:
+    """Blocks for which `fails(job, block)`, in the request's numbering, are not copied and fail."""
+
+    def __init__(self, inner: TransferEngine, fails: Callable[[Job, int], bool]) -> None:
+        self.inner = inner
+        self.groups = inner.groups
+        self._fails = fails
+
+    def load(self, jobs: Sequence[LoadJob], *, urgent: bool) -> Sequence[Transfer]:
+        """See `TransferEngine`."""
+        chosen = [self._choose(job) for job in jobs]
+        loads = [_part(job, kept) for job, (kept, _) in zip(jobs, chosen, strict=True)]
+        return _faulty(self.inner.load(loads, urgent=urgent), chosen)
+
+    def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
+        """See `TransferEngine`."""
+        chosen = [self._choose(job) for job in jobs]
+        return _faulty(self.inner.save([_part(job, kept) for job, (kept, _) in zip(jobs, chosen, strict=True)]), chosen)
+
+    def close(self, seconds: float) -> bool:
+        """See `TransferEngine`."""
+        return self.inner.close(seconds)
+
+    def _choose(self, job: Job) -> tuple[list[int], list[int]]:
+        lost = [block for block in range(len(job.slots)) if self._fails(job, job.start_block + block)]
+        return [block for block in range(len(job.slots)) if block not in lost], lost
+
+
+def _faulty(transfers: Sequence[Transfer], chosen: Sequence[tuple[list[int], list[int]]]) -> list[Transfer]:
+    return [FaultyTransfer(inner, kept, lost) for inner, (kept, lost) in zip(transfers, chosen, strict=True)]
+
+
+def _part(job: AnyJob, kept: Sequence[int]) -> AnyJob:
+    slots = tuple(job.slots[block] for block in kept)
+    return replace(job, slots=slots, block_ids=tuple(job.block_ids[block] for block in kept))

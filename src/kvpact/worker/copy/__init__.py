@@ -1,0 +1,19 @@
+"""Moving bytes between pages and slots: `base.py`, what an engine promises, and one module for each kind of device."""
+
+from __future__ import annotations
+
+from kvpact.errors import ConfigError
+from kvpact.memory.arena import ArenaSegment
+from kvpact.worker.copy.base import TransferEngine
+from kvpact.worker.copy.cpu import CpuTransferEngine
+from kvpact.worker.paged import PagedKV
+
+
+def transfer_engine_for(paged: PagedKV, segment: ArenaSegment, rank: int) -> TransferEngine:
+    """The engine for the device that holds `paged`. Raises ConfigError if there is none."""
+    if paged.device_type == "cpu":
+        return CpuTransferEngine(paged, segment, rank)
+    raise ConfigError(f"KV memory on device {paged.device_type!r} cannot be copied by this release; supported: 'cpu'")
+
+
+__all__ = ["transfer_engine_for"]
