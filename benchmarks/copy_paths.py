@@ -3,7 +3,8 @@
 Compares ways to move one layer's pages between paged KV memory and arena slots, for the page sizes of a CPU engine
 (128 tokens a block) and of a GPU engine (16 tokens), with neighbouring and with scattered block ids. "busy" runs a pure
 Python loop on the main thread meanwhile: what then counts is how often a way takes the GIL. `index` and `runs` are the
-two that `PageCopier` uses. Takes a minute on two idle cores. Usage: python benchmarks/copy_paths.py [--quick]
+two that `PageCopier` uses. Then: what joining the layers of a block brings where they are neighbours. Takes a minute on
+two idle cores. Usage: python benchmarks/copy_paths.py [--quick]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -33,9 +35,12 @@ SHAPES = ((256 << 10, 32), (64 << 10, 64), (16 << 10, 256), (8 << 10, 512))
 class Scene:
     """Paged KV memory, a segment, and one pairing of blocks with slots."""
 
-    def __init__(self, page_bytes: int, blocks: int, scattered: bool) -> None:
+    def __init__(self, page_bytes: int, blocks: int, scattered: bool, inside_blocks: bool = False) -> None:
         total = 2 * blocks
-        self.memory = torch.zeros((LAYERS, total, page_bytes), dtype=torch.uint8).random_(0, 255)
+        shape = (total, LAYERS, page_bytes) if inside_blocks else (LAYERS, total, page_bytes)
+        self.memory = torch.zeros(shape, dtype=torch.uint8).random_(0, 255)
+        if inside_blocks:
+            self.memory = self.memory.transpose(0, 1)
         self.paged = PagedKV.from_tensors({str(i): self.memory[i] for i in range(LAYERS)}, total)
         self.segment = ArenaSegment.create(total, self.paged.layout.rank_slot_bytes)
         self.segment.prefault()
@@ -121,6 +126,32 @@ def rate(scene: Scene, way: Callable[[Scene, int, bool], None], load: bool, busy
     return scene.bytes / statistics.median(seconds[1:]) / 1e9
 
 
+def joined_layers(repeats: int) -> None:
+    """Layers inside each block: all layers one by one, against groups of neighbours, in turn; median GB/s and ratio."""
+    print(f"{'page':>8} {'blocks':>7} {'ids':>10}  way      one by one GB/s  joined GB/s  ratio")
+    for page_bytes, blocks in SHAPES:
+        for scattered in (False, True):
+            scene = Scene(page_bytes, blocks, scattered, inside_blocks=True)
+            singles = replace(scene.paged, groups=tuple(range(layer, layer + 1) for layer in range(LAYERS)))
+            copiers = (PageCopier(singles, scene.segment), scene.copier)
+            for name in ("gather", "scatter"):
+                seconds: tuple[list[float], list[float]] = ([], [])
+                for _ in range(8 * repeats + 1):
+                    for copier, taken in zip(copiers, seconds, strict=True):
+                        began = time.perf_counter()
+                        for group in range(len(copier.pages)):
+                            getattr(copier, name)(group, scene.plan)
+                        taken.append(time.perf_counter() - began)
+                single, joined = (scene.bytes / statistics.median(taken[1:]) / 1e9 for taken in seconds)
+                print(
+                    f"{page_bytes >> 10:>5}KiB {blocks:>7} {'scattered' if scattered else 'neighbours':>10}  {name:<8} "
+                    f"{single:>14.2f} {joined:>12.2f} {joined / single:>6.2f}",
+                    flush=True,
+                )
+            del copiers
+            scene.segment.close()
+
+
 def first_touch(gibibytes: float) -> None:
     """What it costs to take memory from the machine: by use, and by `prefault`."""
     for prefault in (False, True):
@@ -154,6 +185,7 @@ def main() -> None:
                         flush=True,
                     )
                 scene.segment.close()
+    joined_layers(repeats)
     assert threading.active_count() == 1
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -248,10 +249,49 @@ def test_layers_that_share_one_memory_are_copied_once() -> None:
     assert paged.layer_index == {"a": 0, "b": 1, "c": 0}
 
 
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_layers_that_lie_inside_blocks_are_joined_and_come_back_bit_for_bit(synchronous: bool) -> None:
+    memory = torch.randn((BLOCKS, 10, 2, 4, 8))
+    before = memory.clone()
+    paged = PagedKV.from_tensors({f"layer.{layer}": memory[:, layer] for layer in range(10)}, BLOCKS)
+    assert paged.groups == (range(3), range(3, 6), range(6, 9), range(9, 10))
+    segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
+    worker = RankTransfers(CpuTransferEngine(paged, segment, 0), paged.layer_index, 0, time.monotonic)
+    worker.start_saves([SaveJob(1, "r", 0, (4, 5, 0), (1, 2, 7))])
+    assert worker.drain(10)
+    piece = np.frombuffer(segment.slot_view(5), np.uint8)
+    for layer, start in enumerate(paged.layout.layer_offsets):
+        assert piece[start : start + 256].tobytes() == before[2, layer].numpy().tobytes()
+    memory.zero_()
+    worker.start_loads([LoadJob(2, "r", 0, (4, 5, 0), (1, 2, 3), synchronous)])
+    for layer in range(10) if synchronous else ():
+        worker.wait_for_layer(f"layer.{layer}")
+        assert torch.equal(memory[1:3, layer], before[1:3, layer])
+    assert worker.drain(10)
+    assert torch.equal(memory[[1, 2, 3]], before[[1, 2, 7]])
+    assert not memory[[0, *range(4, BLOCKS)]].any()
+    assert worker.shutdown(10)
+    del piece
+    segment.close()
+
+
+def test_layers_are_joined_only_where_they_are_neighbours() -> None:
+    def groups(*layers: Any) -> list[int]:
+        return [len(group) for group in PagedKV.from_tensors(dict(enumerate(layers)), BLOCKS).groups]
+
+    inside = torch.zeros((BLOCKS, 8, 16))
+    assert groups(*(inside[:, layer] for layer in range(8))) == [2] * 4
+    assert groups(*(inside[:, layer] for layer in reversed(range(8)))) == [1] * 8
+    assert groups(*(inside[:, layer] for layer in (0, 1, 3, 4, 6, 7))) == [2] * 3
+    assert groups(*(torch.zeros((8, BLOCKS, 16)))) == [1] * 8, "one after another"
+    halves = torch.zeros((2, BLOCKS, 8, 4, 2, 8))
+    assert groups(*(halves[:, :, layer] for layer in range(8))) == [1] * 8, "keys and values lie apart"
+
+
 def test_a_device_without_a_copy_engine_is_named() -> None:
     paged = PagedKV.from_tensors({"a": torch.zeros(BLOCKS, 4)}, BLOCKS)
     segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
-    elsewhere = PagedKV(paged.layers, paged.layer_index, BLOCKS, "cuda", paged.tensors)
+    elsewhere = replace(paged, device_type="cuda")
     with pytest.raises(ConfigError, match="'cuda'"):
         transfer_engine_for(elsewhere, segment, 0)
     with pytest.raises(ConfigError, match="no layer"):

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from kvpact.errors import ConfigError, PactViolation
 from kvpact.memory.arena import SlotLayout
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+GROUPS: Final = 4
+"""Into which layers are joined at least: what a step waits for arrives beside its forward pass, piece by piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class PagedKV:
     layers: tuple[PagedLayer, ...]
     layer_index: Mapping[str, int]
     num_blocks: int
+    groups: tuple[range, ...]
+    """Layers whose pages of a block are neighbours, so that one copy moves them all."""
     device_type: str
     tensors: tuple[Any, ...] = field(repr=False)
     """Held so that the memory stays where it is."""
@@ -118,12 +123,40 @@ class PagedKV:
         devices = {str(tensor.device.type) for tensor in kv_caches.values()}
         if len(devices) != 1:
             raise ConfigError(f"the KV memory must be on one device, found {sorted(devices) or 'no layer at all'}")
-        return cls(tuple(layers), layer_index, num_blocks, devices.pop(), tuple(kv_caches.values()))
+        tensors = tuple(kv_caches.values())
+        return cls(tuple(layers), layer_index, num_blocks, _groups(layers), devices.pop(), tensors)
 
     @property
     def layout(self) -> SlotLayout:
         """How one block of this rank lies in its arena slot."""
         return SlotLayout(tuple(layer.page_bytes for layer in self.layers))
+
+    def joined(self, group: range) -> PagedLayer:
+        """The layers of a group as one."""
+        layers = self.layers[group.start : group.stop]
+        page_bytes = sum(layer.chunk_bytes for layer in layers)
+        return layers[0] if len(layers) == 1 else replace(layers[0], chunk_bytes=page_bytes, chunk_stride=page_bytes)
+
+
+def _groups(layers: Sequence[PagedLayer]) -> tuple[range, ...]:
+    """Neighbours among layers; about `GROUPS` of them where all are neighbours."""
+    most = -(-len(layers) // GROUPS)
+    groups: list[range] = []
+    for number, layer in enumerate(layers):
+        group = groups[-1] if groups else range(0)
+        first = layers[group.start]
+        bytes_before = sum(one.chunk_bytes for one in layers[group.start : number])
+        joins = (
+            0 < len(group) < most
+            and first.chunks == layer.chunks == 1
+            and first.block_stride == layer.block_stride >= bytes_before + layer.chunk_bytes
+            and layer.address == first.address + bytes_before
+        )
+        if joins:
+            groups[-1] = range(group.start, number + 1)
+        else:
+            groups.append(range(number, number + 1))
+    return tuple(groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,13 @@ class PageCopier:
         self._num_blocks = paged.num_blocks
         self._num_slots = segment.num_slots
         arena = np.frombuffer(segment.memory, np.uint8).reshape(segment.num_slots, segment.rank_slot_bytes)
-        self.pages: list[Bytes] = [layer.view() for layer in paged.layers]
+        joined = [paged.joined(group) for group in paged.groups]
+        starts = [paged.layout.layer_offsets[group.start] for group in paged.groups]
+        self.pages: list[Bytes] = [layer.view() for layer in joined]
         """Of each group, `[num_blocks, chunks, chunk_bytes]`."""
         self.pieces: list[Bytes] = [
             arena[:, start : start + layer.page_bytes].reshape(segment.num_slots, layer.chunks, layer.chunk_bytes)
-            for layer, start in zip(paged.layers, paged.layout.layer_offsets, strict=True)
+            for layer, start in zip(joined, starts, strict=True)
         ]
         """The same of the slots."""
         if not all(np.shares_memory(piece[0], arena[0]) for piece in self.pieces):
@@ -124,7 +126,7 @@ class CpuTransferEngine:
     """See `TransferEngine`."""
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
-        self.groups = tuple(range(layer, layer + 1) for layer in range(len(paged.layers)))
+        self.groups = paged.groups
         self.copier = PageCopier(paged, segment)
         """How a group is copied; both threads call it."""
         self._piece_blocks = max(1, PIECE_BYTES // segment.rank_slot_bytes)
