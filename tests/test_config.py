@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from kvpact.config import KvpactConfig, load_config
 from kvpact.errors import ConfigError
-from kvpact.tiers.urls import TierURL, format_size, parse_duration, parse_size, parse_tier_url, redact
+from kvpact.tiers.urls import TierURL, parse_tier_url, redact
+from kvpact.units import format_size, parse_duration, parse_size
 
 GIB = 1024**3
 DISK = "disk:///var/cache/kvpact?capacity=200GiB"

@@ -95,9 +95,9 @@ class Commands:
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     sent, send = Commands(), Connection.send
 
-    def noted(wire: Connection, *words: bytes) -> None:
+    def noted(connection: Connection, *words: bytes) -> None:
         sent.keys.append(words[1])
-        send(wire, *words)
+        send(connection, *words)
 
     monkeypatch.setattr(Connection, "send", noted)
     return sent

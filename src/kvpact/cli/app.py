@@ -163,7 +163,7 @@ def gc(
     live to delete. Slabs count by their last use; one that an engine is using is left alone.
     """
     from kvpact.cli.stores import collect, collect_older, parse_place
-    from kvpact.tiers.urls import parse_duration
+    from kvpact.units import parse_duration
 
     where = parse_place(place)
     if older_than is not None:

@@ -16,7 +16,7 @@ from kvpact.cli.screen import age, console, print_json, progress, shown, table
 from kvpact.errors import TierError
 from kvpact.tiers.disk.inspection import DamagedRecord, SlabSummary, VerifyReport, scan_directory, verify_slab
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
-from kvpact.tiers.urls import format_size
+from kvpact.units import format_size
 
 RECORDS_SHOWN: Final = 20
 """Damaged records listed for a person; `--json` lists all."""

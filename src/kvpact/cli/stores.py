@@ -27,7 +27,8 @@ from kvpact.tiers.disk.slab_directory import SlabDirectory, look_at
 from kvpact.tiers.registry import load_seal, open_store
 from kvpact.tiers.shared.inspection import remove_group, remove_older, summarize, verify_store
 from kvpact.tiers.shared.tier import RecordStore, StoreError
-from kvpact.tiers.urls import TierURL, format_size, parse_tier_url
+from kvpact.tiers.urls import TierURL, parse_tier_url
+from kvpact.units import format_size
 
 PROBES: Final = 5
 """Look-ups of a record that is not there, by which `kvpact tiers` finds a store's latency."""

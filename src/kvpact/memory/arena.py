@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.memory.prefault import HUGE_BYTES, PageTaker
-from kvpact.tiers.urls import format_size
+from kvpact.units import format_size
 
 PAGE_BYTES = 4096
 """Alignment of every slot piece: what O_DIRECT and page mapping ask for."""

@@ -15,7 +15,7 @@ import time
 from typing import Final
 
 from kvpact.threads import give_way, start_background
-from kvpact.tiers.urls import format_size
+from kvpact.units import format_size
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from kvpact.tiers.redis.connections import Address, Connection, Credentials, Err
 from kvpact.tiers.redis.parts import MAX_PART, MIN_PART, SPLIT_BYTES, SPLIT_MAGIC, SplitHead, cut_into_parts, stages
 from kvpact.tiers.redis.servers import Cluster, OneServer, Sentinels, Servers
 from kvpact.tiers.shared.tier import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreError, StoreUsage
-from kvpact.tiers.urls import SCHEMES, TierURL, format_size
+from kvpact.tiers.urls import SCHEMES, TierURL
+from kvpact.units import format_size
 
 TIMEOUT_SECONDS: Final = 2.0
 """Until a call of the store has ended, if the URL has no `timeout`."""

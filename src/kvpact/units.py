@@ -1,0 +1,71 @@
+"""Sizes and durations as text: "4GiB", "500MB", "50ms"."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from typing import Final
+
+_BYTES_PER_UNIT: Final = {"b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgtp", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+_SECONDS_PER_UNIT: Final = {
+    "us": Fraction(1, 1_000_000),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(value: object) -> int:
+    """Bytes of a size: an int, or text such as "4GiB" (1024-based), "500MB" (1000-based), "4096".
+
+    Raises:
+        ValueError: not a size; "4G" is refused because tools disagree on what it means.
+    """
+    right = 'a size such as "4GiB", "500MB" or a number of bytes is needed'
+    if isinstance(value, bool):
+        raise ValueError(right)
+    if isinstance(value, int | float) and math.isfinite(value) and value == int(value) and value >= 0:
+        return int(value)  # JSON and TOML may write 4e9
+    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(right)
+    number, unit = match[1], match[2].lower()
+    if unit and f"{unit}b" in _BYTES_PER_UNIT:
+        letter = unit[0].upper()
+        raise ValueError(f'write "{number}{letter}iB" (1024-based) or "{number}{letter}B" (1000-based)')
+    bytes_per_unit = _BYTES_PER_UNIT.get(unit or "b")
+    if bytes_per_unit is None:
+        raise ValueError(right)
+    return int(Fraction(number) * bytes_per_unit)
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of a time: a number, or text such as "2s", "50ms", "1m", "0.5h", "7d".
+
+    Raises:
+        ValueError: not a finite time of 0 or more.
+    """
+    right = 'a time such as "2s", "50ms", "1m" or a number of seconds is needed'
+    if isinstance(value, bool):
+        raise ValueError(right)
+    if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
+        return float(value)
+    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+    seconds_per_unit = _SECONDS_PER_UNIT.get(match[2].lower() or "s") if match else None
+    if match is None or seconds_per_unit is None:
+        raise ValueError(right)
+    return float(Fraction(match[1]) * seconds_per_unit)
+
+
+def format_size(num_bytes: int) -> str:
+    """A size for a person to read, about three digits: 1536 is "1.5KiB"."""
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 5)
+    return f"{num_bytes / 1024**power:.4g}{('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
