@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from kvpact.errors import ConfigError, PactViolation, TierError
     from kvpact.identity.keys import BlockKey, BlockKeys, BlockRange, Namespace, RangeSet, RequestIdentity
     from kvpact.tiers.base import Tier
-    from kvpact.tiers.shared.tier import RecordStore, SharedTier
+    from kvpact.tiers.shared.store import RecordStore
+    from kvpact.tiers.shared.tier import SharedTier
 
 __version__ = "0.1.0"
 
@@ -69,7 +70,8 @@ _HOMES: Final = {
     "kvpact.errors": ("ConfigError", "PactViolation", "TierError"),
     "kvpact.identity.keys": ("BlockKey", "BlockKeys", "BlockRange", "Namespace", "RangeSet", "RequestIdentity"),
     "kvpact.tiers.base": ("Tier",),
-    "kvpact.tiers.shared.tier": ("RecordStore", "SharedTier"),
+    "kvpact.tiers.shared.store": ("RecordStore",),
+    "kvpact.tiers.shared.tier": ("SharedTier",),
 }
 """Where the public names are defined; all others are the contract's."""
 

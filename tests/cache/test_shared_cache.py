@@ -17,7 +17,8 @@ from kvpact.identity.keys import Namespace, RequestIdentity
 from kvpact.metrics import MissReason, TierName, series
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.tiers.base import UNSEALED, RecordMac
-from kvpact.tiers.shared.tier import RecordBuffer, RecordPieces, SharedTier, StoreError, key_of
+from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, StoreError, key_of
+from kvpact.tiers.shared.tier import SharedTier
 from scenes import NAMESPACE, PAGE, Scene, SceneRequest, until
 
 PATIENCE = 10.0

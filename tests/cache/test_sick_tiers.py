@@ -21,7 +21,8 @@ from kvpact.tiers.base import BlockBuffer, Progress, TierCapacity, TierCounts, T
 from kvpact.tiers.client import REPEAT_SECONDS, LentSlots, TierClient
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.executor import TierExecutor
-from kvpact.tiers.shared.tier import RecordBuffer, SharedTier, StoreError
+from kvpact.tiers.shared.store import RecordBuffer, StoreError
+from kvpact.tiers.shared.tier import SharedTier
 from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, failed, open_disk, tokens
 
 SLOTS = 32

@@ -18,7 +18,8 @@ from kvpact.contract import WorkerReport
 from kvpact.engine import RequestStatus
 from kvpact.identity.epochs import Epoch
 from kvpact.tiers.base import Tier
-from kvpact.tiers.shared.tier import NAMESPACE_RECORD, RecordPieces, SharedTier, StoreError
+from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordPieces, StoreError
+from kvpact.tiers.shared.tier import SharedTier
 from scenes import Scene, SceneRequest, open_disk, tokens
 from servers.redis_server import RedisServer, redis_server
 

@@ -18,7 +18,8 @@ from kvpact.testkit.sample_blocks import CANARY, content, document, empty_buffer
 from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.testkit.tier.dictionary_store import DictionaryStore, StoredBytes
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, RecordMac, Tier
-from kvpact.tiers.shared.tier import RecordBuffer, SharedTier, StoreError, group_name, key_of, record_name
+from kvpact.tiers.shared.store import RecordBuffer, StoreError, group_name, key_of, record_name
+from kvpact.tiers.shared.tier import SharedTier
 
 SLOT = 4096
 NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})

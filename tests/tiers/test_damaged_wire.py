@@ -11,7 +11,8 @@ import pytest
 from kvpact.metrics import TierName, series
 from kvpact.tiers.objects.store import open_objects
 from kvpact.tiers.redis.store import open_redis
-from kvpact.tiers.shared.tier import RecordStore, SharedTier
+from kvpact.tiers.shared.store import RecordStore
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
 from scenes import NAMESPACE, PAGE, Scene, SceneRequest, tokens
 from servers.damaging_proxy import DamagingProxy, damaging_proxy

@@ -26,7 +26,8 @@ from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, Tier
 from kvpact.tiers.directory import store as directory
 from kvpact.tiers.directory.store import CONTROL, CONTROL_BYTES, DirectoryStore, open_directory
-from kvpact.tiers.shared.tier import SharedTier, StoreError, group_name, key_of, record_name
+from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
 
 NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})

@@ -26,7 +26,8 @@ from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.tiers import mooncake
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Tier
 from kvpact.tiers.mooncake import MooncakeStore, open_mooncake
-from kvpact.tiers.shared.tier import SharedTier, StoreError, group_name, key_of, record_name
+from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
 from scenes import NAMESPACE as SCENE_NAMESPACE
 from scenes import PAGE, Scene, SceneRequest, tokens, until

@@ -27,7 +27,8 @@ from kvpact.tiers.base import HEADER_BYTES, RecordMac, Tier
 from kvpact.tiers.objects.bucket import Bucket
 from kvpact.tiers.objects.packs import HEAD_BYTES, Pack, PackMemory, decode_pack, encode_pack
 from kvpact.tiers.objects.store import ObjectStore, open_objects
-from kvpact.tiers.shared.tier import RecordPieces, SharedTier, StoreError, group_name, key_of, record_name
+from kvpact.tiers.shared.store import RecordPieces, StoreError, group_name, key_of, record_name
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
 from servers.object_server import ACCESS_KEY, CREDENTIALS, SECRET_KEY, Request, Spoiled, Traffic, object_server
 

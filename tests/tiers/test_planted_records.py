@@ -27,7 +27,8 @@ from kvpact.tiers.objects.packs import encode_pack
 from kvpact.tiers.objects.store import ObjectStore, open_objects
 from kvpact.tiers.redis.connections import Connection
 from kvpact.tiers.redis.store import open_redis
-from kvpact.tiers.shared.tier import SharedTier, group_name, record_name
+from kvpact.tiers.shared.store import group_name, record_name
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, Traffic, object_server

@@ -28,11 +28,10 @@ from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.testkit.tier.harness import NAMESPACE, give_back, require_untouched
 from kvpact.tiers.base import HEADER_BYTES, RecordMac, Tier
 from kvpact.tiers.redis.store import ORPHAN_SECONDS, RedisStore, open_redis
-from kvpact.tiers.shared.tier import (
+from kvpact.tiers.shared.store import (
     RecordBuffer,
     RecordPieces,
     RecordStore,
-    SharedTier,
     StoredRecord,
     StoreError,
     StoreUsage,
@@ -40,6 +39,7 @@ from kvpact.tiers.shared.tier import (
     key_of,
     record_name,
 )
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
 from servers.redis_server import Authority, RedisServer, redis_cluster, redis_sentinel, redis_server
 

@@ -26,7 +26,7 @@ from kvpact.tiers.disk.slab import SLAB_SUFFIX
 from kvpact.tiers.disk.slab_directory import SlabDirectory, look_at
 from kvpact.tiers.registry import load_seal, open_store
 from kvpact.tiers.shared.inspection import remove_group, remove_older, summarize, verify_store
-from kvpact.tiers.shared.tier import RecordStore, StoreError
+from kvpact.tiers.shared.store import RecordStore, StoreError
 from kvpact.tiers.urls import TierURL, parse_tier_url
 from kvpact.units import format_size
 

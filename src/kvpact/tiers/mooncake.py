@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvpact.errors import TierError
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.shared.tier import (
+from kvpact.tiers.shared.store import (
     NAMESPACE_RECORD,
     RecordBuffer,
     RecordPieces,

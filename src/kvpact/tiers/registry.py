@@ -19,7 +19,8 @@ from kvpact.identity.keys import Namespace
 from kvpact.own_files import Access
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
 from kvpact.tiers.disk.tier import DiskTier
-from kvpact.tiers.shared.tier import RecordStore, SharedTier
+from kvpact.tiers.shared.store import RecordStore
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import ENTRY_POINTS, TierURL
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from kvpact.testkit.faults import Faults
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.shared.tier import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreError, StoreUsage
+from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreError, StoreUsage
 
 StoredBytes: TypeAlias = dict[str, bytes]
 """A store: name -> record, its header first. A test may change it, as another program would."""

@@ -28,7 +28,7 @@ import msgspec
 from kvpact.errors import TierError
 from kvpact.own_files import PRIVATE, Access, NotOurs, OwnFolder, open_own, replace_own, sync_folder
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.shared.tier import (
+from kvpact.tiers.shared.store import (
     RecordBuffer,
     RecordPieces,
     RecordStore,

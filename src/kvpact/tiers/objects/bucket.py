@@ -22,7 +22,7 @@ from kvpact.errors import TierError
 from kvpact.own_files import Access, NotOurs, OwnFolder
 from kvpact.tiers.objects.daemon_pool import DaemonPool
 from kvpact.tiers.objects.packs import PackVersion
-from kvpact.tiers.shared.tier import StoreError
+from kvpact.tiers.shared.store import StoreError
 from kvpact.tiers.urls import TierURL
 
 TIMEOUT_SECONDS: Final = 2.0

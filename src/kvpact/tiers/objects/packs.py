@@ -14,7 +14,7 @@ from typing import Final
 
 import xxhash
 
-from kvpact.tiers.shared.tier import RecordPieces
+from kvpact.tiers.shared.store import RecordPieces
 
 PACK_MAGIC: Final = b"kvpactPK"
 PACK_FORMAT: Final = 1

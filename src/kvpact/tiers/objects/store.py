@@ -25,8 +25,7 @@ from kvpact.tiers.objects.packs import (
     spans,
     table_size,
 )
-from kvpact.tiers.shared.tier import (
-    GROUP_BYTES,
+from kvpact.tiers.shared.store import (
     RecordBuffer,
     RecordPieces,
     RecordStore,
@@ -35,6 +34,7 @@ from kvpact.tiers.shared.tier import (
     StoreUsage,
     key_of,
 )
+from kvpact.tiers.shared.tier import GROUP_BYTES
 from kvpact.tiers.urls import TierURL
 
 FIRST_READ_BYTES: Final = 16 << 10

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from kvpact.tiers.shared.tier import RecordBuffer, RecordPieces, StoreError
+from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, StoreError
 
 _IDLE: Final = 16
 """Connections to one server that are kept while nobody uses them; a tier's queue has fewer threads."""

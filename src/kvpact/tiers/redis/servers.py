@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvpact.tiers.redis.connections import Address, ErrorReply, Pool, Reply
-from kvpact.tiers.shared.tier import StoreError
+from kvpact.tiers.shared.store import StoreError
 
 _SLOTS: Final = 16384
 

@@ -21,7 +21,7 @@ from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.redis.connections import Address, Connection, Credentials, ErrorReply, Moved, Pool, length_of
 from kvpact.tiers.redis.parts import MAX_PART, MIN_PART, SPLIT_BYTES, SPLIT_MAGIC, SplitHead, cut_into_parts, stages
 from kvpact.tiers.redis.servers import Cluster, OneServer, Sentinels, Servers
-from kvpact.tiers.shared.tier import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreError, StoreUsage
+from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreError, StoreUsage
 from kvpact.tiers.urls import SCHEMES, TierURL
 from kvpact.units import format_size
 

@@ -2,17 +2,21 @@
 
 from kvpact._moved import moved_names
 
-_NAMES = (
+_TIER_NAMES = ("SharedTier", "GROUP_BYTES")
+_STORE_NAMES = (
     "RecordStore",
-    "SharedTier",
     "StoredRecord",
     "StoreError",
     "StoreUsage",
-    "GROUP_BYTES",
     "NAMESPACE_RECORD",
     "group_name",
     "key_of",
     "record_name",
 )
 
-__getattr__ = moved_names(__name__, "kvpact.tiers.shared.tier", *_NAMES)
+_of_tier = moved_names(__name__, "kvpact.tiers.shared.tier", *_TIER_NAMES)
+_of_store = moved_names(__name__, "kvpact.tiers.shared.store", *_STORE_NAMES)
+
+
+def __getattr__(name: str) -> object:
+    return (_of_tier if name in _TIER_NAMES else _of_store)(name)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordError, RecordHeader, RecordMac, written_in_older_format
-from kvpact.tiers.shared.tier import NAMESPACE_RECORD, RecordStore, StoredRecord, key_of
+from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordStore, StoredRecord, headers_of, key_of, remove_all
 
-_BATCH = 512
 _MAX_LENGTH = 1 << 32
 
 
@@ -80,11 +79,10 @@ def _by_group(records: Iterable[StoredRecord]) -> dict[str, list[StoredRecord]]:
 def _summary(store: RecordStore, group: str, records: Sequence[StoredRecord], now: float) -> GroupSummary:
     blocks = [record for record in records if key_of(record.name)]
     written = []
-    for first in range(0, len(blocks), _BATCH):
-        for raw in store.heads([record.name for record in blocks[first : first + _BATCH]]):
-            with suppress(RecordError):
-                # Of a sealed record the checksum still tells damage; who wrote it does not matter here.
-                written.append(_peek(raw or b"").written)
+    for _, raw in headers_of(store, [record.name for record in blocks]):
+        with suppress(RecordError):
+            # Of a sealed record the checksum still tells damage; who wrote it does not matter here.
+            written.append(_peek(raw or b"").written)
     return GroupSummary(
         group=group,
         fields=_fields(store, f"{group}/{NAMESPACE_RECORD}"),
@@ -120,23 +118,20 @@ def verify_store(
 ) -> StoreReport:
     """Read every record of a group, or of all, and check it as a read by its engine would. Raises StoreError.
 
-    Records with another seal than `seal` are counted and not judged. `progress(done, total)` is called now and then.
+    Records with another seal than `seal` are counted and not judged. `progress(done, total)` is called after each one.
     """
     names = [record.name for record in store.names(group) if key_of(record.name)]
     records = sound = gone = unsealed = 0
     damaged: list[UnsoundRecord] = []
-    for first in range(0, len(names), _BATCH):
-        batch = names[first : first + _BATCH]
-        for name, raw in zip(batch, store.heads(batch), strict=True):
-            records += 1
-            if raw is None:
-                gone += 1
-            elif name.partition("/")[0].partition("-")[2] != seal.name:
-                unsealed += 1
-            elif reason := _wrong(store, name, raw, seal):
-                damaged.append(UnsoundRecord(name, reason))
-            else:
-                sound += 1
+    for records, (name, raw) in enumerate(headers_of(store, names), 1):
+        if raw is None:
+            gone += 1
+        elif name.partition("/")[0].partition("-")[2] != seal.name:
+            unsealed += 1
+        elif reason := _wrong(store, name, raw, seal):
+            damaged.append(UnsoundRecord(name, reason))
+        else:
+            sound += 1
         if progress is not None:
             progress(records, len(names))
     return StoreReport(store.place, records, sound, gone, unsealed, damaged)
@@ -170,17 +165,16 @@ def remove_older(store: RecordStore, written_before: float, group: str = "") -> 
     With `group` all of its records; without, those that no engine will ever ask for: of older formats, and of epochs
     that an engine drew for itself and did not delete when it ended.
     """
-    removed, doomed = 0, list[str]()
     names = [record.name for record in store.names(group) if key_of(record.name)]
-    for first in range(0, len(names), _BATCH):
-        batch = names[first : first + _BATCH]
-        for name, raw in zip(batch, store.heads(batch), strict=True):
-            written = _written_if_unwanted(raw or b"", any_wanted=not group)
-            if written is not None and written < written_before:
-                doomed.append(name)
-        removed += store.remove(doomed) if doomed else 0
-        doomed.clear()
-    return removed
+    return remove_all(
+        store,
+        (
+            name
+            for name, raw in headers_of(store, names)
+            if (written := _written_if_unwanted(raw or b"", any_wanted=not group)) is not None
+            and written < written_before
+        ),
+    )
 
 
 def _written_if_unwanted(raw: bytes, *, any_wanted: bool) -> float | None:
@@ -194,8 +188,4 @@ def _written_if_unwanted(raw: bytes, *, any_wanted: bool) -> float | None:
 
 def remove_group(store: RecordStore, group: str) -> int:
     """Remove every record of a group; how many there were. Raises StoreError."""
-    names = [record.name for record in store.names(group)]
-    removed = 0
-    for first in range(0, len(names), _BATCH):
-        removed += store.remove(names[first : first + _BATCH])
-    return removed
+    return remove_all(store, [record.name for record in store.names(group)])

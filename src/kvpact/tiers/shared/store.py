@@ -1,0 +1,163 @@
+"""A store of named records that other engines read and write too, and what a record's name means.
+
+Owns the interface `RecordStore`, which knows names and bytes, and nothing of blocks or prefixes. Never does I/O.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, TypeAlias
+
+from kvpact.errors import KvpactError
+from kvpact.identity.keys import KEY_BYTES, BlockKey, Namespace
+from kvpact.tiers.base import RecordMac
+
+RecordBuffer: TypeAlias = Sequence[memoryview]
+"""Memory for one record: a view of `HEADER_BYTES` for its header, then the pieces of its payload in rank order."""
+
+RecordPieces: TypeAlias = Sequence[bytes | memoryview]
+"""One record to be stored: its header, then the pieces of its payload in rank order."""
+
+NAMESPACE_RECORD: Final = "namespace"
+"""Beside a namespace's records: its fields, as `Namespace.describe` writes them, for people and tools."""
+
+_BATCH: Final = 512
+"""Records that one call of a store is asked for where a whole group is gone through."""
+
+
+class StoreError(KvpactError):
+    """A store did not do what it was asked, or not in time. One line, without credentials."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """What a store lists: a record's name and its size in bytes, framing included (0 if it cannot be told)."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """How full a store is, in bytes; 0 where it does not say."""
+
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+
+
+class RecordStore(ABC):
+    """Named records in a place that several engines use. Blocking and thread-safe; each call ends in bounded time.
+
+    A name is `<group>/<rest>` of hex digits, "-" and letters, see `record_name`; the group is a namespace's. Batches
+    are in the order of a prompt's blocks. Every method raises `StoreError` when the store fails; a record that is not
+    there is no failure. When a method has returned or raised, nothing uses the memory that it was given.
+    """
+
+    kind: str
+    """The tier's name in metrics: "redis"."""
+
+    evicted: int = 0
+    """Records that it has removed to make room since it was opened; 0 where a server evicts by itself."""
+
+    record_bytes: int | None = None
+    """Length of every block's record, framing included; the tier that uses the store sets it. None: of any length.
+
+    Whatever a store claims of another length is there, so that it is removed, and never asked for or read (P14).
+    """
+
+    tears_reads: bool = False
+    """Whether a record that is removed while it is read may arrive in part, or as another one that took its place."""
+
+    @abstractmethod
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        """Whether each record is there, in full. One round trip for a batch, where the store allows it."""
+
+    def locate(self, names: Sequence[str]) -> None:
+        """Told before some of `names` are read: a prompt's, from its first block on.
+
+        For stores that find a block by those before it; others need do nothing.
+        """
+
+    @abstractmethod
+    def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
+        """Read record `names[i]` into `buffers[i]`; whether each was there and has exactly that length.
+
+        What a buffer of a False holds is undefined.
+        """
+
+    @abstractmethod
+    def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        """Store the records, in this order; one that is there is replaced. Nobody ever sees part of one.
+
+        After a StoreError some may be stored.
+        """
+
+    @abstractmethod
+    def remove(self, names: Sequence[str]) -> int:
+        """Remove records; how many were there."""
+
+    @abstractmethod
+    def heads(self, names: Sequence[str]) -> list[bytes | None]:
+        """The first `HEADER_BYTES` of each record, None where it is not there."""
+
+    @abstractmethod
+    def names(self, group: str = "") -> Iterator[StoredRecord]:
+        """Every record of a group, or of all, in no order."""
+
+    def clear(self, group: str) -> None:
+        """Remove every record of a group."""
+        remove_all(self, [record.name for record in self.names(group)])
+
+    def size(self, name: str) -> int | None:
+        """The record's length in bytes, None if it is not there."""
+        return next((record.nbytes for record in self.names(name.partition("/")[0]) if record.name == name), None)
+
+    @abstractmethod
+    def usage(self) -> StoreUsage:
+        """How full it is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections. Never raises; idempotent; no call is under way."""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where it is, for messages, without credentials: "redis://cache:6379/0"."""
+
+
+def group_name(namespace: Namespace, seal: RecordMac) -> str:
+    """What the names of a namespace's records begin with. Engines with other record keys keep apart."""
+    return f"{namespace.name}-{seal.name}" if seal.name else namespace.name
+
+
+def record_name(group: str, key: BlockKey) -> str:
+    """The name of a block's record."""
+    return f"{group}/{key.hex()}"
+
+
+def key_of(name: str) -> BlockKey | None:
+    """The block key in a record's name; None for a record that is no block."""
+    with suppress(ValueError):
+        key = bytes.fromhex(name.partition("/")[2])
+        return key if len(key) == KEY_BYTES else None
+    return None
+
+
+def headers_of(store: RecordStore, names: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
+    """Each record's name and its first `HEADER_BYTES`, None where it is not there. Raises StoreError."""
+    for first in range(0, len(names), _BATCH):
+        batch = names[first : first + _BATCH]
+        yield from zip(batch, store.heads(batch), strict=True)
+
+
+def remove_all(store: RecordStore, names: Iterable[str]) -> int:
+    """Remove records, however many; how many were there. Raises StoreError."""
+    left, removed = iter(names), 0
+    while batch := list(islice(left, _BATCH)):
+        removed += store.remove(batch)
+    return removed
