@@ -1,0 +1,198 @@
+"""How one stored block is framed, and how a record proves that it is whole.
+
+Owns the 256-byte header that goes before (or, in a slab, beside) every stored payload. Never does I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import xxhash
+from blake3 import blake3
+
+from kvpact.errors import KvpactError
+from kvpact.identity.epochs import FIRST_EPOCH, Epoch
+from kvpact.identity.keys import KEY_BYTES, BlockKey
+
+BlockBuffer: TypeAlias = Sequence[memoryview]
+"""The memory of one block: a contiguous byte view for each rank, in rank order; together the block's size."""
+
+RECORD_MAGIC = b"kvpactRC"
+RECORD_FORMAT = 2
+"""Raised when the header or the meaning of the payload changes; records of another format are never served."""
+
+HEADER_BYTES = 256
+NO_SLOT = 2**64 - 1
+"""The position of a record that has none, because its store finds it by key."""
+
+_FIELDS = struct.Struct("<8sIIQQdd32s32s32s16s16s")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
+_EMPTY = bytes(HEADER_BYTES)
+_ROOT_PARENT = bytes(KEY_BYTES)
+
+_SEAL_BYTES = 32
+_SEAL_AT = _FIELDS.size
+_NO_SEAL = bytes(_SEAL_BYTES)
+
+
+class RecordError(KvpactError):
+    """Stored bytes are not the record they should be; the message says in which way. Always a miss, never served."""
+
+
+class RecordMac:
+    """How a record proves that it is whole and, with a key, that one of ours wrote it.
+
+    Without a key payloads carry xxh3-128: damage is found, a forger is not. With one, payloads and headers carry keyed
+    BLAKE3, so whoever can write to the store but does not have the key cannot plant a record (H80).
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes | None = None) -> None:
+        """`key` has 32 bytes."""
+        self._key = key
+
+    @classmethod
+    def from_secret(cls, secret: bytes) -> RecordMac:
+        """With a key derived from whatever a key file holds. Raises ValueError for less than 16 bytes."""
+        if len(secret) < 16:
+            raise ValueError(f"a record key has 16 bytes or more, not {len(secret)}")
+        return cls(blake3(secret, derive_key_context="kvpact 2026-11 record seal").digest())
+
+    @property
+    def name(self) -> str:
+        """ "" without a key, else 8 hex digits that tell keys apart and say nothing of them."""
+        return blake3(b"name", key=self._key).hexdigest()[:8] if self._key else ""
+
+    def payload_digest(self, buffer: BlockBuffer) -> bytes:
+        """16 bytes over a block's bytes, its pieces taken in rank order. Runs without the interpreter's lock."""
+        if self._key is None:
+            return payload_digest(buffer)
+        state = blake3(key=self._key)
+        for piece in buffer:
+            state.update(piece)
+        return state.digest(16)
+
+    def of_header(self, fields: bytes | memoryview) -> bytes:
+        """32 bytes over a header's fields; zeros without a key."""
+        return blake3(fields, key=self._key).digest() if self._key else _NO_SEAL
+
+
+UNSEALED = RecordMac()
+"""Damage is found, forgery is not: for stores that nobody else writes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """What is known of one stored block without reading its payload.
+
+    `parent` is the key of the block before it, b"" for a request's first. `depth` is the block's index in its request.
+    `length` is the payload's size in bytes and `digest` 16 bytes over it, by the record's seal. Times are seconds since
+    1970. `epoch` says of which weights the block is (`kvpact.identity.epochs`), as its key does. `slot` is the record's
+    position in its slab, so that a header found at another position is known to be misplaced.
+    """
+
+    namespace: bytes
+    key: BlockKey
+    parent: BlockKey
+    depth: int
+    length: int
+    digest: bytes
+    written: float
+    used: float
+    slot: int = NO_SLOT
+    epoch: Epoch = FIRST_EPOCH
+
+    def encode(self, seal: RecordMac = UNSEALED) -> bytes:
+        """The header as `HEADER_BYTES` bytes, little endian: fields, seal, and last the xxh3-64 of all before."""
+        fields = _FIELDS.pack(
+            RECORD_MAGIC,
+            RECORD_FORMAT,
+            self.depth,
+            self.slot,
+            self.length,
+            self.written,
+            self.used,
+            self.namespace,
+            self.key,
+            self.parent or _ROOT_PARENT,
+            self.digest,
+            self.epoch.value,
+        )
+        fields = (fields + seal.of_header(fields)).ljust(_CHECKED_BYTES, b"\0")
+        return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+    @classmethod
+    def decode(
+        cls,
+        raw: bytes | memoryview,
+        *,
+        namespace: bytes | None,
+        length: int | None,
+        slot: int = NO_SLOT,
+        seal: RecordMac | None = UNSEALED,
+    ) -> RecordHeader:
+        """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
+
+        None takes any namespace, any length or any seal: for tools that look at a store and are no part of an engine.
+
+        Raises:
+            RecordError: naming the first thing that is wrong.
+        """
+        if len(raw) != HEADER_BYTES:
+            raise RecordError(f"a record header has {HEADER_BYTES} bytes, not {len(raw)}")
+        magic, version, depth, its_slot, its_length, written, used, its_namespace, key, parent, digest, epoch = (
+            _FIELDS.unpack_from(raw)
+        )
+        if magic != RECORD_MAGIC:
+            raise RecordError(f"not a record: it starts with {magic!r}, not {RECORD_MAGIC!r}")
+        if version != RECORD_FORMAT:
+            raise RecordError(f"record format {version}; this release reads format {RECORD_FORMAT}")
+        if xxhash.xxh3_64_intdigest(raw[:_CHECKED_BYTES]) != _CHECKSUM.unpack_from(raw, _CHECKED_BYTES)[0]:
+            raise RecordError("header damaged: its checksum does not match")
+        if seal is not None and raw[_SEAL_AT : _SEAL_AT + _SEAL_BYTES] != seal.of_header(raw[:_SEAL_AT]):
+            raise RecordError("not sealed with this record key; give all engines of the store the same record_key_file")
+        if namespace is not None and its_namespace != namespace:
+            raise RecordError(f"of namespace {its_namespace.hex()[:16]}, not {namespace.hex()[:16]}")
+        if its_slot != slot:
+            raise RecordError(f"misplaced: written for slot {its_slot}, found in slot {slot}")
+        if length is not None and its_length != length:
+            raise RecordError(f"payload of {its_length} bytes, not {length}")
+        root = parent == _ROOT_PARENT
+        if root != (depth == 0):
+            raise RecordError(f"depth {depth} does not fit its parent {parent.hex()[:16]}")
+        before = b"" if root else parent
+        return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch))
+
+
+def written_in_older_format(raw: bytes | memoryview) -> float | None:
+    """When a record of an older format was written, in seconds since 1970; None if `raw` is no header of one.
+
+    No engine of this release or a later one asks for it. What a newer release wrote is not judged.
+    """
+    if (
+        len(raw) != HEADER_BYTES
+        or xxhash.xxh3_64_intdigest(raw[:_CHECKED_BYTES]) != _CHECKSUM.unpack_from(raw, _CHECKED_BYTES)[0]
+    ):
+        return None
+    magic, version, _, _, _, written, *_ = _FIELDS.unpack_from(raw)  # which stand there in all formats up to this one
+    return float(written) if magic == RECORD_MAGIC and version < RECORD_FORMAT else None
+
+
+def is_empty_header(raw: bytes | memoryview) -> bool:
+    """Whether `raw` is the header of a position that holds no record."""
+    return raw == _EMPTY
+
+
+def payload_digest(buffer: BlockBuffer) -> bytes:
+    """The xxh3-128 of a block's bytes, its pieces taken in rank order. Runs without the interpreter's lock."""
+    if len(buffer) == 1:
+        return xxhash.xxh3_128_digest(buffer[0])
+    state = xxhash.xxh3_128()
+    for piece in buffer:
+        state.update(piece)
+    return state.digest()
