@@ -29,7 +29,7 @@ from kvpact.identity.keys import Namespace
 from kvpact.errors import TierError
 from kvpact.testkit.sample_blocks import content, document, empty_buffers, filled_buffers
 from kvpact.tiers.urls import parse_tier_url
-from kvpact.tiers import registry as kinds
+from kvpact.tiers import registry
 from kvpact.tiers.directory import store as directory
 from kvpact.tiers.objects import store as object
 os.setgroups([int(group) for group in sys.argv[2].split(",") if group])

@@ -10,7 +10,7 @@ import pytest
 
 from kvpact.metrics import TierName, series
 from kvpact.tiers.objects.store import open_objects
-from kvpact.tiers.redis.store import open_redis
+from kvpact.tiers.redis.opening import open_redis
 from kvpact.tiers.shared.store import RecordStore
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url

@@ -26,7 +26,7 @@ from kvpact.tiers.mooncake import MooncakeStore, open_mooncake
 from kvpact.tiers.objects.packs import encode_pack
 from kvpact.tiers.objects.store import ObjectStore, open_objects
 from kvpact.tiers.redis.connections import Connection
-from kvpact.tiers.redis.store import open_redis
+from kvpact.tiers.redis.opening import open_redis
 from kvpact.tiers.shared.store import group_name, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url

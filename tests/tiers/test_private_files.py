@@ -34,16 +34,16 @@ KINDS = ("disk", "dir", "file")
 
 STORE = """
 def stored(url, name, seconds=0.0):
-    place = kinds.TierContext(Namespace({"model": "private", "block_size": "16"}), 8192)
-    tier = kinds.open_tier(parse_tier_url(url), place)
+    place = registry.TierContext(Namespace({"model": "private", "block_size": "16"}), 8192)
+    tier = registry.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
     count = tier.put(wanted.keys, 0, filled_buffers(wanted.keys, 8192, 2))
     time.sleep(seconds)
     tier.close()
     return count
 def served(url, name):
-    place = kinds.TierContext(Namespace({"model": "private", "block_size": "16"}), 8192)
-    tier = kinds.open_tier(parse_tier_url(url), place)
+    place = registry.TierContext(Namespace({"model": "private", "block_size": "16"}), 8192)
+    tier = registry.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
     buffers = empty_buffers(4, 8192, 2)
     held = tier.lookup(wanted.keys)

@@ -26,8 +26,11 @@ from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.testkit.tier.harness import NAMESPACE, give_back, require_untouched
-from kvpact.tiers.base import HEADER_BYTES, RecordMac, Tier
-from kvpact.tiers.redis.store import ORPHAN_SECONDS, RedisStore, open_redis
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordMac, Tier
+from kvpact.tiers.redis.connections import Connection, Words
+from kvpact.tiers.redis.opening import open_redis
+from kvpact.tiers.redis.parts import SPLIT_BYTES
+from kvpact.tiers.redis.store import ORPHAN_SECONDS, RedisStore
 from kvpact.tiers.shared.store import (
     RecordBuffer,
     RecordPieces,
@@ -209,7 +212,8 @@ def served(tier: SharedTier, wanted: Document = DOCUMENT) -> int:
 
 
 def _slot(tier: SharedTier) -> int:
-    return tier._slot_bytes
+    assert tier.store.record_bytes is not None
+    return tier.store.record_bytes - HEADER_BYTES
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -283,6 +287,11 @@ def test_a_rotated_password_is_taken_from_its_file_without_a_restart(
         assert "secret" not in caplog.text + tier.health().reason
 
 
+def all_it_says(thing: object) -> str:
+    """The text of an object, and of all that it holds."""
+    return repr(thing) + "".join(repr(held) + all_it_says(held) for held in getattr(thing, "__dict__", {}).values())
+
+
 def test_a_user_and_a_password_of_any_characters_come_from_the_url(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,7 +305,7 @@ def test_a_user_and_a_password_of_any_characters_come_from_the_url(
     with closing(opened(f"redis://{account}x@{server.address}/2")) as tier:
         assert isinstance(tier.store, RedisStore)
         assert served(tier) == 0
-        told = tier.health().reason + caplog.text + repr(vars(tier.store)) + repr(vars(tier.store._pool))
+        told = tier.health().reason + caplog.text + all_it_says(tier.store)
         for secret in (SECRET, quote(SECRET, safe=""), "ki@ra", "ki%40ra"):
             assert secret not in told
 
@@ -439,7 +448,7 @@ def test_a_neighbours_key_of_another_type_is_a_miss_until_the_block_is_stored_ag
     with closing(opened(f"redis://{server.address}")) as tier:
         assert stored(tier) == 12
         with server.client() as client:
-            key = f"kvpact:{tier._names(DOCUMENT.keys)[4]}"
+            key = f"kvpact:{record_name(group_name(NAMESPACE, UNSEALED), DOCUMENT.keys[4])}"
             client.delete(key)
             client.lpush(key, "not ours")
         assert served(tier) == 4
@@ -567,16 +576,17 @@ def test_a_split_record_that_is_removed_while_it_is_looked_at_is_a_miss_and_not_
     with closing(opened(f"redis://{server.address}?part=16KiB")) as tier, server.client() as client:
         assert stored(tier) == 12
         client.delete(*client.keys(f"kvpact-part:*{DOCUMENT.keys[0].hex()}*")[:1])  # so that its length is asked for
-        look, looks = RedisStore._beginnings, 0
+        send, looks = Connection.send, 0
 
-        def look_too_late(store: RedisStore, keys: Sequence[bytes], deadline: float) -> list[bytes | None]:
+        def look_too_late(connection: Connection, *words: Words) -> None:
             nonlocal looks
-            looks += 1
-            if looks == 2:  # the first look found that it is there
-                client.delete(*keys)
-            return look(store, keys, deadline)
+            if words[0] == b"GETRANGE" and words[3] == b"%d" % SPLIT_BYTES:
+                looks += 1
+                if looks == 2:  # the first look found that it is there
+                    client.delete(words[1])
+            send(connection, *words)
 
-        monkeypatch.setattr(RedisStore, "_beginnings", look_too_late)
+        monkeypatch.setattr(Connection, "send", look_too_late)
         assert (served(tier), looks, tier.counts().damaged) == (0, 2, 0)
 
 
@@ -588,19 +598,19 @@ def test_the_parts_of_a_writer_that_died_are_never_seen_and_expire(
 
     with closing(opened(f"redis://{server.address}?part=16KiB")) as tier, server.client() as client:
         assert stored(tier, document("another", 1)) == 1
-        monkeypatch.setattr(RedisStore, "_write_heads", _raise(Died))
+        send = Connection.send
+
+        def die_before_the_heads(connection: Connection, *words: Words) -> None:
+            if words[0] == b"SET" and words[-1] == b"GET":
+                raise Died
+            send(connection, *words)
+
+        monkeypatch.setattr(Connection, "send", die_before_the_heads)
         with pytest.raises(Died):
             stored(tier)
         assert tier.lookup(DOCUMENT.keys) == 0
         left = client.keys("kvpact-part:*")
         assert sum(0 < client.ttl(part) <= ORPHAN_SECONDS for part in left) == 12 * 5
-
-
-def _raise(error: type[BaseException]) -> Callable[..., None]:
-    def fail(*_: object) -> None:
-        raise error
-
-    return fail
 
 
 @pytest.mark.parametrize("part", ["64MiB", "16KiB"])
@@ -651,7 +661,7 @@ def test_blocks_are_found_when_their_slots_have_moved_to_another_master(cluster:
     with closing(opened(f"redis+cluster://{cluster[0].address},{cluster[1].address}")) as tier:
         tier.clear()
         assert stored(tier) == 12
-        key = f"kvpact:{tier._names(DOCUMENT.keys)[5]}".encode()
+        key = f"kvpact:{record_name(group_name(NAMESPACE, UNSEALED), DOCUMENT.keys[5])}".encode()
         slot = binascii.crc_hqx(key, 0) % 16384
         before = next(number for number in range(3) if slot < 16384 * (number + 1) // 3)
         move_slot(cluster, slot, before, (before + 1) % 3, key)

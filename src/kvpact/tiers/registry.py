@@ -45,11 +45,11 @@ class OpenStore(Protocol):
 
 _STORES: Final[Mapping[str, str]] = {
     "dir": "kvpact.tiers.directory.store:open_directory",
-    "redis": "kvpact.tiers.redis.store:open_redis",
-    "rediss": "kvpact.tiers.redis.store:open_redis",
-    "redis+cluster": "kvpact.tiers.redis.store:open_redis",
-    "rediss+cluster": "kvpact.tiers.redis.store:open_redis",
-    "redis+sentinel": "kvpact.tiers.redis.store:open_redis",
+    "redis": "kvpact.tiers.redis.opening:open_redis",
+    "rediss": "kvpact.tiers.redis.opening:open_redis",
+    "redis+cluster": "kvpact.tiers.redis.opening:open_redis",
+    "rediss+cluster": "kvpact.tiers.redis.opening:open_redis",
+    "redis+sentinel": "kvpact.tiers.redis.opening:open_redis",
     "s3": "kvpact.tiers.objects.store:open_objects",
     "gs": "kvpact.tiers.objects.store:open_objects",
     "az": "kvpact.tiers.objects.store:open_objects",

@@ -274,41 +274,48 @@ class Pool:
         self._closed = False
 
     @contextmanager
-    def wire(self, address: Address, deadline: float, *, known: bool = True) -> Iterator[Connection]:
+    def connection(self, address: Address, deadline: float, *, known: bool = True) -> Iterator[Connection]:
         """A connection for one batch; after an error it is ended, since nobody knows what is still to come from it."""
-        wire = self._idle_one(address) if known else None
-        if wire is None:
+        connection = self._idle_one(address) if known else None
+        if connection is None:
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
-            wire = self._access.connect(address, left, known=known)
-        wire.deadline = deadline
+            connection = self._access.connect(address, left, known=known)
+        connection.deadline = deadline
         try:
-            yield wire
+            yield connection
         except BaseException:
-            wire.close()
+            connection.close()
             raise
         with self._lock:
             kept = known and not self._closed and len(self._idle[address]) < _IDLE
             if kept:
-                self._idle[address].append(wire)
+                self._idle[address].append(connection)
         if not kept:
-            wire.close()
+            connection.close()
+
+    def ask(self, address: Address, deadline: float, *words: bytes, known: bool = True) -> Reply:
+        """The server's reply to one command."""
+        with self.connection(address, deadline, known=known) as connection:
+            connection.send(*words)
+            connection.flush()
+            return connection.reply()
 
     def _idle_one(self, address: Address) -> Connection | None:
         while True:
             with self._lock:
-                wire = self._idle[address].pop() if self._idle[address] else None
-            if wire is None or wire.is_usable():
-                return wire
-            wire.close()
+                connection = self._idle[address].pop() if self._idle[address] else None
+            if connection is None or connection.is_usable():
+                return connection
+            connection.close()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            wires = [wire for idle in self._idle.values() for wire in idle]
+            connections = [connection for idle in self._idle.values() for connection in idle]
             self._idle.clear()
-        for wire in wires:
-            wire.close()
+        for connection in connections:
+            connection.close()
 
 
 def length_of(pieces: Iterable[bytes | memoryview]) -> int:

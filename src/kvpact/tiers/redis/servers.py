@@ -62,12 +62,9 @@ class _SeedNodes:
             now = time.monotonic()
             share = now + (deadline - now) / (len(addresses) - asked)
             try:
-                with self._pool.wire(address, share, known=self._known) as wire:
-                    wire.send(*words)
-                    wire.flush()
-                    if (reply := wire.reply()) is not None:
-                        self._addresses = [address, *(other for other in addresses if other != address)]
-                        return address, reply
+                if (reply := self._pool.ask(address, share, *words, known=self._known)) is not None:
+                    self._addresses = [address, *(other for other in addresses if other != address)]
+                    return address, reply
             except (OSError, StoreError, ErrorReply) as error:
                 failed = error
         raise failed
@@ -77,13 +74,13 @@ class Sentinels(Servers):
     """The master of one name, of which Sentinels know the address. They are asked without user and password."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address], name: str) -> None:
-        self._guides = _SeedNodes(pool, addresses, known=False)
+        self._seed_nodes = _SeedNodes(pool, addresses, known=False)
         self._name = name.encode()
         self._master: Address | None = None
 
     def of(self, key: bytes, deadline: float) -> Address:
         if (master := self._master) is None:
-            _, reply = self._guides.ask(b"SENTINEL", b"get-master-addr-by-name", self._name, deadline=deadline)
+            _, reply = self._seed_nodes.ask(b"SENTINEL", b"get-master-addr-by-name", self._name, deadline=deadline)
             master = self._master = _address(reply)
         return master
 
@@ -98,7 +95,7 @@ class Cluster(Servers):
     """Masters that share the 16384 hash slots among them."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address]) -> None:
-        self._guides = _SeedNodes(pool, addresses, known=True)
+        self._seed_nodes = _SeedNodes(pool, addresses, known=True)
         self._slots: list[Address | None] | None = None
 
     def of(self, key: bytes, deadline: float) -> Address:
@@ -113,7 +110,7 @@ class Cluster(Servers):
     def _table(self, deadline: float) -> list[Address | None]:
         if (slots := self._slots) is None:
             slots = [None] * _SLOTS
-            asked, reply = self._guides.ask(b"CLUSTER", b"SLOTS", deadline=deadline)
+            asked, reply = self._seed_nodes.ask(b"CLUSTER", b"SLOTS", deadline=deadline)
             for entry in reply if isinstance(reply, list) else ():
                 match entry:
                     case [int(first), int(last), master, *_] if 0 <= first <= last < _SLOTS:

@@ -1,0 +1,118 @@
+"""Batches of commands, each sent to the server that has its key, and the time in which a call of a store ends.
+
+Owns how keys are spread over servers and how a failed call is told of. Retries only keys that moved to another server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from kvpact.tiers.redis.connections import Address, Connection, ErrorReply, Moved, Pool, Reply
+from kvpact.tiers.redis.servers import Servers
+from kvpact.tiers.shared.store import StoreError
+
+
+class Batches:
+    """What a store says to its servers. Thread-safe."""
+
+    def __init__(self, servers: Servers, pool: Pool, place: str, timeout: float) -> None:
+        """Takes over `pool`. `place` is for messages; a call ends `timeout` seconds after it began."""
+        self._servers = servers
+        self._pool = pool
+        self._timeout = timeout
+        self.place = place
+
+    def servers(self, deadline: float) -> list[Address]:
+        """Every server that has keys."""
+        return self._servers.all(deadline)
+
+    def ask(self, server: Address, deadline: float, *words: bytes) -> Reply:
+        """One server's reply to one command."""
+        return self._pool.ask(server, deadline, *words)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def each(
+        self,
+        keys: Sequence[bytes],
+        send: Callable[[Connection, int], None],
+        receive: Callable[[Connection, int], object],
+        deadline: float,
+    ) -> None:
+        """Send what `send` says for each key to the server that has it, then let `receive` read the replies.
+
+        Once more for keys that have moved to other servers in the meantime.
+        """
+        moved = self._each_once(range(len(keys)), keys, send, receive, deadline)
+        if moved:
+            self._servers.forget()
+            if self._each_once(moved, keys, send, receive, deadline):
+                raise StoreError("keys move from server to server")
+
+    def replies(
+        self, keys: Sequence[bytes], command: bytes, *arguments: bytes, deadline: float, lenient: bool = False
+    ) -> list[Reply]:
+        """The reply to `command key *arguments` for each key; with `lenient` None for one that holds no string."""
+        replies: list[Reply] = [None] * len(keys)
+
+        def receive(connection: Connection, at: int) -> None:
+            replies[at] = connection.reply(lenient=lenient)
+
+        self.each(keys, lambda connection, at: connection.send(command, keys[at], *arguments), receive, deadline)
+        return replies
+
+    def _each_once(
+        self,
+        indexes: Iterable[int],
+        keys: Sequence[bytes],
+        send: Callable[[Connection, int], None],
+        receive: Callable[[Connection, int], object],
+        deadline: float,
+    ) -> list[int]:
+        """Which of the keys were not there any more."""
+        of_server: dict[Address, list[int]] = defaultdict(list)
+        for index in indexes:
+            of_server[self._servers.of(keys[index], deadline)].append(index)
+        moved = []
+        with ExitStack() as connections:
+            asked = []
+            for server, its_indexes in of_server.items():
+                connection = connections.enter_context(self._pool.connection(server, deadline))
+                for index in its_indexes:
+                    send(connection, index)
+                connection.flush()
+                asked.append((connection, its_indexes, connection.unanswered // len(its_indexes)))
+            for connection, its_indexes, commands in asked:
+                for left in range(len(its_indexes) - 1, -1, -1):
+                    try:
+                        receive(connection, its_indexes[-1 - left])
+                    except Moved:
+                        moved.append(its_indexes[-1 - left])
+                        connection.pass_over(connection.unanswered - left * commands)
+        return moved
+
+    @contextmanager
+    def call(self) -> Iterator[float]:
+        """The time at which a call has to have ended. What goes wrong in it becomes a StoreError."""
+        try:
+            yield time.monotonic() + self._timeout
+        except Exception as error:
+            self._servers.forget()
+            match error:
+                case StoreError():
+                    message = str(error)
+                case TimeoutError():
+                    message = f"no answer within {self._timeout:g} s"
+                case OSError() | ErrorReply() | ValueError():
+                    message = str(error) or type(error).__name__
+                case _:
+                    raise
+            raise StoreError(f"{self.place}: {message}") from None
+
+
+def ignore_reply(connection: Connection, index: int) -> None:
+    connection.reply()

@@ -1,0 +1,90 @@
+"""From a URL to a `RedisStore`: what it says of the servers, and what it cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from kvpact.errors import TierError
+from kvpact.tiers.redis.batches import Batches
+from kvpact.tiers.redis.connections import Address, Credentials, Pool
+from kvpact.tiers.redis.parts import MAX_PART, MIN_PART
+from kvpact.tiers.redis.servers import Cluster, OneServer, Sentinels, Servers
+from kvpact.tiers.redis.store import RedisStore
+from kvpact.tiers.urls import SCHEMES, TierURL
+from kvpact.units import format_size
+
+TIMEOUT_SECONDS: Final = 2.0
+"""Until a call of the store has ended, if the URL has no `timeout`."""
+
+PART_BYTES: Final = 64 << 20
+"""Larger records are kept in parts of this size, if the URL has no `part`. A server does one thing at a time: a value
+of 64 MiB keeps all others waiting for some 20 ms. The most that it takes is 512 MiB. Parts need Redis 6.2 or Valkey."""
+
+
+def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS, *, for_tool: bool = False) -> RedisStore:
+    """The store that `url` names. Connects to nothing yet: a server that is down may be back by the first call.
+
+    `for_tool`: reads prolong no record's life, and do not count as use where the server can be told so.
+
+    Raises:
+        TierError: redis-py is missing, or the URL says what cannot be.
+    """
+    try:
+        import redis  # noqa: F401
+    except ImportError:
+        raise TierError(f"a {url.scheme} tier needs redis-py: pip install 'kvpact[redis]'") from None
+    base, _, kind = url.scheme.partition("+")
+    addresses = list(_addresses(url, 26379 if kind == "sentinel" else 6379))
+    path = url.path.strip("/").split("/")
+    service = path.pop(0) if kind == "sentinel" else ""
+    database = "/".join(path) or "0"
+    example = SCHEMES[url.scheme].example
+    if (kind == "sentinel") != bool(service) or not (database.isascii() and database.isdecimal()):
+        raise TierError(f"{url}: the path must be a database's number, like {example}")
+    if kind == "cluster" and database != "0":
+        raise TierError(f"{url}: a cluster has one database only, number 0; leave the path out")
+    if not kind and len(addresses) > 1:
+        raise TierError(f"{url}: one server, or {base}+cluster, or {base}+sentinel; like {example}")
+    options = url.options
+    if (ca_file := options.get("ca_file")) and not Path(ca_file).is_file():
+        raise TierError(f"{url}: there is no file {ca_file}; ca_file names the certificates that sign the server's")
+    if ca_file and base != "rediss":
+        raise TierError(f"{url}: ca_file is for TLS; write rediss instead of redis")
+    part_bytes = url.size("part", PART_BYTES)
+    if not MIN_PART <= part_bytes <= MAX_PART:
+        raise TierError(f"{url}: part must be from {format_size(MIN_PART)} to {format_size(MAX_PART)}")
+    expiry = url.seconds("expiry", 0.0) if "expiry" in options else None
+    timeout = url.seconds("timeout", timeout)
+    if expiry == 0 or timeout == 0:
+        raise TierError(f"{url}: a time must be more than 0; leave the option out for none")
+    if for_tool:
+        expiry = None
+    user, _, password = url.host.rpartition("@")[0].partition(":")
+    password_file = options.get("password_file", "")
+    access = Credentials(unquote(user), unquote(password), password_file, base == "rediss", ca_file, int(database))
+    pool = Pool(replace(access, looks_only=for_tool))
+    servers: Servers
+    if kind == "cluster":
+        servers = Cluster(pool, addresses)
+    elif kind == "sentinel":
+        servers = Sentinels(pool, addresses, service)
+    else:
+        servers = OneServer(addresses[0])
+    place = f"{url.scheme}://{url.host.rpartition('@')[2]}{url.path}"
+    return RedisStore(Batches(servers, pool, place, timeout), part_bytes=part_bytes, expiry=expiry)
+
+
+def _addresses(url: TierURL, port: int) -> Iterator[Address]:
+    for text in url.host.rpartition("@")[2].split(","):
+        try:
+            parts = urlsplit(f"//{text}")
+            host, its_port = parts.hostname, parts.port or port
+        except ValueError:
+            host = None
+        if not host:
+            raise TierError(f"{url}: a host and port like cache:{port} is needed")
+        yield host, its_port
