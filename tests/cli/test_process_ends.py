@@ -20,7 +20,7 @@ import kvpact
 from kvpact.testkit.sample_blocks import document
 from kvpact.testkit.tier.harness import NAMESPACE
 from kvpact.tiers.base import UNSEALED
-from kvpact.tiers.directory.store import CONTROL
+from kvpact.tiers.directory.quota import CONTROL
 from kvpact.tiers.shared.store import group_name, record_name
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.tiers.directory import store as directory
-from kvpact.tiers.directory.store import CONTROL, CONTROL_BYTES, DirectoryStore, open_directory
+from kvpact.tiers.directory.evictor_lock import host
+from kvpact.tiers.directory.quota import CONTROL, CONTROL_BYTES
+from kvpact.tiers.directory.store import DirectoryStore, open_directory
 from kvpact.tiers.urls import parse_tier_url
 
 WRITERS = 400
@@ -40,7 +41,7 @@ def write_and_die(path: Path, first: int, writers: int) -> None:
     stores = [open_store(path) for _ in range(writers)]
     for number, store in enumerate(stores, first):
         store.write([name(number)], [RECORD])
-    (control(path) / "new" / f"{stores[-1]._name}.7").write_bytes(b"half a record")
+    (control(path) / "new" / f"{stores[-1].quota.writer}.7").write_bytes(b"half a record")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -127,7 +128,7 @@ def test_h65_a_write_does_not_cost_more_after_400_writers_died(tmp_path: Path) -
         store.write([name(WRITERS)], [RECORD])
     assert 0 < len([path for path in opened if "/writers/" in path]) < 8
     assert len(opened) < 16
-    assert counters(tmp_path) == [store._name]
+    assert counters(tmp_path) == [store.quota.writer]
     assert not os.listdir(control(tmp_path) / "new")
     assert store.usage().used_bytes == CONTROL_BYTES + (WRITERS + 1) * len(RECORD[0])
     assert sum(store.exists([name(number) for number in range(WRITERS + 1)])) == WRITERS + 1
@@ -186,25 +187,25 @@ def test_h65_what_a_writer_says_while_the_dead_are_counted_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer has read the counters, or the stocktaking, when another one folds the dead: it sees no less than all."""
-    for read in ("_counted", "_stocktaking"):
+    for read in ("counted", "snapshot"):
         path = tmp_path / read
         path.mkdir()
         writer = open_store(path)
         ends(start("write_and_die", path, 0, 50))
-        original = getattr(writer, read)
+        original = getattr(writer.quota, read)
 
         def behind(original=original, path=path, writer=writer, read=read):  # type: ignore[no-untyped-def]
             found = original()
-            monkeypatch.setattr(writer, read, original)
+            monkeypatch.setattr(writer.quota, read, original)
             open_store(path)
             return found
 
-        monkeypatch.setattr(writer, read, behind)
-        assert writer._estimate() == CONTROL_BYTES + 50 * len(RECORD[0])
+        monkeypatch.setattr(writer.quota, read, behind)
+        assert writer.quota.used_bytes() == CONTROL_BYTES + 50 * len(RECORD[0])
 
 
 def test_h65_what_is_counted_outlasts_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stocktaking and its name are on disk before the first counter goes."""
+    """The snapshot and its name are on disk before the first counter goes."""
     ends(start("write_and_die", tmp_path, 0, 20))
     done: list[str] = []
     fsync, rename, unlink = os.fsync, os.rename, Path.unlink
@@ -226,8 +227,8 @@ def test_h65_what_is_counted_outlasts_a_power_cut(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "rename", renamed)
     monkeypatch.setattr(Path, "unlink", unlinked)
     open_store(tmp_path)
-    host = directory._host().partition("+")[0]
-    assert done == [f"sync {host}", "rename stocktaking", f"sync {CONTROL}", *["remove"] * 20, "sync writers"]
+    name_of_host = host().partition("+")[0]
+    assert done == [f"sync {name_of_host}", "rename stocktaking", f"sync {CONTROL}", *["remove"] * 20, "sync writers"]
 
 
 def test_h63_files_of_the_ledger_are_read_no_further_than_they_could_be_long(tmp_path: Path) -> None:
@@ -241,5 +242,5 @@ def test_h63_files_of_the_ledger_are_read_no_further_than_they_could_be_long(tmp
     assert store.usage().used_bytes < CAPACITY
     with (ledger / "collector").open("ab") as file:
         file.truncate(1 << 40)
-    assert not store._lock_collector()
+    assert not store.quota.lock.acquire()
     assert store.exists([name(0), name(1)]) == [True, True]

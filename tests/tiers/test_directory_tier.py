@@ -1,8 +1,9 @@
 """The tier in a shared directory: it passes the suite of tiers, many writers keep one bound together, and neither a
-killed writer nor a killed collector leaves anything behind that hurts."""
+killed writer nor a killed evictor leaves anything behind that hurts."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -24,8 +25,11 @@ from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, Tier
-from kvpact.tiers.directory import store as directory
-from kvpact.tiers.directory.store import CONTROL, CONTROL_BYTES, DirectoryStore, open_directory
+from kvpact.tiers.directory import evictor_lock, files, quota
+from kvpact.tiers.directory.evictor_lock import host
+from kvpact.tiers.directory.quota import CONTROL, CONTROL_BYTES
+from kvpact.tiers.directory.store import DirectoryStore, open_directory
+from kvpact.tiers.record import parent_in
 from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
@@ -88,12 +92,12 @@ class TestDirectoryTier(TierConformance):
 
     @contextmanager
     def store_calls(self, faults: Faults) -> Iterator[None]:
-        read, write = DirectoryStore._read_record, DirectoryStore._write_temporary
-        publish, remove, status = DirectoryStore._publish, DirectoryStore._remove, DirectoryStore._status
+        read, write = files.read_record, files.write_new
+        publish, remove, status = files.publish, files.remove, files.status
 
-        def watched_read(store: DirectoryStore, path: Path, buffer: list[memoryview]) -> bool:
+        def watched_read(path: Path, buffer: list[memoryview]) -> bool:
             faults.before_read(path.name.encode())
-            return read(store, path, buffer)
+            return read(path, buffer)
 
         def watched_write(path: Path, pieces: list[memoryview], used_ns: int) -> None:
             def torn(part: float) -> None:
@@ -116,14 +120,14 @@ class TestDirectoryTier(TierConformance):
             return status(path)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DirectoryStore, "_read_record", watched_read)
             for name, watched in (
-                ("_write_temporary", watched_write),
-                ("_publish", watched_publish),
-                ("_remove", watched_remove),
-                ("_status", watched_status),
+                ("read_record", watched_read),
+                ("write_new", watched_write),
+                ("publish", watched_publish),
+                ("remove", watched_remove),
+                ("status", watched_status),
             ):
-                patch.setattr(DirectoryStore, name, staticmethod(watched))
+                patch.setattr(files, name, watched)
             yield
 
     def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
@@ -140,7 +144,7 @@ class TestDirectoryTier(TierConformance):
 def test_the_parent_is_read_where_headers_have_it() -> None:
     key, parent = document("any", 2).keys[1], document("any", 2).keys[0]
     header = RecordHeader(NAMESPACE.digest, key, parent, 1, SLOT, bytes(16), 1.0, 1.0).encode()
-    assert directory._PARENT.unpack_from(header) == (parent,)
+    assert parent_in(header) == parent
 
 
 def test_what_is_used_stays_and_tails_go_before_heads(tmp_path: Path) -> None:
@@ -150,11 +154,11 @@ def test_what_is_used_stays_and_tails_go_before_heads(tmp_path: Path) -> None:
     put(tier, old)
     long_ago = time.time_ns() - int(1e12)
     for number, key in enumerate((*used.keys, *old.keys)):  # `used` is the one written first
-        path = tier.store._path(record_name(GROUP, key))
+        path = tier.store.path_of(record_name(GROUP, key))
         os.utime(path, ns=(long_ago - number % 6, long_ago - number % 6))
     assert tier.lookup(used.keys) == 6
     assert put(tier, document("new", 3)) == 3
-    assert (tier.lookup(used.keys), served(tier, old)) == (6, 2)  # one more than needed, the collector's slack
+    assert (tier.lookup(used.keys), served(tier, old)) == (6, 2)  # one more than needed, the evictor's slack
     assert tier.counts().evicted == 4
 
 
@@ -162,7 +166,7 @@ def test_a_record_that_is_looked_up_often_is_touched_once_a_minute(tmp_path: Pat
     tier = open_tier(tmp_path)
     wanted = document("popular", 4)
     put(tier, wanted)
-    paths = [tier.store._path(record_name(GROUP, key)) for key in wanted.keys]
+    paths = [tier.store.path_of(record_name(GROUP, key)) for key in wanted.keys]
     written = [path.stat().st_mtime_ns for path in paths]
     assert written == sorted(written, reverse=True)
     tier.lookup(wanted.keys)
@@ -226,15 +230,15 @@ def test_of_two_writers_that_reserve_the_last_room_at_once_one_at_most_gets_it(
     capacity = CONTROL_BYTES + 1000
     first, second = open_store(tmp_path, capacity), open_store(tmp_path, capacity)
     granted: list[int] = []
-    estimate = first._estimate
+    estimate = first.quota.used_bytes
 
     def with_another_behind() -> int:
         found = estimate()
-        granted.append(second._try_reserve(700))
+        granted.append(second.quota.try_reserve(700))
         return found
 
-    monkeypatch.setattr(first, "_estimate", with_another_behind)
-    granted.append(first._try_reserve(700))
+    monkeypatch.setattr(first.quota, "used_bytes", with_another_behind)
+    granted.append(first.quota.try_reserve(700))
     assert sum(room >= 700 for room in granted) == 1
 
 
@@ -335,34 +339,34 @@ def test_h50_three_processes_that_write_at_once_keep_the_bound(tmp_path: Path) -
     assert verify(open_tier(tmp_path, 24)) > 0
 
 
-# A collector that died
+# An evictor that died
 
 
-def lock_collector(path: Path, writer: str) -> Path:
+def lock_evictor(path: Path, writer: str) -> Path:
     lock = path / OWN_FOLDER / CONTROL / "collector"
     lock.write_text(writer)
     return lock
 
 
-def test_the_lock_of_a_collector_that_died_on_this_host_is_broken_at_once(tmp_path: Path) -> None:
+def test_the_lock_of_an_evictor_that_died_on_this_host_is_broken_at_once(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, 4)
     put(tier, document("first", 4))
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         dead.wait()
-    lock = lock_collector(tmp_path, f"{directory._host()}+{dead.pid}+01234567")
+    lock = lock_evictor(tmp_path, f"{host()}+{dead.pid}+01234567")
     assert put(tier, document("second", 2)) == 2
     assert not lock.exists()
 
 
-def test_a_collector_on_another_host_is_waited_for_until_its_lease_is_over(
+def test_an_evictor_on_another_host_is_waited_for_until_its_lease_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile writes are dropped, in bounded time, and the bound holds; afterwards somebody else collects."""
-    monkeypatch.setattr(directory, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(directory, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(quota, "EVICTOR_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(evictor_lock, "LEASE_SECONDS", 0.6)
     tier = open_tier(tmp_path, 4)
     put(tier, document("first", 4))
-    lock = lock_collector(tmp_path, "elsewhere+1+2+01234567")
+    lock = lock_evictor(tmp_path, "elsewhere+1+2+01234567")
     begun = time.monotonic()
     assert put(tier, document("second", 2)) == 0
     assert time.monotonic() - begun < 5.0
@@ -385,7 +389,7 @@ def test_what_a_writer_on_another_host_left_is_removed_after_an_hour(
     left.write_bytes(b"half a rec")
     open_tier(tmp_path).close()
     assert left.exists()
-    monkeypatch.setattr(directory, "ABANDONED_SECONDS", 0.0)
+    monkeypatch.setattr(quota, "ABANDONED_SECONDS", 0.0)
     time.sleep(0.05)
     open_tier(tmp_path).close()
     assert not left.exists()
@@ -442,9 +446,9 @@ def test_what_the_file_system_refuses_is_an_error_that_says_what_to_do(
     store = open_store(tmp_path, 1 << 20)
 
     def refuse(*arguments: object) -> int:
-        raise OSError(getattr(directory.errno, number), os.strerror(getattr(directory.errno, number)))
+        raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
 
-    monkeypatch.setattr(directory.os, "writev", refuse)
+    monkeypatch.setattr(os, "writev", refuse)
     with pytest.raises(StoreError) as caught:
         store.write([f"{GROUP}/{'ab' * 32}"], [[bytes(HEADER_BYTES), b"payload"]])
     assert str(caught.value).startswith(f"cannot write in dir://{tmp_path}: ")

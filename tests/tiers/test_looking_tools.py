@@ -207,7 +207,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return made
 
 
-def test_h73_what_a_writer_reserves_and_a_collector_finds_is_synced_before_it_counts(
+def test_h73_what_a_writer_reserves_and_an_evictor_finds_is_synced_before_it_counts(
     tmp_path: Path, calls: list[tuple[str, str]]
 ) -> None:
     """A power cut that lost a reservation would let the directory grow beyond its capacity."""

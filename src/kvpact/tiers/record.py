@@ -13,7 +13,7 @@ from typing import TypeAlias
 import xxhash
 from blake3 import blake3
 
-from kvpact.errors import KvpactError
+from kvpact.errors import KvpactError, PactViolation
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import KEY_BYTES, BlockKey
 
@@ -84,6 +84,13 @@ class RecordMac:
 
 UNSEALED = RecordMac()
 """Damage is found, forgery is not: for stores that nobody else writes to."""
+
+
+def require_sizes(buffers: Sequence[BlockBuffer], nbytes: int, whose: str) -> None:
+    """Raise PactViolation unless each buffer has `nbytes`, the size of `whose`: "a slot of FILE has"."""
+    for buffer in buffers:
+        if (size := sum(piece.nbytes for piece in buffer)) != nbytes:
+            raise PactViolation(f"a block's buffer has {size} bytes; {whose} {nbytes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,12 @@ def written_in_older_format(raw: bytes | memoryview) -> float | None:
         return None
     magic, version, _, _, _, written, *_ = _FIELDS.unpack_from(raw)  # which stand there in all formats up to this one
     return float(written) if magic == RECORD_MAGIC and version < RECORD_FORMAT else None
+
+
+def parent_in(raw: bytes | memoryview) -> bytes:
+    """The key of the block before the one with this header, zeros for a request's first. Nothing is verified."""
+    parent: bytes = _FIELDS.unpack_from(raw)[9]
+    return parent
 
 
 def is_empty_header(raw: bytes | memoryview) -> bool:

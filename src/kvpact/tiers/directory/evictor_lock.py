@@ -1,0 +1,93 @@
+"""The lock of the writer that evicts in a shared directory, and who of its writers is dead.
+
+Owns the lock's file and the names of writers. Never waits for another writer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from kvpact.own_files import Access
+from kvpact.tiers.directory import files
+
+LEASE_SECONDS: Final = 10.0
+"""An evictor that has not moved its lock for so long is taken for dead by whoever watched it."""
+
+_WRITER: Final = re.compile(r"(?P<host>.+\+\d+)\+(?P<pid>\d+)\+[0-9a-f]{8}")
+_LONGEST_NAME: Final = 4096
+_RENEW_SECONDS: Final = 1.0
+
+
+def host() -> str:
+    """This host and, because containers may share its name, this space of process ids."""
+    with suppress(OSError):
+        return f"{os.uname().nodename}+{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{os.uname().nodename}+0"
+
+
+def new_writer() -> str:
+    """A name that no other writer has."""
+    return f"{host()}+{os.getpid()}+{os.urandom(4).hex()}"
+
+
+def died_here(writer: str) -> bool:
+    """Whether a writer's process ran on this host and is dead."""
+    match = _WRITER.match(writer)
+    return match is not None and match["host"] == host() and not Path(f"/proc/{match['pid']}").exists()
+
+
+class EvictorLock:
+    """A file that one writer has at a time. It is broken if its owner died, so two may have it: both then evict."""
+
+    def __init__(self, path: Path, access: Access, writer: str) -> None:
+        self._path = path
+        self._access = access
+        self._writer = writer
+        self._watched: tuple[int, int] | None = None
+        self._watched_since = 0.0
+        self._renewed = 0.0
+
+    def acquire(self) -> bool:
+        """Whether it is ours now. Raises OSError."""
+        for _ in range(2):
+            try:
+                descriptor = self._access.create(self._path)
+            except FileExistsError:
+                if not self._owner_is_dead():
+                    return False
+                self._path.unlink(missing_ok=True)
+            else:
+                try:
+                    os.write(descriptor, self._writer.encode())
+                finally:
+                    os.close(descriptor)
+                self._renewed = time.monotonic()
+                return True
+        return False
+
+    def _owner_is_dead(self) -> bool:
+        """Whether it died on this host, or its lock has not moved for a lease by this host's clock alone."""
+        status = files.status(self._path)
+        if status is None:
+            return False
+        if died_here((files.beginning(self._path, _LONGEST_NAME) or b"").decode(errors="replace")):
+            return True
+        seen = (status.st_ino, status.st_mtime_ns)
+        if seen != self._watched:
+            self._watched, self._watched_since = seen, time.monotonic()
+        return time.monotonic() - self._watched_since > LEASE_SECONDS
+
+    def renew(self) -> None:
+        """Show that its owner is alive; costs nothing if that was done a moment ago."""
+        if time.monotonic() - self._renewed > _RENEW_SECONDS:
+            self._renewed = time.monotonic()
+            with suppress(FileNotFoundError):  # somebody took this evictor for dead; two of them do no harm
+                os.utime(self._path)
+
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)
