@@ -16,9 +16,10 @@ from kvpact.identity.keys import BlockKey
 from kvpact.metrics import TierName, series
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.testkit.tier.dictionary_tier import DictionaryTier
-from kvpact.tiers import client
+from kvpact.tiers import deletions
 from kvpact.tiers.base import BlockBuffer, Progress, TierCapacity, TierCounts, TierHealth
-from kvpact.tiers.client import REPEAT_SECONDS, LentSlots, TierClient
+from kvpact.tiers.client import LentSlots, TierClient
+from kvpact.tiers.deletions import REPEAT_SECONDS
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.shared.store import RecordBuffer, StoreError
@@ -313,7 +314,7 @@ def test_h66_deletions_that_are_refused_for_long_are_bounded_and_lose_nothing(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too many to remember: an exclusive tier is emptied, and used again; a shared one is left alone."""
-    monkeypatch.setattr(client, "MIN_DELETED_KEYS", 100)
+    monkeypatch.setattr(deletions, "MIN_DELETED_KEYS", 100)
     tier = NamedTier()
     tier.exclusive = not shared
     tier.sick.update({"delete", "clear"})

@@ -152,7 +152,7 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
         queue.submit_lookup(f"lookup {round_number}", KEYS)
         assert not slow.began.acquire(timeout=0.05)
         assert queue.under_way == 3
-        queue.wake()
+        queue.flush()
         assert {done.op_id for done in drain(queue, 3)} == {f"{what} {round_number}" for what in WHAT}
         while slow.began.acquire(blocking=False):
             pass

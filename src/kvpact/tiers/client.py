@@ -8,34 +8,23 @@ tier raises arrives.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
-from math import inf
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.metrics import Metrics, TierName
-from kvpact.tiers.base import BlockBuffer, Tier, TierCapacity, TierCounts
+from kvpact.tiers.base import BlockBuffer, TierCapacity, TierCounts
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts, new_tier_costs
+from kvpact.tiers.deletions import Deletions
 from kvpact.tiers.executor import ControlDone, GetDone, LookupDone, OpId, PutDone, TierExecutor, checked_answer
+from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
-REPEAT_SECONDS: Final = 2.0
-"""What a tier refused to forget it is asked to forget again after this time."""
-
-MAX_DELETIONS: Final = 64
-"""Deletions that a tier is asked for at once; what comes on top of them is put together into one (P12)."""
-
-MIN_DELETED_KEYS: Final = 1 << 16
-"""As many blocks as the longest prompt has may be waiting to be deleted."""
 
 
 class LentSlots:
@@ -63,14 +52,6 @@ class Deleted:
     """The tier has dropped these blocks, as it was told; none if it refused."""
 
     keys: tuple[BlockKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Deletion:
-    """Blocks that the tier is to forget; `everything` is all it has."""
-
-    keys: tuple[BlockKey, ...]
-    everything: bool = False
 
 
 class TierClient:
@@ -115,17 +96,8 @@ class TierClient:
         self._block_bytes = 0
         self._lent_reads: dict[OpId, int] = {}
         self._lent_writes: dict[OpId, int] = {}
-        self._max_deleted_keys = max(max_deleted_keys, MIN_DELETED_KEYS)
-        self._tickets = count(1)
-        self._deletions: dict[OpId, _Deletion] = {}
-        self._deleting: Counter[BlockKey] = Counter()
-        """Blocks that the tier may not have forgotten yet, and how many deletions each is named in."""
-        self._refused: dict[BlockKey, None] = {}
-        """Of them, those that it is to be asked to forget once more."""
-        self._lost_count = False
-        """Whether there were too many of them to remember: nothing that the tier holds is used then."""
-        self._repeat_at = inf
-        self._warned: set[str] = set()
+        self._deletions = Deletions(executor, self.name, clock, max_deleted_keys)
+        self._warned = LogOnce(logger)
         self._capacity, self._counts = TierCapacity(0, 0, 0), TierCounts()
         lent.join(self)
 
@@ -134,16 +106,16 @@ class TierClient:
     @property
     def is_open(self) -> bool:
         """Whether the tier is left alone, but for a try now and then."""
-        return self._lookups.is_open or self._reads.is_open or self._stuck or self._lost_count
+        return self._lookups.is_open or self._reads.is_open or self._stuck or self._deletions.lost_count
 
     def may_read(self, now: float) -> bool:
         """Whether what the tier holds can be used at `now`."""
-        return not (self._stuck or self._lost_count) and self._reads.is_ready(now)
+        return not (self._stuck or self._deletions.lost_count) and self._reads.is_ready(now)
 
     @property
     def may_write(self) -> bool:
         """Whether the tier is offered blocks. Reads that fail are no reason against it."""
-        return not (self._stuck or self._lost_count or self._lookups.is_open)
+        return not (self._stuck or self._deletions.lost_count or self._lookups.is_open)
 
     @property
     def lent(self) -> int:
@@ -168,8 +140,7 @@ class TierClient:
             self.executor.cancel_waiting_reads()
         if self._writes_stuck:
             self._take_back_writes()
-        if now >= self._repeat_at:
-            self._repeat()
+        self._deletions.repeat_if_due(now)
 
     def _take_back_writes(self) -> None:
         """The newest writes that have not begun are dropped, down to the slots that the tier may have."""
@@ -225,15 +196,11 @@ class TierClient:
             self._warn_once("lookup", error)
             self._fail(self._reads, now)
             return 0
-        return self._without_deleted(keys, held)
+        return self._deletions.first_among(keys, held)
 
     def readable(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
         """Up to where the first `held` of `keys` may be read: not from an ill tier, or one that is to forget them."""
-        return self._without_deleted(keys, held) if self.may_read(now) else 0
-
-    def _without_deleted(self, keys: Sequence[BlockKey], held: int) -> int:
-        deleting = self._deleting
-        return next((at for at in range(held) if keys[at] in deleting), held) if deleting else held
+        return self._deletions.first_among(keys, held) if self.may_read(now) else 0
 
     def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], now: float) -> bool:
         """See `TierExecutor`; False, and nothing happens, if the tier is not to be asked now."""
@@ -286,7 +253,10 @@ class TierClient:
         for done in self.executor.poll():
             now = self._clock()
             if isinstance(done, ControlDone):
-                yield Deleted(self._end_deletion(done))
+                was_open = self.is_open
+                keys = self._deletions.end(done)
+                self._say_whether_open(was_open)
+                yield Deleted(keys)
                 continue
             self._note(done, now)
             yield done
@@ -312,65 +282,9 @@ class TierClient:
 
         What it refuses, or raises at, is repeated.
         """
-        self._deleting.update(keys)
-        if len(self._deleting) > self._max_deleted_keys:
-            self._lose_count()
-        elif len(self._deletions) < MAX_DELETIONS:
-            self._submit_deletion(_Deletion(tuple(keys)))
-        else:
-            self._refuse(keys)
-
-    def _lose_count(self) -> None:
-        """Too many blocks to be forgotten are still there: none is used until all are gone.
-
-        An exclusive tier is emptied. What others own is not; a shared tier is not used any more.
-        """
-        was_open, had_lost_count = self.is_open, self._lost_count
-        self._lost_count = True
-        self._deleting.clear()
-        self._refused.clear()
-        self._deletions = dict.fromkeys(self._deletions, _Deletion(()))
+        was_open = self.is_open
+        self._deletions.add(keys)
         self._say_whether_open(was_open)
-        if not had_lost_count and self.shared:
-            logger.error("kvpact: the %s tier does not delete what it must; it is not used any more", self.name)
-        elif not had_lost_count:
-            self._submit_deletion(_Deletion((), everything=True))
-
-    def _submit_deletion(self, deletion: _Deletion) -> None:
-        op_id = ("delete", next(self._tickets))
-        self._deletions[op_id] = deletion
-        self.executor.submit_control(op_id, partial(_carry_out, deletion))
-
-    def _refuse(self, keys: Sequence[BlockKey]) -> None:
-        """The tier still has these blocks, for all that is known: it is to be asked again."""
-        self._refused.update(dict.fromkeys(keys))
-        self._repeat_at = min(self._repeat_at, self._clock() + REPEAT_SECONDS)
-
-    def _repeat(self) -> None:
-        """Ask once more for what was refused."""
-        self._repeat_at = inf
-        if self._lost_count and not self.shared and not any(one.everything for one in self._deletions.values()):
-            self._submit_deletion(_Deletion((), everything=True))
-        elif self._refused:
-            keys, self._refused = tuple(self._refused), {}
-            self._submit_deletion(_Deletion(keys))
-
-    def _end_deletion(self, done: ControlDone) -> tuple[BlockKey, ...]:
-        """Which blocks the tier does not have any more."""
-        deletion = self._deletions.pop(done.op_id)
-        if not done.ok:
-            self._refuse(deletion.keys)
-            return ()
-        if deletion.everything:
-            was_open, self._lost_count = self.is_open, False
-            self._deleting.clear()
-            self._say_whether_open(was_open)
-        else:
-            self._deleting.subtract(deletion.keys)
-            for key in deletion.keys:
-                if self._deleting[key] <= 0:
-                    del self._deleting[key]
-        return deletion.keys
 
     # Telling
 
@@ -389,7 +303,7 @@ class TierClient:
 
         `poll` still tells what became of what was submitted.
         """
-        self._repeat()
+        self._deletions.repeat()
         flushed = self.executor.close(timeout)
         self._contained("close", self.tier.close, None)
         return flushed
@@ -397,7 +311,7 @@ class TierClient:
     @property
     def undeleted(self) -> int:
         """Blocks that the tier was to forget and, for all that is known, has not."""
-        return len(self._deleting)
+        return len(self._deletions)
 
     def _contained(self, what: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
         """What a call of the tier answers, or `otherwise` if it raises; the first time is logged."""
@@ -408,18 +322,10 @@ class TierClient:
             return otherwise
 
     def _warn_once(self, what: str, error: Exception) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning("tier %s: %s raised; further ones are not logged", self.name, what, exc_info=error)
+        text = "tier %s: %s raised; further ones are not logged"
+        self._warned.log(what, logging.WARNING, text, self.name, what, error=error)
 
 
 def _brought_nothing(done: LookupDone | GetDone) -> bool:
     """Whether a tier was read, because it said that it holds the blocks, and not one has arrived."""
     return isinstance(done, GetDone) and not done.arrived
-
-
-def _carry_out(deletion: _Deletion, tier: Tier) -> None:
-    if deletion.everything:
-        tier.clear()
-    else:
-        tier.delete(deletion.keys)

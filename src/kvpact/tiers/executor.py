@@ -22,6 +22,7 @@ from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.threads import start_background
 from kvpact.tiers.base import BlockBuffer, Tier
+from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class _Shared:
     """Held by the thread that writes."""
     ended_bytes: int = 0
     """Of `accepted_bytes`, those of writes that have ended; counted by the thread that writes."""
-    said: set[str] = field(default_factory=set)
+    warned: LogOnce = field(default_factory=lambda: LogOnce(logger))
 
 
 class TierExecutor:
@@ -152,8 +153,8 @@ class TierExecutor:
     Every ticket that was accepted is reported by `poll` exactly once, and until then its buffers belong to the queue,
     also after `cancel` (H21). Writes run one after another, in the order in which they came, so that a chain's head is
     held before its tail arrives; while one runs, the other threads read. At most `max_write_bytes` wait to be written.
-    With `woken_by_owner`, what was submitted begins with the next `wake` at the latest: a thread that wakes up may have
-    the core of who woke it, in the middle of what he does.
+    With `woken_by_owner`, what was submitted begins with the next `flush` at the latest: a thread that wakes up may
+    have the core of its waker, in the middle of the waker's work.
     """
 
     def __init__(self, tier: Tier, threads: int, max_write_bytes: int, *, woken_by_owner: bool = False) -> None:
@@ -161,7 +162,7 @@ class TierExecutor:
             raise ValueError(f"a tier's queue needs at least 1 thread, not {threads}")
         self.tier = tier
         self._woken_by_owner = woken_by_owner
-        self._unannounced = 0
+        self._unflushed = 0
         """Jobs submitted since threads were last woken."""
         self._max_write_bytes = max_write_bytes
         self._shared = _Shared()
@@ -204,7 +205,7 @@ class TierExecutor:
         other step follows. Raises PactViolation if the ticket is under way.
         """
         self._submit(_Job(op_id, (), 0, (), kind=ControlDone, control=operation))
-        self.wake()
+        self.flush()
 
     def _submit(self, job: _Job) -> None:
         shared = self._shared
@@ -216,15 +217,15 @@ class TierExecutor:
         shared.under_way[job.op_id] = job
         shared.accepted_bytes += job.write_bytes
         (shared.puts if job.changes else shared.gets).append(job)
-        self._unannounced += 1
+        self._unflushed += 1
         if not self._woken_by_owner:
-            self.wake()
+            self.flush()
 
-    def wake(self) -> None:
+    def flush(self) -> None:
         """Wake threads for what was submitted since the last call. Costs next to nothing if that is nothing."""
-        for _ in range(min(self._unannounced, len(self._threads))):
+        for _ in range(min(self._unflushed, len(self._threads))):
             self._shared.wakes.put(None)
-        self._unannounced = 0
+        self._unflushed = 0
 
     def progress(self, op_id: OpId) -> int:
         """How many blocks of a read under way are in their buffers, verified; for use when a deadline passes."""
@@ -368,15 +369,13 @@ def _works(tier: Tier, job: _Job) -> bool:
 
 def _log_once(tier: Tier, shared: _Shared, job: _Job, error: Exception) -> None:
     """What a job failed at: a line where the tier says why, all there is to know where it should not have raised."""
-    refused = isinstance(error, TierError)
-    kind = f"{job.words} refused" if refused else f"{job.words} that raised {type(error).__name__}"
-    if kind in shared.said:
-        return
-    shared.said.add(kind)
-    if refused:
-        logger.warning("tier %s: a %s was refused: %s; further ones are not logged", tier.name, job.words, error)
+    if isinstance(error, TierError):
+        text = "tier %s: a %s was refused: %s; further ones are not logged"
+        shared.warned.log(f"{job.words} refused", logging.WARNING, text, tier.name, job.words, error)
     else:
-        logger.error("tier %s: a %s failed; further ones are not logged", tier.name, kind, exc_info=error)
+        kind = f"{job.words} that raised {type(error).__name__}"
+        text = "tier %s: a %s failed; further ones are not logged"
+        shared.warned.log(kind, logging.ERROR, text, tier.name, kind, error=error)
 
 
 def _run(tier: Tier, job: _Job) -> int:

@@ -357,7 +357,7 @@ class SchedulerSide:
     def wake_tiers(self) -> None:
         """The step is over: the tiers' threads begin what it handed them. In its middle they would have its core."""
         for queue in self._queues:
-            queue.wake()
+            queue.flush()
 
     def _look_up(self, scheduler_output: Any) -> None:
         """Have the workers look for what this step computes, where a request may be given it then."""

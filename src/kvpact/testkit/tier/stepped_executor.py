@@ -24,6 +24,7 @@ from kvpact.tiers.executor import (
     Overdue,
     PutDone,
     TierExecutor,
+    checked_answer,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class SteppedExecutor(TierExecutor):
         """See `TierExecutor`."""
 
         def run() -> Done:
-            held = self.tier.lookup(keys)
+            held = checked_answer(self.tier.lookup(keys), len(keys))
             return LookupDone(op_id, held, self.tier.health().readable, _INSTANT)
 
         self._gets.append(self._task(op_id, run, LookupDone(op_id, 0)))
@@ -100,7 +101,7 @@ class SteppedExecutor(TierExecutor):
         self.reads += 1
 
         def run() -> Done:
-            arrived = self.tier.get(keys, start, buffers, lambda arrived: True)
+            arrived = checked_answer(self.tier.get(keys, start, buffers, lambda arrived: True), len(buffers))
             return GetDone(op_id, arrived, self.tier.health().readable, _INSTANT)
 
         self._gets.append(self._task(op_id, run, GetDone(op_id, 0)))
@@ -119,7 +120,7 @@ class SteppedExecutor(TierExecutor):
             return False
 
         def run() -> Done:
-            return PutDone(op_id, self.tier.put(keys, start, buffers, epoch))
+            return PutDone(op_id, checked_answer(self.tier.put(keys, start, buffers, epoch), len(buffers)))
 
         self._write_bytes += nbytes
         self._puts.append(self._task(op_id, run, PutDone(op_id, 0), nbytes))

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from kvpact.errors import PactViolation, TierError
+from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import (
@@ -29,6 +29,8 @@ from kvpact.tiers.base import (
     TierCounts,
     TierHealth,
 )
+from kvpact.tiers.log_once import LastErrors
+from kvpact.tiers.record import require_sizes
 from kvpact.tiers.shared.store import (
     NAMESPACE_RECORD,
     RecordPieces,
@@ -49,8 +51,6 @@ GROUP_BYTES: Final = 16 << 20
 
 USAGE_SECONDS: Final = 30.0
 """How old the answer to "how full is the store" may get while blocks are written."""
-
-_KINDS_SAID: Final = 20
 
 
 class SharedTier(Tier):
@@ -76,8 +76,7 @@ class SharedTier(Tier):
         self._seal = seal
         self._lock = threading.Lock()
         self._counts = TierCounts()
-        self._trouble: dict[str, str] = {}
-        self._said: set[str] = set()
+        self._last_errors = LastErrors(logger, f"{self.name} tier at {store.place}")
         self._usage = StoreUsage()
         self._usage_at = float("-inf")
         self._described = False
@@ -94,10 +93,10 @@ class SharedTier(Tier):
     def _exists(self, names: Sequence[str]) -> list[bool]:
         try:
             found = self.store.exists(names)
-            self._trouble.pop("read", None)
+            self._last_errors.clear("read")
             return found
         except StoreError as error:
-            self._say_failed("read", error)
+            self._note_failed("read", error)
             return [False] * len(names)
 
     def get(
@@ -107,7 +106,7 @@ class SharedTier(Tier):
         buffers: Sequence[BlockBuffer],
         on_progress: Progress | None = None,
     ) -> int:
-        self._require_sizes(buffers)
+        require_sizes(buffers, self._slot_bytes, f"a block of {self.store.place}")
         wanted = keys[start : start + len(buffers)]
         arrived = 0
         with self._uses.one() as running:
@@ -128,7 +127,7 @@ class SharedTier(Tier):
             self.store.locate(self._names(keys))
             return True
         except StoreError as error:
-            self._say_failed("read", error)
+            self._note_failed("read", error)
             return False
 
     def _read_group(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> int:
@@ -138,9 +137,9 @@ class SharedTier(Tier):
         records = [[memoryview(header), *buffer] for header, buffer in zip(headers, buffers, strict=True)]
         try:
             found = self.store.read(names, records)
-            self._trouble.pop("read", None)
+            self._last_errors.clear("read")
         except StoreError as error:
-            self._say_failed("read", error)
+            self._note_failed("read", error)
             return 0
         for index, key in enumerate(keys):
             if not found[index]:
@@ -163,7 +162,7 @@ class SharedTier(Tier):
         try:
             (there,) = self.store.read([name], [[memoryview(header), *buffer]])
         except StoreError as error:
-            self._say_failed("read", error)
+            self._note_failed("read", error)
             return False
         if there and (reason := self._wrong(key, header, buffer)):
             self._quarantine(key, name, reason)
@@ -195,18 +194,18 @@ class SharedTier(Tier):
         """A record that cannot be served is removed, so that the next write mends it (H22)."""
         with self._lock:
             self._counts = replace(self._counts, damaged=self._counts.damaged + 1)
-        self._say(f"damaged: {reason}", f"block {key.hex()[:16]} {reason}: removed, recomputed", trouble=False)
+        self._last_errors.warn_once(f"damaged: {reason}", f"block {key.hex()[:16]} {reason}: removed, recomputed")
         try:
             self.store.remove([name])
         except StoreError as error:
-            self._say_failed("write", error)
+            self._note_failed("write", error)
 
     # Storing
 
     def put(
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
     ) -> int:
-        self._require_sizes(buffers)
+        require_sizes(buffers, self._slot_bytes, f"a block of {self.store.place}")
         end = start + len(buffers)
         names = self._names(keys[:end])
         with self._uses.one() as running:
@@ -218,11 +217,11 @@ class SharedTier(Tier):
                     return 0
                 self._describe()
                 self._write_missing(keys, start, buffers, names, held, epoch)
-                self._trouble.pop("write", None)
+                self._last_errors.clear("write")
                 self._note_usage()
                 return len(buffers)
             except StoreError as error:
-                self._say_failed("write", error)
+                self._note_failed("write", error)
             stored = _unbroken(self._exists(names[start:]))
             with self._lock:
                 dropped = len(buffers) - stored
@@ -268,7 +267,7 @@ class SharedTier(Tier):
             try:
                 return self.store.remove(names) if running and names else 0
             except StoreError as error:
-                self._say_failed("write", error)
+                self._note_failed("write", error)
                 raise TierError(f"cannot delete: {error}") from error
 
     def clear(self) -> None:
@@ -279,7 +278,7 @@ class SharedTier(Tier):
                 self.store.clear(self._group)
                 self._described = False
             except StoreError as error:
-                self._say_failed("write", error)
+                self._note_failed("write", error)
                 raise TierError(f"cannot clear: {error}") from error
 
     # Telling
@@ -310,11 +309,10 @@ class SharedTier(Tier):
                         if header.key == key_of(name):
                             yield header
             except StoreError as error:
-                self._say_failed("read", error)
+                self._note_failed("read", error)
 
     def health(self) -> TierHealth:
-        trouble = dict(self._trouble)
-        return TierHealth(not trouble, "; ".join(trouble.values()), "read" not in trouble)
+        return self._last_errors.health()
 
     def close(self) -> None:
         with self._uses.the_last():
@@ -325,26 +323,11 @@ class SharedTier(Tier):
     def _names(self, keys: Sequence[BlockKey]) -> list[str]:
         return [record_name(self._group, key) for key in keys]
 
-    def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
-        for buffer in buffers:
-            if (size := sum(piece.nbytes for piece in buffer)) != self._slot_bytes:
-                raise PactViolation(
-                    f"a block's buffer has {size} bytes; a block of {self.store.place} {self._slot_bytes}"
-                )
-
-    def _say_failed(self, what: str, error: StoreError) -> None:
+    def _note_failed(self, what: str, error: StoreError) -> None:
         if what == "read":
             with self._lock:
                 self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
-        self._say(what, f"cannot {what}: {error}")
-
-    def _say(self, kind: str, message: str, *, trouble: bool = True) -> None:
-        """Log each kind of event once; remember trouble until it is over."""
-        if trouble:
-            self._trouble[kind] = message
-        if kind not in self._said and len(self._said) < _KINDS_SAID:
-            self._said.add(kind)
-            logger.warning("%s tier at %s: %s", self.name, self.store.place, message)
+        self._last_errors.add(what, f"cannot {what}: {error}")
 
 
 def _unbroken(found: Sequence[bool]) -> int:

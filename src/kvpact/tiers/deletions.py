@@ -1,0 +1,138 @@
+"""What one tier is to forget and, for all that is known, has not forgotten yet.
+
+Owns the deletions under way, and the repetition of those that the tier refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from math import inf
+from typing import Final
+
+from kvpact.identity.keys import BlockKey
+from kvpact.tiers.base import Tier
+from kvpact.tiers.executor import ControlDone, OpId, TierExecutor
+
+logger = logging.getLogger(__name__)
+
+REPEAT_SECONDS: Final = 2.0
+"""What a tier refused to forget it is asked to forget again after this time."""
+
+MAX_DELETIONS: Final = 64
+"""Deletions that a tier is asked for at once; what comes on top of them is put together into one (P12)."""
+
+MIN_DELETED_KEYS: Final = 1 << 16
+"""As many blocks as the longest prompt has may be waiting to be deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Deletion:
+    """Blocks that the tier is to forget; `everything` is all it has."""
+
+    keys: tuple[BlockKey, ...]
+    everything: bool = False
+
+
+class Deletions:
+    """Blocks that a tier is to forget. Lives on the thread of the tier's user; waits for nothing."""
+
+    def __init__(self, executor: TierExecutor, name: str, clock: Callable[[], float], max_keys: int) -> None:
+        """At most `max_keys` blocks are remembered one by one, or more than one request can have."""
+        self._executor = executor
+        self._name = name
+        self._clock = clock
+        self._max_keys = max(max_keys, MIN_DELETED_KEYS)
+        self._tickets = count(1)
+        self._under_way: dict[OpId, _Deletion] = {}
+        self._keys: Counter[BlockKey] = Counter()
+        """Blocks that the tier may not have forgotten yet, and how many deletions each is named in."""
+        self._refused: dict[BlockKey, None] = {}
+        """Of them, those that it is to be asked to forget once more."""
+        self.lost_count = False
+        """Whether there were too many of them to remember: nothing that the tier holds is used then."""
+        self._repeat_at = inf
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def first_among(self, keys: Sequence[BlockKey], held: int) -> int:
+        """The position of the first of `keys` that is to be forgotten, among the first `held`; `held` if none is."""
+        deleting = self._keys
+        return next((at for at in range(held) if keys[at] in deleting), held) if deleting else held
+
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        """Have the tier forget these blocks."""
+        self._keys.update(keys)
+        if len(self._keys) > self._max_keys:
+            self._lose_count()
+        elif len(self._under_way) < MAX_DELETIONS:
+            self._submit(_Deletion(tuple(keys)))
+        else:
+            self._refuse(keys)
+
+    def _lose_count(self) -> None:
+        """Too many blocks to be forgotten are still there: none is used until all are gone.
+
+        An exclusive tier is emptied. What others own is not; a shared tier is not used any more.
+        """
+        had_lost_count, self.lost_count = self.lost_count, True
+        self._keys.clear()
+        self._refused.clear()
+        self._under_way = dict.fromkeys(self._under_way, _Deletion(()))
+        if not had_lost_count and not self._executor.tier.exclusive:
+            logger.error("kvpact: the %s tier does not delete what it must; it is not used any more", self._name)
+        elif not had_lost_count:
+            self._submit(_Deletion((), everything=True))
+
+    def _submit(self, deletion: _Deletion) -> None:
+        op_id = ("delete", next(self._tickets))
+        self._under_way[op_id] = deletion
+        self._executor.submit_control(op_id, partial(_carry_out, deletion))
+
+    def _refuse(self, keys: Sequence[BlockKey]) -> None:
+        """The tier still has these blocks, for all that is known: it is to be asked again."""
+        self._refused.update(dict.fromkeys(keys))
+        self._repeat_at = min(self._repeat_at, self._clock() + REPEAT_SECONDS)
+
+    def repeat_if_due(self, now: float) -> None:
+        """Ask once more for what was refused some time ago."""
+        if now >= self._repeat_at:
+            self.repeat()
+
+    def repeat(self) -> None:
+        """Ask once more for what was refused."""
+        self._repeat_at = inf
+        exclusive = self._executor.tier.exclusive
+        if self.lost_count and exclusive and not any(one.everything for one in self._under_way.values()):
+            self._submit(_Deletion((), everything=True))
+        elif self._refused:
+            keys, self._refused = tuple(self._refused), {}
+            self._submit(_Deletion(keys))
+
+    def end(self, done: ControlDone) -> tuple[BlockKey, ...]:
+        """A deletion has ended; which blocks the tier does not have any more."""
+        deletion = self._under_way.pop(done.op_id)
+        if not done.ok:
+            self._refuse(deletion.keys)
+            return ()
+        if deletion.everything:
+            self.lost_count = False
+            self._keys.clear()
+        else:
+            self._keys.subtract(deletion.keys)
+            for key in deletion.keys:
+                if self._keys[key] <= 0:
+                    del self._keys[key]
+        return deletion.keys
+
+
+def _carry_out(deletion: _Deletion, tier: Tier) -> None:
+    if deletion.everything:
+        tier.clear()
+    else:
+        tier.delete(deletion.keys)
