@@ -81,7 +81,7 @@ def measure(directory: Path, rounds: int, blocks: int, block_bytes: int) -> dict
         "blocks": blocks,
         "block_bytes": block_bytes,
         "rounds": rounds,
-        "direct_io": tier._slab.direct,
+        "direct_io": tier.slab.direct,
         "lookup_us": round(lookup * 1e6, 1),
     }
     report |= {f"{name}_gb_per_s": spread([size / took / 1e9 for took in values], 2) for name, values in times.items()}

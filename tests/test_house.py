@@ -19,7 +19,7 @@ CORE = "worker"
 CORE_MAY_NOT_IMPORT = {"torch", "vllm", "transformers", "typer", "rich", "pickle", "marshal", "shelve", "dill"}
 
 
-REACHES_ITS_STORE = {"tiers.mooncake": {"socket", "http.client"}}
+REACHES_ITS_STORE = {"tiers.mooncake.store": {"socket", "http.client"}}
 """A tier talks to the store whose address its user gave; the others do so through that store's client."""
 
 

@@ -38,8 +38,8 @@ NETWORK = {
     "zmq",
 }
 SENDING_CALLS = {"start_http_server", "start_wsgi_server", "push_to_gateway", "urlopen", "create_connection"}
-STORES = {"tiers/redis.py", "tiers/object.py", "tiers/mooncake.py"}
-"""Tiers that talk to a store that the user named; nothing else may."""
+STORES = {"tiers/mooncake/store.py"}
+"""Tiers that talk to a store that the user named without a client of its own; nothing else may."""
 
 
 def modules() -> list[Path]:

@@ -17,7 +17,8 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from kvpact.errors import ConfigError
-from kvpact.tiers.urls import SCHEMES, TierURL, nearest, parse_tier_url, redact
+from kvpact.tiers.registry import SCHEMES
+from kvpact.tiers.urls import TierURL, nearest, parse_tier_url, redact
 from kvpact.units import parse_duration, parse_size
 
 ENVIRONMENT_PREFIX: Final = "KVPACT_"

@@ -543,7 +543,6 @@ def test_a_full_disk_costs_new_blocks_only_and_growth_is_tried_again(
     assert tier.counts().dropped_writes > 0
     ballast.unlink()
     monkeypatch.setattr(disk, "GROWTH_RETRY_S", 0.0)
-    tier._no_growth_until = 0.0
     assert store(tier, chain("later", 8)) == 8 == served(tier, chain("later", 8))
     assert tier.health().reason == ""
     tier.check()
@@ -568,7 +567,7 @@ def test_without_direct_io_everything_works_the_same(small_disk: Path, monkeypat
 
     monkeypatch.setattr(os, "open", refuses_direct)
     tier = open_tier(small_disk, slots=16)
-    assert not tier._slab.direct
+    assert not tier.slab.direct
     assert store(tier, KEYS) == 8 == served(tier, KEYS)
     tier.close()
     tier = open_tier(small_disk, slots=16)

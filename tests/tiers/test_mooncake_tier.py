@@ -25,7 +25,7 @@ from kvpact.testkit.sample_blocks import CANARY, Document, content, document, em
 from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
 from kvpact.tiers import mooncake
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Tier
-from kvpact.tiers.mooncake import MooncakeStore, open_mooncake
+from kvpact.tiers.mooncake.store import MooncakeStore, open_mooncake
 from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
@@ -82,7 +82,7 @@ class LastingClient:
     """One client for many tiers: to close one takes a second."""
 
     def __init__(self, store: MooncakeStore) -> None:
-        self._client = store._client
+        self._client = store.client
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -115,16 +115,16 @@ class TestMooncakeTier(TierConformance):
             type(self).store = open_store(os.environ[OF_OTHER_PROCESSES])
         store = MooncakeStore(
             LastingClient(self.store),
-            self.store._master,
+            self.store.master,
             prefix=place.name,
             timeout=TIMEOUT,
-            metrics_port=self.store._metrics_port,
+            metrics_port=self.store.metrics_port,
         )
         return SharedTier(store, place.namespace, place.slot_bytes, seal=place.seal)
 
     @contextmanager
     def store_calls(self, faults: Faults) -> Iterator[None]:
-        call = MooncakeStore._call
+        call = MooncakeStore.call
 
         def watched(store: MooncakeStore, what: str, function: Callable[[], Any]) -> Any:
             crashes: list[Crash] = []
@@ -143,14 +143,14 @@ class TestMooncakeTier(TierConformance):
             return result
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MooncakeStore, "_call", watched)
+            patch.setattr(MooncakeStore, "call", watched)
             yield
 
     def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
-        client = self.store._client
+        client = self.store.client
         group = f"{place.name}/{group_name(place.namespace, place.seal)}"
         name = f"{group}/{key.hex()}"
-        listed = self.store._ask_master("/get_all_keys").splitlines()
+        listed = self.store.ask_master("/get_all_keys").splitlines()
         other = next(key for key in listed if key.startswith(group) and key != name and key_of(key.split("/", 1)[1]))
         record = how.of(client.get(name), client.get(other))
         assert client.remove(name, True) == 0

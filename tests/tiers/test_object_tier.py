@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 from urllib.parse import unquote
 
+import obstore
 import pytest
 from xxhash import xxh3_64_intdigest
 
@@ -58,7 +59,7 @@ def s3_store(endpoint: str, place: str, timeout: str = "20s") -> ObjectStore:
 
 def overwrite(store: ObjectStore, name: str, data: bytes) -> None:
     """What another program does to an object."""
-    store.bucket._api.put(store.bucket._store, name, data)
+    obstore.put(store.bucket.client, name, data)
 
 
 def pack_with(store: ObjectStore, name: str) -> tuple[str, dict[str, bytes]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 from xxhash import xxh3_64_intdigest
 
@@ -22,7 +23,7 @@ from kvpact.testkit.tier.harness import NAMESPACE
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED
 from kvpact.tiers.disk.slab import Superblock
 from kvpact.tiers.disk.tier import DiskTier
-from kvpact.tiers.mooncake import MooncakeStore, open_mooncake
+from kvpact.tiers.mooncake.store import MooncakeStore, open_mooncake
 from kvpact.tiers.objects.packs import encode_pack
 from kvpact.tiers.objects.store import ObjectStore, open_objects
 from kvpact.tiers.redis.connections import Connection
@@ -280,7 +281,7 @@ def test_h63_nothing_larger_than_an_honest_object_is_read_to_judge_or_remove_a_p
     assert stored(writer) == len(DOCUMENT)
     assert isinstance(writer.store, ObjectStore)
     planted = plant(writer)
-    writer.store.bucket._api.put(writer.store.bucket._store, FIRST, planted)
+    obstore.put(writer.store.bucket.client, FIRST, planted)
     del planted
     writer.close()
     reader = object_tier(place, s3, tmp_path, counted=False)
@@ -307,7 +308,7 @@ def test_h63_a_planted_object_of_mooncake_is_not_fetched(tmp_path: Path) -> None
         tier = SharedTier(open_mooncake(parse_tier_url(pool.url(timeout="20s"))), NAMESPACE, SLOT)
         assert stored(tier) == len(DOCUMENT)
         assert isinstance(tier.store, MooncakeStore)
-        fetched = tier.store._client = Fetched(tier.store._client)
+        fetched = tier.store.client = Fetched(tier.store.client)
         assert tier.store.remove([NAME]) == 1
         assert fetched.client.put(NAME, bytes(HUGE)) == 0
         assert tier.lookup(DOCUMENT.keys) == len(DOCUMENT)

@@ -17,12 +17,13 @@ from kvpact.metrics import TierName
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.tiers.base import Tier
 from kvpact.tiers.directory.store import DirectoryStore
-from kvpact.tiers.mooncake import MooncakeStore
+from kvpact.tiers.disk.tier import DiskTier
+from kvpact.tiers.mooncake.store import MooncakeStore
 from kvpact.tiers.objects.store import ObjectStore
 from kvpact.tiers.redis.store import RedisStore
-from kvpact.tiers.registry import TierContext, load_seal, open_store, open_tier
+from kvpact.tiers.registry import BACKENDS, SCHEMES, TierContext, load_seal, open_store, open_tier
 from kvpact.tiers.shared.tier import SharedTier
-from kvpact.tiers.urls import SCHEMES, TierURL, parse_tier_url
+from kvpact.tiers.urls import TierURL, parse_tier_url
 
 PLACE = TierContext(Namespace({"model": "kinds"}), 8192)
 
@@ -74,8 +75,8 @@ def test_every_kinds_example_is_a_url_that_parses_back(scheme: str) -> None:
 
 
 def test_every_kind_has_a_series_of_its_own_in_the_metrics() -> None:
-    kinds = [store.kind for store in (DirectoryStore, MooncakeStore, ObjectStore, RedisStore)]
-    assert [TierName.of(kind) for kind in kinds] == kinds
+    kinds = [DiskTier.name, *(store.kind for store in (DirectoryStore, RedisStore, ObjectStore, MooncakeStore))]
+    assert [TierName.of(kind) for kind in kinds] == kinds == [backend.label for backend in BACKENDS]
     assert TierName.of("what others bring") is TierName.OTHER
 
 

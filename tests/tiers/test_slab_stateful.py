@@ -150,7 +150,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     def recover(self, may_be_held: set[bytes], must_be_held: set[bytes]) -> None:
         """The process is gone; a new one takes the file as it is."""
-        self.tier._slab.close()
+        self.tier.slab.close()
         self.death.dead, self.death.writes_left = False, None
         self.tier = self.reopened()
         now = {key for keys in CHAINS for key in keys[: self.tier.lookup(keys)]}

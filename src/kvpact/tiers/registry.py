@@ -6,22 +6,26 @@ opened, so that nobody needs the client of a store that he does not use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
 
 from kvpact._moved import renamed
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
-from kvpact.own_files import Access
+from kvpact.tiers.backend import Backend
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
-from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.shared.store import RecordStore
 from kvpact.tiers.shared.tier import SharedTier
-from kvpact.tiers.urls import ENTRY_POINTS, TierURL
+
+if TYPE_CHECKING:
+    from kvpact.tiers.urls import TierURL
+
+ENTRY_POINTS: Final = "kvpact.tiers"
+"""The entry-point group in which other packages add kinds of tier; an entry's name is its URLs' scheme."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class TierContext:
     seal: RecordMac = UNSEALED
 
 
-OpenTier: TypeAlias = Callable[[TierURL, TierContext], Tier]
+OpenTier: TypeAlias = "Callable[[TierURL, TierContext], Tier]"
 """What an entry point of the group `kvpact.tiers` names. It raises TierError, with one message for people."""
 
 
@@ -43,19 +47,13 @@ class OpenStore(Protocol):
     def __call__(self, url: TierURL, *, for_tool: bool) -> RecordStore: ...
 
 
-_STORES: Final[Mapping[str, str]] = {
-    "dir": "kvpact.tiers.directory.store:open_directory",
-    "redis": "kvpact.tiers.redis.opening:open_redis",
-    "rediss": "kvpact.tiers.redis.opening:open_redis",
-    "redis+cluster": "kvpact.tiers.redis.opening:open_redis",
-    "rediss+cluster": "kvpact.tiers.redis.opening:open_redis",
-    "redis+sentinel": "kvpact.tiers.redis.opening:open_redis",
-    "s3": "kvpact.tiers.objects.store:open_objects",
-    "gs": "kvpact.tiers.objects.store:open_objects",
-    "az": "kvpact.tiers.objects.store:open_objects",
-    "file": "kvpact.tiers.objects.store:open_objects",
-    "mooncake": "kvpact.tiers.mooncake:open_mooncake",
-}
+_KINDS: Final = ("disk", "directory", "redis", "objects", "mooncake")
+"""The folders beside this file, one for each kind of tier; see `kvpact.tiers.backend`."""
+
+BACKENDS: Final = tuple(cast(Backend, import_module(f"kvpact.tiers.{kind}").BACKEND) for kind in _KINDS)
+_OF_SCHEME: Final = {scheme: backend for backend in BACKENDS for scheme in backend.schemes}
+SCHEMES: Final = {scheme: rules for backend in BACKENDS for scheme, rules in backend.schemes.items()}
+"""What the URLs of the kinds that kvpact brings look like."""
 
 
 def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
@@ -64,11 +62,16 @@ def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
     `for_tool`: for a person who looks. Nothing is made, evicted, kept for longer or lent by opening, asking, reading
     and closing; `remove` alone changes what is there, and nothing is written.
     """
-    target = _STORES.get(url.scheme)
-    if target is None:
-        raise TierError(f"{url} is no store that several engines share; those are {', '.join(_STORES)}")
-    module, _, function = target.partition(":")
-    return cast(OpenStore, getattr(import_module(module), function))(url, for_tool=for_tool)
+    backend = _OF_SCHEME.get(url.scheme)
+    if backend is None or not backend.shared:
+        shared = [scheme for scheme, its in _OF_SCHEME.items() if its.shared]
+        raise TierError(f"{url} is no store that several engines share; those are {', '.join(shared)}")
+    return cast(OpenStore, _opener(backend))(url, for_tool=for_tool)
+
+
+def _opener(backend: Backend) -> object:
+    module, _, function = backend.opener.partition(":")
+    return getattr(import_module(module), function)
 
 
 def open_tier(url: TierURL, place: TierContext) -> Tier:
@@ -77,10 +80,10 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     Raises:
         TierError: with one message for people; the engine serves on without this tier.
     """
-    if url.scheme == "disk":
-        access = Access.of(url.options.get("group"))
-        return DiskTier.open(url.path, place.namespace, place.slot_bytes, url.capacity, access=access)
-    if url.scheme in _STORES:
+    backend = _OF_SCHEME.get(url.scheme)
+    if backend is not None and not backend.shared:
+        return cast(OpenTier, _opener(backend))(url, place)
+    if backend is not None:
         return SharedTier(open_store(url), place.namespace, place.slot_bytes, seal=place.seal)
     for entry in entry_points(group=ENTRY_POINTS, name=url.scheme):
         try:

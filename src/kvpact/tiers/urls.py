@@ -1,23 +1,22 @@
 """Where tiers are, as URLs such as `disk:///var/cache/kvpact?capacity=200GiB`.
 
-Owns what each kind of URL must and may say, so that a slip is found before anything is opened, and the rule that no
-credential is ever shown. Knows tiers by their URLs alone: what they are stands in `kvpact.tiers`.
+Owns the check of a URL against what its kind must and may say, so that a slip is found before anything is opened, and
+the rule that no credential is ever shown.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
+from kvpact.tiers.backend import UrlRules
+from kvpact.tiers.registry import ENTRY_POINTS, SCHEMES
 from kvpact.units import parse_duration, parse_size
-
-ENTRY_POINTS: Final = "kvpact.tiers"
-"""The entry-point group in which other packages add kinds of tier; an entry's name is its URLs' scheme."""
 
 _SECRET_NAMES: Final = "password|secret|token|key|credential"
 
@@ -85,68 +84,6 @@ class TierURL:
     def __repr__(self) -> str:
         return f"TierURL({redact(self.url)!r})"
 
-
-def _whole_number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("a whole number of 1 or more is needed")
-    return int(text)
-
-
-def _text(text: str) -> str:
-    if not text:
-        raise ValueError("a value is needed")
-    return text
-
-
-def _yes_or_no(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError('"true" or "false" is needed')
-    return text == "true"
-
-
-Option = Callable[[str], object]
-_STORE: Final[Mapping[str, Option]] = {"timeout": parse_duration}
-_DIRECTORY: Final[Mapping[str, Option]] = {"capacity": parse_size, "group": _text}
-_REDIS: Final[Mapping[str, Option]] = {
-    **_STORE, "expiry": parse_duration, "password_file": _text, "ca_file": _text, "part": parse_size
-}  # fmt: skip
-_OBJECTS: Final[Mapping[str, Option]] = {
-    **_STORE, "endpoint": _text, "region": _text, "allow_http": _yes_or_no, "concurrency": _whole_number,
-    "anonymous": _yes_or_no,
-}  # fmt: skip
-_MOONCAKE: Final[Mapping[str, Option]] = {
-    **_STORE, "metadata_server": _text, "protocol": _text, "device": _text, "hostname": _text, "segment": parse_size,
-    "buffer": parse_size, "metrics": _whole_number,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class UrlRules:
-    """What the URLs of one kind of tier look like."""
-
-    example: str
-    options: Mapping[str, Option]
-    """Each option's name and what reads its value, raising ValueError."""
-    directory: bool = False
-    """It names a local directory: no host, an absolute path that is not "/", a capacity."""
-
-
-_REDIS_EXAMPLE: Final = "redis://cache:6379/0"
-SCHEMES: Final[Mapping[str, UrlRules]] = {
-    "disk": UrlRules("disk:///var/cache/kvpact?capacity=200GiB", _DIRECTORY, directory=True),
-    "dir": UrlRules("dir:///mnt/shared/kvpact?capacity=1TiB", _DIRECTORY, directory=True),
-    "redis": UrlRules(_REDIS_EXAMPLE, _REDIS),
-    "rediss": UrlRules("rediss://user@cache:6380/0?password_file=/run/secrets/redis", _REDIS),
-    "redis+cluster": UrlRules("redis+cluster://cache-1:6379,cache-2:6379", _REDIS),
-    "rediss+cluster": UrlRules("rediss+cluster://cache-1:6379,cache-2:6379", _REDIS),
-    "redis+sentinel": UrlRules("redis+sentinel://guard-1:26379,guard-2:26379/mymaster/0", _REDIS),
-    "s3": UrlRules("s3://bucket/prefix?region=eu-central-1", _OBJECTS),
-    "gs": UrlRules("gs://bucket/prefix", _OBJECTS),
-    "az": UrlRules("az://container/prefix", _OBJECTS),
-    "file": UrlRules("file:///mnt/objects/kvpact", {**_OBJECTS, "group": _text}),
-    "mooncake": UrlRules("mooncake://master:50051?metadata_server=P2PHANDSHAKE", _MOONCAKE),
-}
-"""The kinds that kvpact brings."""
 
 _DISK_EXAMPLE: Final = SCHEMES["disk"].example
 

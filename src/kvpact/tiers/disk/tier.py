@@ -11,15 +11,14 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from kvpact.errors import PactViolation, TierError
+from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.index.block_index import ROOT, BlockIndex, State, StoredBlock
@@ -37,6 +36,11 @@ from kvpact.tiers.base import (
 )
 from kvpact.tiers.disk.slab import PAGE_BYTES, SLAB_SUFFIX, Slab, occupied
 from kvpact.tiers.disk.slab_directory import SlabDirectory, open_slab
+from kvpact.tiers.disk.two_threads import on_two_threads
+from kvpact.tiers.log_once import LastErrors
+from kvpact.tiers.record import require_sizes
+from kvpact.tiers.registry import TierContext
+from kvpact.tiers.urls import TierURL
 from kvpact.tiers.use_count import UseCount
 
 logger = logging.getLogger(__name__)
@@ -53,14 +57,12 @@ GROWTH_BYTES: Final = 64 << 20
 GROWTH_RETRY_S: Final = 10.0
 """A full disk is asked again after this time; until then a write that needs more room is dropped."""
 
-LOCK_PATIENCE_S: Final = 2.0
+LOCK_TIMEOUT_S: Final = 2.0
 """The threads of a predecessor that was just killed may hold its lock for a moment."""
 
 _DIGEST_BYTES: Final = 16
 _LOCK_RETRY_S: Final = 0.05
 _PERSIST_S: Final = 1.0
-_KINDS_SAID: Final = 20
-"""Kinds of events that are logged; a damaged disk can think of many."""
 
 
 class DiskTier(Tier):
@@ -75,7 +77,8 @@ class DiskTier(Tier):
 
     def __init__(self, slab: Slab, directory: SlabDirectory) -> None:
         """Take over an open slab, which may grow to what it claims, and read its header table. Raises OSError."""
-        self._slab = slab
+        self.slab = slab
+        """The file."""
         self._directory = directory
         self._slot_limit = slot_limit = slab.superblock.slots_in(slab.superblock.claim_bytes)
         self._slot_bytes = slab.superblock.slot_bytes
@@ -87,9 +90,8 @@ class DiskTier(Tier):
         self._digests = bytearray(_DIGEST_BYTES * slot_limit)
         self._used: dict[int, float] = {}
         self._counts = TierCounts()
-        self._trouble: dict[str, str] = {}
-        self._said: set[str] = set()
-        self._no_growth_until = 0.0
+        self._last_errors = LastErrors(logger, "disk tier")
+        self._growth_failed_at = float("-inf")
         self._stale_headers: set[int] = set()
         """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
         self._uses = UseCount(slab.close)
@@ -104,7 +106,7 @@ class DiskTier(Tier):
         capacity_bytes: int,
         *,
         access: Access = PRIVATE,
-        timeout: float = LOCK_PATIENCE_S,
+        timeout: float = LOCK_TIMEOUT_S,
     ) -> DiskTier:
         """Open or create the namespace's slab in kvpact's folder inside `directory`, below `capacity_bytes` in all.
 
@@ -152,7 +154,7 @@ class DiskTier(Tier):
         buffers: Sequence[BlockBuffer],
         on_progress: Progress | None = None,
     ) -> int:
-        self._require_sizes(buffers)
+        require_sizes(buffers, self._slot_bytes, f"a slot of {self.slab.path} has")
         with self._uses.one() as running:
             with self._lock:
                 count = min(self._index.held_prefix(keys) - start, len(buffers)) if running else 0
@@ -193,7 +195,7 @@ class DiskTier(Tier):
                     return first + sound, reason
             return len(slots), ""
 
-        _on_two_threads(read, groups)
+        on_two_threads(read, groups)
         result = arrived()
         if on_progress is not None:
             on_progress(result[0])
@@ -204,11 +206,11 @@ class DiskTier(Tier):
     ) -> tuple[int, str]:
         """As `_read_verified`, for one group on one thread."""
         try:
-            count = self._slab.read_payloads(slots, buffers)
-            self._trouble.pop("read", None)
+            count = self.slab.read_payloads(slots, buffers)
+            self._last_errors.clear("read")
         except OSError as error:
             count = 0
-            self._say_read_failed(error)
+            self._note_read_failed(error)
         for index, (digest, buffer) in enumerate(zip(digests[:count], buffers, strict=False)):
             if payload_digest(buffer) != digest:
                 return index, "payload does not match its checksum"
@@ -219,7 +221,7 @@ class DiskTier(Tier):
     def put(
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
     ) -> int:
-        self._require_sizes(buffers)
+        require_sizes(buffers, self._slot_bytes, f"a slot of {self.slab.path} has")
         with self._uses.one() as running:
             if not running:
                 return 0
@@ -228,7 +230,7 @@ class DiskTier(Tier):
             try:
                 stored = self._store(keys, begin, slots[: self._backed(slots)], buffers[begin - start :], epoch)
             except OSError as error:
-                self._say_write_failed(error)
+                self._note_write_failed(error)
             finally:
                 if stored < len(slots):
                     self._abandon(slots[stored:])
@@ -267,17 +269,17 @@ class DiskTier(Tier):
 
         def write(first: int, end: int) -> bool:
             try:
-                self._slab.write_payloads(slots[first:end], buffers[first:end])
+                self.slab.write_payloads(slots[first:end], buffers[first:end])
             except OSError as error:
-                self._say_write_failed(error)
+                self._note_write_failed(error)
                 return False
             digests.update((slots[index], payload_digest(buffers[index])) for index in range(first, end))
             return True
 
         with self._header_lock:
-            self._slab.clear_headers(slots)
+            self.slab.clear_headers(slots)
             self._stale_headers.difference_update(slots)
-        _on_two_threads(write, self._groups(len(slots)))
+        on_two_threads(write, self._groups(len(slots)))
         written = list(takewhile(digests.__contains__, slots))
         now = time.time()
         headers = {}
@@ -289,14 +291,14 @@ class DiskTier(Tier):
         with self._header_lock:
             with self._lock:  # a block that was deleted while it was written gets no header
                 wanted = [slot for slot in written if self._index.state(slot) == State.RESERVED]
-            self._slab.write_headers(wanted, [headers[slot] for slot in wanted])
+            self.slab.write_headers(wanted, [headers[slot] for slot in wanted])
             with self._lock:
                 for slot in written:
                     self._digests[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES] = digests[slot]
                     self._used.pop(slot, None)
                 self._index.complete(written)
         if len(written) == len(slots):
-            self._trouble.pop("write", None)
+            self._last_errors.clear("write")
         return len(written)
 
     def _abandon(self, slots: Sequence[int]) -> None:
@@ -310,31 +312,31 @@ class DiskTier(Tier):
     def _backed(self, slots: Sequence[int]) -> int:
         """How many of `slots` in a row the file has room for, after growing it if need be and possible."""
         needed = max(slots, default=-1) + 1
-        if needed > self._slab.slots:
+        if needed > self.slab.slots:
             with self._growth_lock:
-                if needed > self._slab.slots and time.monotonic() >= self._no_growth_until:
+                if needed > self.slab.slots and time.monotonic() >= self._growth_failed_at + GROWTH_RETRY_S:
                     self._grow(needed)
-        return next((index for index, slot in enumerate(slots) if slot >= self._slab.slots), len(slots))
+        return next((index for index, slot in enumerate(slots) if slot >= self.slab.slots), len(slots))
 
     def _grow(self, needed: int) -> None:
         """Make the file large enough for `needed` slots, and some more at once; or remember not to ask again soon."""
-        superblock = self._slab.superblock
-        generous = min(self._slot_limit, max(needed, self._slab.slots + GROWTH_BYTES // self._slot_bytes))
+        superblock = self.slab.superblock
+        generous = min(self._slot_limit, max(needed, self.slab.slots + GROWTH_BYTES // self._slot_bytes))
         try:
-            with self._directory.locked(LOCK_PATIENCE_S):
-                for removed in self._directory.make_room(self._slab.path, superblock.file_bytes(generous)):
+            with self._directory.locked(LOCK_TIMEOUT_S):
+                for removed in self._directory.make_room(self.slab.path, superblock.file_bytes(generous)):
                     logger.info("disk tier: removed %s, unused, to make room", removed.path)
                 try:
-                    self._slab.grow(generous)
+                    self.slab.grow(generous)
                 except OSError as error:
                     if error.errno != errno.ENOSPC or generous == needed:
                         raise
-                    self._slab.grow(needed)
-            self._trouble.pop("room", None)
+                    self.slab.grow(needed)
+            self._last_errors.clear("room")
         except (OSError, TierError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            self._no_growth_until = time.monotonic() + GROWTH_RETRY_S
-            self._say("room", f"cannot grow {self._slab.path}: {reason}; it serves what it has")
+            self._growth_failed_at = time.monotonic()
+            self._last_errors.add("room", f"cannot grow {self.slab.path}: {reason}; it serves what it has")
 
     # Losing
 
@@ -352,12 +354,12 @@ class DiskTier(Tier):
                 with self._header_lock:
                     with self._lock:
                         self._index.clear()
-                    self._forget_headers(range(self._slab.slots))  # evicted blocks left theirs behind, too
+                    self._forget_headers(range(self.slab.slots))  # evicted blocks left theirs behind, too
                 self._require_no_stale_headers()
 
     def _require_no_stale_headers(self) -> None:
         if self._stale_headers:
-            raise TierError(f"disk tier: cannot clear {len(self._stale_headers)} headers in {self._slab.path}")
+            raise TierError(f"disk tier: cannot clear {len(self._stale_headers)} headers in {self.slab.path}")
 
     def _drop(self, key: BlockKey) -> int:
         with self._header_lock:
@@ -373,18 +375,18 @@ class DiskTier(Tier):
                 lost = self._index.drop(key) if self._index.key_at(slot) == key else []
                 self._counts = replace(self._counts, damaged=self._counts.damaged + bool(lost))
             self._forget_headers({slot for _, slot in lost})
-        self._say(
-            f"damaged: {reason}", f"block {key.hex()[:16]} in {self._slab.path} {reason}: dropped, recomputed", False
+        self._last_errors.warn_once(
+            f"damaged: {reason}", f"block {key.hex()[:16]} in {self.slab.path} {reason}: dropped, recomputed"
         )
 
     def _forget_headers(self, slots: Iterable[int]) -> None:
         """Clear headers, with the header lock held; what fails is tried again with the next ones."""
         self._stale_headers.update(slots)
         try:
-            self._slab.clear_headers(sorted(self._stale_headers))
+            self.slab.clear_headers(sorted(self._stale_headers))
             self._stale_headers.clear()
         except OSError as error:
-            self._say_write_failed(error)
+            self._note_write_failed(error)
 
     # Telling
 
@@ -401,17 +403,15 @@ class DiskTier(Tier):
         table = bytearray()
         with self._uses.one() as running:
             try:
-                table = self._slab.read_table() if running else table
+                table = self.slab.read_table() if running else table
             except OSError as error:
-                self._say_read_failed(error)
+                self._note_read_failed(error)
         for slot, raw in occupied(table):
             with suppress(RecordError):
                 yield RecordHeader.decode(raw, namespace=self._namespace, length=self._slot_bytes, slot=slot)
 
     def health(self) -> TierHealth:
-        trouble = dict(self._trouble)
-        ok = not trouble.keys() & {"read", "write"}
-        return TierHealth(ok, "; ".join(trouble.values()), "read" not in trouble)
+        return self._last_errors.health()
 
     def close(self) -> None:
         with self._uses.the_last() as first:
@@ -429,14 +429,14 @@ class DiskTier(Tier):
         """Fill the index from the header table; payloads are not read (H59). Raises OSError."""
         blocks: list[StoredBlock] = []
         unusable: list[int] = []
-        for slot, raw in occupied(self._slab.read_table()):
+        for slot, raw in occupied(self.slab.read_table()):
             try:
                 header = RecordHeader.decode(raw, namespace=self._namespace, length=self._slot_bytes, slot=slot)
-                if slot >= self._slab.slots:
+                if slot >= self.slab.slots:
                     raise RecordError("its payload is beyond the end of the file")
             except RecordError as error:
                 unusable.append(slot)
-                self._say(f"damaged: {error}", f"slot {slot} of {self._slab.path}: {error}; dropped", False)
+                self._last_errors.warn_once(f"damaged: {error}", f"slot {slot} of {self.slab.path}: {error}; dropped")
                 continue
             self._digests[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES] = header.digest
             blocks.append(StoredBlock(header.key, header.parent, slot, header.used))
@@ -445,7 +445,7 @@ class DiskTier(Tier):
         self._forget_headers({*unusable, *(block.slot for block in orphans)})
         logger.info(
             "disk tier: %s holds %d blocks (%d records unusable, %d without the block before them)",
-            self._slab.path, self._index.held_count, len(unusable), len(orphans),
+            self.slab.path, self._index.held_count, len(unusable), len(orphans),
         )  # fmt: skip
 
     def _persist_use(self) -> None:
@@ -456,9 +456,9 @@ class DiskTier(Tier):
                 return
             with self._header_lock, suppress(RecordError, OSError):
                 header = RecordHeader.decode(
-                    self._slab.read_header(slot), namespace=self._namespace, length=self._slot_bytes, slot=slot
+                    self.slab.read_header(slot), namespace=self._namespace, length=self._slot_bytes, slot=slot
                 )
-                self._slab.write_headers([slot], [replace(header, used=used).encode()])
+                self.slab.write_headers([slot], [replace(header, used=used).encode()])
 
     def _groups(self, count: int) -> Iterator[tuple[int, int]]:
         """`count` blocks cut into (first, end) of about `GROUP_BYTES`."""
@@ -468,55 +468,16 @@ class DiskTier(Tier):
     def _digest(self, slot: int) -> bytes:
         return bytes(self._digests[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES])
 
-    def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
-        for buffer in buffers:
-            if (size := sum(piece.nbytes for piece in buffer)) != self._slot_bytes:
-                raise PactViolation(
-                    f"a block's buffer has {size} bytes; a slot of {self._slab.path} has {self._slot_bytes}"
-                )
-
-    def _say_read_failed(self, error: OSError) -> None:
+    def _note_read_failed(self, error: OSError) -> None:
         with self._lock:
             self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
-        self._say("read", f"cannot read {self._slab.path}: {error.strerror}")
+        self._last_errors.add("read", f"cannot read {self.slab.path}: {error.strerror}")
 
-    def _say_write_failed(self, error: OSError) -> None:
-        self._say("write", f"cannot write {self._slab.path}: {error.strerror}; those blocks are not kept")
-
-    def _say(self, kind: str, message: str, trouble: bool = True) -> None:
-        """Log each kind of event once; remember trouble until it is over."""
-        if trouble:
-            self._trouble[kind] = message
-        if kind not in self._said and len(self._said) < _KINDS_SAID:
-            self._said.add(kind)
-            logger.warning("disk tier: %s", message)
+    def _note_write_failed(self, error: OSError) -> None:
+        self._last_errors.add("write", f"cannot write {self.slab.path}: {error.strerror}; those blocks are not kept")
 
 
-def _on_two_threads(work: Callable[[int, int], bool], groups: Iterable[tuple[int, int]]) -> None:
-    """Call `work` for each group, in order, on this thread and on one more, until it answers False; wait for both.
-
-    The second thread is made for this: it lasts as long as one batch, and a stuck one cannot hold up the process's end.
-    """
-    waiting = deque(groups)
-
-    def lane() -> None:
-        while True:
-            try:
-                group = waiting.popleft()
-            except IndexError:
-                return
-            if not work(*group):
-                waiting.clear()
-
-    helper = threading.Thread(target=lane, name="kvpact-disk-lane", daemon=True) if len(waiting) > 1 else None
-    if helper is not None:
-        try:
-            helper.start()
-        except RuntimeError:  # the interpreter is shutting down, and this is the last flush
-            helper = None
-    try:
-        lane()
-    finally:
-        waiting.clear()
-        if helper is not None:
-            helper.join()
+def open_disk(url: TierURL, place: TierContext) -> DiskTier:
+    """The tier at a `disk://` URL. Raises TierError."""
+    access = Access.of(url.options.get("group"))
+    return DiskTier.open(url.path, place.namespace, place.slot_bytes, url.capacity, access=access)

@@ -1,1 +1,20 @@
 """Records in object stores."""
+
+from kvpact.metrics import TierName
+from kvpact.tiers.backend import STORE_OPTIONS, Backend, UrlRules, some_text, whole_number, yes_or_no
+
+_OPTIONS = {
+    **STORE_OPTIONS, "endpoint": some_text, "region": some_text, "allow_http": yes_or_no, "concurrency": whole_number,
+    "anonymous": yes_or_no,
+}  # fmt: skip
+
+BACKEND = Backend(
+    TierName.OBJECT,
+    "kvpact.tiers.objects.store:open_objects",
+    {
+        "s3": UrlRules("s3://bucket/prefix?region=eu-central-1", _OPTIONS),
+        "gs": UrlRules("gs://bucket/prefix", _OPTIONS),
+        "az": UrlRules("az://container/prefix", _OPTIONS),
+        "file": UrlRules("file:///mnt/objects/kvpact", {**_OPTIONS, "group": some_text}),
+    },
+)

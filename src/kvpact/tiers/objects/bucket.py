@@ -63,14 +63,15 @@ class Bucket:
     """Objects by name. A single request ends by itself soon after `timeout`; `each` gives up on time."""
 
     def __init__(
-        self, store: Any, place: str, *, timeout: float, concurrency: int, folder: OwnFolder | None = None
+        self, client: Any, place: str, *, timeout: float, concurrency: int, folder: OwnFolder | None = None
     ) -> None:
-        """`store` is one of obstore's. One of files, in `folder`, replaces an object of any version."""
+        """`client` is a store of obstore's. One of files, in `folder`, replaces an object of any version."""
         self._api = import_module("obstore")
         self._failures = (import_module("obstore.exceptions").BaseError, OSError)
         self._changed = import_module("obstore.exceptions").PreconditionError
         self._exists = import_module("obstore.exceptions").AlreadyExistsError
-        self._store = store
+        self.client = client
+        """Of obstore."""
         self.place = place
         self.timeout = timeout
         self.concurrency = concurrency
@@ -106,7 +107,7 @@ class Bucket:
         if version is not None and version.e_tag is not None:
             options["if_match"] = version.e_tag
         try:
-            result = self._api.get(self._store, name, options=options)
+            result = self._api.get(self.client, name, options=options)
             meta = result.meta
             return Part(memoryview(result.bytes()), meta["size"], PackVersion(meta["e_tag"], meta["version"]))
         except self._changed:
@@ -116,7 +117,7 @@ class Bucket:
                 return Part(memoryview(b""), 0, PackVersion())
             if self._gone(error):
                 return None
-            raise self._said(error) from None
+            raise self._told(error) from None
 
     def put(self, name: str, data: bytes, replaced: PackVersion | None = None) -> PackVersion | None:
         """Store an object that is not there, or instead of the version `replaced`; None if that is not so."""
@@ -129,7 +130,7 @@ class Bucket:
         try:
             if self._folder is not None:
                 self._folder.access.make_parents(self._folder.path / name, self._folder.path)
-            result = self._api.put(self._store, name, data, mode=mode, use_multipart=False)
+            result = self._api.put(self.client, name, data, mode=mode, use_multipart=False)
             if self._folder is not None:
                 with suppress(FileNotFoundError):  # somebody has removed it since
                     self._folder.access.settle(self._folder.path / name, self._folder.access.file_mode)
@@ -139,19 +140,19 @@ class Bucket:
         except self._failures as error:
             if replaced is not None and self._gone(error):
                 return None
-            raise self._said(error) from None
+            raise self._told(error) from None
 
     def delete(self, name: str) -> None:
         """Remove an object, if it is there."""
         try:
-            self._api.delete(self._store, name)
+            self._api.delete(self.client, name)
         except self._failures as error:
             if not self._gone(error):
-                raise self._said(error) from None
+                raise self._told(error) from None
 
     def pages(self, folder: str = "") -> Iterator[list[str]]:
         """The names of all objects in a folder, or in all."""
-        listing = self._api.list(self._store, prefix=folder or None, chunk_size=PAGE_OBJECTS)
+        listing = self._api.list(self.client, prefix=folder or None, chunk_size=PAGE_OBJECTS)
         while True:
             [page] = self.each(self.next_page, [listing])
             if page is None:
@@ -167,7 +168,7 @@ class Bucket:
         except self._failures as error:
             if self._gone(error):
                 return None
-            raise self._said(error) from None
+            raise self._told(error) from None
 
     def close(self) -> None:
         """Start no more requests. Does not wait for those under way."""
@@ -177,7 +178,7 @@ class Bucket:
     def _gone(error: Exception) -> bool:
         return isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(str(error))
 
-    def _said(self, error: Exception) -> StoreError:
+    def _told(self, error: Exception) -> StoreError:
         """What to tell of an error: from what it says only words that cannot be a secret are taken."""
         text = str(error)
         status = re.search(r"status code: (\d{3})", text)

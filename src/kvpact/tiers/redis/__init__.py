@@ -1,1 +1,21 @@
 """Records in Redis or Valkey."""
+
+from kvpact.metrics import TierName
+from kvpact.tiers.backend import STORE_OPTIONS, Backend, UrlRules, some_text
+from kvpact.units import parse_duration, parse_size
+
+_OPTIONS = {
+    **STORE_OPTIONS, "expiry": parse_duration, "password_file": some_text, "ca_file": some_text, "part": parse_size
+}  # fmt: skip
+
+BACKEND = Backend(
+    TierName.REDIS,
+    "kvpact.tiers.redis.opening:open_redis",
+    {
+        "redis": UrlRules("redis://cache:6379/0", _OPTIONS),
+        "rediss": UrlRules("rediss://user@cache:6380/0?password_file=/run/secrets/redis", _OPTIONS),
+        "redis+cluster": UrlRules("redis+cluster://cache-1:6379,cache-2:6379", _OPTIONS),
+        "rediss+cluster": UrlRules("rediss+cluster://cache-1:6379,cache-2:6379", _OPTIONS),
+        "redis+sentinel": UrlRules("redis+sentinel://guard-1:26379,guard-2:26379/mymaster/0", _OPTIONS),
+    },
+)

@@ -14,7 +14,8 @@ from kvpact.tiers.redis.connections import Address, Credentials, Pool
 from kvpact.tiers.redis.parts import MAX_PART, MIN_PART
 from kvpact.tiers.redis.servers import Cluster, OneServer, Sentinels, Servers
 from kvpact.tiers.redis.store import RedisStore
-from kvpact.tiers.urls import SCHEMES, TierURL
+from kvpact.tiers.registry import SCHEMES
+from kvpact.tiers.urls import TierURL
 from kvpact.units import format_size
 
 TIMEOUT_SECONDS: Final = 2.0

@@ -91,23 +91,24 @@ class MooncakeStore(RecordStore):
         metrics_port: int = METRICS_PORT,
     ) -> None:
         """`client` is a `MooncakeDistributedStore` that has been set up; it is closed with the store."""
-        self._client = client
-        self._master = master
+        self.client = client
+        """Of Mooncake."""
+        self.master = master
         self._prefix = f"{prefix}/" if prefix else ""
         self._timeout = timeout
-        self._metrics_port = metrics_port
+        self.metrics_port = metrics_port
         self._closed = False
         self._running = threading.BoundedSemaphore(GIVEN_UP_CALLS)
 
     @property
     def place(self) -> str:
-        return f"mooncake://{self._master[0]}:{self._master[1]}/{self._prefix}".rstrip("/")
+        return f"mooncake://{self.master[0]}:{self.master[1]}/{self._prefix}".rstrip("/")
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [code == 1 for code in self._look(self._keys(names))]
 
     def _look(self, keys: list[str]) -> list[int]:
-        codes: list[int] = self._call("look up", lambda: self._client.batch_is_exist(keys)) if keys else []
+        codes: list[int] = self.call("look up", lambda: self.client.batch_is_exist(keys)) if keys else []
         self._require("look up", codes)
         return codes
 
@@ -117,7 +118,7 @@ class MooncakeStore(RecordStore):
         # Nothing of another length is fetched: the client takes a whole object into its memory (P14).
         fitting = [at for at, (size, length) in enumerate(zip(sizes, lengths, strict=True)) if size == length]
         keys = self._keys([names[at] for at in fitting])
-        objects = self._call("read", lambda: self._client.batch_get_buffer(keys)) if keys else []
+        objects = self.call("read", lambda: self.client.batch_get_buffer(keys)) if keys else []
         found = [False] * len(names)
         for at, arrived in zip(fitting, objects, strict=True):
             found[at] = arrived is not None and _copy(arrived, buffers[at])
@@ -132,7 +133,7 @@ class MooncakeStore(RecordStore):
 
     def _sizes(self, keys: list[str]) -> list[int]:
         """Each object's length in bytes; below 0 for one that is not there."""
-        sizes: list[int] = self._call("look up", lambda: [self._client.get_size(key) for key in keys]) if keys else []
+        sizes: list[int] = self.call("look up", lambda: [self.client.get_size(key) for key in keys]) if keys else []
         self._require("look up", [size for size in sizes if size not in _NOT_THERE])
         return sizes
 
@@ -144,13 +145,13 @@ class MooncakeStore(RecordStore):
         if there:
             self._drop(there)
         if keys:
-            self._require("write", [self._call("write", lambda: self._client.put_batch(keys, values))])
+            self._require("write", [self.call("write", lambda: self.client.put_batch(keys, values))])
 
     def remove(self, names: Sequence[str]) -> int:
         return self._drop(self._keys(names)) if names else 0
 
     def _drop(self, keys: list[str]) -> int:
-        codes = self._call("remove", lambda: self._client.batch_remove(keys, True))
+        codes = self.call("remove", lambda: self.client.batch_remove(keys, True))
         self._require("remove", [code for code in codes if code not in _NOT_THERE])
         return sum(code == 0 for code in codes)
 
@@ -167,7 +168,7 @@ class MooncakeStore(RecordStore):
             return None
         if self.record_bytes not in (None, size):
             return b""
-        found = self._call("read", lambda: self._client.get_buffer(key))
+        found = self.call("read", lambda: self.client.get_buffer(key))
         if found is None:
             self._look([key])
             return None
@@ -176,14 +177,14 @@ class MooncakeStore(RecordStore):
     def names(self, group: str = "") -> Iterator[StoredRecord]:
         """See `RecordStore`. Sizes are not told. Raises StoreError if the master's metrics port does not answer."""
         prefix = f"{self._prefix}{group}/" if group else self._prefix
-        for key in self._ask_master("/get_all_keys").splitlines():
+        for key in self.ask_master("/get_all_keys").splitlines():
             name = key[len(self._prefix) :]
             if key.startswith(prefix) and (key_of(name) or name.endswith(f"/{NAMESPACE_RECORD}")):
                 yield StoredRecord(name, 0)
 
     def clear(self, group: str) -> None:
         pattern = f"^{self._prefix}{group}/"
-        self._require("clear", [self._call("clear", lambda: self._client.remove_by_regex(pattern, True))])
+        self._require("clear", [self.call("clear", lambda: self.client.remove_by_regex(pattern, True))])
 
     def size(self, name: str) -> int | None:
         (size,) = self._sizes(self._keys([name]))
@@ -192,7 +193,7 @@ class MooncakeStore(RecordStore):
     def usage(self) -> StoreUsage:
         """See `RecordStore`: of the whole pool, whoever uses it."""
         try:
-            numbers = dict(line.rsplit(" ", 1) for line in self._ask_master("/metrics").splitlines() if " " in line)
+            numbers = dict(line.rsplit(" ", 1) for line in self.ask_master("/metrics").splitlines() if " " in line)
         except StoreError:
             return StoreUsage()
         with suppress(KeyError, ValueError):
@@ -216,14 +217,14 @@ class MooncakeStore(RecordStore):
         for _ in range(GIVEN_UP_CALLS):
             self._running.acquire()
         with suppress(Exception):
-            self._client.close()
+            self.client.close()
 
     # Within
 
     def _keys(self, names: Sequence[str]) -> list[str]:
         return [self._prefix + name for name in names]
 
-    def _call(self, what: str, function: Callable[[], Result]) -> Result:
+    def call(self, what: str, function: Callable[[], Result]) -> Result:
         """What `function` returns, or StoreError if it does not in time; it then goes on alone."""
         if not self._running.acquire(timeout=self._timeout):
             raise StoreError(
@@ -243,9 +244,10 @@ class MooncakeStore(RecordStore):
         if worst < 0:
             raise StoreError(f"cannot {what} in {self.place}: {_REASONS.get(worst, f'Mooncake says {worst}')}")
 
-    def _ask_master(self, path: str) -> str:
-        host = self._master[0]
-        connection = http.client.HTTPConnection(host, self._metrics_port, timeout=self._timeout)
+    def ask_master(self, path: str) -> str:
+        """What the master's metrics port says at `path`. Raises StoreError."""
+        host = self.master[0]
+        connection = http.client.HTTPConnection(host, self.metrics_port, timeout=self._timeout)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -255,7 +257,7 @@ class MooncakeStore(RecordStore):
             return text
         except (OSError, http.client.HTTPException) as error:
             raise StoreError(
-                f"cannot list {self.place}: the master's metrics port {host}:{self._metrics_port} does not answer "
+                f"cannot list {self.place}: the master's metrics port {host}:{self.metrics_port} does not answer "
                 f"({error}); name the right one with ?metrics=PORT"
             ) from None
         finally:

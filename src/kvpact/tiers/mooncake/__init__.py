@@ -1,0 +1,16 @@
+"""The tier in a Mooncake store."""
+
+from kvpact.metrics import TierName
+from kvpact.tiers.backend import STORE_OPTIONS, Backend, UrlRules, some_text, whole_number
+from kvpact.units import parse_size
+
+_OPTIONS = {
+    **STORE_OPTIONS, "metadata_server": some_text, "protocol": some_text, "device": some_text, "hostname": some_text,
+    "segment": parse_size, "buffer": parse_size, "metrics": whole_number,
+}  # fmt: skip
+
+BACKEND = Backend(
+    TierName.MOONCAKE,
+    "kvpact.tiers.mooncake.store:open_mooncake",
+    {"mooncake": UrlRules("mooncake://master:50051?metadata_server=P2PHANDSHAKE", _OPTIONS)},
+)
