@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpact.testkit.vllm.simple_connector import SimpleConnector
-from kvpact.vllm.compat.releases import StepBlockTables
+from kvpact.vllm.compat.scheduler import StepBlockTables
 
 PIECE = 4
 """Tokens that are kept and promised together."""

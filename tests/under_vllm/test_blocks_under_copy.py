@@ -21,7 +21,7 @@ from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.metrics import Metrics
 from kvpact.vllm import checks
-from kvpact.vllm.compat.releases import COUNTS_HELD_BLOCKS
+from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.scheduler_side import SchedulerSide
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
-from kvpact.vllm.compat.releases import COUNTS_HELD_BLOCKS
+from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
 from kvpact.worker.worker import RankInfo
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.metrics import Metrics
 from kvpact.vllm.checks import check_engine, check_match_at, log_like_vllm, worker_place
-from kvpact.vllm.compat.releases import transfer_results
+from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.context import VllmContext
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata

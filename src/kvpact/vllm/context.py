@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from kvpact.block_refs import BlockRefs, count_more, cursor_lost, no_such_block, no_such_request, not_free
 from kvpact.contract import KVCacheBlockView
-from kvpact.vllm.compat.releases import BlockTables, StepBlockTables, evict_first_of_all, group_of, is_free, next_free
+from kvpact.vllm.compat.scheduler import BlockTables, StepBlockTables, evict_first_of_all, group_of, is_free, next_free
 
 NOT_ADMITTED = frozenset({"WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "PREEMPTED"})
 """vLLM's states of a request that it may still take. One that waits for its load has been taken."""

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvpact.vllm.compat.releases import StepBlockTables
+from kvpact.vllm.compat.scheduler import StepBlockTables
 
 
 @dataclass(frozen=True, slots=True)

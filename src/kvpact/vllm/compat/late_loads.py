@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from kvpact.contract import BlockHolder, LoadJob
-from kvpact.vllm.compat.releases import TAKES_FAILED_REQUESTS
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 
 
 class LateLoads:
