@@ -23,6 +23,20 @@ REACHES_ITS_STORE = {"tiers.mooncake.store": {"socket", "http.client"}}
 """A tier talks to the store whose address its user gave; the others do so through that store's client."""
 
 
+OWN_OPTIONAL_MEMBERS = {
+    "before_update_states",
+    "external_hits_applied",
+    "hits_agree_over_ranks",
+    "loaded_adapters",
+    "model_at",
+    "step_hook_bound",
+    "take_hit_corrections",
+    "watch_weights",
+    "weights_notices",
+}
+"""What kvpact itself asks of connectors, which need not have it."""
+
+
 def imports_of(path: Path, *, for_types: bool = True) -> set[str]:
     """Every module that the file names in an import statement, wherever it stands; or those that it needs to run."""
     found: set[str] = set()
@@ -109,3 +123,12 @@ def test_h82_nothing_here_can_send_anything_to_anybody() -> None:
         found = {imported for imported in imports_of(path) if imported in means or imported.split(".")[0] in means}
         found -= REACHES_ITS_STORE.get(name, set())
         assert not found, f"{name} imports {found}"
+
+
+def test_vllm_objects_are_asked_what_they_have_in_compat_only() -> None:
+    for name, path in modules().items():
+        if name.startswith("vllm.") and not name.startswith("vllm.compat."):
+            for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+                if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr"):
+                    asked = call.args[1].value if isinstance(call.args[1], ast.Constant) else None
+                    assert asked is None or asked in OWN_OPTIONAL_MEMBERS, f"{name}: {ast.unparse(call)}"

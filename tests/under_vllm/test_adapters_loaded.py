@@ -21,7 +21,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManage
 from kvpact.identity.adapter_files import look_at_files, look_at_rest
 from kvpact.identity.loaded_adapters import NO_STAMP, LoadedAdapters, LoadedAdaptersWriter
 from kvpact.vllm import worker as worker_module
-from kvpact.vllm.adapter_watch import METHOD, watch_adapters
+from kvpact.vllm.adapter_watch import watch_adapters
+from kvpact.vllm.compat.objects import LOAD_ADAPTER
 from kvpact.vllm.worker import KvpactWorker
 
 BLOCKS = 6
@@ -73,8 +74,8 @@ def watched(page: memoryview) -> tuple[Manager, LoadedAdaptersWriter]:
 
 
 def test_vllm_loads_adapters_with_the_method_that_is_watched() -> None:
-    assert METHOD in vars(WorkerLoRAManager)
-    assert LRUCacheWorkerLoRAManager.add_adapter.__code__.co_names.count(METHOD) == 1
+    assert LOAD_ADAPTER in vars(WorkerLoRAManager)
+    assert LRUCacheWorkerLoRAManager.add_adapter.__code__.co_names.count(LOAD_ADAPTER) == 1
 
 
 def test_what_was_loaded_is_said_with_the_state_of_its_files(page: memoryview, tmp_path: Path) -> None:

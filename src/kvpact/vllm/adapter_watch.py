@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 from kvpact.identity.adapter_files import FilesSeen, look_at_rest
 from kvpact.identity.loaded_adapters import NO_STAMP, LoadedAdaptersWriter
+from kvpact.vllm.compat.objects import is_tensorized, wrap_adapter_loader
 
 logger = logging.getLogger(__name__)
-
-METHOD = "_load_adapter"
-"""Of vLLM's `WorkerLoRAManager`: reads an adapter's files, and nothing else does."""
 
 
 def watch_adapters(manager: Any, table: LoadedAdaptersWriter) -> bool:
     """Have `manager`, vLLM's `WorkerLoRAManager`, say in `table` what it loads; whether it can be made to."""
-    load = getattr(manager, METHOD, None)
-    if load is None:
-        return False
-    setattr(manager, METHOD, _saying_so(load, table))
-    return True
+    return wrap_adapter_loader(manager, partial(_saying_so, table))
 
 
-def _saying_so(load: Callable[..., Any], table: LoadedAdaptersWriter) -> Callable[..., Any]:
+def _saying_so(table: LoadedAdaptersWriter, load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
     def load_adapter(lora_request: Any, *arguments: Any, **named: Any) -> Any:
         before, stamp = _look(lora_request), NO_STAMP
@@ -58,8 +52,8 @@ def _say(table: LoadedAdaptersWriter, lora_request: Any, stamp: bytes) -> None:
 
 def _look(lora_request: Any) -> FilesSeen | None:
     """The adapter's files as they are now; None if a later change may look the same."""
-    if getattr(lora_request, "tensorizer_config_dict", None):
-        return None  # its weights come from elsewhere
+    if is_tensorized(lora_request):
+        return None
     try:
         return look_at_rest(Path(lora_request.lora_path).expanduser())
     except (OSError, ValueError, RuntimeError):

@@ -18,6 +18,13 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from kvpact.errors import ConfigError
 from kvpact.identity.weights import DigestMemory, WeightFiles
+from kvpact.vllm.compat.configuration import (
+    code_references,
+    draft_model,
+    load_format,
+    resolved_revision,
+    weights_source,
+)
 
 SET_MODEL_ID = "set `model_id` in kv_connector_extra_config to a name that changes when the weights change"
 
@@ -80,11 +87,9 @@ def base_weights(vllm_config: Any, model_id: str | None) -> BaseWeights:
     if model_id is not None:
         return BaseWeights((f"id:{model_id}",))
     parts = _weights_of(vllm_config.model_config, vllm_config.load_config)
-    speculative = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
-    if draft is not None and str(draft.model) != str(vllm_config.model_config.model):
-        draft_load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-        parts += _weights_of(draft, draft_load_config)
+    draft = draft_model(vllm_config)
+    if draft is not None and str(draft[0].model) != str(vllm_config.model_config.model):
+        parts += _weights_of(*draft)
     return BaseWeights(tuple(parts))
 
 
@@ -94,15 +99,15 @@ def cannot_tell(why: object) -> ConfigError:
 
 
 def _weights_of(model_config: Any, load_config: Any) -> list[str | WeightFiles]:
-    load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
-    if load_format == "dummy":
+    kind = load_format(load_config)
+    if kind == "dummy":
         return [f"dummy:{model_config.seed}"]
     model, cache = str(model_config.model), load_config.download_dir
-    elsewhere = str(getattr(model_config, "model_weights", "") or model)
-    if elsewhere != model:
-        raise cannot_tell(f"they come from {elsewhere!r}")
-    if load_format not in FROM_THE_MODEL:
-        raise cannot_tell(f'load_format "{load_format}" may have them from anywhere')
+    source = weights_source(model_config)
+    if source != model:
+        raise cannot_tell(f"they come from {source!r}")
+    if kind not in FROM_THE_MODEL:
+        raise cannot_tell(f'load_format "{kind}" may have them from anywhere')
     code, place = _remote_code(model_config, cache), Path(model)
     if not place.exists():
         return [f"hub:{_hub_model(model, model_config.revision, cache)}", *code]
@@ -132,10 +137,9 @@ def hub_commit(repository: str, revision: str | None, cache: str | None) -> str 
     vLLM resolves it once when it starts (0.28 and later, `ResolvedRevision` of huggingface_hub), so a branch that moves
     meanwhile changes nothing. Else the hub's `cache` tells (None: the usual folder), from which the engine has loaded.
     """
-    if getattr(revision, "_repo_id", repository) in (repository, None):  # a commit says something of its own one only
-        revision = getattr(revision, "resolved", revision)
+    revision = resolved_revision(revision, repository)
     if revision is not None and COMMIT.fullmatch(revision):
-        return str(revision)
+        return revision
     folder = hub_folder(repository, cache)
     try:
         commit = (folder / "refs" / (revision or "main")).read_text().strip()
@@ -168,7 +172,7 @@ def _remote_code(model_config: Any, cache: str | None) -> list[str]:
     if not model_config.trust_remote_code:
         return []
     model, found = str(model_config.model), set()
-    for reference in _references(getattr(model_config.hf_config, "auto_map", None)):
+    for reference in _references(code_references(model_config)):
         repository = reference.rpartition("--")[0] or model
         if repository == model and (model_config.code_revision is None or Path(model).exists()):
             continue

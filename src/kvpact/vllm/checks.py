@@ -1,6 +1,6 @@
 """Which engines can be served correctly: checked once at start, each refusal one clear message.
 
-Owns the list of releases and the settings under which kvpact's promises hold.
+Owns the settings under which kvpact's promises hold.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from typing import Any
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
+from kvpact.vllm.compat.configuration import allows_cascade_attention, takes_scales_from_a_prompt
+from kvpact.vllm.compat.releases import SERIES, is_known
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
 from kvpact.worker.worker import RankInfo
 
 logger = logging.getLogger(__name__)
-
-TESTED_RELEASES = ("0.26", "0.28", "0.30", "0.32", "0.33")
-"""Releases whose real scheduler the tests drive (of 0.32 the engine); others get a warning: the API may change."""
 
 SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Layouts in which a block's content depends on its tokens alone and every block of a request stays in place."""
@@ -27,8 +26,8 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     import vllm
 
     release = str(vllm.__version__)
-    if not release.startswith(TESTED_RELEASES):
-        logger.warning("kvpact: vLLM %s is not among the tested releases (%s)", release, ", ".join(TESTED_RELEASES))
+    if not is_known(release):  # the API may change
+        logger.warning("kvpact: vLLM %s is not among the tested releases (%s)", release, ", ".join(SERIES))
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise ConfigError(f'kv_role is "{transfer.kv_role}"; a cache both stores and loads: set "kv_role": "kv_both"')
@@ -38,12 +37,12 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
             transfer.kv_load_failure_policy,
         )
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+    if takes_scales_from_a_prompt(vllm_config):
         raise ConfigError(
             "calculate_kv_scales takes the scales of quantised keys and values from the first prompt that comes, so "
             "no other engine could read what this one stores: leave --calculate-kv-scales out"
         )
-    if COUNTS_HELD_BLOCKS and not getattr(vllm_config.model_config, "disable_cascade_attn", True):
+    if COUNTS_HELD_BLOCKS and allows_cascade_attention(vllm_config):
         raise ConfigError(
             f"cascade attention on vLLM {release} goes by how often each block is used, and kvpact holds blocks while "
             "they are copied: it would hear of a common prefix that requests do not have, and answer wrongly; "

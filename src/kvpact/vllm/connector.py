@@ -28,6 +28,7 @@ from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.metrics import Metrics
 from kvpact.vllm.checks import check_engine, check_match_at, log_like_vllm, worker_place
+from kvpact.vllm.compat.objects import failed_requests
 from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.context import VllmContext
 from kvpact.vllm.guard import Guard, guarded
@@ -315,7 +316,7 @@ class PactConnector(KVConnectorBase_V1):
         """Settlement: what the workers reported, combined over ranks."""
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
-        failed = getattr(connector_output, "failed_recving", ())
+        failed = failed_requests(connector_output)
         self._scheduler_side.take_report(report, set(connector_output.invalid_block_ids), failed)
 
     @guarded(lambda: (False, None))

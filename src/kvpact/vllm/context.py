@@ -12,7 +12,15 @@ from weakref import WeakValueDictionary
 
 from kvpact.block_refs import BlockRefs, count_more, cursor_lost, no_such_block, no_such_request, not_free
 from kvpact.contract import KVCacheBlockView
-from kvpact.vllm.compat.scheduler import BlockTables, StepBlockTables, evict_first_of_all, group_of, is_free, next_free
+from kvpact.vllm.compat.scheduler import (
+    BlockTables,
+    StepBlockTables,
+    evict_first_of_all,
+    group_of,
+    is_free,
+    next_free,
+    pool_and_tables,
+)
 
 NOT_ADMITTED = frozenset({"WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "PREEMPTED"})
 """vLLM's states of a request that it may still take. One that waits for its load has been taken."""
@@ -25,9 +33,8 @@ def scheduler_context(offered: Any, policy: str = "fcfs") -> VllmContext:
     `vllm_config.scheduler_config.policy`. The connector passes on three of its hooks, first thing in each of them:
     `on_new_request`, `update_state_after_alloc` and `build_connector_meta`.
     """
-    if hasattr(offered, "block_pool"):
-        return VllmContext(offered.block_pool, offered, policy)
-    return VllmContext(offered, StepBlockTables(), policy)
+    pool, tables = pool_and_tables(offered)
+    return VllmContext(pool, tables, policy)
 
 
 class VllmContext:

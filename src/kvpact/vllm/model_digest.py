@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kvpact.vllm.compat.objects import draft_module
+
 SAMPLED_ELEMENTS = 1 << 16
 """Of all parameters together: a change of one element in 10,000, anywhere, is missed once in 700 times."""
 
@@ -27,8 +29,7 @@ SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def models_of(worker: Any) -> list[Any]:
     """The modules whose weights the worker computes with: the model, and the draft model where there is one."""
-    draft = getattr(worker, "get_draft_model", None)
-    models = [worker.get_model(), draft() if draft is not None else None]
+    models = [worker.get_model(), draft_module(worker)]
     return [model for model in models if isinstance(model, torch.nn.Module)]
 
 

@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any
 
 from kvpact.identity.notices import NoticeWriter
+from kvpact.vllm.compat.objects import weight_loader
 from kvpact.vllm.model_digest import Sample, digest_of, models_of
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class ModelWatch:
     def watch_loading(self) -> None:
         """The models are there: from now on their `load_weights` says that it changes them, whoever calls it."""
         for model in models_of(self._worker):
-            load = getattr(model, "load_weights", None)
+            load = weight_loader(model)
             if load is not None and id(model) not in self._asked:
                 self._asked.add(id(model))
                 model.load_weights = self._announced(load)

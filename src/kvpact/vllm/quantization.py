@@ -12,10 +12,7 @@ from typing import Any
 
 from kvpact.identity.weights import file_digest
 from kvpact.vllm.base_weights import cannot_tell
-
-KERNEL_SETTINGS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
-KERNEL_VARIABLES = ("VLLM_DISABLED_KERNELS", "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_DEEP_GEMM", "VLLM_USE_MARLIN")
-"""Which of them there are depends on vLLM's release."""
+from kvpact.vllm.compat.configuration import kernel_settings, kernel_variables, quantization_settings
 
 
 def quantization(vllm_config: Any) -> str:
@@ -23,22 +20,20 @@ def quantization(vllm_config: Any) -> str:
 
     Raises ConfigError if a file with settings that the user names cannot be read.
     """
-    from vllm import envs
     from vllm.platforms import current_platform
 
     model = vllm_config.model_config
     if model.quantization is None:
         return "None"
-    settings = getattr(model, "quantization_config", None)
+    settings = quantization_settings(model)
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
-    kernels = getattr(vllm_config, "kernel_config", None)
     told = {
         "method": str(model.quantization),
         "settings": settings if settings is None or isinstance(settings, dict) else asdict(settings),
         "file": _file(overrides.get("quantization_config_file")),
         "device": str(current_platform.get_device_capability()),  # the same method has other kernels on others
-        "kernels": {name: getattr(kernels, name, None) for name in KERNEL_SETTINGS},
-        "variables": {name: getattr(envs, name, None) for name in KERNEL_VARIABLES},
+        "kernels": kernel_settings(vllm_config),
+        "variables": kernel_variables(),
     }
     return json.dumps(told, sort_keys=True, default=str)
 

@@ -14,6 +14,8 @@ from typing import Any
 from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.identity.keys import MediaSpan, RequestIdentity
 from kvpact.vllm.adapter_digests import MAX_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
+from kvpact.vllm.compat.configuration import encoder_cache_size, encodes_media_elsewhere, runs_encoder_with_adapters
+from kvpact.vllm.compat.objects import has_3d_adapter, prompt_token_mask
 from kvpact.vllm.content_digests import embedding_digests
 from kvpact.vllm.media_contents import MIN_NAMES, MediaContent, MediaContents
 
@@ -27,18 +29,16 @@ class RequestIdentities:
     """What the requests of one engine bring, digested in the background. Make it before the engine loads adapters."""
 
     def __init__(self, vllm_config: Any) -> None:
-        scheduler, lora = vllm_config.scheduler_config, vllm_config.lora_config
+        lora = vllm_config.lora_config
         self.block_size = int(vllm_config.cache_config.block_size)
         self.contents = DigestThread("kvpact-content")
         self.adapters = AdapterDigests(MAX_ADAPTERS + (int(lora.max_cpu_loras or 0) if lora is not None else 0))
-        self.media = MediaContents(
-            self.contents, max(MIN_NAMES, int(getattr(scheduler, "encoder_cache_size", None) or 0))
-        )
+        self.media = MediaContents(self.contents, max(MIN_NAMES, encoder_cache_size(vllm_config)))
         self.adapter_kind = str(lora.lora_dtype) if lora is not None else ""
         """What vLLM makes of an adapter's weights when it loads them."""
-        self.media_come_from_elsewhere = getattr(vllm_config, "ec_transfer_config", None) is not None
+        self.media_come_from_elsewhere = encodes_media_elsewhere(vllm_config)
         """Whether another process encodes media: under an identifier, whatever the features here are."""
-        self.media_depend_on_adapters = lora is not None and bool(getattr(lora, "enable_tower_connector_lora", False))
+        self.media_depend_on_adapters = runs_encoder_with_adapters(lora)
         """Whether the encoder runs with the adapter; vLLM keeps its output by the adapter's name, not its weights."""
         self._said: set[str] = set()
 
@@ -180,8 +180,9 @@ class VllmRequest:
 
     def _can_be_told(self) -> bool:
         request, identities = self.request, self._identities
-        for name in ("cache_salt", "request_id"):  # the workers are told of a request by its id
-            if not _is_unicode(getattr(request, name) or ""):
+        # The workers are told of a request by its id.
+        for name, text in (("cache_salt", request.cache_salt), ("request_id", request.request_id)):
+            if not _is_unicode(text or ""):
                 identities.refuse(f"whose {name} is no Unicode text")
                 return False
         if request.mm_features and identities.media_come_from_elsewhere:
@@ -202,7 +203,7 @@ class VllmRequest:
         self._is_open |= not pending.is_done
         if pending.value is None or not self._identities.adapters.counts(use, pending.value):
             return None
-        layout = ":3d" if getattr(lora, "is_3d_lora_weight", False) else ""
+        layout = ":3d" if has_3d_adapter(lora) else ""
         name = f"{pending.value.digest}:{self._identities.adapter_kind}{layout}"
         use.counted.add(name)
         return name
@@ -242,7 +243,7 @@ class VllmRequest:
         if request.prompt_embeds is None:
             return {}
         if self._embeddings is None:
-            is_token = getattr(request, "prompt_is_token_ids", None)
+            is_token = prompt_token_mask(request)
             rows, block_size = request.prompt_embeds, self._identities.block_size
             self._embeddings = self._identities.contents.ask(partial(embedding_digests, rows, is_token, block_size))
         self._is_open |= not self._embeddings.is_done

@@ -6,10 +6,13 @@ and offers connectors no way to correct it. Everything else works without these 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvpact.vllm.compat.objects import set_hit_sources
 
 
 class _CountsWhatWasUsed:
@@ -30,8 +33,7 @@ class _CountsWhatWasUsed:
             hits, again = take()
             counted.hits += hits
             counted.preempted_hits += again
-            if hasattr(counted, "hits_by_source"):  # since 0.32: the same tokens, by where they came from
-                counted.hits_by_source = self.connector.get_external_cache_hit_sources(None, counted.hits)
+            set_hit_sources(counted, partial(self.connector.get_external_cache_hit_sources, None))
         return stats
 
 

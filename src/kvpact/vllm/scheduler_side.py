@@ -26,6 +26,7 @@ from kvpact.metrics import Metrics, explain_misses
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
+from kvpact.vllm.compat.configuration import runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.guard import Guard
@@ -103,7 +104,7 @@ class SchedulerSide:
         self._loaded_for: dict[str, AdapterUsed] = {}
         """Request id -> what its blocks were loaded for, until a step has run with them."""
         self._unsettled = WorkerReport({})
-        self._candidates = Candidates(new_requests_only=bool(getattr(vllm_config, "use_v2_model_runner", False)))
+        self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
         self._credit = HitCredit()
         self._weights: WeightsWatch | None = None
         self._ordered_at: tuple[int, ...] = ()

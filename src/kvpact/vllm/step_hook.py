@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 from kvpact.errors import PactViolation
+from kvpact.vllm.compat.objects import collects_outputs, load_before_forward, replays
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class Candidates:
                 self._left_out.add(new.req_id)
             else:
                 self._left_out.discard(new.req_id)
-        if getattr(scheduler_output, "aux_output_connector_metadata", None) is not None:
-            return {}  # somebody collects what the forward pass of every token leaves
+        if collects_outputs(scheduler_output):
+            return {}
         requests = [new.req_id for new in scheduler_output.scheduled_new_reqs]
         if not self._new_requests_only:
             requests += scheduler_output.scheduled_cached_reqs.req_ids
@@ -79,7 +80,7 @@ def _needs_every_token(new: Any) -> bool:
         new.mm_features
         or new.prompt_embeds is not None
         or new.pooling_params is not None
-        or getattr(new, "replay_start", 0)
+        or replays(new)
         or (sampling is not None and sampling.prompt_logprobs is not None)
     )
 
@@ -108,9 +109,7 @@ def apply_external_hits(scheduler_output: Any, hits: Hits) -> Any:
         "num_scheduled_tokens": {name: count - hits.get(name, 0) for name, count in counts.items()},
         "total_num_scheduled_tokens": scheduler_output.total_num_scheduled_tokens - sum(hits.values()),
     }
-    if hasattr(scheduler_output, "has_sync_kv_loads"):
-        changes["has_sync_kv_loads"] = True  # without it releases from 0.30 on load after the forward pass
-    return replace(scheduler_output, **changes)
+    return replace(scheduler_output, **changes, **load_before_forward(scheduler_output))
 
 
 class StepHook:

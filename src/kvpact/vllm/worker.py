@@ -14,14 +14,14 @@ from typing import Any
 from kvpact.errors import ConfigError
 from kvpact.identity.notices import NoticeWriter
 from kvpact.vllm.adapter_watch import watch_adapters
+from kvpact.vllm.compat.configuration import moves_experts, split_context
+from kvpact.vllm.compat.objects import adapter_manager, connectors_of
 from kvpact.vllm.compat.platforms import base_worker
+from kvpact.vllm.compat.releases import SERIES, is_known
 from kvpact.vllm.model_watch import ModelWatch, extension_methods
 from kvpact.vllm.step_hook import Minimum, StepHook
 
 logger = logging.getLogger(__name__)
-
-KNOWN_RELEASES = ("0.26", "0.28", "0.30", "0.32", "0.33")
-"""Releases whose model runners were read: how they take in a step's numbers is no promise of vLLM's."""
 
 FIRST_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
@@ -37,15 +37,13 @@ def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHoo
     import vllm
 
     release = str(vllm.__version__)
-    if release.split(".")[:2] not in [known.split(".") for known in KNOWN_RELEASES]:
+    if not is_known(release):  # how a model runner takes in a step's numbers is no promise of vLLM's: they were read
         raise ConfigError(
-            f"the step hook is not known to be right on vLLM {release}, only on {', '.join(KNOWN_RELEASES)}: "
+            f"the step hook is not known to be right on vLLM {release}, only on {', '.join(SERIES)}: "
             "leave worker_cls out"
         )
-    parallel = worker.vllm_config.parallel_config
-    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, setting, 1) > 1:
-            raise ConfigError(f"the step hook does not serve {setting}={getattr(parallel, setting)}: a rank has a part")
+    for setting, size in split_context(worker.vllm_config.parallel_config).items():
+        raise ConfigError(f"the step hook does not serve {setting}={size}: a rank has a part")
     for group in kv_cache_config.kv_cache_groups:
         if "Mamba" in type(group.kv_cache_spec).__name__:
             raise ConfigError("the step hook does not serve models with recurrent state: leave worker_cls out")
@@ -127,7 +125,7 @@ BETWEEN_STEPS = ("sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
 
 def pact_connector(connector: Any) -> Any:
     """kvpact's connector: the given one, or the one among MultiConnector's; None if there is none."""
-    for one in (connector, *getattr(connector, "_connectors", ())):
+    for one in connectors_of(connector):
         if getattr(one, "watch_weights", None) is not None:
             return one
     return None
@@ -223,15 +221,14 @@ class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[
     def _watch_weights(self, connector: Any) -> None:
         if connector is None or connector.weights_notices is None:
             return
-        moves_experts = bool(getattr(self.vllm_config.parallel_config, "enable_eplb", False))
-        self.kvpact_watch.bind(connector.weights_notices, samples=not moves_experts)
+        self.kvpact_watch.bind(connector.weights_notices, samples=not moves_experts(self.vllm_config))
         connector.watch_weights()
         for name in extension_methods(type(self)):
             if name not in vars(self):
                 setattr(self, name, self._compared(getattr(self, name)))
 
     def _watch_adapters(self, connector: Any) -> None:
-        manager, table = getattr(self.model_runner, "lora_manager", None), getattr(connector, "loaded_adapters", None)
+        manager, table = adapter_manager(self.model_runner), getattr(connector, "loaded_adapters", None)
         if manager is None or table is None or manager is self._kvpact_adapters:
             return
         self._kvpact_adapters = manager

@@ -19,13 +19,11 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvpact.vllm.compat.objects import kernel_packing, kv_cache_dtype, kv_cache_torch_dtype, kv_scales, own_config
 from kvpact.vllm.identity import architecture_digest
 from kvpact.worker.paged import block_axis
 
 logger = logging.getLogger(__name__)
-
-SCALES = ("_q_scale", "_k_scale", "_v_scale", "_q_scale_float", "_k_scale_float", "_v_scale_float")
-"""What an attention layer multiplies by when it stores quantised keys and values, or reads them."""
 
 CPU_FEATURES = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
 """Questions to `torch.cpu` by which vLLM chooses CPU kernels."""
@@ -128,17 +126,16 @@ def _layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _kernels(layer: Any) -> str:
-    """Backend, how CPU kernels pack keys and values (`layer.impl.isa` before 0.30), and the KV cache's dtype."""
-    packing = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
-    names = [layer.get_attn_backend().get_name(), packing, getattr(layer, "kv_cache_dtype", None)]
+    """Backend, how CPU kernels pack keys and values, and the KV cache's dtype."""
+    names = [layer.get_attn_backend().get_name(), kernel_packing(layer), kv_cache_dtype(layer)]
     return " ".join(str(name) for name in names if name)
 
 
 def _layers_fact(layers: Mapping[str, Any], pages: Mapping[str, str]) -> str:
     lines = []
     for name, layer in layers.items():
-        scales = {scale: _value(getattr(layer, scale, None)) for scale in SCALES}
-        stored = str(getattr(layer, "kv_cache_torch_dtype", None))
+        scales = {name: _value(scale) for name, scale in kv_scales(layer).items()}
+        stored = str(kv_cache_torch_dtype(layer))
         lines.append(json.dumps([name, _kernels(layer), stored, pages[name], scales]))
     return f"{len(lines)}, {_digest(lines)}"
 
@@ -167,13 +164,9 @@ def _architecture(model_config: Any, find_model: Callable[[], Any] | None) -> st
     """The configuration as the model has changed it while it was loaded, and those of the model's parts."""
     configs = [model_config.hf_config]
     if find_model is not None:
-        configs += [config for module in find_model().modules() if hasattr(config := _config(module), "to_dict")]
+        configs += [config for module in find_model().modules() if (config := own_config(module)) is not None]
     digests = sorted({architecture_digest(config) for config in {id(config): config for config in configs}.values()})
     return digests[0] if len(digests) == 1 else _digest(digests)
-
-
-def _config(module: Any) -> Any:
-    return vars(module).get("config")
 
 
 def _position(model_config: Any, find_model: Callable[[], Any] | None) -> str:

@@ -20,9 +20,7 @@ from typing import Any
 
 from kvpact.errors import ConfigError
 from kvpact.testkit.report import ConformanceReport
-
-RELEASES = ("0.26.0", "0.28.0", "0.30.0", "0.32.0", "0.33.0")
-"""The releases that kvpact is driven on."""
+from kvpact.vllm.compat.releases import RELEASES
 
 FOLDER_VARIABLE = "KVPACT_RELEASES"
 """Environment variable: where the releases are kept, if not in the user's cache folder."""
@@ -140,3 +138,6 @@ def run_on_release(
             said = log.read_text(errors="replace")[-2000:]
             raise RuntimeError(f"the driver on vLLM {release} ended with {done.returncode}:\n{said}")
         return ConformanceReport.from_json(answer.read_bytes())
+
+
+__all__ = ["RELEASES", "fetch_release", "installed_release", "releases_folder", "run_on_release"]

@@ -75,6 +75,11 @@ class StepBlockTables:
         return self._tables.get(request_id, ((),) * self.num_kv_cache_groups)
 
 
+def pool_and_tables(offered: Any) -> tuple[Any, BlockTables]:
+    """The block pool and the block tables of what vLLM offers: its KV cache manager, or its block pool alone."""
+    return (offered.block_pool, offered) if hasattr(offered, "block_pool") else (offered, StepBlockTables())
+
+
 def is_free(block: Any) -> bool:
     """Whether a block of the pool stands in the free queue."""
     return bool(block.ref_cnt == 0 and not block.is_null)

@@ -1,0 +1,103 @@
+"""Settings of vLLM that not every release, model or configuration has, each by one name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+KERNEL_SETTINGS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
+KERNEL_VARIABLES = ("VLLM_DISABLED_KERNELS", "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_DEEP_GEMM", "VLLM_USE_MARLIN")
+"""What decides vLLM's quantised kernels; which of them there are depends on the release."""
+
+SPLIT_CONTEXT = ("decode_context_parallel_size", "prefill_context_parallel_size")
+
+
+def runs_second_runner(vllm_config: Any) -> bool:
+    """Whether vLLM is told to use its second model runner."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
+def split_context(parallel_config: Any) -> dict[str, int]:
+    """The settings that split a request's blocks over ranks, with their values, where that is more than one."""
+    return {name: size for name in SPLIT_CONTEXT if (size := getattr(parallel_config, name, 1)) > 1}
+
+
+def moves_experts(vllm_config: Any) -> bool:
+    """Whether the engine moves experts between ranks while it runs."""
+    return bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
+
+
+def takes_scales_from_a_prompt(vllm_config: Any) -> bool:
+    """Whether the scales of quantised keys and values are those of the first prompt that comes."""
+    return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
+
+
+def allows_cascade_attention(vllm_config: Any) -> bool:
+    """Whether a common prefix of all requests may be computed once."""
+    return not getattr(vllm_config.model_config, "disable_cascade_attn", True)
+
+
+def encoder_cache_size(vllm_config: Any) -> int:
+    """Tokens of media in the encoder's cache; 0 where vLLM does not say."""
+    return int(getattr(vllm_config.scheduler_config, "encoder_cache_size", None) or 0)
+
+
+def encodes_media_elsewhere(vllm_config: Any) -> bool:
+    """Whether another process encodes media."""
+    return getattr(vllm_config, "ec_transfer_config", None) is not None
+
+
+def runs_encoder_with_adapters(lora_config: Any) -> bool:
+    """Whether adapters change what the encoder of media computes. `lora_config` may be None."""
+    return bool(getattr(lora_config, "enable_tower_connector_lora", False))
+
+
+def draft_model(vllm_config: Any) -> tuple[Any, Any] | None:
+    """The configurations of the draft model and of its loading; None without one."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return None
+    return draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+
+
+def load_format(load_config: Any) -> str:
+    """How weights are loaded; a text or an enumeration in vLLM."""
+    return str(getattr(load_config.load_format, "value", load_config.load_format))
+
+
+def weights_source(model_config: Any) -> str:
+    """Where the weights come from, if not from `model_config.model`, which is the answer otherwise."""
+    return str(getattr(model_config, "model_weights", "") or model_config.model)
+
+
+def resolved_revision(revision: Any, repository: str) -> str | None:
+    """The commit that vLLM resolved a revision of this repository to, or else the revision itself.
+
+    Releases from 0.28 on have huggingface_hub's `ResolvedRevision`, a text with more to it.
+    """
+    if getattr(revision, "_repo_id", repository) in (repository, None):  # a commit says something of its own one only
+        revision = getattr(revision, "resolved", revision)
+    return None if revision is None else str(revision)
+
+
+def code_references(model_config: Any) -> Any:
+    """`auto_map` of the model's configuration: the classes that come as Python files; None without them."""
+    return getattr(model_config.hf_config, "auto_map", None)
+
+
+def quantization_settings(model_config: Any) -> Any:
+    """The settings of an online quantisation: a dictionary, a dataclass or None."""
+    return getattr(model_config, "quantization_config", None)
+
+
+def kernel_settings(vllm_config: Any) -> dict[str, Any]:
+    """The settings that decide the quantised kernels; None for one that the release does not have."""
+    kernels = getattr(vllm_config, "kernel_config", None)
+    return {name: getattr(kernels, name, None) for name in KERNEL_SETTINGS}
+
+
+def kernel_variables() -> dict[str, Any]:
+    """The environment variables that do so, as vLLM has read them."""
+    from vllm import envs
+
+    return {name: getattr(envs, name, None) for name in KERNEL_VARIABLES}

@@ -1,0 +1,43 @@
+"""The releases of vLLM that kvpact is written for and tested on, and what each offers. Imports nothing of vLLM.
+
+Nothing is decided by this table at run time but whether a release is known: the other modules of this folder ask
+vLLM's own objects, so that a release between two of these is served too. Tests compare the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """What a release offers."""
+
+    block_tables: bool = True
+    """Connectors get the KV cache manager (`bind_kv_cache_manager`), not the block pool alone."""
+    failed_requests: bool = True
+    """A connector can report that a request's load failed as a whole; else it names blocks."""
+    counts_held_blocks: bool = False
+    """A block that is used as often as there are running requests is taken for one that all of them share."""
+    hits_by_source: bool = True
+    """The statistics of the prefix cache tell where a hit's tokens came from."""
+
+
+_BEFORE_0_30 = Release(block_tables=False, failed_requests=False, counts_held_blocks=True, hits_by_source=False)
+
+RELEASES = {
+    "0.26.0": _BEFORE_0_30,
+    "0.28.0": _BEFORE_0_30,
+    "0.30.0": Release(counts_held_blocks=True, hits_by_source=False),
+    "0.32.0": Release(),
+    "0.33.0": Release(),
+}
+"""Release -> what it offers. The tests drive the scheduler of each, and start the engine of 0.32."""
+
+SERIES = tuple(version.rpartition(".")[0] for version in RELEASES)
+"""The same releases, whatever the patch: "0.26"."""
+
+
+def is_known(version: str) -> bool:
+    """Whether a version such as "0.32.1+cpu" belongs to one of the releases."""
+    return ".".join(version.split(".")[:2]) in SERIES
