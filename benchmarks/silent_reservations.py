@@ -16,7 +16,7 @@ from typing import Any
 from kvpact.testkit.vllm.adapters import KNOWN_ADAPTERS
 from kvpact.testkit.vllm.compat import EngineSettings, release
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import BLOCK, prompt
+from kvpact.testkit.vllm.harness import BLOCK, prompt
 from kvpact.testkit.vllm.simple_connector import Copy, NaiveConnector
 
 REQUESTS, PROMPT_BLOCKS, STORED_BLOCKS, OUTPUT_TOKENS = 40, 12, 10, 24

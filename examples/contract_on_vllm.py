@@ -7,7 +7,7 @@ model is the test kit's. Usage: python examples/contract_on_vllm.py
 from kvpact.testkit.vllm.adapters import PactAdapter
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import BLOCK, prompt
+from kvpact.testkit.vllm.harness import BLOCK, prompt
 
 TRANSFER = {
     "kv_connector": "PactConnector",

@@ -342,7 +342,7 @@ def test_the_page_on_the_scheduler_context_runs(driver_folder: Path) -> None:
     )
     program = """
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import BLOCK, prompt
+from kvpact.testkit.vllm.harness import BLOCK, prompt
 from kvpact.testkit.vllm.compat import EngineSettings
 transfer = {"kv_connector": "Whole", "kv_connector_module_path": "context_connector"}
 engine = VllmEngine(EngineSettings(num_blocks=12, block_size=BLOCK), transfer, lambda line: None)

@@ -13,7 +13,7 @@ from kvpact.testkit.report import ConformanceReport, as_text
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import prompt
+from kvpact.testkit.vllm.harness import prompt
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")

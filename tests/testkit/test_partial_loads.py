@@ -11,8 +11,8 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from kvpact.testkit.report import Verdict, as_text
 from kvpact.testkit.vllm.driver import VllmDriver
-from kvpact.testkit.vllm.factory import BLOCK, Lab, prompt, under_multi_connector
-from kvpact.testkit.vllm.registry import Scenario
+from kvpact.testkit.vllm.harness import BLOCK, Harness, prompt, under_multi_connector
+from kvpact.testkit.vllm.scenarios import Scenario
 
 H30 = "h30_load_ends_inside_a_block"
 SCENARIOS = [
@@ -45,24 +45,26 @@ def test_h30_the_end_of_a_block_that_is_taken_as_loaded_is_found(*, asynchronous
     assert "P2" in {violation.broken for violation in check.violations}, as_text(report)
 
 
-def another_connector_fills_blocks_in_part(lab: Lab) -> None:
+def another_connector_fills_blocks_in_part(harness: Harness) -> None:
     """Under MultiConnector the first one's loads end inside blocks; what kvpact saves of such blocks is whole."""
     first: dict[str, Any] = {"kv_connector": "PartialConnector", "kv_connector_module_path": "partial_connector"}
-    later = lab.subject.config["sync_load_limit"] == 0
+    later = harness.subject.config["sync_load_limit"] == 0
     first["kv_connector_extra_config"] = {"only": "partial", "asynchronous": later}
-    with lab.engine(under_multi_connector(first, lab.subject.transfer(lab.folder)), num_blocks=129, chunk=7) as engine:
+    with harness.engine(
+        under_multi_connector(first, harness.subject.transfer(harness.folder)), num_blocks=129, chunk=7
+    ) as engine:
         prompts = [prompt(tail + 1, 2, tail=tail) for tail in range(0, BLOCK, 3)]
         stems = [tokens[: BLOCK + 9] for tokens in prompts]
-        lab.store(engine, *stems)
+        harness.store(engine, *stems)
         for number, tokens in enumerate(prompts):
             engine.add(f"partial{number}", tokens, max_tokens=2 * BLOCK)
-        lab.finish(engine)
+        harness.finish(engine)
         inside = [commit for commit in engine.observed.commits if commit.num_tokens % BLOCK]
         assert len(inside) == len(prompts), "no load ended inside a block"
-        lab.forget(engine)
+        harness.forget(engine)
         for number, tokens in enumerate(prompts):
             engine.add(f"again{number}", [*tokens, *engine.observed.outputs[f"partial{number}"]])
-        lab.finish(engine)
+        harness.finish(engine)
         for number in range(len(prompts)):
             assert engine.observed.committed_tokens(f"again{number}") >= 3 * BLOCK, "kvpact has not saved such blocks"
 

@@ -15,7 +15,7 @@ from kvpact.testkit.report import as_text
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import BLOCK, prompt
+from kvpact.testkit.vllm.harness import BLOCK, prompt
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 

@@ -12,8 +12,8 @@ from kvpact.testkit.report import Check, ConformanceReport, Verdict, as_text
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.driver import SCENARIOS, VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import Lab, prompt, under_multi_connector
-from kvpact.testkit.vllm.registry import Scenario
+from kvpact.testkit.vllm.harness import Harness, prompt, under_multi_connector
+from kvpact.testkit.vllm.scenarios import Scenario
 from kvpact.testkit.vllm.scenarios_context import CONTEXTS
 
 PACT = "kvpact.vllm:PactConnector"
@@ -121,23 +121,23 @@ def test_the_simple_connector_breaks_nothing(asynchronous: bool) -> None:
     assert sum(check.verdict is Verdict.KEPT for check in report.checks) >= 30
 
 
-def another_connector_loses_a_block(lab: Lab) -> None:
+def another_connector_loses_a_block(harness: Harness) -> None:
     """Under MultiConnector the first one loads, and fails; what the engine computed from that is in its blocks."""
     first = {"kv_connector": "LosesOnce", "kv_connector_module_path": "broken_connectors"}
-    with lab.engine(under_multi_connector(first, lab.subject.transfer(lab.folder))) as engine:
+    with harness.engine(under_multi_connector(first, harness.subject.transfer(harness.folder))) as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.connector.reset_cache()  # kvpact forgets it as well; the first one is to have it again alone
-        lab.store(engine, prompt(2, 1))
+        harness.store(engine, prompt(2, 1))
         (losing, _) = engine.connector._connectors
         losing.generation -= 1
         engine.add("again", [*tokens, *prompt(3, 4)])
-        lab.finish(engine)
+        harness.finish(engine)
         assert engine.observed.committed_tokens("again")
-        lab.forget(engine)
+        harness.forget(engine)
         engine.add("after", [*tokens, *prompt(3, 4), 5])
-        lab.finish(engine)
-        lab.require_promise(engine, "after")
+        harness.finish(engine)
+        harness.require_promise(engine, "after")
 
 
 @pytest.mark.parametrize("configuration", ["synchronous", "asynchronous"])

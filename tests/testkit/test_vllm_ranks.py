@@ -22,7 +22,7 @@ from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.vllm.adapters import PactAdapter
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import BLOCK, prompt
+from kvpact.testkit.vllm.harness import BLOCK, prompt
 from kvpact.vllm.messages import PactWorkerMetadata
 
 BLOCKS = 10

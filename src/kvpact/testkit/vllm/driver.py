@@ -2,7 +2,7 @@
 
 Owns the run over scenarios and the verdict on each. The scheduler is vLLM's own, the workers' calls come in vLLM's own
 order, the KV memory is plain CPU tensors full of digests. Runs on the release of vLLM that this process imports;
-`vllm_releases.py` runs it on others.
+`releases.py` runs it on others.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from kvpact.testkit.report import Check, ConformanceReport, Verdict, Violation, 
 from kvpact.testkit.vllm.adapters import KNOWN_ADAPTERS, ConnectorAdapter
 from kvpact.testkit.vllm.compat import CollectiveNotPossible, release
 from kvpact.testkit.vllm.engine import EngineDied
-from kvpact.testkit.vllm.factory import FOLDER, FOLDER_PREFIX, BrokenError, ConnectorUnderTest, Lab, NotObservableError
+from kvpact.testkit.vllm.harness import (
+    FOLDER,
+    FOLDER_PREFIX,
+    BrokenError,
+    ConnectorUnderTest,
+    Harness,
+    NotObservableError,
+)
 from kvpact.testkit.vllm.random_ops import WALKS
-from kvpact.testkit.vllm.registry import Scenario
+from kvpact.testkit.vllm.scenarios import Scenario
 from kvpact.testkit.vllm.scenarios_context import CONTEXTS
 from kvpact.testkit.vllm.scenarios_exits import EXITS
 from kvpact.testkit.vllm.scenarios_loads import LOADS
@@ -68,30 +75,30 @@ class VllmDriver:
 
     def check(self, scenario: Scenario) -> Check:
         """Run one scenario."""
-        lab = Lab(self.subject)
+        harness = Harness(self.subject)
         verdict, note = Verdict.KEPT, ""
         try:
-            scenario.run(lab)
+            scenario.run(harness)
         except NotObservableError as reason:
             verdict, note = Verdict.NOT_OBSERVABLE, str(reason)
         except CollectiveNotPossible as reason:
             verdict, note = Verdict.NOT_OBSERVABLE, f"{reason}, which needs ranks of their own"
         except BrokenError as broken:
-            lab.violations += broken.violations
+            harness.violations += broken.violations
         except EngineDied:
-            pass  # the lab has noted it
+            pass  # the harness has noted it
         finally:
-            lab.close()
-        if lab.violations:
+            harness.close()
+        if harness.violations:
             verdict = Verdict.BROKEN
         return Check(
             name=scenario.name,
             protects=scenario.protects,
             meaning=scenario.meaning,
             verdict=verdict,
-            violations=tuple(Violation(one.broken, _without_folder(one.what)) for one in lab.violations),
-            note=_without_folder(note or "; ".join(lab.notes)),
-            script=shortened([_without_folder(line) for line in lab.journal]),
+            violations=tuple(Violation(one.broken, _without_folder(one.what)) for one in harness.violations),
+            note=_without_folder(note or "; ".join(harness.notes)),
+            script=shortened([_without_folder(line) for line in harness.journal]),
         )
 
 
@@ -101,7 +108,7 @@ def _without_folder(text: str) -> str:
 
 
 def main(order: str) -> None:
-    """What a process of its own does: run as `vllm_releases.run_on_release` ordered, and write the report."""
+    """What a process of its own does: run as `releases.run_on_release` ordered, and write the report."""
     wanted = json.loads(order)
     logging.disable(logging.CRITICAL)
     faulthandler.dump_traceback_later(wanted["seconds"], exit=True)

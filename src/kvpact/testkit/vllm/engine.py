@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from kvpact.testkit.vllm import compat as seams
+from kvpact.testkit.vllm import compat
 from kvpact.testkit.vllm.compat import EngineSettings, RequestSettings
 from kvpact.testkit.vllm.oracle import VOCABULARY, TokenChain, WrongSlot
 from kvpact.testkit.vllm.rank import Rank
@@ -98,14 +98,14 @@ class VllmEngine:
         self._drafts: Any = None
         self._said: dict[str, tuple[int, str]] = {}
         self._closed = False
-        vllm_config = seams.make_vllm_config(settings, transfer)
-        kv_cache_config = seams.make_kv_cache_config(settings)
+        vllm_config = compat.make_vllm_config(settings, transfer)
+        kv_cache_config = compat.make_kv_cache_config(settings)
         # Workers come up before the scheduler does.
         self.ranks = [Rank(settings, vllm_config, worker) for worker in range(settings.workers)]
-        self.scheduler = seams.make_scheduler(settings, vllm_config, kv_cache_config)
+        self.scheduler = compat.make_scheduler(settings, vllm_config, kv_cache_config)
         self.connector = self.scheduler.connector
-        seams.shake_hands(settings, self.connector, [rank.connector for rank in self.ranks])
-        self._aggregator = seams.make_aggregator(self.connector, settings.workers)
+        compat.shake_hands(settings, self.connector, [rank.connector for rank in self.ranks])
+        self._aggregator = compat.make_aggregator(self.connector, settings.workers)
         self._tap()
 
     # What a scenario does
@@ -118,7 +118,7 @@ class VllmEngine:
         self._identities[request_id] = f"{wanted.salt}|{wanted.adapter}|{self._weights}"
         self._wanted[request_id] = wanted
         self.observed.outputs[request_id] = []
-        request = seams.make_request(request_id, wanted, self.settings.block_size)
+        request = compat.make_request(request_id, wanted, self.settings.block_size)
         self._guarded("add_request", lambda: self.scheduler.add_request(request))
 
     def abort(self, request_id: str, *, during_step: bool = False) -> None:
@@ -282,7 +282,7 @@ class VllmEngine:
         for request_id, wanted in self._wanted.items():
             if not self._identities[request_id].endswith(f"|{self._weights}"):
                 continue
-            request = seams.make_request(request_id, wanted, size)
+            request = compat.make_request(request_id, wanted, size)
             request.append_output_token_ids(self.observed.outputs[request_id])
             chain = TokenChain(self._identities[request_id], request.all_token_ids)
             for block, block_hash in enumerate(request.block_hashes):
@@ -373,7 +373,7 @@ class VllmEngine:
     def _guarded(self, where: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except seams.CollectiveNotPossible:
+        except compat.CollectiveNotPossible:
             raise
         except Exception as error:
             raise EngineDied(f"{where} raises {type(error).__name__}: {error}"[:600]) from error

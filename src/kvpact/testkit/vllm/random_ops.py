@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import BLOCK, BrokenError, Lab, prompt
-from kvpact.testkit.vllm.registry import Scenarios
+from kvpact.testkit.vllm.harness import BLOCK, BrokenError, Harness, prompt
+from kvpact.testkit.vllm.scenarios import Scenarios
 
 scenario = WALKS = Scenarios()
 
@@ -62,26 +62,26 @@ def act(engine: VllmEngine, seed: int) -> None:
 
 
 @scenario("P1", "P2", "P8", "P9", "P11")
-def everything_at_once(lab: Lab) -> None:
+def everything_at_once(harness: Harness) -> None:
     """Arrivals, cancellations, resets, pauses, delays at random, on one and two ranks, with and without overlap."""
     for number, (overlap, ranks) in enumerate(product((False, True), (1, 2))):
-        found = _broken_walk(lab, ranks, overlap, random.Random(number))
+        found = _broken_walk(harness, ranks, overlap, random.Random(number))
         if found is not None:
-            lab.journal[:] = found.journal
-            lab.violations += found.violations
+            harness.journal[:] = found.journal
+            harness.violations += found.violations
             raise BrokenError
 
 
-def _broken_walk(lab: Lab, ranks: int, overlap: bool, dice: random.Random) -> Lab | None:
+def _broken_walk(harness: Harness, ranks: int, overlap: bool, dice: random.Random) -> Harness | None:
     """The shortest walk that broke something; None if none did."""
-    found: list[Lab] = []
+    found: list[Harness] = []
     end = float("inf")
 
     def breaks(seeds: list[int]) -> bool:
         nonlocal end
         if time.monotonic() > end:
             return False
-        walked = lab.attempt(lambda lab: _walk(lab, ranks, overlap, seeds))
+        walked = harness.attempt(lambda harness: _walk(harness, ranks, overlap, seeds))
         if walked.violations:
             end = min(end, time.monotonic() + SHRINK_SECONDS)
             found.append(walked)
@@ -92,9 +92,9 @@ def _broken_walk(lab: Lab, ranks: int, overlap: bool, dice: random.Random) -> La
     return found[-1] if found else None
 
 
-def _walk(lab: Lab, ranks: int, overlap: bool, seeds: list[int]) -> None:
-    with lab.engine(ranks=ranks, overlap=overlap, num_blocks=41, chunk=5 * BLOCK, max_num_seqs=4) as engine:
+def _walk(harness: Harness, ranks: int, overlap: bool, seeds: list[int]) -> None:
+    with harness.engine(ranks=ranks, overlap=overlap, num_blocks=41, chunk=5 * BLOCK, max_num_seqs=4) as engine:
         for seed in seeds:
             act(engine, seed)
         engine.pause(False)
-        lab.finish(engine)
+        harness.finish(engine)

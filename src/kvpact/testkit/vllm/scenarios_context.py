@@ -8,8 +8,8 @@ from kvpact.contract import SchedulerContext
 from kvpact.testkit.context_checks import BLOCKS, CHECKS, ContextCheck
 from kvpact.testkit.findings import Broken
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import BrokenError, Lab, NotObservableError
-from kvpact.testkit.vllm.registry import Scenario, Scenarios
+from kvpact.testkit.vllm.harness import BrokenError, Harness, NotObservableError
+from kvpact.testkit.vllm.scenarios import Scenario, Scenarios
 
 CONTEXTS = Scenarios()
 
@@ -43,10 +43,10 @@ class VllmStage:
 
 
 def _scenario(name: str, check: ContextCheck) -> Scenario:
-    def run(lab: Lab) -> None:
-        transfer = lab.subject.transfer(lab.folder)
-        transfer["kv_connector_extra_config"] = lab.subject.adapter.quiet(transfer["kv_connector_extra_config"])
-        with lab.engine(transfer, num_blocks=BLOCKS, by_priority="priority" in name) as engine:
+    def run(harness: Harness) -> None:
+        transfer = harness.subject.transfer(harness.folder)
+        transfer["kv_connector_extra_config"] = harness.subject.adapter.quiet(transfer["kv_connector_extra_config"])
+        with harness.engine(transfer, num_blocks=BLOCKS, by_priority="priority" in name) as engine:
             stage = VllmStage(engine)
             try:
                 check(stage)

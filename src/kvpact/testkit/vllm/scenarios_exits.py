@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import BLOCK, BrokenError, Lab, NotObservableError, prompt, under_multi_connector
-from kvpact.testkit.vllm.registry import Scenarios
+from kvpact.testkit.vllm.harness import BLOCK, BrokenError, Harness, NotObservableError, prompt, under_multi_connector
+from kvpact.testkit.vllm.scenarios import Scenarios
 from kvpact.testkit.vllm.simple_connector import HesitantConnector
 
 scenario = EXITS = Scenarios()
@@ -36,26 +36,26 @@ def _dropped(engine: VllmEngine, request_id: str) -> int:
     return sum(bool(probe.answer) and probe.step not in taken for probe in engine.observed.probes_of(request_id))
 
 
-def _require_dropped(lab: Lab, engine: VllmEngine, request_id: str) -> None:
+def _require_dropped(harness: Harness, engine: VllmEngine, request_id: str) -> None:
     dropped = _dropped(engine, request_id)
     if not dropped:
         raise NotObservableError("the match was taken in the step in which it was promised")
-    lab.notes.append(f"{dropped} promises dropped")
+    harness.notes.append(f"{dropped} promises dropped")
 
 
 @scenario("P1", "P2", "H01")
-def draft_model_wants_the_rest_of_the_prompt(lab: Lab) -> None:
+def draft_model_wants_the_rest_of_the_prompt(harness: Harness) -> None:
     """A drafter that looks ahead lets no chunk end just before the prompt does: the promise waits for a wider step."""
-    with lab.engine(token_budget=2 * BLOCK) as engine:
+    with harness.engine(token_budget=2 * BLOCK) as engine:
         tokens = prompt(1, 5, tail=BLOCK - 1)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         _switch(engine, "num_prefill_lookahead", BLOCK)
         engine.add("beside", prompt(2, 1, tail=2), max_tokens=1)
         engine.add("other", prompt(3, 1, tail=1), max_tokens=1)  # leaves 14 of 15 tokens that are missing
         engine.add("late", tokens)
-        lab.finish(engine)
-        lab.require_promise(engine, "late")
-        _require_dropped(lab, engine, "late")
+        harness.finish(engine)
+        harness.require_promise(engine, "late")
+        _require_dropped(harness, engine, "late")
 
 
 class _EncoderConnector:
@@ -72,11 +72,11 @@ class _EncoderConnector:
 
 
 @scenario("P1", "P3", "H02")
-def encoder_outputs_are_on_their_way(lab: Lab) -> None:
+def encoder_outputs_are_on_their_way(harness: Harness) -> None:
     """A request is passed over, after its lookup, as long as outputs of an encoder elsewhere have not arrived."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("waiting", tokens)
         request = engine.scheduler.requests["waiting"]
         place = SimpleNamespace(offset=len(tokens) - 1, length=1, is_embed=None)  # behind all that can be loaded
@@ -90,57 +90,57 @@ def encoder_outputs_are_on_their_way(lab: Lab) -> None:
             engine.step()
         _switch(engine, "ec_connector", None)
         request.mm_features = features
-        _require_dropped(lab, engine, "waiting")
-        lab.finish(engine)
-        lab.require_promise(engine, "waiting")
+        _require_dropped(harness, engine, "waiting")
+        harness.finish(engine)
+        harness.require_promise(engine, "waiting")
 
 
 @scenario("P4", "H04")
-def window_is_computed_again(lab: Lab) -> None:
+def window_is_computed_again(harness: Harness) -> None:
     """Sliding windows are replayed: a match is cut to whole blocks, its end computed again, a short one dropped."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens, short = prompt(1, 10), prompt(2, 2)
-        lab.store(engine, tokens, short)
+        harness.store(engine, tokens, short)
         _switch(engine, "prefix_replay_tokens", 3 * BLOCK)
         engine.add("long", tokens)
-        lab.finish(engine, "long")
+        harness.finish(engine, "long")
         engine.add("short", short)
-        lab.finish(engine)
-        lab.require_promise(engine, "short")
+        harness.finish(engine)
+        harness.require_promise(engine, "short")
         if engine.observed.committed_tokens("short"):
             raise NotObservableError("the short match was taken")
-        lab.notes.append("a match of two blocks was dropped")
+        harness.notes.append("a match of two blocks was dropped")
 
 
 @scenario("P1", "P2", "H01", "H11")
-def as_many_run_as_may(lab: Lab) -> None:
+def as_many_run_as_may(harness: Harness) -> None:
     """A request with a promise is overtaken; then as many run as may, and it is not even looked up for a while."""
-    with lab.engine(num_blocks=21, max_num_seqs=2, by_priority=True) as engine:
+    with harness.engine(num_blocks=21, max_num_seqs=2, by_priority=True) as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("wall", prompt(2, 9), max_tokens=30)
         engine.step()
         engine.add("silent", tokens, priority=5)
         engine.run(lambda: any(probe.answer for probe in engine.observed.probes_of("silent")), steps=20)
         engine.add("urgent", prompt(3, 2), max_tokens=SILENT_STEPS + 4, priority=0)
         _stay_silent(engine, "silent")
-        lab.finish(engine)
-        lab.require_promise(engine, "silent")
+        harness.finish(engine)
+        harness.require_promise(engine, "silent")
 
 
 @scenario("P1", "P2", "H01", "H11")
-def budget_of_the_step_is_spent(lab: Lab) -> None:
+def budget_of_the_step_is_spent(harness: Harness) -> None:
     """A request with a promise waits while a running one takes the whole budget, step after step."""
-    with lab.engine(num_blocks=41, token_budget=BLOCK, by_priority=True) as engine:
+    with harness.engine(num_blocks=41, token_budget=BLOCK, by_priority=True) as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("wall", prompt(2, 31), max_tokens=2)
         engine.step()
         engine.step()
         engine.add("silent", tokens, priority=5)
         _stay_silent(engine, "silent")
-        lab.finish(engine)
-        lab.require_promise(engine, "silent")
+        harness.finish(engine)
+        harness.require_promise(engine, "silent")
 
 
 def _stay_silent(engine: VllmEngine, request_id: str) -> None:
@@ -152,11 +152,11 @@ def _stay_silent(engine: VllmEngine, request_id: str) -> None:
 
 
 @scenario("P1", "P2", "H01")
-def preemption_closes_the_queue(lab: Lab) -> None:
+def preemption_closes_the_queue(harness: Harness) -> None:
     """In a step in which a running request is preempted nobody who waits is looked at, whatever he was promised."""
-    with lab.engine(num_blocks=31) as engine:
+    with harness.engine(num_blocks=31) as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         for seed in range(2, 5):
             engine.add(f"wall{seed}", prompt(seed, 9, tail=BLOCK - 2), max_tokens=60)
         engine.step()
@@ -168,43 +168,43 @@ def preemption_closes_the_queue(lab: Lab) -> None:
             engine.step()
             silent = len(engine.observed.probes_of("silent")) == asked
             closed += waiting and silent and engine.observed.preemptions > before
-        lab.finish(engine)
-        lab.require_promise(engine, "silent")
+        harness.finish(engine)
+        harness.require_promise(engine, "silent")
         if not closed:
             raise NotObservableError("nobody was preempted while the request waited")
-        lab.notes.append(f"{closed} steps with a preemption")
+        harness.notes.append(f"{closed} steps with a preemption")
 
 
 @scenario("P1", "P3", "H02")
-def another_connector_asks_for_time(lab: Lab) -> None:
+def another_connector_asks_for_time(harness: Harness) -> None:
     """Under MultiConnector one that says 'ask again later' takes every promise of the step with it."""
     first = {"kv_connector": "HesitantConnector", "kv_connector_module_path": HesitantConnector.__module__}
-    transfer = under_multi_connector(lab.subject.transfer(lab.folder), first)
-    lab.journal.append("MultiConnector with this connector before one that hesitates")
-    with lab.engine(transfer) as engine:
+    transfer = under_multi_connector(harness.subject.transfer(harness.folder), first)
+    harness.journal.append("MultiConnector with this connector before one that hesitates")
+    with harness.engine(transfer) as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("again", tokens)
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
         if not any(probe.answer is None for probe in engine.observed.probes_of("again")):
             raise NotObservableError("the other connector did not hesitate")
 
 
 @scenario("P8", "P9", "H28")
-def h28_failed_load_of_a_request_that_is_preempted(lab: Lab) -> None:
+def h28_failed_load_of_a_request_that_is_preempted(harness: Harness) -> None:
     """A load fails and its request is preempted before it recomputes: nothing that did not arrive is served."""
     for good_blocks in (0, 3):
-        lab.start_over()
-        with lab.engine() as engine:
+        harness.start_over()
+        with harness.engine() as engine:
             tokens = prompt(1, 10)
-            lab.store(engine, tokens)
-            if not lab.subject.adapter.fail_loads(engine, good_blocks):
+            harness.store(engine, tokens)
+            if not harness.subject.adapter.fail_loads(engine, good_blocks):
                 raise NotObservableError("no adapter makes this connector's loads fail")
             engine.journal(f"from now on loads fail behind {good_blocks} blocks")
             engine.add("victim", tokens, max_tokens=4)
             engine.run(lambda: bool(engine.observed.invalid_blocks) or engine.ended("victim"), steps=50)
-            lab.require_promise(engine, "victim")
+            harness.require_promise(engine, "victim")
             if not engine.observed.invalid_blocks:
                 raise NotObservableError("the failed load was not reported as invalid blocks")
             engine.run(lambda: engine.status("victim") == "RUNNING", steps=50)
@@ -212,7 +212,7 @@ def h28_failed_load_of_a_request_that_is_preempted(lab: Lab) -> None:
             if wrong := engine.wrong_published():
                 raise BrokenError("P8", wrong[0])
             engine.add("next", tokens, max_tokens=4)
-            lab.finish(engine)
+            harness.finish(engine)
 
 
 def _preempt(engine: VllmEngine, request_id: str) -> None:
@@ -226,13 +226,13 @@ def _preempt(engine: VllmEngine, request_id: str) -> None:
 
 
 @scenario("P1", "P2", "H01", "H07")
-def commits_come_with_the_next_output(lab: Lab) -> None:
+def commits_come_with_the_next_output(harness: Harness) -> None:
     """Release 0.33 may put an asynchronous load off until the running step's output is in; some users are gone then."""
-    with lab.engine(overlap=True, num_blocks=65) as engine:
+    with harness.engine(overlap=True, num_blocks=65) as engine:
         _switch(engine, "defer_async_loads", True)
         _switch(engine, "defer_block_free", True)
         prompts = [prompt(seed, 10) for seed in range(1, 5)]
-        lab.store(engine, *prompts)
+        harness.store(engine, *prompts)
         put_off: set[str] = set()
         start = engine.scheduler._drain_deferred_loads
 
@@ -249,8 +249,8 @@ def commits_come_with_the_next_output(lab: Lab) -> None:
             if number % 2:
                 engine.abort(f"again{number}", during_step=True)  # after the load was put off, before it began
             engine.step()
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
         if not put_off:
             raise NotObservableError("no load was put off")
-        lab.notes.append(f"{len(put_off)} loads put off")
+        harness.notes.append(f"{len(put_off)} loads put off")

@@ -5,73 +5,73 @@ from __future__ import annotations
 import time
 
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.factory import BLOCK, BrokenError, Lab, NotObservableError, prompt, under_multi_connector
-from kvpact.testkit.vllm.registry import Scenarios
+from kvpact.testkit.vllm.harness import BLOCK, BrokenError, Harness, NotObservableError, prompt, under_multi_connector
+from kvpact.testkit.vllm.scenarios import Scenarios
 from kvpact.testkit.vllm.simple_connector import SimpleConnector
 
 scenario = PROMISES = Scenarios()
 
 
 @scenario("P2", "H05")
-def stores_and_loads(lab: Lab) -> None:
+def stores_and_loads(harness: Harness) -> None:
     """A prompt computed once is loaded the second time, and every slot of it holds what it must."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens, max_tokens=4)
+        harness.store(engine, tokens, max_tokens=4)
         engine.add("again", tokens, max_tokens=4)
-        lab.finish(engine)
-        lab.require_promise(engine)
-        lab.notes.append(f"{engine.observed.committed_tokens('again')} of {len(tokens)} tokens loaded")
+        harness.finish(engine)
+        harness.require_promise(engine)
+        harness.notes.append(f"{engine.observed.committed_tokens('again')} of {len(tokens)} tokens loaded")
 
 
 @scenario("P5", "H05")
-def h05_small_matches_are_loaded(lab: Lab) -> None:
+def h05_small_matches_are_loaded(harness: Harness) -> None:
     """Matches of one, two and three blocks are either not promised or really loaded."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         prompts = [prompt(size, size) for size in (1, 2, 3)]
-        lab.store(engine, *prompts)
+        harness.store(engine, *prompts)
         for size, tokens in enumerate(prompts, start=1):
             engine.add(f"again{size}", tokens)
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
 
 
 @scenario("P1", "P3", "H01")
-def h01_lookups_that_are_not_committed(lab: Lab) -> None:
+def h01_lookups_that_are_not_committed(harness: Harness) -> None:
     """Eight requests queue for room for one: each is looked up step after step, and nothing stays held."""
-    with lab.engine(num_blocks=21) as engine:
+    with harness.engine(num_blocks=21) as engine:
         prompts = [prompt(seed, 10) for seed in range(1, 9)]
-        lab.store(engine, *prompts, max_tokens=4)
+        harness.store(engine, *prompts, max_tokens=4)
         for seed, tokens in enumerate(prompts):
             engine.add(f"r{seed}", tokens, max_tokens=20)
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
         positive = sum(bool(probe.answer) for probe in engine.observed.probes)
-        lab.notes.append(f"{positive} positive lookups, {len(engine.observed.commits)} commits")
+        harness.notes.append(f"{positive} positive lookups, {len(engine.observed.commits)} commits")
 
 
-def _blocked(lab: Lab, engine: VllmEngine, **settings: object) -> None:
+def _blocked(harness: Harness, engine: VllmEngine, **settings: object) -> None:
     """A request with a stored prefix waits behind a running one that leaves it no room."""
     tokens = prompt(1, 10)
-    lab.store(engine, tokens)
+    harness.store(engine, tokens)
     engine.add("wall", prompt(2, 10), max_tokens=25)
     engine.step()
     engine.add("blocked", tokens, **settings)
     engine.run(lambda: any(probe.answer for probe in engine.observed.probes_of("blocked")), steps=20)
-    lab.require_promise(engine, "blocked")
+    harness.require_promise(engine, "blocked")
     if engine.ended("wall") or engine.observed.committed_tokens("blocked"):
         raise NotObservableError("there was room for the request at once")
 
 
 @scenario("P3", "H02")
-def h02_repeated_lookups_acquire_nothing(lab: Lab) -> None:
+def h02_repeated_lookups_acquire_nothing(harness: Harness) -> None:
     """The blocked head of the queue is looked up every step: the answer stays, and nothing more is held."""
-    with lab.engine(num_blocks=21) as engine:
-        _blocked(lab, engine)
+    with harness.engine(num_blocks=21) as engine:
+        _blocked(harness, engine)
         counts = []
         for _ in range(15):
             engine.step()
-            counts.append(sum(lab.held(engine).values()))
+            counts.append(sum(harness.held(engine).values()))
         # Saves of the request that runs come and go; what lookups acquire stays.
         first, last = max(counts[:5]), min(counts[-5:])
         answers = {(probe.computed, probe.answer) for probe in engine.observed.probes_of("blocked") if probe.answer}
@@ -82,108 +82,108 @@ def h02_repeated_lookups_acquire_nothing(lab: Lab) -> None:
 
 
 @scenario("P3", "H03")
-def h03_local_hit_changes_between_lookups(lab: Lab) -> None:
+def h03_local_hit_changes_between_lookups(harness: Harness) -> None:
     """While a request waits, the engine computes part of its prefix: the match must begin behind what is there now."""
-    with lab.engine(num_blocks=19, chunk=2 * BLOCK) as engine:
+    with harness.engine(num_blocks=19, chunk=2 * BLOCK) as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("wall", prompt(2, 7), max_tokens=30)
         engine.step()
         engine.add("twin", [*tokens[: 6 * BLOCK], *prompt(3, 0, 9)], prompt_logprobs=True, max_tokens=30)
         engine.add("blocked", tokens, max_tokens=4)
-        lab.finish(engine)
-        lab.require_promise(engine, "blocked")
+        harness.finish(engine)
+        harness.require_promise(engine, "blocked")
         starts = sorted({probe.computed for probe in engine.observed.probes_of("blocked")})
         if len(starts) < 2:
             raise NotObservableError(f"the local hit never changed: {starts}")
-        lab.notes.append(f"lookups behind {starts} computed tokens")
+        harness.notes.append(f"lookups behind {starts} computed tokens")
 
 
 @scenario("P4", "H04")
-def h04_fewer_tokens_are_committed(lab: Lab) -> None:
+def h04_fewer_tokens_are_committed(harness: Harness) -> None:
     """vLLM takes one block less than was promised, then nothing: the rest is not held, what is taken is right."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens, others = prompt(1, 10), prompt(2, 10)
-        lab.store(engine, tokens, others)
+        harness.store(engine, tokens, others)
         engine.journal("vLLM takes one block less than it is promised")
         engine.rewrite = lambda _, answer: answer - BLOCK
         engine.add("less", tokens)
-        lab.finish(engine)
+        harness.finish(engine)
         engine.journal("vLLM takes nothing of what it is promised")
         engine.rewrite = lambda _, answer: 0
         engine.add("nothing", others)
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
 
 
 @scenario("P4", "H04")
-def h04_prompt_logprobs_need_the_whole_prompt(lab: Lab) -> None:
+def h04_prompt_logprobs_need_the_whole_prompt(harness: Harness) -> None:
     """A request that must compute its prompt itself loads nothing, also where vLLM leaves that to the connector."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("logprobs", tokens, prompt_logprobs=True)
-        lab.finish(engine)
+        harness.finish(engine)
         if taken := engine.observed.committed_tokens("logprobs"):
             raise BrokenError("P4", f"{taken} tokens are loaded whose log-probabilities were asked for")
 
 
 @scenario("P4", "H04")
-def h04_another_connector_wins(lab: Lab) -> None:
+def h04_another_connector_wins(harness: Harness) -> None:
     """Under MultiConnector the first that has a match loads; the other one's match is dropped without a word."""
     first = {"kv_connector": "SimpleConnector", "kv_connector_module_path": SimpleConnector.__module__}
-    transfer = under_multi_connector(first, lab.subject.transfer(lab.folder))
-    lab.journal.append("MultiConnector with a simple connector before this one")
-    with lab.engine(transfer) as engine:
+    transfer = under_multi_connector(first, harness.subject.transfer(harness.folder))
+    harness.journal.append("MultiConnector with a simple connector before this one")
+    with harness.engine(transfer) as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("again", tokens)
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
 
 
 @scenario("P6", "H06")
-def h06_match_of_the_whole_prompt(lab: Lab) -> None:
+def h06_match_of_the_whole_prompt(harness: Harness) -> None:
     """A prompt of exactly ten blocks that is stored whole: one token is left to compute."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens = prompt(1, 10, tail=0)
-        lab.store(engine, [*tokens, 5], tokens)
+        harness.store(engine, [*tokens, 5], tokens)
         engine.add("again", tokens)
         engine.add("longer", [*tokens, 5])
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
 
 
 @scenario("P1", "H01")
-def cancelled_before_it_is_seen(lab: Lab) -> None:
+def cancelled_before_it_is_seen(harness: Harness) -> None:
     """A request is cancelled before the scheduler has looked at it."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("gone", tokens)
         engine.abort("gone")
-        lab.rest(engine)
+        harness.rest(engine)
 
 
 @scenario("P1", "H01")
-def cancelled_while_blocked(lab: Lab) -> None:
+def cancelled_while_blocked(harness: Harness) -> None:
     """A request is cancelled after a positive lookup that was never committed."""
-    with lab.engine(num_blocks=21) as engine:
-        _blocked(lab, engine)
+    with harness.engine(num_blocks=21) as engine:
+        _blocked(harness, engine)
         engine.abort("blocked")
         engine.step()
-        if held := lab.held(engine).get("leases"):
+        if held := harness.held(engine).get("leases"):
             raise BrokenError("P1", f"{held} leases are held for a request that is gone")
 
 
 @scenario("P1", "H07")
-def cancelled_in_every_step(lab: Lab) -> None:
+def cancelled_in_every_step(harness: Harness) -> None:
     """A request is cancelled while its first, second, ... sixth step computes, or right after it."""
     for during_step in (False, True):
-        lab.start_over()
-        with lab.engine(chunk=3 * BLOCK) as engine:
+        harness.start_over()
+        with harness.engine(chunk=3 * BLOCK) as engine:
             tokens = prompt(1, 10)
-            lab.store(engine, tokens)
+            harness.store(engine, tokens)
             for steps in range(1, 7):
                 request_id = f"gone{steps}"
                 engine.add(request_id, [*tokens, *prompt(steps + 10, 6)], max_tokens=3)
@@ -192,67 +192,67 @@ def cancelled_in_every_step(lab: Lab) -> None:
                 if not engine.ended(request_id):
                     engine.abort(request_id, during_step=during_step)
                 engine.add(f"next{steps}", prompt(steps + 30, 12))
-                lab.finish(engine, f"next{steps}")
-            lab.require_promise(engine)
+                harness.finish(engine, f"next{steps}")
+            harness.require_promise(engine)
 
 
 @scenario("P1", "P9")
-def preempted_after_a_load(lab: Lab) -> None:
+def preempted_after_a_load(harness: Harness) -> None:
     """Requests outgrow the KV memory and are preempted, looked up again and loaded again."""
-    with lab.engine(num_blocks=35) as engine:
+    with harness.engine(num_blocks=35) as engine:
         prompts = [prompt(seed, 10) for seed in range(1, 4)]
-        lab.store(engine, *prompts)
+        harness.store(engine, *prompts)
         for seed, tokens in enumerate(prompts):
             engine.add(f"r{seed}", tokens, max_tokens=60)
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
         if not engine.observed.preemptions:
             raise NotObservableError("nothing was preempted")
-        lab.notes.append(f"{engine.observed.preemptions} preemptions")
+        harness.notes.append(f"{engine.observed.preemptions} preemptions")
 
 
 @scenario("P1", "P2")
-def overtaken_by_priority(lab: Lab) -> None:
+def overtaken_by_priority(harness: Harness) -> None:
     """A blocked request with a promise is overtaken by urgent ones that fill the cache; its promise holds."""
-    with lab.engine(num_blocks=21, by_priority=True) as engine:
-        _blocked(lab, engine, priority=5)
+    with harness.engine(num_blocks=21, by_priority=True) as engine:
+        _blocked(harness, engine, priority=5)
         for seed in range(6):
             engine.add(f"urgent{seed}", prompt(seed + 20, 7), priority=0)
-        lab.finish(engine)
+        harness.finish(engine)
 
 
 @scenario("P1", "P2", "H11")
-def paused_with_a_promise(lab: Lab) -> None:
+def paused_with_a_promise(harness: Harness) -> None:
     """The engine takes no new requests for a while; a promise made before is still good, or is not committed."""
-    with lab.engine(num_blocks=21) as engine:
-        _blocked(lab, engine)
+    with harness.engine(num_blocks=21) as engine:
+        _blocked(harness, engine)
         engine.pause(True)
         engine.abort("wall")
         for _ in range(5):
             engine.step()
             time.sleep(0.02)
         engine.pause(False)
-        lab.finish(engine)
+        harness.finish(engine)
 
 
 @scenario("P1", "H01")
-def prompt_exceeds_the_step(lab: Lab) -> None:
+def prompt_exceeds_the_step(harness: Harness) -> None:
     """Without chunked prefill a prompt waits until a step has room for it; the lookup before was for nothing."""
-    with lab.engine(chunked_prefill=False, token_budget=300) as engine:
+    with harness.engine(chunked_prefill=False, token_budget=300) as engine:
         prompts = [prompt(seed, 16) for seed in range(1, 4)]
-        lab.store(engine, *prompts)
+        harness.store(engine, *prompts)
         for seed, tokens in enumerate(prompts):
             engine.add(f"r{seed}", [*tokens[: 4 * BLOCK], *prompt(seed + 10, 12)])
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
 
 
 @scenario("P1", "H01")
-def prefills_are_throttled(lab: Lab) -> None:
+def prefills_are_throttled(harness: Harness) -> None:
     """Data-parallel balancing holds prefills back after their lookup."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("running", prompt(2, 4), max_tokens=30)
         for _ in range(3):
             engine.step()
@@ -260,63 +260,63 @@ def prefills_are_throttled(lab: Lab) -> None:
         engine.journal("five steps in which prefills are throttled")
         for _ in range(5):
             engine.step(throttle_prefills=True)
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
 
 
 @scenario("P1", "P9")
-def draft_tokens_take_the_room(lab: Lab) -> None:
+def draft_tokens_take_the_room(harness: Harness) -> None:
     """With speculative decoding a match of all but one token is padded with draft tokens."""
-    with lab.engine(draft_tokens=3, token_budget=64, num_blocks=41) as engine:
+    with harness.engine(draft_tokens=3, token_budget=64, num_blocks=41) as engine:
         prompts = [prompt(seed, 3, tail=1) for seed in range(1, 7)]
-        lab.store(engine, *prompts, max_tokens=4)
+        harness.store(engine, *prompts, max_tokens=4)
         for seed, tokens in enumerate(prompts):
             engine.add(f"r{seed}", tokens, max_tokens=12)
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
 
 
 @scenario("P1", "H01")
-def adapters_wait_for_each_other(lab: Lab) -> None:
+def adapters_wait_for_each_other(harness: Harness) -> None:
     """One adapter runs at a time: a request with another one is not even looked up, its promise just goes silent."""
-    adapters = [_adapter(lab, "calm", b"a"), _adapter(lab, "wild", b"b")]
-    with lab.engine(adapters=1, num_blocks=33) as engine:
+    adapters = [_adapter(harness, "calm", b"a"), _adapter(harness, "wild", b"b")]
+    with harness.engine(adapters=1, num_blocks=33) as engine:
         tokens = prompt(1, 10)
-        _store_with_adapters(lab, engine, tokens, adapters)
+        _store_with_adapters(harness, engine, tokens, adapters)
         for index, adapter in enumerate([*adapters, *adapters]):
             engine.add(f"r{index}", tokens, adapter=adapter, max_tokens=6)
-        lab.finish(engine)
-        lab.require_promise(engine)
+        harness.finish(engine)
+        harness.require_promise(engine)
 
 
 @scenario("H24")
-def h24_adapters_of_one_name(lab: Lab) -> None:
+def h24_adapters_of_one_name(harness: Harness) -> None:
     """Two adapters of the same name with other weights, and none: what one computed is not served to another."""
-    adapters = [_adapter(lab, "one/style", b"a"), _adapter(lab, "two/style", b"b")]
-    with lab.engine(adapters=2, num_blocks=65) as engine:
+    adapters = [_adapter(harness, "one/style", b"a"), _adapter(harness, "two/style", b"b")]
+    with harness.engine(adapters=2, num_blocks=65) as engine:
         tokens = prompt(1, 10)
-        _store_with_adapters(lab, engine, tokens, adapters[:1])
+        _store_with_adapters(harness, engine, tokens, adapters[:1])
         for index, adapter in enumerate([adapters[1], None, adapters[0]]):
             engine.evict_computed()  # releases before 0.30 mix them up in vLLM's own prefix cache
             engine.add(f"r{index}", tokens, adapter=adapter)
-            lab.finish(engine)
-        lab.require_promise(engine)
+            harness.finish(engine)
+        harness.require_promise(engine)
 
 
-def _store_with_adapters(lab: Lab, engine: VllmEngine, tokens: list[int], adapters: list[str]) -> None:
+def _store_with_adapters(harness: Harness, engine: VllmEngine, tokens: list[int], adapters: list[str]) -> None:
     for index, adapter in enumerate(adapters):
         engine.add(f"known{index}", prompt(20 + index, 1), adapter=adapter)
-    lab.finish(engine)
+    harness.finish(engine)
     engine.run(lambda: False, steps=300, seconds=0.2)  # its files may be looked at on a thread of the connector
     for index, adapter in enumerate(adapters):
         engine.add(f"stored{index}", tokens, adapter=adapter)
-        lab.finish(engine)
-    lab.forget(engine)
+        harness.finish(engine)
+    harness.forget(engine)
 
 
-def _adapter(lab: Lab, name: str, weights: bytes) -> str:
+def _adapter(harness: Harness, name: str, weights: bytes) -> str:
     """A LoRA adapter's folder."""
-    folder = lab.folder / "adapters" / name
+    folder = harness.folder / "adapters" / name
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text('{"r": 8}')
     (folder / "adapter_model.safetensors").write_bytes(weights * 64)
@@ -324,27 +324,27 @@ def _adapter(lab: Lab, name: str, weights: bytes) -> str:
 
 
 @scenario("P1", "P8", "H32")
-def reset_while_requests_run(lab: Lab) -> None:
+def reset_while_requests_run(harness: Harness) -> None:
     """The whole cache is reset under running requests, which are preempted and computed anew."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens = prompt(1, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("running", prompt(2, 8), max_tokens=12)
         engine.add("loaded", tokens, max_tokens=12)
         engine.run(lambda: engine.status("loaded") == "RUNNING", steps=50)
-        lab.require_promise(engine, "loaded")
+        harness.require_promise(engine, "loaded")
         engine.step()
-        if not engine.run(lambda: engine.reset(running=True, connector=True), seconds=lab.subject.timeout):
+        if not engine.run(lambda: engine.reset(running=True, connector=True), seconds=harness.subject.timeout):
             raise BrokenError("P11", "vLLM refuses every reset, because blocks stay held")
-        lab.finish(engine)
+        harness.finish(engine)
 
 
 @scenario("H32")
-def h32_new_weights_make_old_blocks_useless(lab: Lab) -> None:
+def h32_new_weights_make_old_blocks_useless(harness: Harness) -> None:
     """After a reset for new weights nothing of before is served, also not what was being saved just then."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         tokens, saving = prompt(1, 10), prompt(2, 10)
-        lab.store(engine, tokens)
+        harness.store(engine, tokens)
         engine.add("saving", saving, max_tokens=1)
         engine.finish("saving")
         if not engine.run(lambda: engine.reset(running=False, connector=True), steps=500):
@@ -352,29 +352,29 @@ def h32_new_weights_make_old_blocks_useless(lab: Lab) -> None:
         engine.new_weights()
         engine.add("again", tokens)
         engine.add("saved again", saving)
-        lab.finish(engine)
+        harness.finish(engine)
 
 
 @scenario("H62", "H13")
-def h62_requests_without_names_cost_only_themselves(lab: Lab) -> None:
+def h62_requests_without_names_cost_only_themselves(harness: Harness) -> None:
     """Token ids below 0 and above 2^32 run beside a stored prompt and a new one: both keep their hits and answers."""
-    with lab.engine() as engine:
+    with harness.engine() as engine:
         stored, new = prompt(1, 10), prompt(2, 10)
-        lab.store(engine, stored)
+        harness.store(engine, stored)
         sick = [[*prompt(seed, 6), token, *prompt(seed, 4)] for seed, token in ((3, -1), (4, 2**32), (5, 2**40))]
         engine.add("again", stored, max_tokens=8)
         engine.add("new", new, max_tokens=8)
         for number, tokens in enumerate(sick):
             engine.add(f"sick{number}", tokens, max_tokens=8)
-        lab.finish(engine)
-        lab.require_promise(engine, "again")
+        harness.finish(engine)
+        harness.require_promise(engine, "again")
         if engine.observed.invalid_blocks:
             raise BrokenError("H62", f"blocks {engine.observed.invalid_blocks} are not loaded beside them")
-        lab.forget(engine)
+        harness.forget(engine)
         engine.add("new again", new)
         for number, tokens in enumerate(sick):
             engine.add(f"sick again{number}", tokens, max_tokens=8)
-        lab.finish(engine)
+        harness.finish(engine)
         for name in ("again", "new again"):
             found = engine.observed.committed_tokens(name)
             if found < 10 * BLOCK:

@@ -25,7 +25,7 @@ BLOCK = 16
 FOLDER = "{folder}"
 """In a connector's configuration, stands for a folder that is new and empty for each scenario."""
 
-FOLDER_PREFIX = "kvpact-lab-"
+FOLDER_PREFIX = "kvpact-harness-"
 """How such a folder's name begins."""
 
 
@@ -61,7 +61,7 @@ class NotObservableError(Exception):
 
 
 class BrokenError(Exception):
-    """Something is broken: a scenario's own demand, or a rule that the lab has noted already."""
+    """Something is broken: a scenario's own demand, or a rule that the harness has noted already."""
 
     def __init__(self, *violation: str) -> None:
         super().__init__(": ".join(violation))
@@ -73,7 +73,7 @@ def prompt(seed: int, blocks: int, tail: int = 7) -> list[int]:
     return [(seed * 1009 + position * 7) % 29_989 + seed for position in range(blocks * BLOCK + tail)]
 
 
-class Lab:
+class Harness:
     """One scenario's workplace."""
 
     def __init__(self, subject: ConnectorUnderTest) -> None:
@@ -176,18 +176,18 @@ class Lab:
         """What was done so far is over and has left nothing behind: it is not part of the script."""
         self.journal.clear()
 
-    def attempt(self, situation: Callable[[Lab], None]) -> Lab:
-        """Try a situation in a lab of its own; the lab that comes back has what was found."""
-        lab = Lab(self.subject)
+    def attempt(self, situation: Callable[[Harness], None]) -> Harness:
+        """Try a situation in a harness of its own; the harness that comes back has what was found."""
+        harness = Harness(self.subject)
         try:
-            situation(lab)
+            situation(harness)
         except BrokenError as broken:
-            lab.violations += broken.violations
+            harness.violations += broken.violations
         except EngineDied:
             pass  # noted already
         finally:
-            lab.close()
-        return lab
+            harness.close()
+        return harness
 
     # The rules
 

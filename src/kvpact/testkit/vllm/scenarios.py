@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpact.testkit.vllm.factory import Lab
+from kvpact.testkit.vllm.harness import Harness
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +15,16 @@ class Scenario:
     name: str
     protects: tuple[str, ...]
     meaning: str
-    run: Callable[[Lab], None]
+    run: Callable[[Harness], None]
 
 
 class Scenarios(list[Scenario]):
     """Scenarios in the order in which they run. Calling it makes the decorator that adds one."""
 
-    def __call__(self, *protects: str) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
+    def __call__(self, *protects: str) -> Callable[[Callable[[Harness], None]], Callable[[Harness], None]]:
         """Add a function as a scenario for these properties and hazards; its docstring says what it shows."""
 
-        def add(run: Callable[[Lab], None]) -> Callable[[Lab], None]:
+        def add(run: Callable[[Harness], None]) -> Callable[[Harness], None]:
             self.append(Scenario(run.__name__, protects, " ".join((run.__doc__ or "").split()), run))
             return run
 
