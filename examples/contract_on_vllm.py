@@ -19,7 +19,7 @@ PROMPTS = {name: prompt(seed, 10) for seed, name in enumerate(["taken", "cut", "
 
 def main() -> None:
     engine = VllmEngine(EngineSettings(num_blocks=21, ranks=2), TRANSFER, lambda line: None)
-    cache = engine.connector._scheduler_side.cache
+    cache = engine.connector.scheduler_side.cache
     for name, tokens in PROMPTS.items():
         engine.add(f"first {name}", tokens)
         engine.finish()

@@ -47,7 +47,7 @@ def engine_with(layout: dict[str, int], **settings: object) -> Iterator[VllmEngi
 
 
 def cache_of(engine: VllmEngine) -> PactCache:
-    cache: PactCache = engine.connector._scheduler_side.cache
+    cache: PactCache = engine.connector.scheduler_side.cache
     return cache
 
 

@@ -162,7 +162,7 @@ class FaultyConnector(PactConnector):
         """The cache is up."""
         super().set_xfer_handshake_metadata_pp_aware(metadata)
         methods = "prepare_external_match commit_external_match note_computed end_step apply_report request_finished"
-        cache: Any = self._scheduler_side.cache
+        cache: Any = self.scheduler_side.cache
         wrap(cache, "cache", *methods.split())
         cache.ledger.history = PlanLog()
         cache.end_step = checked(cache.end_step, cache)
@@ -177,7 +177,7 @@ class FaultyConnector(PactConnector):
         if requests > self._side_by_side:
             self._side_by_side = requests
             (CONTROL / "side_by_side").write_text(str(requests))
-        context: Any = self._scheduler_side.context
+        context: Any = self.scheduler_side.context
         if (free := context._pool.get_num_free_blocks()) != self._free_blocks:
             self._free_blocks = free
             beside = CONTROL / "free_blocks.new"

@@ -377,16 +377,16 @@ class PlayedEngine:
     @property
     def counts(self) -> dict[str, float]:
         """All of kvpact's counts as they are now."""
-        cache = self.connector._scheduler_side.cache
+        cache = self.connector.scheduler_side.cache
         assert cache is not None
         return cache.observe()
 
     def assert_at_rest(self) -> None:
         """No request, no lease, no block or slot held by anything, every invariant true."""
-        cache = self.connector._scheduler_side.cache
+        cache = self.connector.scheduler_side.cache
         assert cache is not None
         cache.check()
-        context = self.connector._scheduler_side.context
+        context = self.connector.scheduler_side.context
         assert context is not None
         held = {
             "loads": len(cache._copies.loads),

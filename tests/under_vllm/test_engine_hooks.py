@@ -66,7 +66,7 @@ class Fault:
 
 def part(engine: PlayedEngine, name: str) -> Any:
     """The object of kvpact that `name` begins with."""
-    side = engine.connector._scheduler_side
+    side = engine.connector.scheduler_side
     worker = engine.worker.cache_worker
     return {"scheduler": side, "cache": side.cache, "worker": worker, "transfer": worker.transfers}[name]
 

@@ -382,7 +382,7 @@ def test_p11_requests_that_come_at_once_are_prepared_over_several_steps(
     ask_all(first := start(store))
     flush(first)
     second = start(store)
-    side = second.connector._scheduler_side
+    side = second.connector.scheduler_side
     guard, prepared = second.connector.guard, []
     prepare = side.cache.prepare_external_match
 
@@ -410,7 +410,7 @@ def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
 ) -> None:
     """Who wakes up may have the core of the scheduler's thread; the step's time is measured by then."""
     engine = start(store)
-    (queue,) = engine.connector._scheduler_side._queues
+    (queue,) = engine.connector.scheduler_side._queues
     told: list[str] = []
     scheduler, wakes = threading.get_ident(), queue._shared.wakes
     end_step, wake = engine.connector.guard.end_step, queue.wake

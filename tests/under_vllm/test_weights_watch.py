@@ -334,13 +334,13 @@ def test_a_sleep_keeps_what_is_stored_if_the_same_weights_wake(engine: PlayedEng
 def test_attaching_the_same_memory_again_does_nothing(engine: PlayedEngine, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM 0.33 hands the handshake over at each wake."""
     ask(engine)
-    cache = engine.connector._scheduler_side.cache
+    cache = engine.connector.scheduler_side.cache
     handshake = engine.worker.get_handshake_metadata()
     assert isinstance(handshake, PactHandshake)
     caplog.set_level(logging.INFO)
     for _ in range(2):
         engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
-    assert engine.connector._scheduler_side.cache is cache
+    assert engine.connector.scheduler_side.cache is cache
     assert [record for record in caplog.records if record.name.startswith("kvpact")] == []
     assert cached_blocks(engine) == BLOCKS
 

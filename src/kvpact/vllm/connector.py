@@ -140,7 +140,8 @@ class PactConnector(KVConnectorBase_V1):
         return self._worker
 
     @property
-    def _scheduler_side(self) -> SchedulerSide:
+    def scheduler_side(self) -> SchedulerSide:
+        """The half in the scheduler's process. Raises ConfigError on the other one."""
         if self._scheduler is None:
             raise ConfigError("a scheduler's hook was called on the worker's half of the connector")
         return self._scheduler
@@ -256,7 +257,7 @@ class PactConnector(KVConnectorBase_V1):
                 "the workers' handshake is not PactConnector's; under MultiConnector vLLM passes on only the first "
                 "one: put PactConnector before the other connectors"
             )
-        self._scheduler_side.attach(hellos)
+        self.scheduler_side.attach(hellos)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The same, from releases without pipeline ranks in the key."""
@@ -265,35 +266,35 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """vLLM offers its block tables and its block pool."""
-        self._scheduler_side.bind_scheduler_context(kv_cache_manager)
+        self.scheduler_side.bind_scheduler_context(kv_cache_manager)
 
     @guarded(lambda: None)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Releases before 0.30 offer the block pool alone."""
-        self._scheduler_side.bind_scheduler_context(gpu_block_pool)
+        self.scheduler_side.bind_scheduler_context(gpu_block_pool)
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
         """vLLM accepted a request."""
-        self._scheduler_side.on_new_request(request)
+        self.scheduler_side.on_new_request(request)
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Prepare."""
-        return self._scheduler_side.probe(request, num_computed_tokens)
+        return self.scheduler_side.probe(request, num_computed_tokens)
 
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Commit, for the number that the scheduler finally chose."""
         (block_ids,) = blocks.get_block_ids()
-        self._scheduler_side.note_allocated(request, blocks)
-        self._scheduler_side.commit(request, block_ids, num_external_tokens)
+        self.scheduler_side.note_allocated(request, blocks)
+        self.scheduler_side.commit(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's end."""
         metadata = self._end_step(scheduler_output)
         if metadata is None:
-            metadata = self._scheduler_side.end_broken_step()
+            metadata = self.scheduler_side.end_broken_step()
             self._abandon_step()
         self.guard.end_step()
         self._wake_tiers()
@@ -301,15 +302,15 @@ class PactConnector(KVConnectorBase_V1):
 
     @guarded(lambda: None)
     def _end_step(self, scheduler_output: SchedulerOutput) -> PactMetadata | None:
-        return self._scheduler_side.end_step(scheduler_output)
+        return self.scheduler_side.end_step(scheduler_output)
 
     @guarded(lambda: None)
     def _abandon_step(self) -> None:
-        self._scheduler_side.abandon_step()
+        self.scheduler_side.abandon_step()
 
     @guarded(lambda: None, in_step=False)
     def _wake_tiers(self) -> None:
-        self._scheduler_side.wake_tiers()
+        self.scheduler_side.wake_tiers()
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -317,18 +318,18 @@ class PactConnector(KVConnectorBase_V1):
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
         failed = failed_requests(connector_output)
-        self._scheduler_side.take_report(report, set(connector_output.invalid_block_ids), failed)
+        self.scheduler_side.take_report(report, set(connector_output.invalid_block_ids), failed)
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Abort, if the request has a plan. Blocks under copy are held through the block pool, so none is delayed."""
-        self._scheduler_side.request_finished(request.request_id)
+        self.scheduler_side.request_finished(request.request_id)
         return False, None
 
     @guarded(lambda: False, in_step=False)
     def has_pending_push_work(self) -> bool:
         """Keep stepping until the workers' reports are in. vLLM asks when it has no request left."""
-        return self._scheduler_side.has_pending_work()
+        return self.scheduler_side.has_pending_work()
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -338,7 +339,7 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: (0, 0))
     def take_hit_corrections(self) -> tuple[int, int]:
         """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, at requests' first go and after a preemption."""
-        return self._scheduler_side.take_hit_corrections()
+        return self.scheduler_side.take_hit_corrections()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -362,7 +363,7 @@ class PactConnector(KVConnectorBase_V1):
 
         If forgetting fails, nothing is served or stored from then on, until a reset works.
         """
-        self._scheduler_side.reset()
+        self.scheduler_side.reset()
         return True
 
     @guarded(lambda: None)

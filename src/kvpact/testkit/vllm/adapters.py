@@ -93,7 +93,7 @@ class PactAdapter(ConnectorAdapter):
 
     def held(self, connector: Any) -> Mapping[str, int]:
         """Plans, leases, index pins, copies under way, engine blocks under protection."""
-        side = connector._scheduler_side
+        side = connector.scheduler_side
         if side.cache is None:
             return {}
         cache = side.cache
@@ -133,7 +133,7 @@ class PactAdapter(ConnectorAdapter):
         def breaking(owner: Any, method: str) -> Callable[[], None]:
             return lambda: setattr(owner, method, _raising(getattr(owner, method), 3))
 
-        cache = engine.connector._scheduler_side.cache
+        cache = engine.connector.scheduler_side.cache
         worker = engine.ranks[0].connector.cache_worker
         return {
             "get_num_new_matched_tokens": breaking(cache, "prepare_external_match"),
