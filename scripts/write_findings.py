@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.report import ConformanceReport, Verdict
+from kvpact.testkit.results import ConformanceReport, Verdict
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.offloading import FILES
 

@@ -14,8 +14,8 @@ import broken_tiers
 import pytest
 from dictionary_suite import DictionarySuite, suite_for
 
-from kvpact.testkit.findings import TITLES, verdicts
-from kvpact.testkit.report import Check, ConformanceReport, Verdict, as_text
+from kvpact.testkit.catalogue import TITLES
+from kvpact.testkit.results import Check, ConformanceReport, Verdict, as_text, verdicts
 from kvpact.testkit.suite import checks_of, protects, run_suite
 from kvpact.testkit.tier.conformance import Place, TierConformance, TierScene
 from kvpact.testkit.tier.dictionary_tier import DictionaryTier

@@ -18,8 +18,7 @@ from kvpact.testkit.cache.subjects import (
     pact_cache_with_shared,
     reference_cache,
 )
-from kvpact.testkit.findings import concerned
-from kvpact.testkit.report import Verdict, as_text
+from kvpact.testkit.results import Verdict, as_text, concerned
 from kvpact.testkit.suite import checks_of
 from kvpact.tiers.client import LentSlots, TierClient
 

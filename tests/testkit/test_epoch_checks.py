@@ -11,8 +11,7 @@ from kvpact.testkit.cache.checks_epochs import EpochChecks
 from kvpact.testkit.cache.conformance import run_conformance
 from kvpact.testkit.cache.harness import SceneSettings
 from kvpact.testkit.cache.operations import Call, perform
-from kvpact.testkit.findings import concerned
-from kvpact.testkit.report import ConformanceReport, Verdict
+from kvpact.testkit.results import ConformanceReport, Verdict, concerned
 
 CHECKS = [name for name in vars(EpochChecks) if name.startswith("test_")]
 MODES = ("native", "vllm-0.32")

@@ -15,7 +15,7 @@ from kvpact.testkit.cache.machine import PactMachine
 from kvpact.testkit.cache.operations import Call, SceneSettings, perform, random_play, shortest
 from kvpact.testkit.cache.soak import SUBJECTS, SoakFailure, report, soak
 from kvpact.testkit.cache.subjects import lazy_pact_cache, pact_cache, pact_cache_with_disk
-from kvpact.testkit.findings import Broken
+from kvpact.testkit.results import Broken
 
 STEPS = 20_000
 SHARED = ["shared", "disk and shared, second use"]

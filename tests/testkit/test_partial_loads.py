@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.testkit.report import Verdict, as_text
+from kvpact.testkit.results import Verdict, as_text
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.harness import BLOCK, Harness, prompt, under_multi_connector
 from kvpact.testkit.vllm.scenarios import Scenario

@@ -10,7 +10,7 @@ import importlib.util
 import pytest
 
 from kvpact.testkit.context_checks import CHECKS, EmbeddedStage
-from kvpact.testkit.report import Verdict, as_text
+from kvpact.testkit.results import Verdict, as_text
 
 ENGINES = ["embedded", "vllm"]
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.contract import SchedulerContext
-from kvpact.testkit.report import as_text
+from kvpact.testkit.results import as_text
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.errors import ConfigError
-from kvpact.testkit.report import Check, ConformanceReport, Verdict, as_text
+from kvpact.testkit.results import Check, ConformanceReport, Verdict, as_text
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.driver import SCENARIOS, VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.testkit.report import Verdict, as_text
+from kvpact.testkit.results import Verdict, as_text
 from kvpact.testkit.vllm.driver import SCENARIOS
 from kvpact.testkit.vllm.releases import RELEASES, installed_release, run_on_release
 

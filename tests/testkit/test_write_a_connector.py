@@ -87,7 +87,7 @@ def test_the_guides_tables_name_what_exists() -> None:
     from dataclasses import fields
 
     from kvpact.testkit.cache.conformance import CacheConformance, CacheUnderTest
-    from kvpact.testkit.findings import TITLES
+    from kvpact.testkit.catalogue import TITLES
     from kvpact.testkit.suite import checks_of
 
     for row in re.findall(r"^\| ([PH]\d+(?:, [PH]\d+)*) \|", GUIDE, re.MULTILINE):

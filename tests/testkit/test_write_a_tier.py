@@ -38,7 +38,7 @@ def test_the_guides_tier_keeps_every_promise(tmp_path: Path) -> None:
 
 def test_the_guides_first_tier_breaks_what_the_guide_says(tmp_path: Path) -> None:
     claimed = re.search(r"can run (\d+) of the (\d+) checks on it, and (\d+) of those find something", GUIDE)
-    shown = re.search(r"```text\nkvpact\.testkit\.findings\.Broken: (H20.*?)```", GUIDE, re.DOTALL)
+    shown = re.search(r"```text\nkvpact\.testkit\.results\.Broken: (H20.*?)```", GUIDE, re.DOTALL)
     assert claimed is not None
     assert shown is not None
     run, checks, failed = (int(number) for number in claimed.groups())
@@ -49,7 +49,7 @@ def test_the_guides_first_tier_breaks_what_the_guide_says(tmp_path: Path) -> Non
 
 
 def test_the_guides_table_names_what_exists() -> None:
-    from kvpact.testkit.findings import TITLES
+    from kvpact.testkit.catalogue import TITLES
     from kvpact.testkit.tier.conformance import TierConformance
 
     for row in re.findall(r"^\| ([TH]\d+(?:, [TH]\d+)*) \|", GUIDE, re.MULTILINE):

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvpact.errors import ConfigError
-from kvpact.testkit.findings import TITLES, concerned, verdicts
-from kvpact.testkit.report import Check, ConformanceReport, Verdict
+from kvpact.testkit.catalogue import TITLES
+from kvpact.testkit.results import Check, ConformanceReport, Verdict, concerned, verdicts
 
 EngineName = Literal["embedded", "vllm"]
 

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 from kvpact.contract import SchedulerContext
 from kvpact.engine import Engine, EngineConfig, Request
 from kvpact.errors import PactViolation
-from kvpact.testkit.findings import Broken
+from kvpact.testkit.results import Broken
 
 BLOCKS = 12
 """Blocks of a stage's pool, the null block among them."""

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvpact.testkit.findings import TITLES, Broken, NotObservable
-from kvpact.testkit.report import Check, Verdict, Violation, shortened
+from kvpact.testkit.catalogue import TITLES
+from kvpact.testkit.results import Broken, Check, NotObservable, Verdict, Violation, shortened
 
 CHECK_SECONDS = 120.0
 """A check that runs longer than this hangs; none needs a tenth of it on an idle machine."""

@@ -11,7 +11,7 @@ from kvpact.engine import KVCacheGroup
 from kvpact.testkit.cache.factory import CacheLab, in_every_mode, promised, reachable_bytes
 from kvpact.testkit.cache.harness import CacheScene, prompt
 from kvpact.testkit.faults import Fault, Operation
-from kvpact.testkit.findings import NotObservable, require
+from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.suite import Suite, protects
 
 DOCUMENT = prompt(6)

@@ -14,7 +14,7 @@ from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
 from kvpact.testkit.cache.factory import CacheLab, expected_outputs, in_every_mode, promised
 from kvpact.testkit.cache.harness import CacheScene, prompt
 from kvpact.testkit.cache.operations import random_play
-from kvpact.testkit.findings import NotObservable, require
+from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.suite import Suite, protects
 
 DOCUMENT = prompt(8)

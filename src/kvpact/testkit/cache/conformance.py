@@ -18,7 +18,7 @@ from kvpact.testkit.cache.checks_failures import FailureChecks
 from kvpact.testkit.cache.checks_promises import PromiseChecks
 from kvpact.testkit.cache.factory import CacheLab
 from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, CacheUnderTest
-from kvpact.testkit.report import Check, ConformanceReport
+from kvpact.testkit.results import Check, ConformanceReport
 from kvpact.testkit.suite import run_suite
 
 __all__ = ["CacheConformance", "CacheFactory", "CachePlace", "CacheUnderTest", "run_conformance", "run_suite_as_report"]

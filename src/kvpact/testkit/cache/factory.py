@@ -21,7 +21,7 @@ from kvpact.engine import Engine, EngineConfig, EngineContext, EngineQuirks, Req
 from kvpact.errors import PactViolation
 from kvpact.testkit.cache.harness import SCRIPT_LINES, CacheScene, SceneSettings
 from kvpact.testkit.cache.subjects import CacheFactory
-from kvpact.testkit.findings import NotObservable
+from kvpact.testkit.results import NotObservable
 
 
 class SaysHowCachesAreMade(Protocol):

@@ -32,8 +32,9 @@ from kvpact.errors import PactViolation, WeightsVersionRefused
 from kvpact.identity.keys import RangeSet, RequestIdentity
 from kvpact.testkit.cache.monitor import ContractWatch, EverStored, StoredBlock
 from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, made_for
+from kvpact.testkit.catalogue import TITLES
 from kvpact.testkit.faults import Crash
-from kvpact.testkit.findings import TITLES, Broken, NotObservable
+from kvpact.testkit.results import Broken, NotObservable
 
 SCRIPT_LINES = 200
 """Steps of a script that are kept; a check that needs more is no longer readable."""

@@ -28,7 +28,7 @@ from kvpact.contract import (
 )
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.keys import BlockKey, BlockKeys
-from kvpact.testkit.findings import Broken
+from kvpact.testkit.results import Broken
 
 WATCH_NAMESPACE = bytes(32)
 

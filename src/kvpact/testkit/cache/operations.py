@@ -22,7 +22,7 @@ from kvpact.testkit.cache.harness import SCRIPT_LINES, CacheScene, SceneSettings
 from kvpact.testkit.cache.monitor import EverStored, StoredBlock
 from kvpact.testkit.cache.subjects import CacheFactory
 from kvpact.testkit.faults import Crash, Fault, Operation
-from kvpact.testkit.findings import Broken
+from kvpact.testkit.results import Broken
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},

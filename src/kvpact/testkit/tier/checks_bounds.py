@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpact.testkit.findings import NotObservable, require
+from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import Document, document
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.harness import TierScene, WatchedTier, expect

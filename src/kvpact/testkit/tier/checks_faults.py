@@ -12,7 +12,7 @@ from concurrent.futures import thread as executors
 from functools import partial
 
 from kvpact.testkit.faults import Fault, Operation
-from kvpact.testkit.findings import Broken, NotObservable, require
+from kvpact.testkit.results import Broken, NotObservable, require
 from kvpact.testkit.sample_blocks import document
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.checks_promises import BRANCH, DOCUMENT

@@ -13,7 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from kvpact.testkit.faults import Crash, Fault, Faults, Operation
-from kvpact.testkit.findings import NotObservable, require
+from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import Document, document
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.checks_promises import BRANCH, DOCUMENT

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvpact.testkit.findings import NotObservable, require
+from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import content, document, fill, first_difference
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.harness import FOREIGN, TierScene, WatchedTier, expect, store

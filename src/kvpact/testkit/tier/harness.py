@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, overload
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.testkit.faults import Crash, Faults
-from kvpact.testkit.findings import Broken, NotObservable, require
+from kvpact.testkit.results import Broken, NotObservable, require
 from kvpact.testkit.sample_blocks import (
     CANARY,
     Document,

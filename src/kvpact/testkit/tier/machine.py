@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvpact.testkit.faults import Crash, Fault, Operation
-from kvpact.testkit.findings import require
+from kvpact.testkit.results import require
 from kvpact.testkit.sample_blocks import Document
 from kvpact.testkit.tier.checks_lives import DOCUMENTS
 from kvpact.testkit.tier.harness import Damage, TierScene, expect

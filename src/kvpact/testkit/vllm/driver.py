@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.report import Check, ConformanceReport, Verdict, Violation, shortened
+from kvpact.testkit.results import Check, ConformanceReport, Verdict, Violation, shortened
 from kvpact.testkit.vllm.adapters import KNOWN_ADAPTERS, ConnectorAdapter
 from kvpact.testkit.vllm.compat import CollectiveNotPossible, release
 from kvpact.testkit.vllm.engine import EngineDied

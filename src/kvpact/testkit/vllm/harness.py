@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.report import Violation
+from kvpact.testkit.results import Violation
 from kvpact.testkit.vllm.adapters import ConnectorAdapter
 from kvpact.testkit.vllm.compat import CollectiveNotPossible, EngineSettings
 from kvpact.testkit.vllm.engine import EngineDied, VllmEngine

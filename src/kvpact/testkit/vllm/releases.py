@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.errors import ConfigError
-from kvpact.testkit.report import ConformanceReport
+from kvpact.testkit.results import ConformanceReport
 from kvpact.vllm.compat.releases import RELEASES
 
 FOLDER_VARIABLE = "KVPACT_RELEASES"

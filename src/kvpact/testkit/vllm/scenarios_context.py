@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvpact.contract import SchedulerContext
 from kvpact.testkit.context_checks import BLOCKS, CHECKS, ContextCheck
-from kvpact.testkit.findings import Broken
+from kvpact.testkit.results import Broken
 from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import BrokenError, Harness, NotObservableError
 from kvpact.testkit.vllm.scenarios import Scenario, Scenarios

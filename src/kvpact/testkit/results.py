@@ -1,15 +1,40 @@
-"""What a conformance run says: one check a scenario, each with its verdict and the script that shows it.
+"""What a check says it found: by raising `Broken` or `NotObservable`, and then as a `Check` of a report.
 
-Owns the result types and nothing else, so that every engine's driver speaks the same.
+Owns the result types of all suites, and how they are shown. Runs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from unittest import SkipTest
 
 import msgspec
+
+from kvpact.errors import PactViolation
+from kvpact.testkit.catalogue import TITLES
+
+
+class Broken(PactViolation):
+    """A check saw its property broken. `script` are the steps that led there, `protects` the ids that are concerned."""
+
+    def __init__(self, explanation: str, script: Sequence[str] = (), protects: Sequence[str] = ()) -> None:
+        self.explanation = explanation
+        self.script = tuple(script)
+        self.protects = tuple(protects)
+        titles = [f"{name}: {TITLES[name]}" for name in protects]
+        super().__init__("\n    ".join([*titles, explanation, *self.script]))
+
+
+class NotObservable(SkipTest):
+    """The property cannot be seen here, for the reason given; pytest and unittest count the check as skipped."""
+
+
+def require(condition: bool, explanation: str) -> None:
+    """Raise `Broken` with `explanation` unless `condition`; works under `python -O`, and without pytest."""
+    if not condition:
+        raise Broken(explanation)
 
 
 class Verdict(StrEnum):
@@ -109,3 +134,18 @@ def shortened(lines: Sequence[str], limit: int = 60) -> tuple[str, ...]:
         left_out = len(script) - limit + 1
         script = [*script[: limit // 2], f"... {left_out} lines ...", *script[left_out + limit // 2 :]]
     return tuple(script)
+
+
+def concerned(check: Check) -> tuple[str, ...]:
+    """The ids on which `check` has something to say: what it came upon, and what it is about, for it was not kept."""
+    return tuple(dict.fromkeys([*(violation.broken for violation in check.violations), *check.protects]))
+
+
+def verdicts(checks: Iterable[Check]) -> dict[str, Verdict]:
+    """For each id, in the order of `TITLES`: broken if any check says so, else kept if any does."""
+    said: dict[str, set[Verdict]] = {}
+    for check in checks:
+        for name in concerned(check):
+            said.setdefault(name, set()).add(check.verdict)
+    order = (Verdict.BROKEN, Verdict.KEPT, Verdict.NOT_OBSERVABLE)
+    return {name: next(verdict for verdict in order if verdict in said[name]) for name in TITLES if name in said}

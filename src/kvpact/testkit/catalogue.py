@@ -1,17 +1,11 @@
-"""How a check says what it found: by raising `Broken` or `NotObservable`, under the name of a property or hazard.
+"""What the kit looks for, by id: the contract's properties (P), a tier's further promises (T), known failures (H).
 
-Owns the names of the contract's properties (P), of the further promises of a tier (T) and of the failures known from
-this field (H) that the kit looks for. Runs nothing.
+Owns their names and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from types import MappingProxyType
-from unittest import SkipTest
-
-from kvpact.errors import PactViolation
-from kvpact.testkit.report import Check, Verdict
 
 TITLES = MappingProxyType({
     "P1": "every plan ends once; at rest nothing is held",
@@ -94,39 +88,3 @@ TITLES = MappingProxyType({
     "H93": "a load before the state update is wiped by the zeroing of new blocks",
 })  # fmt: skip
 """What each property promises and what each hazard does, in one line, by id."""
-
-
-class Broken(PactViolation):
-    """A check saw its property broken. `script` are the steps that led there, `protects` the ids that are concerned."""
-
-    def __init__(self, explanation: str, script: Sequence[str] = (), protects: Sequence[str] = ()) -> None:
-        self.explanation = explanation
-        self.script = tuple(script)
-        self.protects = tuple(protects)
-        titles = [f"{name}: {TITLES[name]}" for name in protects]
-        super().__init__("\n    ".join([*titles, explanation, *self.script]))
-
-
-class NotObservable(SkipTest):
-    """The property cannot be seen here, for the reason given; pytest and unittest count the check as skipped."""
-
-
-def require(condition: bool, explanation: str) -> None:
-    """Raise `Broken` with `explanation` unless `condition`; works under `python -O`, and without pytest."""
-    if not condition:
-        raise Broken(explanation)
-
-
-def concerned(check: Check) -> tuple[str, ...]:
-    """The ids on which `check` has something to say: what it came upon, and what it is about, for it was not kept."""
-    return tuple(dict.fromkeys([*(violation.broken for violation in check.violations), *check.protects]))
-
-
-def verdicts(checks: Iterable[Check]) -> dict[str, Verdict]:
-    """For each id, in the order of `TITLES`: broken if any check says so, else kept if any does."""
-    said: dict[str, set[Verdict]] = {}
-    for check in checks:
-        for name in concerned(check):
-            said.setdefault(name, set()).add(check.verdict)
-    order = (Verdict.BROKEN, Verdict.KEPT, Verdict.NOT_OBSERVABLE)
-    return {name: next(verdict for verdict in order if verdict in said[name]) for name in TITLES if name in said}
