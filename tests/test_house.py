@@ -37,14 +37,10 @@ OWN_OPTIONAL_MEMBERS = {
 """What kvpact itself asks of connectors, which need not have it."""
 
 
-def imports_of(path: Path, *, for_types: bool = True) -> set[str]:
-    """Every module that the file names in an import statement, wherever it stands; or those that it needs to run."""
+def imports_of(path: Path) -> set[str]:
+    """Every module that the file names in an import statement, wherever it stands, for types alone too."""
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = node.body if for_types else []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -90,13 +86,8 @@ def test_the_table_names_nothing_that_is_not_there() -> None:
 
 def test_no_circle_of_imports() -> None:
     graph = {
-        name: {
-            imported.removeprefix("kvpact.")
-            for imported in imports_of(path, for_types=False)
-            if imported.startswith("kvpact.")
-        }
+        name: {imported.removeprefix("kvpact.") for imported in imports_of(path) if imported.startswith("kvpact.")}
         for name, path in modules().items()
-        if not name.startswith("testkit.")
     }
     assert list(TopologicalSorter(graph).static_order())
 

@@ -24,8 +24,9 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
+from kvpact.testkit.tier.buffers import give_back, require_untouched
 from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
-from kvpact.testkit.tier.harness import NAMESPACE, give_back, require_untouched
+from kvpact.testkit.tier.harness import NAMESPACE
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordMac, Tier
 from kvpact.tiers.redis.connections import Connection, Words
 from kvpact.tiers.redis.opening import open_redis

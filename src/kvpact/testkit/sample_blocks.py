@@ -48,6 +48,11 @@ def _chain(name: str, length: int, stem: Sequence[BlockKey] = ()) -> tuple[Block
     return tuple(keys)
 
 
+DOCUMENT = document("document", 8)
+BRANCH = DOCUMENT.branch("branch", 3, 6)
+DOCUMENTS = (DOCUMENT, BRANCH, document("alone", 7), DOCUMENT.branch("twig", 6, 9))
+
+
 @lru_cache(maxsize=4096)
 def content(key: BlockKey, nbytes: int) -> bytes:
     """What the block named `key` holds, `nbytes` long."""

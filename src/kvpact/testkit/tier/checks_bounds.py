@@ -5,21 +5,18 @@ Part of `TierConformance`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import Document, document
 from kvpact.testkit.suite import Suite, protects
-from kvpact.testkit.tier.harness import TierScene, WatchedTier, expect
+from kvpact.testkit.tier.context import TierOptions
+from kvpact.testkit.tier.harness import TierScene
+from kvpact.testkit.tier.monitor import WatchedTier, expect
 
 CAPACITY = 12
 
 
-class BoundChecks(Suite[TierScene]):
+class BoundChecks(TierOptions, Suite[TierScene]):
     """What holds when the tier is full."""
-
-    if TYPE_CHECKING:
-        bounded: bool
 
     def _open(self, scene: TierScene) -> WatchedTier:
         if not self.bounded:

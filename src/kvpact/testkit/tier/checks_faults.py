@@ -13,20 +13,12 @@ from functools import partial
 
 from kvpact.testkit.faults import Fault, Operation
 from kvpact.testkit.results import Broken, NotObservable, require
-from kvpact.testkit.sample_blocks import document
+from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, document
 from kvpact.testkit.suite import Suite, protects
-from kvpact.testkit.tier.checks_promises import BRANCH, DOCUMENT
-from kvpact.testkit.tier.harness import (
-    Background,
-    Damage,
-    TierScene,
-    ToldBuffers,
-    WatchedTier,
-    expect,
-    give_back,
-    require_untouched,
-    store,
-)
+from kvpact.testkit.tier.buffers import give_back, require_untouched, told_buffers
+from kvpact.testkit.tier.context import Damage, TierOptions
+from kvpact.testkit.tier.harness import Background, TierScene
+from kvpact.testkit.tier.monitor import WatchedTier, expect, store
 
 PROBE_S = 0.05
 """Real seconds for a look at a tier that is in the middle of something; if it is locked so long, nothing is visible."""
@@ -44,7 +36,7 @@ def _is_waited_for(thread: threading.Thread) -> bool:
     return not thread.daemon or thread in getattr(executors, "_threads_queues", ())
 
 
-class FaultChecks(Suite[TierScene]):
+class FaultChecks(TierOptions, Suite[TierScene]):
     """What holds on a bad day."""
 
     gives_up_after = 0.5
@@ -112,7 +104,7 @@ class FaultChecks(Suite[TierScene]):
                 probes[-1].ended(PROBE_S)
             taken.add(block)
 
-        buffers = ToldBuffers(tier.filled(DOCUMENT.keys[2:]), tell, first=2)
+        buffers = told_buffers(tier.filled(DOCUMENT.keys[2:]), tell, first=2)
         expect("put of the rest stores", tier.put(DOCUMENT, 2, 8, buffers=buffers), 6)
         for probe in probes:
             probe.result()
@@ -165,7 +157,7 @@ class FaultChecks(Suite[TierScene]):
                 expect("blocks held once it works again", tier.held(DOCUMENT), 8)
                 require(tier.tier.health().ok, f"all works again, and health() says: {tier.tier.health().reason}")
                 tier.check_accounts(DOCUMENT)
-                if scene.suite.reopens:
+                if self.reopens:
                     expect("blocks held after a restart", scene.reopen(tier).held(DOCUMENT), 8)
                 else:
                     tier.close()
@@ -253,7 +245,7 @@ class FaultChecks(Suite[TierScene]):
         for when in ("", " after a restart"):
             held = tier.held(DOCUMENT)
             require(held <= left, f"{held} blocks are held{when}, not {left}: {after}")
-            tier = scene.reopen(tier) if scene.suite.reopens else tier
+            tier = scene.reopen(tier) if self.reopens else tier
         return tier
 
     @protects("H21")
@@ -314,7 +306,7 @@ class FaultChecks(Suite[TierScene]):
             if hangs and reads:
                 give_back(buffers)
                 require_untouched(buffers)
-            if scene.suite.reopens:
+            if self.reopens:
                 require(scene.open(tier.place).held(DOCUMENT) >= 6, "blocks that were stored are gone after a restart")
 
     @protects("H64")

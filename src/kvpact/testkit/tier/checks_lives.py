@@ -10,17 +10,15 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 from kvpact.testkit.faults import Crash, Fault, Faults, Operation
 from kvpact.testkit.results import NotObservable, require
-from kvpact.testkit.sample_blocks import Document, document
+from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, DOCUMENTS, Document, document
 from kvpact.testkit.suite import Suite, protects
-from kvpact.testkit.tier.checks_promises import BRANCH, DOCUMENT
-from kvpact.testkit.tier.harness import Background, Place, TierScene, WatchedTier, expect, store
-
-if TYPE_CHECKING:
-    from kvpact.testkit.tier.conformance import TierConformance
+from kvpact.testkit.tier.context import Place, TierOptions
+from kvpact.testkit.tier.harness import Background, TierScene
+from kvpact.testkit.tier.monitor import WatchedTier, expect, store
+from kvpact.testkit.trace import Trace
 
 CRASH_POINTS = 60
 """Writes of one life at which the process is let die, one after another."""
@@ -29,10 +27,8 @@ STEPS = 40
 WRITERS_SECONDS = 60.0
 """So long `STEPS` steps may take, in threads or processes that do it at once."""
 
-DOCUMENTS = [DOCUMENT, BRANCH, document("alone", 7), DOCUMENT.branch("twig", 6, 9)]
 
-
-class LifeChecks(Suite[TierScene]):
+class LifeChecks(TierOptions, Suite[TierScene]):
     """What holds over time."""
 
     machine_examples = 25
@@ -40,11 +36,6 @@ class LifeChecks(Suite[TierScene]):
 
     machine_steps = 20
     """Steps of one history."""
-
-    if TYPE_CHECKING:
-        reopens: bool
-        bounded: bool
-        several_writers: bool
 
     @protects("H59")
     def test_h59_a_restart_finds_what_was_stored(self, scene: TierScene) -> None:
@@ -147,7 +138,7 @@ class LifeChecks(Suite[TierScene]):
             raise NotObservable("the suite says `several_writers = False`")
         tier = scene.open()
         with ProcessPoolExecutor(2, get_context("spawn")) as processes:
-            working = [processes.submit(work_in_process, type(scene.suite), scene.place, seed) for seed in range(2)]
+            working = [processes.submit(work_in_process, type(self), scene.place, seed) for seed in range(2)]
             _work(tier, 2)()
             for process in working:
                 process.result(WRITERS_SECONDS)
@@ -238,12 +229,12 @@ def _work(tier: WatchedTier, seed: int) -> Callable[[], None]:
     return work
 
 
-def work_in_process(suite: type[TierConformance], place: Place, seed: int) -> None:
+def work_in_process(suite: type[TierOptions], place: Place, seed: int) -> None:
     """What another process does at a place."""
     itself = suite()
     with itself.store_calls(Faults()):
         tier = itself.open_tier(place)
         try:
-            _work(WatchedTier(tier, place, itself.ranks, [], f"process {seed}"), seed)()
+            _work(WatchedTier(tier, place, itself.ranks, Trace(), f"process {seed}"), seed)()
         finally:
             tier.close()

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from kvpact.testkit.results import NotObservable, require
-from kvpact.testkit.sample_blocks import content, document, fill, first_difference
+from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, content, document, fill, first_difference
 from kvpact.testkit.suite import Suite, protects
-from kvpact.testkit.tier.harness import FOREIGN, TierScene, WatchedTier, expect, store
+from kvpact.testkit.tier.context import TierOptions
+from kvpact.testkit.tier.harness import FOREIGN, TierScene
+from kvpact.testkit.tier.monitor import WatchedTier, expect, store
 
-DOCUMENT = document("document", 8)
-BRANCH = DOCUMENT.branch("branch", 3, 6)
 
-
-class PromiseChecks(Suite[TierScene]):
+class PromiseChecks(TierOptions, Suite[TierScene]):
     """What holds on the best of days."""
-
-    if TYPE_CHECKING:
-        reopens: bool
 
     @protects("T1", "H31")
     def test_blocks_come_back_as_they_were_stored(self, scene: TierScene) -> None:

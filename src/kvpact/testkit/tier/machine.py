@@ -14,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpact.testkit.faults import Crash, Fault, Operation
 from kvpact.testkit.results import require
-from kvpact.testkit.sample_blocks import Document
-from kvpact.testkit.tier.checks_lives import DOCUMENTS
-from kvpact.testkit.tier.harness import Damage, TierScene, expect
+from kvpact.testkit.sample_blocks import DOCUMENTS, Document
+from kvpact.testkit.tier.context import Damage
+from kvpact.testkit.tier.harness import TierScene
+from kvpact.testkit.tier.monitor import expect
 
 ALL_KEYS = {key for wanted in DOCUMENTS for key in wanted.keys}
 
@@ -53,11 +54,10 @@ class TierMachine(RuleBasedStateMachine):
     def take_over(self, may_be_held: set[bytes]) -> None:
         """After something that may have cost blocks: what is held now is the model, if it may be held at all."""
         self.scene.faults.disarm()
-        steps = len(self.scene.script)
-        held = {key for wanted in DOCUMENTS for key in wanted.keys[: self.tier.held(wanted)]}
+        with self.scene.script.paused():
+            held = {key for wanted in DOCUMENTS for key in wanted.keys[: self.tier.held(wanted)]}
         if not self.tier.tier.exclusive:  # behind a hole, only scan sees what may be within reach again one day
             held |= {header.key for header in self.tier.tier.scan()}
-        del self.scene.script[steps:]  # not a step of the history
         unexpected = len(held - may_be_held)
         require(not unexpected, f"{unexpected} blocks are held that were deleted, or never stored")
         self.stored = held

@@ -1,0 +1,63 @@
+"""Buffers that show when they are read, and whether they are written to after they were given back.
+
+Owns nothing but them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import overload
+
+from kvpact.testkit.results import Broken
+from kvpact.testkit.sample_blocks import CANARY, fill
+from kvpact.tiers.base import BlockBuffer
+
+SETTLE_S = 0.15
+"""Real seconds in which a late write would show."""
+
+
+def give_back(buffers: Sequence[BlockBuffer]) -> None:
+    """The buffers are used for something else from now on."""
+    for buffer in buffers:
+        fill(buffer, bytes([CANARY]) * sum(piece.nbytes for piece in buffer))
+
+
+def require_untouched(buffers: Sequence[BlockBuffer], settle: float = SETTLE_S) -> None:
+    """Raises Broken if somebody writes to buffers that were given back, within `settle` seconds."""
+    deadline = time.monotonic() + settle
+    while True:
+        for block, buffer in enumerate(buffers):
+            clean = bytes([CANARY]) * sum(piece.nbytes for piece in buffer)
+            if b"".join(buffer) != clean:
+                raise Broken(f"buffer {block} was written to after get had returned")
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(settle / 10)
+
+
+def told_buffers(buffers: Sequence[BlockBuffer], tell: Callable[[int], None], first: int = 0) -> list[BlockBuffer]:
+    """Buffers that tell when the tier takes one of a block's pieces: `tell(block)`; the first is block `first`."""
+    return [_ToldPieces(pieces, partial(tell, block)) for block, pieces in enumerate(buffers, first)]
+
+
+class _ToldPieces(Sequence[memoryview]):
+    def __init__(self, pieces: BlockBuffer, tell: Callable[[], None]) -> None:
+        self._pieces = pieces
+        self._tell = tell
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
+    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
+        piece = self._pieces[index]
+        self._tell()
+        return piece
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return (self[index] for index in range(len(self)))

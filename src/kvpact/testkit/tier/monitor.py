@@ -1,0 +1,172 @@
+"""A tier under test, watched: each call is written down, and each block that it serves is judged.
+
+Owns the judgement of every byte that a tier serves. Decides no check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvpact.errors import TierError
+from kvpact.identity.keys import BlockKey
+from kvpact.testkit.faults import Crash
+from kvpact.testkit.results import require
+from kvpact.testkit.sample_blocks import Document, content, empty_buffers, filled_buffers, first_difference
+from kvpact.testkit.tier.context import Place
+from kvpact.testkit.trace import Trace
+from kvpact.tiers.base import BlockBuffer, Progress, Tier
+
+Result = TypeVar("Result")
+
+
+class WatchedTier:
+    """A tier under test. Each call is a step of the script; each block that is served is compared with its content."""
+
+    def __init__(self, tier: Tier, place: Place, ranks: int, trace: Trace, label: str = "") -> None:
+        self.tier = tier
+        self.place = place
+        self._ranks = ranks
+        self._trace = trace
+        self._label = f"{label}: " if label else ""
+        self.refused = False
+        """Whether the last `delete` or `clear` was."""
+
+    def say(self, step: str) -> None:
+        """Write a step into the script."""
+        self._trace.note(self._label + step)
+
+    def lookup(self, wanted: Document) -> int:
+        """`Tier.lookup`, of all blocks."""
+        held = self.tier.lookup(wanted.keys)
+        self.say(f"lookup({wanted.name}) -> {held}")
+        require(0 <= held <= len(wanted), f"lookup says {held} of {len(wanted)} blocks are held")
+        return held
+
+    def put(
+        self,
+        wanted: Document,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        buffers: Sequence[BlockBuffer] | None = None,
+        pieces: int | None = None,
+    ) -> int:
+        """`Tier.put` of blocks [start, end), by default all, with their proper content if no `buffers` are given."""
+        end = len(wanted) if end is None else end
+        buffers = buffers or self.filled(wanted.keys[start:end], pieces)
+        try:
+            stored = self.tier.put(wanted.keys[:end], start, buffers)
+        except Crash:
+            self.say(f"put({wanted.name}, blocks {start} to {end - 1}): the process died")
+            raise
+        self.say(f"put({wanted.name}, blocks {start} to {end - 1}) -> {stored}")
+        require(0 <= stored <= end - start, f"put says it stored {stored} of {end - start} blocks")
+        return stored
+
+    def get(
+        self,
+        wanted: Document,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        buffers: Sequence[BlockBuffer] | None = None,
+        pieces: int | None = None,
+        on_progress: Progress | None = None,
+    ) -> int:
+        """`Tier.get` of blocks [start, end), by default all. Raises Broken if a block that arrived is not itself."""
+        end = len(wanted) if end is None else end
+        buffers = buffers or self.empty(end - start, pieces)
+        arrived = self.tier.get(wanted.keys[:end], start, buffers, on_progress)
+        self.say(f"get({wanted.name}, blocks {start} to {end - 1}) -> {arrived}")
+        require(0 <= arrived <= end - start, f"get says that {arrived} of {end - start} blocks arrived")
+        for block, buffer in enumerate(buffers[:arrived], start):
+            wrong = first_difference(buffer, content(wanted.keys[block], self.place.slot_bytes))
+            require(not wrong, f"block {block} of {wanted.name} was served and is not what was stored: {wrong}")
+        return arrived
+
+    def delete(self, wanted: Document, *blocks: int) -> int:
+        """`Tier.delete` of some blocks; 0 if it is refused."""
+        words = f"delete({wanted.name}, {', '.join(f'block {block}' for block in blocks)})"
+        return self._unless_refused(words, lambda: self.tier.delete([wanted.keys[block] for block in blocks])) or 0
+
+    def clear(self) -> None:
+        """`Tier.clear`, which may be refused."""
+        self._unless_refused("clear()", self.tier.clear)
+
+    def _unless_refused(self, words: str, call: Callable[[], Result]) -> Result | None:
+        self.refused = True
+        try:
+            answer = call()
+        except TierError as error:
+            self.say(f"{words} is refused: {error}")
+            return None
+        self.refused = False
+        self.say(f"{words} -> {answer}")
+        return answer
+
+    def close(self) -> None:
+        """`Tier.close`."""
+        self.say("close()")
+        self.tier.close()
+
+    def held(self, wanted: Document) -> int:
+        """How many blocks are held and really served. Raises Broken if these are not the same."""
+        held = self.lookup(wanted)
+        arrived = self.get(wanted)
+        require(arrived == held, f"lookup says that {held} blocks of {wanted.name} are held, get serves {arrived}")
+        return held
+
+    def empty(self, count: int, pieces: int | None = None) -> list[BlockBuffer]:
+        """Fresh buffers for `count` blocks."""
+        return empty_buffers(count, self.place.slot_bytes, pieces or self._ranks)
+
+    def filled(self, keys: Sequence[BlockKey], pieces: int | None = None) -> list[BlockBuffer]:
+        """Buffers with the content of `keys`."""
+        return filled_buffers(keys, self.place.slot_bytes, pieces or self._ranks)
+
+    def check_accounts(self, *documents: Document) -> None:
+        """What the tier says of itself must agree with what it serves of `documents`, which are all that was stored."""
+        held = {key for wanted in documents for key in wanted.keys[: self.tier.lookup(wanted.keys)]}
+        headers = {header.key: header for header in self.tier.scan()}
+        capacity = self.tier.capacity()
+        say = f"{len(held)} blocks can be looked up"
+        named = headers.keys() & held
+        require(named == held, f"{say}, of which scan names {len(named)}")
+        if self.tier.exclusive:  # in a shared store there may be blocks whose chain somebody else has dropped
+            require(headers.keys() == held, f"{say}, scan names {len(headers)}")
+            require(capacity.blocks == len(held), f"{say}, capacity() counts {capacity.blocks}")
+            least = len(held) * self.place.slot_bytes
+            require(
+                capacity.used_bytes >= least, f"{say}, that is {least} bytes; capacity() says {capacity.used_bytes}"
+            )
+        bound = capacity.capacity_bytes or capacity.used_bytes
+        require(capacity.used_bytes <= bound, f"{capacity.used_bytes} bytes are used of {bound}")
+        for wanted in documents:
+            for block, key in enumerate(wanted.keys[: self.tier.lookup(wanted.keys)]):
+                header = headers[key]
+                parent = wanted.keys[block - 1] if block else b""
+                digest = self.place.seal.payload_digest([memoryview(content(key, self.place.slot_bytes))])
+                wrong = [
+                    f"{name} is {found!r} and not {right!r}"
+                    for name, found, right in (
+                        ("namespace", header.namespace, self.place.namespace.digest),
+                        ("parent", header.parent, parent),
+                        ("depth", header.depth, block),
+                        ("length", header.length, self.place.slot_bytes),
+                        ("digest", header.digest, digest),
+                    )
+                    if found != right
+                ]
+                require(not wrong, f"scan's header of block {block} of {wanted.name}: {'; '.join(wrong)}")
+
+
+def expect(what: str, found: int, right: int) -> None:
+    """Raise Broken, naming both numbers, unless they are equal."""
+    require(found == right, f"{what}: {found}, not {right}")
+
+
+def store(tier: WatchedTier, wanted: Document, *, end: int | None = None) -> None:
+    """Put the first `end` blocks, by default all, where nothing hinders it. Raises Broken if they do not stay."""
+    end = len(wanted) if end is None else end
+    expect(f"put of {end} blocks of {wanted.name} stores", tier.put(wanted, 0, end), end)
