@@ -5,10 +5,12 @@ Owns how a block is found and how its placeholders are filled in; which block is
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
@@ -93,3 +95,13 @@ def _blocks(path: str, lines: list[str]) -> Iterator[Block]:
             yield Block(path, begin, language, text, named[1] if named else "")
             fence = above = ""
     assert not fence, f"{path}:{begin}: this fence is not closed"
+
+
+def load_script(path: str) -> ModuleType:
+    """The module of a script of this repository, which no package holds."""
+    specification = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module

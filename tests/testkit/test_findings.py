@@ -1,31 +1,20 @@
 """What `docs/findings.md` says of vLLM's own connectors and of silent reservations is what is found here."""
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from documents import ROOT, load_script
 from kvpact.testkit.results import ConformanceReport, as_text
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import prompt
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-
-
-def _load(path: str) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def broken(report: ConformanceReport) -> dict[str, str]:
@@ -36,7 +25,7 @@ def broken(report: ConformanceReport) -> dict[str, str]:
 @pytest.mark.parametrize("subject", ["example", "offloading"])
 def test_the_tables_say_what_is_broken(subject: str) -> None:
     """Each line of the table, and no other, is found again."""
-    connector, config = _load("scripts/write_findings.py").SUBJECTS[subject]
+    connector, config = load_script("scripts/write_findings.py").SUBJECTS[subject]
     written = PAGE[PAGE.index(f"<!-- {subject}:begin -->") : PAGE.index(f"<!-- {subject}:end -->")]
     table = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", written, re.MULTILINE))
     report = VllmDriver(connector, config, timeout=3.0).run()
@@ -65,7 +54,7 @@ def test_example_connector_stores_rows_that_nobody_computed(tmp_path: Path) -> N
 
 def test_h01_silent_reservations_cost_what_the_table_says() -> None:
     """A naive connector keeps 9,360 blocks pinned for 40 requests, kvpact none; the lookups are the same."""
-    benchmark = _load("benchmarks/silent_reservations.py")
+    benchmark = load_script("benchmarks/silent_reservations.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         rows = [benchmark.run(name, benchmark.SUBJECTS[name], 20) for name in ("naive", "kvpact")]
