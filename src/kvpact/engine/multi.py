@@ -1,7 +1,6 @@
 """Several caches behind one engine: the longest match wins, the others are told at once that they lost.
 
-Owns the choice and the numbering of jobs over caches. Never holds anything itself: each cache keeps its own pact. Floor
-3.
+Owns the choice and the numbering of jobs over caches. Never holds anything itself: each cache keeps its own pact.
 """
 
 from __future__ import annotations

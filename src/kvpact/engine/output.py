@@ -1,5 +1,4 @@
-"""What the scheduler hands to the ranks for one step. Owns no behaviour; a hook works on copies, never on this. Floor
-3."""
+"""What the scheduler hands to the ranks for one step. Owns no behaviour; a hook works on copies, never on this."""
 
 from __future__ import annotations
 

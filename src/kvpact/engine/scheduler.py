@@ -1,7 +1,7 @@
 """The scheduler: which request computes which tokens, and every call to the cache at its exact place.
 
 Owns the queues, the step's budget and the exits between a match and its commit. What comes back from a step is taken in
-by `intake.py`; how an engine may differ from the contract is in `quirks.py`.
+by `output_processor.py`; how an engine may differ from the contract is in `quirks.py`.
 """
 
 from __future__ import annotations
