@@ -1,0 +1,96 @@
+"""What the pages of the repository point to is there: linked files, and names of the code as `file.py:Class.method`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from documents import ROOT, documents
+
+PAGES = [*documents(), ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]
+SOURCE = ROOT / "src" / "kvpact"
+
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+NAME = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
+
+QUESTIONS = "## Where would I change ...?"
+
+
+def links_of(page: Path) -> Iterator[str]:
+    """Targets of the page's links that are files."""
+    return (target for target in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target)
+
+
+@cache
+def names_of(path: Path) -> set[str]:
+    """Names that a module defines: functions, classes, assigned names; those of a class as `Class.name`."""
+    return set(_names(ast.parse(path.read_text(encoding="utf-8")).body, ""))
+
+
+def _names(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield prefix + node.name
+            yield from _names(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+def elsewhere(name: str) -> list[str]:
+    """Where the code has the last part of `name`, for the message of a test that fails."""
+    last = name.rpartition(".")[2]
+    return [
+        f"{path.relative_to(SOURCE)}:{found}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for found in sorted(names_of(path))
+        if found.rpartition(".")[2] == last
+    ]
+
+
+def missing_names(text: str) -> list[str]:
+    """Names of the code in a page that are not there, each with where it may be now."""
+    return [
+        f"{path}:{name} (now {', '.join(elsewhere(name)) or 'nowhere'})"
+        for path, name in NAME.findall(text)
+        if name and not ((SOURCE / path).is_file() and name in names_of(SOURCE / path))
+    ]
+
+
+def test_every_link_to_a_file_leads_to_one() -> None:
+    dead = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in PAGES
+        for target in links_of(page)
+        if not (page.parent / target).exists()
+    ]
+    assert dead == []
+    assert len([target for page in PAGES for target in links_of(page)]) > 40
+
+
+def test_every_name_of_the_code_is_in_its_file() -> None:
+    missing = {page.name: names for page in PAGES if (names := missing_names(page.read_text(encoding="utf-8")))}
+    assert missing == {}
+
+
+def test_a_name_that_is_not_there_is_found() -> None:
+    assert missing_names("`cache/ledger.py:Ledger.commit` `cache/ledger.py:TRANSITIONS`") == []
+    assert missing_names("`cache/ledger.py:Nobody`") == ["cache/ledger.py:Nobody (now nowhere)"]
+    [moved] = missing_names("`cache/jobs.py:TRANSITIONS`")
+    assert "cache/ledger.py:TRANSITIONS" in moved
+
+
+def test_each_answer_to_where_would_i_change_is_a_file_and_a_name() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text[text.index(QUESTIONS) :].partition("\n## ")[0], re.MULTILINE)
+    rows = rows[1:]  # below the heading
+    assert len(rows) >= 20
+    for question, answer in rows:
+        found = NAME.findall(answer)
+        assert found, f"{question}: {answer} names no file"
+        assert all((SOURCE / path).is_file() for path, _ in found), f"{question}: {answer}"
