@@ -1,15 +1,18 @@
-"""Write what the driver finds in vLLM's own connectors into `docs/findings.md`, between its markers."""
+"""Write what the driver finds in vLLM's own connectors into `docs/findings.md`, between its markers.
+
+With the name of a connector it prints the steps that lead to each finding instead, of all scenarios or of those named.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.results import ConformanceReport, Verdict
+from kvpact.testkit.results import ConformanceReport, Verdict, as_text
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.offloading import FILES
 
@@ -20,35 +23,39 @@ SUBJECTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "offloading": (f"{FOLDER}.offloading_connector:OffloadingConnector", FILES),
 }
 """Marker in the page -> connector and configuration."""
-PATIENCE_SECONDS = 3.0
+TIMEOUT_SECONDS = 3.0
+
+
+def run(subject: str, scenarios: Sequence[str] | None = None, timeout: float = TIMEOUT_SECONDS) -> ConformanceReport:
+    """All scenarios, or those named, on a connector of `SUBJECTS`. A request may wait `timeout` seconds."""
+    connector, config = SUBJECTS[subject]
+    return VllmDriver(connector, config, timeout=timeout).run(scenarios)
 
 
 def findings(report: ConformanceReport) -> str:
-    """A table of what is broken, each line with its script below the table."""
+    """A table of what is broken."""
     counts = ", ".join(f"{sum(check.verdict is verdict for check in report.checks)} {verdict}" for verdict in Verdict)
     lines = [f"{report.engine}: {counts}.", "", "| scenario | broken | what was seen |", "| --- | --- | --- |"]
     for check in report.broken:
-        first = check.violations[0]
-        seen = first.what.replace("|", "\\|")
+        seen = check.violations[0].what.replace("|", "\\|")
         lines.append(f"| `{check.name}` | {', '.join(one.broken for one in check.violations)} | {seen} |")
-    for check in report.broken:
-        lines += ["", f"<details><summary><code>{check.name}</code>: {check.meaning}</summary>", "", "```text"]
-        lines += [*check.script, "", *map(str, check.violations), "```", "", "</details>"]
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run all scenarios on all subjects and rewrite the page."""
-    logging.disable(logging.CRITICAL)
+def main(subject: str = "", *scenarios: str) -> None:
+    """Print the steps of one subject's findings, or run all scenarios on all subjects and rewrite the page."""
+    if subject:
+        print(as_text(run(subject, scenarios or None)))
+        return
     page = PAGE.read_text(encoding="utf-8")
-    for marker, (connector, config) in SUBJECTS.items():
+    for marker in SUBJECTS:
         begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
         if not re.search(f"{begin}.*{end}", page, re.DOTALL):
             sys.exit(f"{PAGE} has no lines {begin} and {end}")
-        text = findings(VllmDriver(connector, config, timeout=PATIENCE_SECONDS).run())
-        page = page[: page.index(begin) + len(begin)] + f"\n{text}\n" + page[page.index(end) :]
+        page = page[: page.index(begin) + len(begin)] + f"\n{findings(run(marker))}\n" + page[page.index(end) :]
     PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    logging.disable(logging.CRITICAL)
+    main(*sys.argv[1:])

@@ -10,7 +10,6 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from documents import ROOT, load_script
 from kvpact.testkit.results import ConformanceReport, as_text
 from kvpact.testkit.vllm.compat import EngineSettings
-from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import prompt
 
@@ -25,17 +24,24 @@ def broken(report: ConformanceReport) -> dict[str, str]:
 @pytest.mark.parametrize("subject", ["example", "offloading"])
 def test_the_tables_say_what_is_broken(subject: str) -> None:
     """Each line of the table, and no other, is found again."""
-    connector, config = load_script("scripts/write_findings.py").SUBJECTS[subject]
+    writer = load_script("scripts/write_findings.py")
     written = PAGE[PAGE.index(f"<!-- {subject}:begin -->") : PAGE.index(f"<!-- {subject}:end -->")]
     table = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", written, re.MULTILINE))
-    report = VllmDriver(connector, config, timeout=3.0).run()
+    report = writer.run(subject)
     found = broken(report)
     if slow := sorted(found.keys() - table.keys()):  # on a busy machine three seconds may be short
         found = {name: what for name, what in found.items() if name in table}
-        found |= broken(VllmDriver(connector, config, timeout=30.0).run(slow))
+        found |= broken(writer.run(subject, slow, timeout=30.0))
     # What a random walk shrinks to depends on how far it gets in its time.
     assert found.keys() == table.keys(), as_text(report)
     assert {**found, "everything_at_once": ""} == {**table, "everything_at_once": ""}, as_text(report)
+
+
+def test_the_steps_to_a_finding_are_one_command_away(capsys: pytest.CaptureFixture[str]) -> None:
+    load_script("scripts/write_findings.py").main("offloading", "h22_flipped_bytes_are_not_served")
+    said = capsys.readouterr().out
+    assert "| flip 11 stored files" in said
+    assert said.endswith("0 kept, 1 broken, 0 not observable\n")
 
 
 def test_example_connector_stores_rows_that_nobody_computed(tmp_path: Path) -> None:
