@@ -80,8 +80,10 @@ def _raising(method: Callable[..., Any], times: int) -> Callable[..., Any]:
 
 
 def _make_fail(connector: Any, fails: Callable[[Job, int], bool]) -> None:
+    """From now on a rank fails to copy these blocks, and no others."""
     transfers = connector.cache_worker.transfers
-    transfers.engine = FaultyEngine(transfers.engine, fails)
+    engine = transfers.engine
+    transfers.engine = FaultyEngine(engine.inner if isinstance(engine, FaultyEngine) else engine, fails)
 
 
 def _is_synchronous(job: Job) -> bool:
