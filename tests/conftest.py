@@ -36,6 +36,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_limits.py",
     "tests/under_vllm/test_engine_keys.py",
     "tests/under_vllm/test_engine_lives.py",
+    "tests/under_vllm/test_engine_other_caches.py",
     "tests/under_vllm/test_engine_start.py",
     "tests/under_vllm/test_engine_step_hook.py",
     "tests/under_vllm/test_engine_weight_files.py",

@@ -21,7 +21,7 @@ GIB = 1024**3
 DISK = "disk:///var/cache/kvpact?capacity=200GiB"
 BINARY_UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": GIB, "TiB": 1024**4, "PiB": 1024**5}
 DECIMAL_UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4, "PB": 1000**5}
-WITHOUT_DEFAULT = {"model_id", "weights_version", "stats_file", "record_key_file"}
+WITHOUT_DEFAULT = {"cache", "model_id", "weights_version", "stats_file", "record_key_file"}
 SECONDS = {"us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": 1, "m": 60, "h": 3600, "": 1}
 
 
@@ -152,6 +152,7 @@ def test_every_key_can_be_set_in_the_environment():
         "KVPACT_MIN_MATCH_BLOCKS": "2",
         "KVPACT_SAVE": "off",
         "KVPACT_MODEL_ID": "llama@1",
+        "KVPACT_CACHE": "my_package.my_cache:MyCache",
         "KVPACT_WEIGHTS_VERSION": "step-1200",
         "KVPACT_SHARE_DRAWN_EPOCHS": "true",
         "KVPACT_IO_THREADS": "4",

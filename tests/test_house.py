@@ -9,6 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import kvpact
+from kvpact.contract import ExternalCache
 
 SOURCE = Path(kvpact.__file__).parent
 ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
@@ -123,3 +124,37 @@ def test_vllm_objects_are_asked_what_they_have_in_compat_only() -> None:
                 if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr"):
                     asked = call.args[1].value if isinstance(call.args[1], ast.Constant) else None
                     assert asked is None or asked in OWN_OPTIONAL_MEMBERS, f"{name}: {ast.unparse(call)}"
+
+
+OPENER = "kvpact.cache.open"
+"""Makes a cache; what it is to others, the contract says."""
+
+KNOWS_MORE_OF_THE_CACHE = {
+    "vllm.scheduler_side": {"kvpact.cache.stats_file", "kvpact.cache.turns"},
+}
+"""Modules of an adapter, and what of the cache's folder they may name beside the opener. May only shrink."""
+
+BY_THE_CONTRACT = ("vllm.scheduler_side", "vllm.weights_watch", "engine.scheduler", "engine.engine", "engine.multi")
+"""Modules that have a cache."""
+
+
+def test_adapters_and_engines_know_no_cache_but_by_its_contract() -> None:
+    for name, path in modules().items():
+        if name.split(".")[0] not in {"vllm", "engine"}:
+            continue
+        found = {imported for imported in imports_of(path) if imported.startswith("kvpact.cache.")} - {OPENER}
+        expected = KNOWS_MORE_OF_THE_CACHE.get(name, set())
+        assert found == expected, f"{name} imports {found - expected} of the cache's folder"
+
+
+def test_of_a_cache_adapters_and_engines_use_only_what_the_contract_declares() -> None:
+    declared = {name for name in vars(ExternalCache) if not name.startswith("_")}
+    used: dict[str, set[str]] = {}
+    for name in BY_THE_CONTRACT:
+        for node in ast.walk(ast.parse(modules()[name].read_text())):
+            owner = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(owner, ast.Attribute) and owner.attr in {"cache", "_cache"}:
+                used.setdefault(name, set()).add(node.attr)
+    assert used["vllm.scheduler_side"] & used["engine.scheduler"]
+    for name, members in used.items():
+        assert members <= declared, f"{name} uses {members - declared} of a cache, which the contract does not declare"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from kvpact.errors import ConfigError
 from kvpact.tiers.registry import SCHEMES
@@ -50,6 +51,12 @@ def _refuse_bool(value: object) -> object:
     return value
 
 
+def _check_factory(name: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
+        raise ValueError('a module and a class or function in it are needed, such as "my_package.my_cache:MyCache"')
+    return name
+
+
 Size: TypeAlias = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_exact_size)]
 Seconds: TypeAlias = Annotated[float, BeforeValidator(parse_duration)]
 Count: TypeAlias = Annotated[int, BeforeValidator(_refuse_bool)]
@@ -67,6 +74,8 @@ class KvpactConfig(BaseModel):
 
     memory: Size = Field(default=4 * 1024**3, gt=0)
     """Bytes of the memory tier: the arena that every load passes through."""
+    cache: Annotated[str, AfterValidator(_check_factory)] | None = None
+    """Another author's cache in the place of kvpact's own: "module:factory", see `kvpact.contract.CacheSpec`."""
     tiers: TierURLs = ()
     """Where blocks outlive memory, fastest first."""
     prepare_deadline: Seconds = 2.0

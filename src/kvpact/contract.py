@@ -289,6 +289,24 @@ class LoadSettlement:
     skipped_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What a cache is made for where kvpact brings the workers and the slots: `"cache"` in the configuration.
+
+    `block_size` is in tokens; `slot_bytes` is what one rank copies of one block at most; the cache gives its jobs slots
+    below `num_slots`. `namespace` are 32 bytes for all but the weights that decides what a block's bytes mean: enough
+    for what ends with the engine, as resets say when the weights change. `clock` gives seconds that never go back.
+    """
+
+    block_size: int
+    num_slots: int
+    num_ranks: int
+    slot_bytes: int
+    namespace: bytes
+    clock: Callable[[], float]
+    num_groups: int = 1
+
+
 class ExternalCache(ABC):
     """The scheduler's side of a cache. No method may block on I/O; none is called from two threads at once."""
 
@@ -482,6 +500,7 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 __all__ = [
     "BlockHolder",
+    "CacheSpec",
     "EngineRequest",
     "ExternalCache",
     "ExternalCacheWorker",

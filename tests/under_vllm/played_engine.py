@@ -377,9 +377,9 @@ class PlayedEngine:
     @property
     def counts(self) -> dict[str, float]:
         """All of kvpact's counts as they are now."""
-        cache = self.connector.scheduler_side.cache
-        assert cache is not None
-        return cache.observe()
+        opened = self.connector.scheduler_side.opened
+        assert opened is not None
+        return opened.observe()
 
     def assert_at_rest(self) -> None:
         """No request, no lease, no block or slot held by anything, every invariant true."""

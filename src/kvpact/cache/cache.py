@@ -74,6 +74,7 @@ class PactCache(ExternalCache):
         clock: Callable[[], float],
         metrics: Metrics | None = None,
         lazy_window: int = MIN_WINDOW,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> None:
         """With `"save": "lazy"`, `lazy_window` blocks next to be evicted are always looked after."""
         self.metrics = metrics or Metrics()
@@ -95,7 +96,7 @@ class PactCache(ExternalCache):
             self.metrics,
             self._epochs,
             clock=clock,
-            is_late=lambda: self.is_late(),
+            is_late=is_late,
             second_use=config.admit == "second-use",
         )
         self._tags = BlockTags()
@@ -127,7 +128,7 @@ class PactCache(ExternalCache):
             prefill=self._prefill,
             block_size=block_size,
             clock=clock,
-            is_late=lambda: self.is_late(),
+            is_late=is_late,
         )
         self._planner = Planner(
             config,
@@ -143,7 +144,7 @@ class PactCache(ExternalCache):
             clock=clock,
         )
         self._idle_steps = IdleSteps(clock)
-        self.is_late: Callable[[], bool] = lambda: False
+        self.is_late = is_late
         """Whether the running step has cost enough, so that what can wait is left to the next one."""
         self._writes_first = False
         """Of what can wait, a late step does one thing: it takes in what tiers have done, or offers them a chain."""

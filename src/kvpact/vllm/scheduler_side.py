@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvpact.cache.cache import PactCache
+from kvpact.cache.open import OpenCache, check_cache, open_cache
 from kvpact.cache.stats_file import StatsFile
 from kvpact.cache.turns import Turn, Turns
 from kvpact.config import KvpactConfig
-from kvpact.contract import ExternalKVMatch, LoadJob, LoadSettlement, WorkerReport
+from kvpact.contract import ExternalCache, ExternalKVMatch, LoadJob, LoadSettlement, SupportsStepLookup, WorkerReport
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, SegmentAddress
@@ -82,7 +82,9 @@ class SchedulerSide:
                 'save="lazy" and match_at="step" exclude each other: what a step looks up is what it would save; set '
                 '"save": "eager" or "match_at": "schedule"'
             )
-        self.cache: PactCache | None = None
+        check_cache(config)
+        self.cache: ExternalCache | None = None
+        self.opened: OpenCache | None = None
         self._config = config
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
@@ -114,6 +116,7 @@ class SchedulerSide:
         self._queues: tuple[TierExecutor, ...] = ()
         self._rank_slot_bytes: tuple[int, ...] = ()
         self._ranks = 0
+        self._step_lookup: SupportsStepLookup | None = None
         self._store: SharedTierConfig | None = None
         """Where the workers look when a step begins; None if they do not."""
         self._stats: StatsCollector | None = None
@@ -150,7 +153,7 @@ class SchedulerSide:
             weights = base_weights(self._vllm_config, self._config.model_id)
             self._late_tiers = LateTiers(self._config, self._seal, known, arena.slot_bytes, weights)
             opened = self._late_tiers.open()
-        self.cache = PactCache(
+        self.opened = open_cache(
             self._config,
             namespace=known.digest,
             block_size=self._block_size,
@@ -158,7 +161,9 @@ class SchedulerSide:
             tiers=opened.queues if opened is not None else (),
             clock=time.monotonic,
             metrics=self._metrics,
+            is_late=lambda: self._turns.is_late,
         )
+        self.cache = self.opened.cache
         if self._config.match_at == "step":
             if not all(hello.step_hook for hello in hellos):
                 raise ConfigError(
@@ -173,8 +178,7 @@ class SchedulerSide:
         self._attached = segments
         if not all(hello.watches_weights for hello in hellos):
             logger.warning(BLIND)
-        self.cache.is_late = lambda: self._turns.is_late
-        self._stats = StatsCollector(self.cache.observe)
+        self._stats = StatsCollector(self.opened.observe)
         if self.context is not None:
             self.cache.bind_scheduler_context(self.context)
         logger.info(
@@ -187,19 +191,21 @@ class SchedulerSide:
 
     def _use(self, opened: OpenTiers) -> None:
         """From now on there are tiers."""
-        assert self.cache is not None
+        assert self.opened is not None
         self._queues = opened.queues
-        if self._config.match_at == "step":
-            shared = tuple((at, opened.numbers[at]) for at in self.cache.tiers.shared_tiers)
+        cache: object = self.opened.cache
+        if self._config.match_at == "step" and isinstance(cache, SupportsStepLookup):
+            self._step_lookup = cache
+            shared = tuple((at, opened.numbers[at]) for at in self.opened.shared_tiers)
             self._store = SharedTierConfig(opened.namespace.describe(), self._block_size, self._rank_slot_bytes, shared)
 
     def _use_late_tiers(self) -> None:
         """Use the tiers that were opened meanwhile, if there are any; waits for nothing."""
-        if self.cache is None or self._late_tiers is None or not self._late_tiers.is_ready:
+        if self.opened is None or self._late_tiers is None or not self._late_tiers.is_ready:
             return
         opened = self._late_tiers.take()
         if opened is not None:
-            self.cache.open_tiers(opened.queues)
+            self.opened.open_tiers(opened.queues)
             self._use(opened)
             logger.info("kvpact: from now on %d tier(s), namespace %s", len(opened.queues), opened.namespace.name)
 
@@ -335,8 +341,8 @@ class SchedulerSide:
             if view is not None and request_id not in self._distrusted:
                 computed = view.request.num_computed_tokens + num_tokens
                 self.cache.note_computed(view, computed, partial(self._block_ids, request_id))
-        if self._store is not None:
-            self._look_up(scheduler_output)
+        if self._step_lookup is not None:
+            self._look_up(scheduler_output, self._step_lookup)
         work = self.cache.end_step()
         for job in work.loads:
             if not job.synchronous and (load := self._loading.get(job.request_id)) is not None:
@@ -360,13 +366,12 @@ class SchedulerSide:
         for queue in self._queues:
             queue.flush()
 
-    def _look_up(self, scheduler_output: Any) -> None:
+    def _look_up(self, scheduler_output: Any, cache: SupportsStepLookup) -> None:
         """Have the workers look for what this step computes, where a request may be given it then."""
-        assert self.cache is not None
         for request_id, max_tokens in self._candidates.of_step(scheduler_output).items():
             view = self._requests.get(request_id)
             if view is not None and request_id not in self._distrusted:
-                self.cache.look_up_at_step(view, view.request.num_computed_tokens, max_tokens)
+                cache.look_up_at_step(view, view.request.num_computed_tokens, max_tokens)
                 self._credit.watch(view.request)
 
     def end_broken_step(self) -> PactMetadata:
@@ -476,12 +481,12 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         """Whether vLLM must keep stepping without requests, to bring in the workers' reports."""
-        if self.cache is None:
+        if self.cache is None or self.opened is None:
             return False
         self._use_late_tiers()
         pending = self.cache.has_pending_work
         if self._stats_file is not None and self._stepped and not pending:
-            self._stats_file.offer(self.cache.observe())
+            self._stats_file.offer(self.opened.observe())
             self._stepped = False
         return pending
 
@@ -505,19 +510,19 @@ class SchedulerSide:
         self._end_cache()
 
     def _end_cache(self) -> None:
-        if self.cache is None:
+        if self.opened is None:
             return
         self._use_late_tiers()
         if self._late_tiers is not None:
             self._late_tiers.close()
-        snapshot = self.cache.observe()
+        snapshot = self.opened.observe()
         logger.info("kvpact: %s", explain_misses(snapshot))
         if self._weights is not None:
             self._weights.close()
             self._weights = None
         self._identities.adapters.bind(None)
         self._loaded_for.clear()
-        self.cache.shutdown()
+        self.opened.shutdown()
         if self._stats_file is not None:
             self._stats_file.close(snapshot)
-        self.cache, self._attached = None, []
+        self.cache, self.opened, self._attached = None, None, []

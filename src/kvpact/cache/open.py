@@ -1,0 +1,109 @@
+"""Opens the cache of an engine: kvpact's own, or another author's that the configuration names.
+
+Owns what only the builder of a cache can do: give it tiers, and tell its counts. Everybody else sees the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from kvpact.cache.cache import PactCache
+from kvpact.config import KvpactConfig
+from kvpact.contract import CacheSpec, ExternalCache
+from kvpact.errors import ConfigError
+from kvpact.memory.arena import Arena
+from kvpact.metrics import Metrics, Snapshot
+from kvpact.tiers.executor import TierExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCache:
+    """A cache and its arena. `tiers` belong to kvpact's own cache, which alone has some."""
+
+    cache: ExternalCache
+    observe: Callable[[], Snapshot]
+    """All counts as they are now."""
+    _arena: Arena
+    _own: PactCache | None = None
+
+    @property
+    def shared_tiers(self) -> Sequence[int]:
+        """The positions of the shared tiers."""
+        return self._own.tiers.shared_tiers if self._own is not None else ()
+
+    def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
+        """The tiers, if they were not there from the beginning."""
+        if self._own is None:
+            raise ConfigError(_NO_TIERS)
+        self._own.open_tiers(tiers)
+
+    def shutdown(self) -> None:
+        """End the cache, and then its arena."""
+        self.cache.shutdown()
+        self._arena.close()
+
+
+def check_cache(config: KvpactConfig) -> None:
+    """Raise ConfigError for settings that another author's cache cannot have."""
+    if config.cache is not None and (config.tiers or config.match_at == "step"):
+        raise ConfigError(f'"cache": "{config.cache}" excludes other settings: {_NO_TIERS}')
+
+
+def open_cache(
+    config: KvpactConfig,
+    *,
+    namespace: bytes,
+    block_size: int,
+    arena: Arena,
+    tiers: Sequence[TierExecutor] = (),
+    clock: Callable[[], float],
+    metrics: Metrics,
+    is_late: Callable[[], bool],
+) -> OpenCache:
+    """The cache that `config` asks for; the arguments are those of `PactCache`. Raises ConfigError if it cannot be."""
+    if config.cache is None:
+        own = PactCache(
+            config,
+            namespace=namespace,
+            block_size=block_size,
+            arena=arena,
+            tiers=tiers,
+            clock=clock,
+            metrics=metrics,
+            is_late=is_late,
+        )
+        return OpenCache(own, own.observe, arena, own)
+    spec = CacheSpec(
+        block_size=block_size,
+        num_slots=arena.num_slots,
+        num_ranks=len(arena.segments),
+        slot_bytes=max(segment.rank_slot_bytes for segment in arena.segments),
+        namespace=namespace,
+        clock=clock,
+    )
+    cache = _find_factory(config.cache)(spec)
+    if not isinstance(cache, ExternalCache):
+        raise ConfigError(
+            f'"cache": "{config.cache}" made a {type(cache).__name__}; a kvpact.contract.ExternalCache is needed'
+        )
+    return OpenCache(cache, metrics.snapshot, arena)
+
+
+def _find_factory(name: str) -> Callable[[CacheSpec], object]:
+    module, _, attribute = name.partition(":")
+    try:
+        factory = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f'"cache": "{name}" cannot be loaded: {error}; name a module that the engine\'s Python can import, and a '
+            "class or function in it"
+        ) from error
+    if not callable(factory):
+        raise ConfigError(f'"cache": "{name}" is a {type(factory).__name__}; a class or function is needed')
+    made: Callable[[CacheSpec], object] = factory
+    return made
+
+
+_NO_TIERS = 'tiers, and "match_at": "step", which asks them, belong to kvpact\'s own cache; leave them out'
