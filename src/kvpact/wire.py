@@ -1,16 +1,24 @@
 """What the scheduler's process and the workers say to each other, as bytes.
 
-Owns the messages and their encoding. Nothing is unpickled (H80).
+Owns the messages and their encoding. Each begins with the release that made it. Nothing is unpickled (H80).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
 import msgspec
 
+from kvpact import __version__
 from kvpact.contract import StepWork, WorkerReport
+from kvpact.errors import ConfigError
 from kvpact.memory.arena import SegmentAddress
+
+VERSION: Final = 1
+"""Of the messages: another one whenever a field of theirs is another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,37 +84,55 @@ class WorkerHandshake:
 
 def encode_step(message: StepMessage) -> bytes:
     """A step, as bytes."""
-    return _NOTHING_TO_DO if message == _NO_WORK else msgspec.msgpack.encode(message)
+    return _NOTHING_TO_DO if message == _NO_WORK else _encode(message)
 
 
 def decode_step(payload: bytes) -> StepMessage:
-    """The step. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(payload, type=StepMessage)
+    """The step. Raises ConfigError for another install's message, msgspec.DecodeError for anything else."""
+    return _STEPS.decode(_body(payload, "a step of the scheduler"))
 
 
 def encode_handshake(hello: WorkerHandshake) -> bytes:
     """A worker's hello, as bytes."""
-    return msgspec.msgpack.encode(hello)
+    return _encode(hello)
 
 
 def decode_handshake(payload: bytes) -> WorkerHandshake:
-    """The hello. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(payload, type=WorkerHandshake)
+    """The hello. Raises as `decode_step`."""
+    return _HANDSHAKES.decode(_body(payload, "a worker's handshake"))
 
 
 def encode_report(report: WorkerReport) -> bytes:
     """One step's report over some ranks, as bytes."""
-    return msgspec.msgpack.encode(report)
+    return _encode(report)
 
 
 def decode_report(payload: bytes) -> WorkerReport:
-    """The report. Raises msgspec.DecodeError."""
-    return _SILENCE if payload == _SILENT else _REPORTS.decode(payload)
+    """The report. Raises as `decode_step`."""
+    return _SILENCE if payload == _SILENT else _REPORTS.decode(_body(payload, "a worker's report"))
 
 
+def _encode(message: object) -> bytes:
+    return _HEADER + msgspec.msgpack.encode(message)
+
+
+def _body(payload: bytes, what: str) -> memoryview:
+    if not payload.startswith(_HEADER):
+        sender = re.match(rb"kvpact [^\n]{1,99}(?=\n)", payload)
+        raise ConfigError(
+            f"{what} comes from {sender[0].decode(errors='replace') if sender else 'another kvpact'}; this process has "
+            f"{_HEADER.decode().strip()}, from {Path(__file__).parent}: install the same release of kvpact for all of "
+            "the engine's processes, on each of its machines"
+        )
+    return memoryview(payload)[len(_HEADER) :]
+
+
+_HEADER = f"kvpact {__version__}, messages {VERSION}\n".encode()
+_STEPS = msgspec.msgpack.Decoder(StepMessage)
+_HANDSHAKES = msgspec.msgpack.Decoder(WorkerHandshake)
 _REPORTS = msgspec.msgpack.Decoder(WorkerReport)
 # Most steps order nothing and most reports of a single rank are empty: those cost the scheduler a comparison.
 _NO_WORK = StepMessage()
-_NOTHING_TO_DO = msgspec.msgpack.encode(_NO_WORK)
+_NOTHING_TO_DO = _encode(_NO_WORK)
 _SILENCE = WorkerReport({0: {}})
-_SILENT = msgspec.msgpack.encode(_SILENCE)
+_SILENT = _encode(_SILENCE)

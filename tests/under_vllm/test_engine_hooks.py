@@ -17,9 +17,10 @@ from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, flush, mak
 
 from kvpact.cache import idle_steps
 from kvpact.contract import LoadJob
+from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.tiers.disk.inspection import verify_slab
-from kvpact.vllm.messages import PactMetadata
+from kvpact.vllm.messages import PactHandshake, PactMetadata
 from kvpact.wire import StepMessage
 
 SYNCHRONOUS, ASYNCHRONOUS = {"sync_load_limit": "1GiB"}, {"sync_load_limit": 0}
@@ -77,6 +78,15 @@ def assert_right(engine: PlayedEngine, prompt: list[int], cached_blocks: int | N
     assert played.finish_reason == "length"
     if cached_blocks is not None:
         assert played.cached_tokens == cached_blocks * BLOCK
+
+
+def test_a_worker_of_another_install_stops_the_start(start: Callable[..., PlayedEngine]) -> None:
+    engine = start()
+    hello = engine.worker.get_handshake_metadata()
+    assert isinstance(hello, PactHandshake)
+    other = PactHandshake(hello.payload.replace(b", messages ", b".dev1, messages ", 1))
+    with pytest.raises(ConfigError, match=r"a worker's handshake comes from kvpact .*dev1, messages"):
+        engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): other})
 
 
 SCHEDULER_METHODS = [

@@ -96,7 +96,7 @@ class PactCache(ExternalCache):
             self.metrics,
             self._epochs,
             clock=clock,
-            is_late=is_late,
+            is_late=lambda: self.is_late(),
             second_use=config.admit == "second-use",
         )
         self._tags = BlockTags()
@@ -128,7 +128,7 @@ class PactCache(ExternalCache):
             prefill=self._prefill,
             block_size=block_size,
             clock=clock,
-            is_late=is_late,
+            is_late=lambda: self.is_late(),
         )
         self._planner = Planner(
             config,

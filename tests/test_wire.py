@@ -1,0 +1,106 @@
+"""Messages between the scheduler's process and the workers: what was said is heard, and only by the same install."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from hashlib import blake2b
+from typing import get_args, get_type_hints
+
+import msgspec
+import pytest
+
+from kvpact import __version__, wire
+from kvpact.contract import (
+    JobOutcome,
+    JobQuery,
+    LoadJob,
+    SaveJob,
+    StepLookup,
+    StepWork,
+    StoreRead,
+    WorkerReport,
+)
+from kvpact.errors import ConfigError
+from kvpact.identity.keys import BlockKey, BlockRange, RangeSet
+from kvpact.memory.arena import SegmentAddress
+from kvpact.wire import AdapterUsed, SharedTierConfig, StepMessage, UnorderedLoad, WorkerHandshake
+
+WORK = StepWork(
+    loads=(LoadJob(1, "r", 0, (3, 4), (7, 8), synchronous=False),),
+    saves=(SaveJob(2, "r", 2, (5,), (9,)),),
+    inquiries=(JobQuery(1, BlockRange(0, 2)),),
+    recalls=(1,),
+    overdue=(1,),
+    lookups=(StepLookup(2, "r", 32, 16, (BlockKey(b"key"),)),),
+)
+STEP = StepMessage(
+    WORK,
+    broken=(UnorderedLoad("r", (1,), True),),
+    store=SharedTierConfig("namespace", 16, (4096,), ((0, 1),)),
+    adapters=(AdapterUsed(1, b"stamp", (7,)),),
+    changes=(0,),
+    spoilt={1: (7, 8)},
+)
+HANDSHAKE = WorkerHandshake(0, SegmentAddress(1, 2, 3, 4096, 5, 6, "boot", "pid"), facts={"dtype": "bfloat16"})
+REPORT = WorkerReport({0: {1: JobOutcome(RangeSet.of(BlockRange(0, 2)))}}, (StoreRead(2, 0, BlockRange(2, 1)),))
+
+MESSAGES = [
+    (wire.encode_step, wire.decode_step, STEP),
+    (wire.encode_step, wire.decode_step, StepMessage()),
+    (wire.encode_handshake, wire.decode_handshake, HANDSHAKE),
+    (wire.encode_report, wire.decode_report, REPORT),
+    (wire.encode_report, wire.decode_report, WorkerReport({0: {}})),
+]
+SCHEMAS = {1: "788f2a4cd9556002"}
+"""Version of the messages -> digest of their fields."""
+
+
+@pytest.mark.parametrize(("encode", "decode", "message"), MESSAGES)
+def test_what_was_said_is_heard(encode, decode, message):
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(("encode", "decode", "message"), MESSAGES)
+@pytest.mark.parametrize(
+    ("header", "sender"),
+    [
+        (f"kvpact {__version__}, messages {wire.VERSION + 1}\n", f"kvpact {__version__}, messages {wire.VERSION + 1};"),
+        ("kvpact 9.9.9, messages 1\n", "kvpact 9.9.9, messages 1;"),
+        ("", "another kvpact;"),
+    ],
+    ids=["other messages", "other release", "no version"],
+)
+def test_a_message_of_another_install_is_refused_with_both_named(encode, decode, message, header, sender):
+    said = header.encode() + encode(message).partition(b"\n")[2]
+    with pytest.raises(ConfigError) as refused:
+        decode(said)
+    assert f"comes from {sender} this process has kvpact {__version__}, messages {wire.VERSION}, from " in str(
+        refused.value
+    )
+    assert "install the same release of kvpact for all of the engine's processes" in str(refused.value)
+
+
+def test_what_is_cut_off_is_no_message():
+    with pytest.raises(msgspec.DecodeError):
+        wire.decode_report(wire.encode_report(REPORT)[:-1])
+
+
+def test_messages_with_other_fields_have_another_version():
+    """If this fails, raise `wire.VERSION` and put the new digest beside it."""
+    text = "\n".join(sorted(described({StepMessage, WorkerHandshake, WorkerReport})))
+    assert SCHEMAS[wire.VERSION] == blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def described(kinds: set[type], seen: frozenset[type] = frozenset()) -> set[str]:
+    """A line for each field of these message types and of all within them, as the source has it."""
+    lines, inner = set(), set()
+    for kind in kinds:
+        lines |= {f"{kind.__name__}.{field.name}: {field.type}" for field in fields(kind)}
+        waiting = list(get_type_hints(kind).values())
+        while waiting:
+            hint = waiting.pop()
+            waiting += get_args(hint)
+            if is_dataclass(hint):
+                inner.add(hint)
+    new = inner - seen - kinds
+    return lines | (described(new, seen | kinds) if new else set())
