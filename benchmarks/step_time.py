@@ -18,8 +18,9 @@ from statistics import median, quantiles
 from kvpact.cache.cache import PactCache
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
-from kvpact.identity.keys import Namespace, RangeSet, RequestIdentity
+from kvpact.identity.keys import Namespace, RequestIdentity
 from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.ranges import RangeSet
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
 

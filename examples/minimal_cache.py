@@ -14,7 +14,8 @@ from kvpact.contract import (
     SaveJob,
     StepWork,
 )
-from kvpact.identity.keys import BlockKeys, RangeSet
+from kvpact.identity.keys import BlockKeys
+from kvpact.ranges import RangeSet
 
 
 class MinimalCache(ExternalCache):

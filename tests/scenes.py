@@ -28,8 +28,9 @@ from kvpact.contract import (
     WorkerReport,
 )
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import Namespace, RangeSet, RequestIdentity
+from kvpact.identity.keys import Namespace, RequestIdentity
 from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.ranges import RangeSet
 from kvpact.tiers.base import Tier
 from kvpact.tiers.executor import TierExecutor
 

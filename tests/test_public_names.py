@@ -50,6 +50,7 @@ def test_what_a_module_is_called_now_exists(new: str) -> None:
     ("package", "name", "home"),
     [
         ("kvpact.cache", "PactCache", "kvpact.cache.cache"),
+        ("kvpact.identity.keys", "RangeSet", "kvpact.ranges"),
         ("kvpact.tiers.shared", "SharedTier", "kvpact.tiers.shared.tier"),
         ("kvpact.testkit.tier", "TierConformance", "kvpact.testkit.tier.conformance"),
     ],
@@ -59,6 +60,13 @@ def test_a_name_of_a_module_that_became_a_folder_is_still_there(package: str, na
         assert getattr(import_module(package), name) is getattr(import_module(home), name)
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         import_module(package).Nothing  # noqa: B018
+
+
+def test_names_of_a_module_that_moved_and_was_split_are_still_there() -> None:
+    program = (
+        "from kvpact.blocks import BlockKeys, BlockRange, RangeSet; import kvpact; assert RangeSet is kvpact.RangeSet"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from kvpact.contract import (
     WorkerReport,
 )
 from kvpact.errors import ConfigError
-from kvpact.identity.keys import BlockKey, BlockRange, RangeSet
+from kvpact.identity.keys import BlockKey
 from kvpact.memory.arena import SegmentAddress
+from kvpact.ranges import BlockRange, RangeSet
 from kvpact.wire import AdapterUsed, SharedTierConfig, StepMessage, UnorderedLoad, WorkerHandshake
 
 WORK = StepWork(

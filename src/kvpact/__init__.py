@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         WorkerReport,
     )
     from kvpact.errors import ConfigError, PactViolation, TierError
-    from kvpact.identity.keys import BlockKey, BlockKeys, BlockRange, Namespace, RangeSet, RequestIdentity
+    from kvpact.identity.keys import BlockKey, BlockKeys, Namespace, RequestIdentity
+    from kvpact.ranges import BlockRange, RangeSet
     from kvpact.tiers.base import Tier
     from kvpact.tiers.shared.store import RecordStore
     from kvpact.tiers.shared.tier import SharedTier
@@ -68,7 +69,8 @@ _HOMES: Final = {
     "kvpact.cache.cache": ("PactCache",),
     "kvpact.config": ("KvpactConfig", "load_config"),
     "kvpact.errors": ("ConfigError", "PactViolation", "TierError"),
-    "kvpact.identity.keys": ("BlockKey", "BlockKeys", "BlockRange", "Namespace", "RangeSet", "RequestIdentity"),
+    "kvpact.identity.keys": ("BlockKey", "BlockKeys", "Namespace", "RequestIdentity"),
+    "kvpact.ranges": ("BlockRange", "RangeSet"),
     "kvpact.tiers.base": ("Tier",),
     "kvpact.tiers.shared.store": ("RecordStore",),
     "kvpact.tiers.shared.tier": ("SharedTier",),

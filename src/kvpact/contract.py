@@ -18,7 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvpact._moved import renamed
 from kvpact.errors import WeightsVersionRefused
-from kvpact.identity.keys import BlockKey, BlockRange, RangeSet, RequestIdentity, hull
+from kvpact.identity.keys import BlockKey, RequestIdentity
+from kvpact.ranges import BlockRange, RangeSet, hull
 
 
 @dataclass(frozen=True, slots=True)

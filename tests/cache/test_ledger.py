@@ -12,8 +12,8 @@ import pytest
 
 from kvpact.cache.ledger import ENDINGS, HISTORY_LENGTH, TRANSITIONS, Event, Ledger, Plan, State
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import BlockRange, RangeSet
 from kvpact.metrics import EndReason, Metrics
+from kvpact.ranges import BlockRange, RangeSet
 
 BLOCK_SIZE = 16
 REPOSITORY = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpact.cache.ledger import ENDINGS, Ledger, Plan, State
-from kvpact.identity.keys import BlockRange, RangeSet
 from kvpact.metrics import EndReason
+from kvpact.ranges import BlockRange, RangeSet
 
 BLOCK_SIZE = 4
 LIFETIME_SECONDS = 3.0

@@ -18,7 +18,8 @@ from hook_time import STEP_CPU_SECONDS, HookTime, StepTime
 from kvpact.contract import LoadJob
 from kvpact.engine import JobBehavior, Request, RequestStatus, SimulatedWorker
 from kvpact.engine.simulated_worker import NEVER, Job
-from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
+from kvpact.identity.keys import RequestIdentity
+from kvpact.ranges import BlockRange, RangeSet
 from kvpact.tiers.base import Tier
 from other_user import OTHER_USER, as_user, needs_root, open_place
 from servers.object_server import CREDENTIALS, object_server

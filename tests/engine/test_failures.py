@@ -23,7 +23,7 @@ from kvpact.engine import (
 )
 from kvpact.engine.simulated_worker import Job
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet
 
 CONFIG = EngineConfig(num_blocks=60, num_ranks=2, num_layers=2, prefix_caching=False)
 PREFIX = prompt(96, 42)

@@ -14,7 +14,7 @@ from kvpact.cache.cache import PactCache
 from kvpact.contract import LoadJob
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, Request, SimulatedWorker
 from kvpact.engine.simulated_worker import NEVER, Job
-from kvpact.identity.keys import RangeSet
+from kvpact.ranges import RangeSet
 
 PRESETS = {**EngineQuirks.presets(), "native-ahead": EngineQuirks(async_scheduling=True)}
 DEADLINE = 0.3

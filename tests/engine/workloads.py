@@ -7,7 +7,8 @@ from random import Random
 
 from kvpact.engine import Engine, EngineQuirks, JobBehavior, Request, RequestStatus
 from kvpact.engine.simulated_worker import Job
-from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
+from kvpact.identity.keys import RequestIdentity
+from kvpact.ranges import BlockRange, RangeSet
 
 IDENTITIES = (RequestIdentity(), RequestIdentity(salt="tenant"), RequestIdentity(adapter="weights-1"), None)
 

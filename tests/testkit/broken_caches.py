@@ -25,7 +25,8 @@ from kvpact.contract import (
 )
 from kvpact.engine import ReferenceCache
 from kvpact.engine.reference import Entry, EntryKey, ReferencePlan
-from kvpact.identity.keys import BlockKey, BlockKeys, RangeSet, RequestIdentity, hull
+from kvpact.identity.keys import BlockKey, BlockKeys, RequestIdentity
+from kvpact.ranges import RangeSet, hull
 from kvpact.testkit.cache.conformance import CacheFactory, CachePlace, CacheUnderTest
 from kvpact.testkit.cache.subjects import pact_cache
 

@@ -20,7 +20,7 @@ from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_promp
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
-from kvpact.identity.keys import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet
 from kvpact.vllm.scheduler import KvpactScheduler
 
 BLOCKS = 6

@@ -13,7 +13,8 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from kvpact.config import load_config
 from kvpact.contract import StoreRead
-from kvpact.identity.keys import BlockKeys, BlockRange, Namespace, RequestIdentity
+from kvpact.identity.keys import BlockKeys, Namespace, RequestIdentity
+from kvpact.ranges import BlockRange
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.wire import SharedTierConfig
 from kvpact.worker.step_reader import StepReader, Wanted

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hook_time import assert_ends_within
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.identity.keys import BlockRange, RangeSet
 from kvpact.memory.arena import ArenaSegment
+from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.threads import on_spare_cpus, start_background
 from kvpact.worker.copy import transfer_engine_for

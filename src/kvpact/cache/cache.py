@@ -34,11 +34,12 @@ from kvpact.contract import (
     num_blocks_for,
 )
 from kvpact.identity.epochs import Epoch, Epochs
-from kvpact.identity.keys import BlockKey, BlockKeys, BlockRange, RangeSet, RequestIdentity
+from kvpact.identity.keys import BlockKey, BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, first_among
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena
 from kvpact.metrics import EndReason, Metrics, Snapshot, TierName
+from kvpact.ranges import BlockRange, RangeSet
 from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
 

@@ -13,8 +13,9 @@ from sys import maxsize
 
 from kvpact.cache.ledger import Plan
 from kvpact.contract import JobQuery, JobTally, LoadJob, SaveJob, StepLookup, StepWork, WorkerReport
-from kvpact.identity.keys import BlockKey, BlockRange
+from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import Pin
+from kvpact.ranges import BlockRange
 
 Slots = tuple[int, ...]
 PactPlan = Plan[Pin, Slots]

@@ -16,8 +16,8 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import BlockRange, RangeSet
 from kvpact.metrics import EndReason
+from kvpact.ranges import BlockRange, RangeSet
 
 HISTORY_LENGTH = 256
 """How many ended plans are remembered for a person who asks why; older ones are forgotten (H51)."""

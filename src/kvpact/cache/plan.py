@@ -21,9 +21,10 @@ from kvpact.cache.tier_set import TierSet
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch, num_blocks_for
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import BlockKey, BlockRange
+from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.metrics import EndReason, Metrics, MissReason
+from kvpact.ranges import BlockRange
 
 NO_MATCH = ExternalKVMatch(0)
 

@@ -15,9 +15,10 @@ from kvpact.cache.jobs import Slots
 from kvpact.cache.ledger import Ledger
 from kvpact.cache.tier_set import TierSet
 from kvpact.contract import LoadSettlement, SaveJob, StepLookup, StoreRead, WorkerReport, load_id
-from kvpact.identity.keys import BlockKey, BlockRange, RangeSet
+from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import Pin
 from kvpact.metrics import Metrics
+from kvpact.ranges import BlockRange, RangeSet
 
 
 @dataclass(slots=True)

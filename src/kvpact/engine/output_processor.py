@@ -13,7 +13,7 @@ from kvpact.engine.output import SchedulerOutput
 from kvpact.engine.request import Request, RequestStatus
 from kvpact.engine.scheduler import Load, Scheduler
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet
 
 
 class ResultIntake:

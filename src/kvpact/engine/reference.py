@@ -33,7 +33,8 @@ from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.simulated_worker import ByteSegment, Job, JobBehavior, SimulatedWorker
 from kvpact.errors import ConfigError
 from kvpact.identity.epochs import Epochs
-from kvpact.identity.keys import BlockKey, BlockKeys, RangeSet
+from kvpact.identity.keys import BlockKey, BlockKeys
+from kvpact.ranges import RangeSet
 
 PLAN_LIFETIME_STEPS = 4
 """Steps after which a plan neither renewed nor committed ends: engines may drop a match without a word."""

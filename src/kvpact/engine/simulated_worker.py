@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvpact.contract import ExternalCacheWorker, JobOutcome, JobQuery, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.engine.output import SchedulerOutput
-from kvpact.identity.keys import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet
 
 Job: TypeAlias = LoadJob | SaveJob
 

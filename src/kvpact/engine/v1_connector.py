@@ -30,7 +30,7 @@ from kvpact.contract import (
     num_blocks_for,
 )
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.identity.keys import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet
 
 NO_MATCH = ExternalKVMatch(0)
 

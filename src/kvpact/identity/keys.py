@@ -1,7 +1,7 @@
-"""Names for blocks: ranges of them, the keys that identify their content, and the namespace that bounds their use.
+"""Names for blocks: the keys that identify their content, and the namespace that bounds their use.
 
-Owns the algebra of block ranges, kvpact's own block keys (chained BLAKE3) and the namespace digest. Never looks at an
-engine: what a request brings arrives as plain values.
+Owns kvpact's own block keys (chained BLAKE3) and the namespace digest. Never looks at an engine: what a request brings
+arrives as plain values.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from blake3 import blake3
 
+from kvpact._moved import moved_names
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 
 BlockKey: TypeAlias = bytes
@@ -24,120 +25,6 @@ BlockKey: TypeAlias = bytes
 KEY_BYTES = 32
 KEY_FORMAT = 2
 """Raised when the preimage of a key changes, so that old and new records never meet."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class BlockRange:
-    """A run of engine blocks, indexing a request's blocks from 0. `count` may be 0."""
-
-    start: int
-    count: int
-
-    def __post_init__(self) -> None:
-        if self.start < 0 or self.count < 0:
-            raise ValueError(f"a block range needs start >= 0 and count >= 0, not ({self.start}, {self.count})")
-
-    @property
-    def end(self) -> int:
-        """The block after the last one."""
-        return self.start + self.count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.start, self.end))
-
-    def __len__(self) -> int:
-        return self.count
-
-
-@dataclass(frozen=True, slots=True)
-class RangeSet:
-    """A set of blocks as sorted, disjoint, non-adjacent, non-empty ranges. Build one with `of` or `union`."""
-
-    ranges: tuple[BlockRange, ...] = ()
-
-    @classmethod
-    def of(cls, *ranges: BlockRange) -> RangeSet:
-        """The blocks covered by any of `ranges`, which may overlap and be empty."""
-        if len(ranges) == 1:
-            return cls(ranges) if ranges[0].count else cls()
-        merged: list[BlockRange] = []
-        for item in sorted(item for item in ranges if item.count):
-            if merged and item.start <= merged[-1].end:
-                merged[-1] = BlockRange(merged[-1].start, max(merged[-1].end, item.end) - merged[-1].start)
-            else:
-                merged.append(item)
-        return cls(tuple(merged))
-
-    @classmethod
-    def span(cls, start: int, end: int) -> RangeSet:
-        """The blocks `start <= block < end`; empty if `end <= start`."""
-        return cls.of(BlockRange(start, max(0, end - start)))
-
-    def union(self, other: RangeSet) -> RangeSet:
-        """Blocks in either set."""
-        if not other.ranges:
-            return self
-        if not self.ranges:
-            return other
-        return RangeSet.of(*self.ranges, *other.ranges)
-
-    def intersection(self, other: RangeSet) -> RangeSet:
-        """Blocks in both sets; how saves combine over ranks (P10)."""
-        if self == other:  # as nearly always: all ranks have copied the whole job
-            return self
-        found: list[BlockRange] = []
-        mine, theirs = list(self.ranges), list(other.ranges)
-        i = j = 0
-        while i < len(mine) and j < len(theirs):
-            start, end = max(mine[i].start, theirs[j].start), min(mine[i].end, theirs[j].end)
-            if start < end:
-                found.append(BlockRange(start, end - start))
-            if mine[i].end <= theirs[j].end:
-                i += 1
-            else:
-                j += 1
-        return RangeSet(tuple(found))
-
-    def difference(self, other: RangeSet) -> RangeSet:
-        """Blocks in this set and not in `other`."""
-        if not other.ranges:
-            return self
-        kept: list[BlockRange] = []
-        for item in self.ranges:
-            start = item.start
-            for hole in other.ranges:
-                if hole.end <= start or hole.start >= item.end:
-                    continue
-                if hole.start > start:
-                    kept.append(BlockRange(start, hole.start - start))
-                start = max(start, hole.end)
-            if start < item.end:
-                kept.append(BlockRange(start, item.end - start))
-        return RangeSet(tuple(kept))
-
-    def hull(self) -> BlockRange | None:
-        """The smallest single range that covers the set; how failures combine over ranks (P10). None if empty."""
-        if not self.ranges:
-            return None
-        return BlockRange(self.ranges[0].start, self.ranges[-1].end - self.ranges[0].start)
-
-    def prefix_from(self, start: int) -> int:
-        """How many blocks in a row are in the set from `start` on."""
-        for item in self.ranges:
-            if item.start <= start < item.end:
-                return item.end - start
-        return 0
-
-    def blocks(self) -> Iterator[int]:
-        """Every block, ascending."""
-        for item in self.ranges:
-            yield from item
-
-    def __contains__(self, block: int) -> bool:
-        return any(item.start <= block < item.end for item in self.ranges)
-
-    def __len__(self) -> int:
-        return sum(item.count for item in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +215,4 @@ class Namespace:
         ]
 
 
-def hull(ranges: Iterable[RangeSet]) -> RangeSet:
-    """The hull over several ranks' failed sets, as a set."""
-    whole = RangeSet.of(*(item for ranges_of_rank in ranges for item in ranges_of_rank.ranges)).hull()
-    return RangeSet.of(whole) if whole else RangeSet()
+__getattr__ = moved_names(__name__, "kvpact.ranges", "BlockRange", "RangeSet", "hull")

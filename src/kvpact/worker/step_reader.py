@@ -17,7 +17,8 @@ from itertools import accumulate, count, pairwise
 from kvpact.config import KvpactConfig
 from kvpact.contract import StoreRead
 from kvpact.errors import TierError
-from kvpact.identity.keys import BlockKey, BlockRange, Namespace
+from kvpact.identity.keys import BlockKey, Namespace
+from kvpact.ranges import BlockRange
 from kvpact.threads import start_background
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.executor import GetDone, TierExecutor

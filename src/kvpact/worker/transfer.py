@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
-from kvpact.identity.keys import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet
 from kvpact.worker.copy.base import Job, Transfer, TransferEngine
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from kvpact.contract import (
     load_id,
 )
 from kvpact.errors import StepLoadLost
-from kvpact.identity.keys import RangeSet
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment, slots_for
 from kvpact.memory.prefault import START_SECONDS
+from kvpact.ranges import RangeSet
 from kvpact.wire import AdapterUsed, StepMessage, UnorderedLoad, WorkerHandshake
 from kvpact.worker.copy import transfer_engine_for
 from kvpact.worker.paged import PagedKV

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from kvpact.contract import LoadJob
 from kvpact.engine import JobBehavior
 from kvpact.engine.simulated_worker import NEVER, Job
-from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
+from kvpact.identity.keys import RequestIdentity
+from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.cache.factory import CacheLab, expected_outputs, in_every_mode, promised
 from kvpact.testkit.cache.harness import CacheScene, prompt
 from kvpact.testkit.cache.operations import random_play

@@ -29,7 +29,8 @@ from kvpact.engine import (
 from kvpact.engine.config import NO_EXTRAS
 from kvpact.engine.simulated_worker import Job
 from kvpact.errors import PactViolation, WeightsVersionRefused
-from kvpact.identity.keys import RangeSet, RequestIdentity
+from kvpact.identity.keys import RequestIdentity
+from kvpact.ranges import RangeSet
 from kvpact.testkit.cache.monitor import ContractWatch, EverStored, StoredBlock
 from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, made_for
 from kvpact.testkit.catalogue import TITLES

@@ -17,7 +17,8 @@ from typing import Any
 
 from kvpact.engine import EngineQuirks, JobBehavior, Request, StepClock
 from kvpact.engine.config import NO_EXTRAS
-from kvpact.identity.keys import BlockRange, RangeSet, RequestIdentity
+from kvpact.identity.keys import RequestIdentity
+from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.cache.harness import SCRIPT_LINES, CacheScene, SceneSettings
 from kvpact.testkit.cache.monitor import EverStored, StoredBlock
 from kvpact.testkit.cache.subjects import CacheFactory

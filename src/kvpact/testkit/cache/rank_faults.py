@@ -13,7 +13,7 @@ from random import Random
 
 from kvpact.contract import JobOutcome, WorkerReport
 from kvpact.engine.simulated_worker import Job, JobBehavior
-from kvpact.identity.keys import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.faults import HISTORY, choices
 
 
