@@ -24,7 +24,6 @@ from kvpact.memory.arena import (
     ArenaSegment,
     SegmentAddress,
     SlotLayout,
-    available_memory_bytes,
     slots_for,
 )
 
@@ -143,7 +142,7 @@ def test_prefault_takes_every_page_and_closing_ends_it_at_once() -> None:
     segment.start_prefault()
     segment.start_prefault()
     deadline = time.monotonic() + 20
-    while (blocks := os.fstat(segment._descriptor).st_blocks) * 512 < 12 * MIB and time.monotonic() < deadline:
+    while (blocks := os.fstat(segment.address().descriptor).st_blocks) * 512 < 12 * MIB and time.monotonic() < deadline:
         time.sleep(0.01)
     assert (before, blocks * 512) == (0, 12 * MIB)
     segment.close()
@@ -183,50 +182,6 @@ def test_memory_for_less_than_two_blocks_names_the_least_that_works() -> None:
     assert slots_for(64 * MIB, 4 * MIB, 2) == 8
     with pytest.raises(ConfigError, match=r"10MiB holds 1 blocks of 8MiB each .*2 ranks.* works is 16MiB"):
         slots_for(10 * MIB, 4 * MIB, 2)
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "expected"),
-    [
-        (
-            "0::/job\n",
-            {"job/memory.max": "1000", "job/memory.current": "400", "job/memory.stat": "inactive_file 50"},
-            650,
-        ),
-        ("0::/job\n", {"job/memory.max": "max", "job/memory.current": "4", "job/memory.stat": ""}, 1 << 20),
-        (
-            "0::/a/b\n",
-            {
-                "a/b/memory.max": "max",
-                "a/memory.max": "900",
-                "a/memory.current": "100",
-                "a/memory.stat": "anon 5",
-            },
-            800,
-        ),
-        (
-            "4:memory:/seen/outside\n0::/\n",
-            {
-                "memory/memory.limit_in_bytes": "5000",
-                "memory/memory.usage_in_bytes": "6000",
-                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 1500",
-            },
-            500,
-        ),
-        ("3:cpu:/\n", {}, 1 << 20),
-    ],
-)
-def test_the_smallest_of_machine_and_cgroups_counts(
-    tmp_path: Path, membership: str, files: dict[str, str], expected: int
-) -> None:
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 9999 kB\nMemAvailable:    1024 kB\n")
-    (proc / "self/cgroup").write_text(membership)
-    for name, content in files.items():
-        (cgroups / name).parent.mkdir(parents=True, exist_ok=True)
-        (cgroups / name).write_text(content + "\n")
-    assert available_memory_bytes(proc, cgroups) == expected
 
 
 def test_a_tiny_dev_shm_does_not_matter() -> None:

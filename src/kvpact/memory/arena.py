@@ -11,12 +11,13 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
+from kvpact.memory.limits import available_memory_bytes
 from kvpact.memory.prefault import HUGE_BYTES, PageTaker
 from kvpact.units import format_size
 
@@ -259,47 +260,6 @@ def slots_for(memory_bytes: int, rank_slot_bytes: int, world_size: int) -> int:
             "has room for the blocks of several prompts"
         )
     return slots
-
-
-def available_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """What can still be taken without swapping or being killed: the machine's share or the cgroup's, the smaller."""
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in (proc / "meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    return max(0, min([available, *_cgroup_room(proc, cgroups)]))
-
-
-def _cgroup_room(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Bytes left in each memory cgroup that holds this process, version 2 or 1, up to the root."""
-    try:
-        memberships = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for membership in memberships:
-        _, controllers, path = membership.split(":", 2)
-        if not controllers:
-            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for directory in (group, *group.parents):  # inside a container the path may not exist here, the root does
-            if directory.is_relative_to(root):
-                with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or no such file at this level
-                    limit, used = (int((directory / name).read_text()) for name in names[:2])
-                    yield limit - used + _cgroup_statistic(directory, names[2])
-
-
-def _cgroup_statistic(directory: Path, name: str) -> int:
-    """A line of memory.stat: page cache that the kernel drops before it refuses anything counts as free."""
-    for line in (directory / "memory.stat").read_text().splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
 
 
 def _boot_id() -> str:
