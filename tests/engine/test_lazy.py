@@ -155,11 +155,11 @@ def test_what_was_computed_from_a_failed_load_is_not_saved() -> None:
     for request, start in (("loader", 0), ("lazy", 2), ("other", 0)):
         mine = keys if request != "other" else [b"one", b"else", b"three"]
         copies.order_save(request, start, slots.slots[start:], (5, 6, 7)[start:], mine, index.pin(b"one"), 0.0)
-    copies.distrust("loader", b"two", 1)
-    assert {save.job.request_id: save.trusted for save in copies.saves.values()} == {
-        "loader": False,
-        "lazy": False,
-        "other": True,
+    copies.invalidate("loader", b"two", 1)
+    assert {save.job.request_id: save.garbage_from == 1 for save in copies.saves.values()} == {
+        "loader": True,
+        "lazy": True,
+        "other": False,
     }
 
 

@@ -389,8 +389,8 @@ class PlayedEngine:
         context = self.connector.scheduler_side.context
         assert context is not None
         held = {
-            "loads": len(cache._copies.loads),
-            "saves": len(cache._copies.saves),
+            "loads": cache.under_way["loads"],
+            "saves": cache.under_way["saves"],
             "leases": int(self.counts["leases_held"]),
             "protected blocks": context.touched_blocks,
             "blocks": self.free_blocks_at_rest - self.pool.get_num_free_blocks(),

@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from kvpact.cache.computed import ComputedBlocks
 from kvpact.cache.finder import Finder
 from kvpact.cache.idle_steps import IdleSteps
-from kvpact.cache.jobs import LoadState, Slots, TransferJobs
+from kvpact.cache.invalidation import Invalidation
+from kvpact.cache.jobs import Slots, TransferJobs
 from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.ledger import Ledger, State
 from kvpact.cache.offload import Offloader
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
-from kvpact.cache.request import RequestState
+from kvpact.cache.request import Requests, RequestState
+from kvpact.cache.settle import Settlements
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.writeback import WriteBack
@@ -34,31 +37,15 @@ from kvpact.contract import (
     num_blocks_for,
 )
 from kvpact.identity.epochs import Epoch, Epochs
-from kvpact.identity.keys import BlockKey, BlockKeys, RequestIdentity
-from kvpact.identity.tags import NO_TAG, BlockTags, first_among
+from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena
 from kvpact.metrics import EndReason, Metrics, Snapshot, TierName
-from kvpact.ranges import BlockRange, RangeSet
+from kvpact.ranges import BlockRange
 from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
 
 logger = logging.getLogger(__name__)
-
-
-class _Once:
-    """Asks the engine for a request's blocks when they are needed, and once in a step."""
-
-    __slots__ = ("_answer", "_ask")
-
-    def __init__(self, ask: Callable[[], Sequence[int]]) -> None:
-        self._ask = ask
-        self._answer: Sequence[int] | None = None
-
-    def __call__(self) -> Sequence[int]:
-        if self._answer is None:
-            self._answer = self._ask()
-        return self._answer
 
 
 class PactCache(ExternalCache):
@@ -81,81 +68,74 @@ class PactCache(ExternalCache):
         self.metrics = metrics or Metrics()
         self.index = BlockIndex(arena.num_slots)
         self.ledger: Ledger[Pin, Slots] = Ledger(self.index.unpin, plan_lifetime_seconds=config.plan_lifetime)
-        self.tiers = TierSet(
-            arena,
-            self.metrics,
-            clock=clock,
-            timeout=config.prepare_deadline or config.load_deadline,
-            share_drawn_epochs=config.share_drawn_epochs,
-        )
-        self._epochs = Epochs(config.weights_version)
-        self._prefetcher = Prefetcher(self.tiers, self.index, arena, self.metrics, clock)
-        self.writeback = WriteBack(
-            self.tiers,
-            self.index,
-            arena,
-            self.metrics,
-            self._epochs,
-            clock=clock,
-            is_late=lambda: self.is_late(),
-            second_use=config.admit == "second-use",
-        )
-        self._tags = BlockTags()
-        self._prefill = PrefillRate(2 * block_size)
-        self._computing = 0
-        self._loading = 0
-        """Blocks that matches were committed into in this step."""
+        self.is_late = is_late
+        """Whether the running step has cost enough, so that what can wait is left to the next one."""
         self._config = config
-        self._namespace = namespace
         self._block_size = block_size
         self._arena = arena
         self._clock = clock
         self._lazy_window = lazy_window
-        self._requests: dict[str, RequestState] = {}
-        self._copies = TransferJobs(
-            len(arena.segments), config.load_deadline / 3
-        )  # time to ask twice before the deadline
-        self.saves = Offloader(self.index, self._copies, self.metrics)
-        self._overdue = OverdueLoads(self._copies, self.metrics)
-        self._steps = StepLookups(
-            self.ledger, self.tiers, self.metrics, block_size=block_size, ranks=len(arena.segments)
-        )
-        self._finder = Finder(
-            config,
-            self.index,
-            self.tiers,
-            self._prefetcher,
-            epochs=self._epochs,
-            prefill=self._prefill,
-            block_size=block_size,
-            clock=clock,
-            is_late=lambda: self.is_late(),
-        )
-        self._planner = Planner(
-            config,
-            self.ledger,
-            self.index,
-            self.tiers,
-            self._prefetcher,
-            self._finder,
-            self.metrics,
-            overdue=self._overdue,
-            block_size=block_size,
-            slot_bytes=arena.slot_bytes,
-            clock=clock,
-        )
+        self._epochs = Epochs(config.weights_version)
+        self._tags = BlockTags()
+        self._prefill = PrefillRate(2 * block_size)
         self._idle_steps = IdleSteps(clock)
-        self.is_late = is_late
-        """Whether the running step has cost enough, so that what can wait is left to the next one."""
+        self._computing = 0
+        self._loading = 0
+        """Blocks that matches were committed into in this step."""
         self._writes_first = False
         """Of what can wait, a late step does one thing: it takes in what tiers have done, or offers them a chain."""
-        self.tiers.open(tiers)
+        self._requests = Requests(namespace, block_size, self._epochs, self._tags, self._renamed)
+        ask_at = config.load_deadline / 3  # time to ask twice before the deadline
+        self._jobs = TransferJobs(len(arena.segments), ask_at)
+        self._overdue = OverdueLoads(self._jobs, self.metrics)
+        self._wire(tiers)
+
+    def _wire(self, tiers: Sequence[TierExecutor]) -> None:
+        """Make the parts that need others."""
+        config, index, metrics, clock, size = self._config, self.index, self.metrics, self._clock, self._block_size
+        arena, ledger, epochs, tags, jobs = self._arena, self.ledger, self._epochs, self._tags, self._jobs
+        requests, overdue, ranks = self._requests, self._overdue, len(arena.segments)
+        timeout, second_use = config.prepare_deadline or config.load_deadline, config.admit == "second-use"
+        shares = config.share_drawn_epochs
+        below = self.tiers = TierSet(arena, metrics, clock=clock, timeout=timeout, share_drawn_epochs=shares)
+        reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock)
+        writes = self.writeback = WriteBack(
+            below, index, arena, metrics, epochs, clock=clock, is_late=self._is_late_now, second_use=second_use
+        )
+        saves = self.saves = Offloader(index, jobs, metrics)
+        self._steps = StepLookups(ledger, below, metrics, block_size=size, ranks=ranks)
+        finder = Finder(config, index, below, reads, epochs, self._prefill, size, clock, self._is_late_now)
+        self._finder = finder
+        self._planner = Planner(
+            config, ledger, index, below, reads, finder, metrics, overdue, size, arena.slot_bytes, clock
+        )
+        self._computed = ComputedBlocks(config, index, tags, saves, writes, size, clock)
+        self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, size)
+        self._settlements = Settlements(requests, ledger, jobs, overdue, self._invalidation, tags, size)
+        below.open(tiers)
+
+    def _is_late_now(self) -> bool:
+        return self.is_late()
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
         """The tiers, if they were not there from the beginning. What memory holds is written to them bit by bit."""
         self.tiers.open(tiers)
         if self._epochs.generation == 1:  # later, memory has blocks of other epochs as well, and does not say which
             self.writeback.begin_backlog()
+
+    @property
+    def under_way(self) -> Mapping[str, int]:
+        """What has not ended, by kind; nothing once the engine rests and all reports are in."""
+        return {
+            "loads": len(self._jobs.loads),
+            "saves": len(self._jobs.saves),
+            "tier operations": self.tiers.pending,
+        }
+
+    @property
+    def live_requests(self) -> int:
+        """Requests of which anything is known."""
+        return len(self._requests)
 
     # Prepare
 
@@ -174,11 +154,11 @@ class PactCache(ExternalCache):
 
         A step that has cost enough leaves that to the first probe; what the request is, is asked now in any case.
         """
-        self._finder.ask_early(request, self._record(request))
+        self._finder.ask_early(request, self._requests.of(request))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Touches memory only; what a lower tier holds is fetched behind "ask again later"."""
-        record = self._record(request)
+        record = self._requests.of(request)
         if self._planner.still_waits(request.request_id, record, num_computed_tokens):
             return None
         self._begin_probe(request.request_id, record, num_computed_tokens)
@@ -186,7 +166,7 @@ class PactCache(ExternalCache):
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
-        record = self._record(request)
+        record = self._requests.of(request)
         self._begin_probe(request.request_id, record, num_computed_tokens)
         self._planner.decline(request, record, num_computed_tokens)
 
@@ -211,7 +191,8 @@ class PactCache(ExternalCache):
         if plan is None:
             return 0
         now, blocks = self._clock(), BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self._block_size))
-        record = self._requests[request.request_id]
+        record = self._requests.get(request.request_id)
+        assert record is not None
         keys = record.keys.keys if record.keys is not None else []
         record.waits_until = None
         record.computed += num_tokens
@@ -222,7 +203,7 @@ class PactCache(ExternalCache):
         record.tail_tag = record.tag
         keep = self._planner.leases_on(plan, blocks, keys)
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self._config.load_deadline)
-        self._overdue.begin(self._copies.order_load(plan, blocks, keys, block_ids, now))
+        self._overdue.begin(self._jobs.order_load(plan, blocks, keys, block_ids, now))
         return num_tokens
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
@@ -239,74 +220,21 @@ class PactCache(ExternalCache):
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, as far as there is room."""
-        self._note_resumed(request.request_id)
-        record, lazy = self._record(request), self.saves.lazy
-        before, record.computed = record.computed, num_computed_tokens
-        held = _Once(block_ids)
-        self._tag_filled(record, before, num_computed_tokens, held)
-        self._computing += max(0, num_computed_tokens - before)
-        if num_computed_tokens > record.max_computed:
-            record.max_computed, record.loads_without_progress = num_computed_tokens, 0
-        full = min(num_computed_tokens, len(request.token_ids)) // self._block_size
-        if record.keys is None:
-            if lazy is not None and full > before // self._block_size:
-                lazy.invalidate_blocks(held())
-            return
-        if full <= record.offloaded_blocks or self._config.save == "off":
-            return
-        first, record.offloaded_blocks = record.offloaded_blocks, full
-        keys = record.keys.extend(request.token_ids)
-        named = min(full, len(keys))
-        known = self.index.known_prefix(keys[:named])
-        if known and (known == named or lazy is not None):
-            self.index.touch(keys[known - 1])
-            self.writeback.note_used(keys[:named])
-        if lazy is None and known == named:
-            return
-        sound = record.sound = self._tags.same_prefix(held()[:named], min(record.sound, named), record.tag)
-        if lazy is not None:
-            lazy.invalidate_blocks(held()[max(first, sound) : full])
-            lazy.note(request.request_id, keys, first, max(first, sound), held())
-        elif known < sound:
-            self.saves.order(request.request_id, keys[:sound], known, held, self._clock())
-
-    def _tag_filled(
-        self, record: RequestState, before: int, computed: int, block_ids: Callable[[], Sequence[int]]
-    ) -> None:
-        """The step computes the request's tokens [before, computed): the blocks that it fills get the request's tag.
-
-        A block that other weights, or another adapter, began gets none.
-        """
-        if self._config.save == "off":
-            return
-        first, full = before // self._block_size, computed // self._block_size
-        if full > first:
-            filled = block_ids()[first:full]
-            self._tags.fill(filled, record.tag)
-            if before % self._block_size and record.tail_tag != record.tag:
-                self._tags.fill(filled[:1], NO_TAG)
-                record.sound = min(record.sound, first)
-        if full > first or not before % self._block_size:
-            record.tail_tag = record.tag
+        self._settlements.note_resumed(request.request_id)
+        record = self._requests.of(request)
+        self._computing += max(0, num_computed_tokens - record.computed)
+        self._computed.note(request, record, num_computed_tokens, block_ids)
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
         """See `SupportsStepLookup`: in the shared tiers, and not for blocks that another request is saving already."""
-        save = self._copies.save_ordered_now(request.request_id)
+        save = self._jobs.save_ordered_now(request.request_id)
         start = computed_tokens // self._block_size
         if not self._finder.looks_up_at_step or not request.may_load or save is None or save.job.start_block != start:
             return
-        keys = self._finder.usable_keys(request, self._record(request))[: save.job.blocks.end]
+        keys = self._finder.usable_keys(request, self._requests.of(request))[: save.job.blocks.end]
         keys = keys[: self.tiers.readable_elsewhere(keys)]
         if len(keys) - start >= self._config.min_match_blocks:
             self._steps.order(save.job, computed_tokens, max_tokens, keys)
-
-    def _note_resumed(self, request_id: str) -> None:
-        """The engine computes the request: what an asynchronous load brought, up to its first hole, is used now."""
-        plan = self.ledger.find_settled(request_id)
-        if plan is not None:
-            arrived = RangeSet.of(plan.committed_blocks).difference(plan.failed)
-            blocks = arrived.prefix_from(plan.blocks.start)
-            self.ledger.use(plan, min(blocks * self._block_size, plan.loaded_tokens))
 
     # Step and reports
 
@@ -326,12 +254,12 @@ class PactCache(ExternalCache):
         self._computing = self._loading = 0
         self.ledger.expire(now)
         self._overdue.end_step(now)
-        return self._copies.end_step(now, self._steps.end_step())
+        return self._jobs.end_step(now, self._steps.end_step())
 
     def abandon_step(self, num_ranks: int) -> None:
         """See `ExternalCache`."""
         self._steps.abandon_step()
-        self.apply_report(self._copies.abandon_step())
+        self.apply_report(self._jobs.abandon_step())
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
@@ -339,106 +267,23 @@ class PactCache(ExternalCache):
         spared = self._steps.apply_report(report, self._clock(), self._requests.__contains__)
         self._computing -= sum(settled.skipped_tokens for settled in spared)
         # Loads first: what a request saved from a failed load on is not to be trusted.
-        settlements = [settled for load in self._copies.take_loads(report) if (settled := self._settle_load(load))]
+        settlements = [settled for load in self._jobs.take_loads(report) if (settled := self._settlements.end(load))]
         self._overdue.give_up(self._clock())
-        settlements += [self._settle_late(load) for load in self._overdue.take_late()]
-        for save in self._copies.take_saves():
+        settlements += [self._settlements.end_late(load) for load in self._overdue.take_late()]
+        for save in self._jobs.take_saves():
             self.writeback.note_saved(save.keys[: self.saves.settle(save)])
         if not self.is_late():
             self.writeback.offer_some()
-        self._steps.end_saves(self._copies.saves.__contains__)
+        self._steps.end_saves(self._jobs.saves.__contains__)
         return settlements + spared
-
-    def _settle_late(self, load: LoadState) -> LoadSettlement:
-        """The engine goes on without a load that ranks may still carry out; nothing of what is stored is at fault."""
-        job = load.job
-        self._overdue.failed()
-        self._not_again(job.request_id, job.start_block)
-        if job.synchronous:
-            self._copies.distrust(job.request_id, load.keys[job.start_block], job.start_block)
-        else:
-            self._tags.fill(job.block_ids, NO_TAG)
-        return LoadSettlement(job.request_id, RangeSet(), RangeSet.of(job.blocks), not job.synchronous, late=True)
-
-    def _settle_load(self, load: LoadState) -> LoadSettlement | None:
-        """No rank can write the load's blocks any more; None if the engine was told before."""
-        self._overdue.end(load)
-        if load.told:
-            self.ledger.settle(load.plan, loaded=RangeSet(), failed=RangeSet.of(load.job.blocks), used_tokens=0)
-            self._drop_if_gone(load.job.request_id)
-            return None
-        outcome = load.tally.loaded()
-        plan, failed = load.plan, outcome.failed.hull()
-        used, late = None, False
-        if load.job.synchronous:
-            used = min(outcome.done.prefix_from(plan.blocks.start) * self._block_size, plan.committed_tokens)
-        self.ledger.settle(plan, loaded=outcome.done, failed=outcome.failed, used_tokens=used)
-        if failed is not None:
-            self._not_again(load.job.request_id, failed.start)
-            record = self._requests.get(load.job.request_id)
-            if record is not None:
-                record.go_back(failed.start, self._block_size)
-            self._tags.fill(load.job.block_ids[failed.start - load.job.start_block :], NO_TAG)
-        if load.recalled:
-            pass  # whether it failed or not says nothing of what is stored
-        elif failed is not None and (late := load.given_up and not outcome.done.ranges):
-            self._overdue.failed()
-        elif failed is not None:
-            self._forget(load, failed.start)
-        self._drop_if_gone(load.job.request_id)
-        return LoadSettlement(load.job.request_id, outcome.done, outcome.failed, not load.job.synchronous, late)
-
-    def _forget(self, load: LoadState, first: int) -> None:
-        """A load failed from block `first` on: the entry and all behind it go everywhere."""
-        logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", first, load.job.request_id)
-        self._drop_stored(load.keys[first:])
-        self._copies.distrust(load.job.request_id, load.keys[first], first)
-
-    def _not_again(self, request_id: str, first: int) -> None:
-        """A load failed the request from block `first` on, whatever the reason: it is not promised that again (H09).
-
-        Nor in another epoch, where these blocks have other keys.
-        """
-        record = self._requests.get(request_id)
-        if record is not None:
-            record.invalid_from = min(first, record.invalid_from if record.invalid_from is not None else first)
-            record.offloaded_blocks = min(record.offloaded_blocks, first)
-
-    def _drop_stored(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks go everywhere, with all behind them."""
-        self.index.drop(keys[0])
-        self.tiers.delete(keys)
-        if self.saves.lazy is not None:
-            self.saves.lazy.forget(keys)
 
     # Requests
 
-    def _record(self, request: EngineRequest) -> RequestState:
-        record = self._requests.get(request.request_id)
-        if record is None:
-            record = self._requests[request.request_id] = RequestState()
-        identity = request.identity
-        if identity is not record.identity or record.generation != self._epochs.generation:
-            self._identify(request.request_id, record, identity)
-        return record
-
-    def _identify(self, request_id: str, record: RequestState, identity: RequestIdentity | None) -> None:
-        """The request is new, or has grown, or the epoch is another one: its blocks have other keys from some on."""
-        epoch, before, kept = self._epochs, record.identity, 0
-        same_epoch = record.generation == epoch.generation
-        record.identity, record.generation = identity, epoch.generation
-        record.tag = self._tags.tag_of(epoch.generation, identity.adapter) if identity is not None else NO_TAG
-        if identity is None:
-            record.keys = None
-        elif same_epoch and record.keys is not None and before is not None and before.same_root(identity):
-            kept = record.keys.renew(identity)
-        else:
-            record.keys = BlockKeys(self._namespace, self._block_size, identity, epoch.current)
+    def _renamed(self, request_id: str, record: RequestState, block: int) -> None:
+        """A request's blocks from `block` on have other keys: what was looked for or planned for them is over."""
         plan = self.ledger.find(request_id)
-        if plan is not None and plan.state is not State.LOADING and plan.blocks.end > kept:
-            self.ledger.abort(plan, EndReason.SUPERSEDED)
-        record.offloaded_blocks, record.sound = min(record.offloaded_blocks, kept), min(record.sound, kept)
-        record.waits_at = None
+        if plan is not None and plan.blocks.end > block:
+            self._planner.end_plan(request_id, EndReason.SUPERSEDED)
         if record.tier_lookup is not None:
             self._prefetcher.give_up(record.tier_lookup, late=False)
             record.tier_lookup = None
@@ -448,13 +293,9 @@ class PactCache(ExternalCache):
         self.ledger.finish_request(request_id)
         if self.saves.lazy is not None:
             self.saves.lazy.request_finished(request_id)
-        record = self._requests.pop(request_id, None)
+        record = self._requests.end(request_id)
         if record is not None and record.tier_lookup is not None:
             self._prefetcher.give_up(record.tier_lookup, late=False)
-
-    def _drop_if_gone(self, request_id: str) -> None:
-        if request_id not in self._requests:
-            self.ledger.finish_request(request_id)
 
     # Whole cache
 
@@ -466,7 +307,7 @@ class PactCache(ExternalCache):
         the next request's steps.
         """
         dirty = self.saves.lazy is not None and self.saves.lazy.dirty
-        return self._idle_steps.wait_for(len(self._copies) + self.writeback.waiting + self.tiers.pending + dirty)
+        return self._idle_steps.wait_for(len(self._jobs) + self.writeback.waiting + self.tiers.pending + dirty)
 
     @property
     def epoch(self) -> Epoch:
@@ -498,7 +339,7 @@ class PactCache(ExternalCache):
     def _begin_epoch(self) -> None:
         """The weights may be others than those before: whatever is under way belongs to the old ones."""
         self._planner.end_all(EndReason.CACHE_RESET)
-        self._copies.recall()
+        self._jobs.recall()
         if self.saves.lazy is not None:
             self.saves.lazy.clear()
         self.writeback.clear()
@@ -510,41 +351,11 @@ class PactCache(ExternalCache):
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """See `ExternalCache`."""
-        self._tags.fill(block_ids, NO_TAG)
-        saves = (save.job for save in self._copies.saves.values())
-        saving = first_among(block_ids, ((job.request_id, job.start_block, job.block_ids) for job in saves))
-        computed = first_among(block_ids, ((request_id, 0, table) for request_id, table in tables.items()))
-        for request_id, first in computed.items():
-            self._tags.fill(tables[request_id][first:], NO_TAG)
-        for request_id in saving.keys() | computed.keys():
-            self._distrust_from(request_id, min(each[request_id] for each in (saving, computed) if request_id in each))
-
-    def _distrust_from(self, request_id: str, first: int) -> None:
-        """Nobody knows what a request's blocks from `first` on hold. It may have ended."""
-        for save in self._copies.saves.values():
-            if save.job.request_id == request_id:
-                save.garbage_from = min(save.garbage_from, first)
-                if len(save.keys) > first:
-                    self._drop_stored(save.keys[first:])
-        record = self._requests.get(request_id)
-        if record is not None and record.keys is not None:
-            record.go_back(first, self._block_size)
-            if len(record.keys.keys) > first:
-                self._drop_stored(record.keys.keys[first:])
+        self._invalidation.distrust_blocks(block_ids, tables)
 
     def distrust_adapter(self, adapter: str) -> None:
         """See `ExternalCache`."""
-        tag = self._tags.withdraw(adapter)
-        for save in self._copies.saves.values():
-            save.trusted &= tag != NO_TAG and not self._tags.same_prefix(save.job.block_ids, 0, tag)
-        if self.saves.lazy is not None:
-            if tag == NO_TAG:
-                self.saves.lazy.clear()
-            else:
-                self.saves.lazy.invalidate_blocks(self._tags.blocks_with(tag))
-        for record in self._requests.values():
-            if record.identity is not None and record.identity.adapter == adapter:
-                record.tag, record.sound = self._tags.tag_of(self._epochs.generation, adapter), 0
+        self._invalidation.distrust_adapter(adapter)
 
     def observe(self) -> Snapshot:
         """All counts as they are now, the ledger's and the tiers' included."""

@@ -6,6 +6,7 @@ Owns no state: what shared tiers were asked for a request is in its `RequestStat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from kvpact.cache.lookup import Availability, Limits
@@ -21,47 +22,35 @@ from kvpact.metrics import MissReason
 from kvpact.tiers.costs import PrefillRate
 
 
+@dataclass(eq=False, slots=True)
 class Finder:
     """Looks in one index and the tiers below it, for requests of the current epoch of `epochs`."""
 
-    def __init__(
-        self,
-        config: KvpactConfig,
-        index: BlockIndex,
-        tiers: TierSet,
-        prefetcher: Prefetcher,
-        *,
-        epochs: Epochs,
-        prefill: PrefillRate,
-        block_size: int,
-        clock: Callable[[], float],
-        is_late: Callable[[], bool],
-    ) -> None:
-        """`is_late` says whether the running step has cost enough, so that what can wait is left to the next one."""
-        self._config = config
-        self._index = index
-        self._tiers = tiers
-        self._prefetcher = prefetcher
-        self._epochs = epochs
-        self._prefill = prefill
-        self._block_size = block_size
-        self._clock = clock
-        self._is_late = is_late
+    config: KvpactConfig
+    index: BlockIndex
+    tiers: TierSet
+    prefetcher: Prefetcher
+    epochs: Epochs
+    prefill: PrefillRate
+    block_size: int
+    clock: Callable[[], float]
+    is_late: Callable[[], bool]
+    """Whether the running step has cost enough, so that what can wait is left to the next one."""
 
     @property
     def asks_shared(self) -> bool:
         """Whether a prepare asks tiers that only they themselves can answer for."""
-        return self._config.match_at == "schedule" and self._config.prepare_deadline > 0 and self._may_be_shared
+        return self.config.match_at == "schedule" and self.config.prepare_deadline > 0 and self._may_be_shared
 
     @property
     def looks_up_at_step(self) -> bool:
         """Whether workers look in shared tiers when a step begins."""
-        return self._config.match_at == "step" and self._may_be_shared
+        return self.config.match_at == "step" and self._may_be_shared
 
     @property
     def _may_be_shared(self) -> bool:
         """Whether shared tiers may hold blocks of this epoch."""
-        return bool(self._tiers.shared) and self._tiers.may_share(self._epochs.current)
+        return bool(self.tiers.shared) and self.tiers.may_share(self.epochs.current)
 
     def usable_keys(self, request: EngineRequest, state: RequestState) -> Sequence[BlockKey]:
         """The keys of the blocks that may be promised: not the last token's (P6), and none that failed before (H09)."""
@@ -74,50 +63,50 @@ class Finder:
 
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Whole blocks before the request's last token."""
-        return (len(request.token_ids) - 1) // self._block_size
+        return (len(request.token_ids) - 1) // self.block_size
 
     def deadline(self, state: RequestState) -> float:
         """Until when a request for which nothing is being read may wait for tiers."""
-        if self._config.prepare_deadline <= 0:
+        if self.config.prepare_deadline <= 0:
             return -inf
         return state.waits_until if state.waits_until is not None else inf
 
     def find(self, state: RequestState, keys: Sequence[BlockKey], now: float) -> Availability:
         """Where these blocks of a request are. Memory only; nothing is waited for."""
-        resident = self._index.held_prefix(keys)
-        arriving = resident < len(keys) and self._prefetcher.is_arriving(keys[resident])
-        return Availability(resident, self._prefetcher.readable(keys, state.tier_lookup, now), arriving)
+        resident = self.index.held_prefix(keys)
+        arriving = resident < len(keys) and self.prefetcher.is_arriving(keys[resident])
+        return Availability(resident, self.prefetcher.readable(keys, state.tier_lookup, now), arriving)
 
     def ask(self, state: RequestState, keys: Sequence[BlockKey], available: Availability) -> None:
         """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
         if state.tier_lookup is not None:
             return
         missing = len(keys) - max(available.resident, available.stored)
-        if missing and not self._computes_faster(missing, self._prefetcher.lookup_seconds or None):
-            state.tier_lookup = self._prefetcher.ask(keys)
+        if missing and not self._computes_faster(missing, self.prefetcher.lookup_seconds or None):
+            state.tier_lookup = self.prefetcher.ask(keys)
 
     def ask_early(self, request: EngineRequest, state: RequestState) -> None:
         """Ask the shared tiers for a request that the engine has no room for yet, if that is worth it.
 
         A step that has cost enough leaves it to the first prepare.
         """
-        if state.keys is not None and request.may_load and self.asks_shared and not self._is_late():
+        if state.keys is not None and request.may_load and self.asks_shared and not self.is_late():
             keys = self.usable_keys(request, state)
-            self.ask(state, keys, self.find(state, keys, self._clock()))
+            self.ask(state, keys, self.find(state, keys, self.clock()))
 
     def limits(self, state: RequestState, available: Availability, start: int, *, has_news: bool) -> Limits:
         """What a prepare from block `start` on has to keep to; `has_news` if tiers have told something for it."""
         first, faster = max(available.resident, start), False
-        if self._config.recompute_if_faster and available.stored > first:
-            seconds = self._prefetcher.seconds_to_load(first, available.stored, available.by_tier)
+        if self.config.recompute_if_faster and available.stored > first:
+            seconds = self.prefetcher.seconds_to_load(first, available.stored, available.by_tier)
             faster = self._computes_faster(available.stored - first, seconds)
         return Limits(
-            self._config.min_match_blocks,
-            has_news and not state.was_put_off and self._is_late(),
+            self.config.min_match_blocks,
+            has_news and not state.was_put_off and self.is_late(),
             faster,
             MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED,
         )
 
     def _computes_faster(self, blocks: int, seconds: float | None) -> bool:
         """Whether the engine should have computed so many blocks before `seconds` have passed."""
-        return self._config.recompute_if_faster and self._prefill.is_faster(blocks * self._block_size, seconds)
+        return self.config.recompute_if_faster and self.prefill.is_faster(blocks * self.block_size, seconds)

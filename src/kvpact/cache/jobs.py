@@ -43,7 +43,7 @@ class LoadState:
 class SaveState:
     """Computed blocks on their way into the arena. `pin` keeps their chain.
 
-    `trusted` falls if a load failed; of the request's blocks from `garbage_from` on nobody knows what they hold.
+    `trusted` falls if the weights change; of the chain's blocks from `garbage_from` on nobody knows what they hold.
 
     Of blocks saved because the engine is about to evict them, `leaving` are those to be evicted first afterwards.
     """
@@ -174,7 +174,7 @@ class TransferJobs:
     def take_loads(self, report: WorkerReport) -> list[LoadState]:
         """The loads that are over with this report, oldest first. Pieces of unknown jobs (said twice) are ignored.
 
-        What they say of the saves that `take_saves` will give comes first: `distrust`.
+        What they say of the saves that `take_saves` will give comes first: `invalidate`.
         """
         for rank, jobs in report.ranks.items():
             for job_id, outcome in jobs.items():
@@ -191,11 +191,11 @@ class TransferJobs:
         self._spoken_of.clear()
         return [self.saves.pop(job_id) for job_id in ended]
 
-    def distrust(self, request_id: str, key: BlockKey, block: int) -> None:
-        """This request's load of `block` failed: nothing is stored of what it saves, or anybody behind that block."""
+    def invalidate(self, request_id: str, key: BlockKey, block: int) -> None:
+        """Nobody knows what `block` of this request, named `key`, holds: nothing is stored from it on."""
         for save in self.saves.values():
             if save.job.request_id == request_id or save.keys[block : block + 1] == (key,):
-                save.trusted = False
+                save.garbage_from = min(save.garbage_from, block)
 
     def recall(self) -> None:
         """The weights may be others from now on: what is being saved is not stored, what is being loaded not used.

@@ -49,49 +49,35 @@ class _Probe:
     now: float
 
 
+@dataclass(eq=False, slots=True)
 class Planner:
     """Answers prepares by what `finder` finds, and opens, stages and ends the plans for it."""
 
-    def __init__(
-        self,
-        config: KvpactConfig,
-        ledger: Ledger[Pin, Slots],
-        index: BlockIndex,
-        tiers: TierSet,
-        prefetcher: Prefetcher,
-        finder: Finder,
-        metrics: Metrics,
-        *,
-        overdue: OverdueLoads,
-        block_size: int,
-        slot_bytes: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._ledger = ledger
-        self._index = index
-        self._tiers = tiers
-        self._prefetcher = prefetcher
-        self._finder = finder
-        self._metrics = metrics
-        self._overdue = overdue
-        self._block_size = block_size
-        self._slot_bytes = slot_bytes
-        self._clock = clock
+    config: KvpactConfig
+    ledger: Ledger[Pin, Slots]
+    index: BlockIndex
+    tiers: TierSet
+    prefetcher: Prefetcher
+    finder: Finder
+    metrics: Metrics
+    overdue: OverdueLoads
+    block_size: int
+    slot_bytes: int
+    clock: Callable[[], float]
 
     # Prepare
 
     def still_waits(self, request_id: str, state: RequestState | None, computed_tokens: int) -> bool:
         """Whether a request was told "ask again later" and nothing has changed; its plan is renewed then."""
-        if state is None or state.waits_at is None or self._tiers.has_completions:
+        if state is None or state.waits_at is None or self.tiers.has_completions:
             return False
-        plan, now = self._ledger.find(request_id), self._clock()
-        if not state.waits_at.still(computed_tokens, self._tiers.completions, plan):
+        plan, now = self.ledger.find(request_id), self.clock()
+        if not state.waits_at.still(computed_tokens, self.tiers.completions, plan):
             return False
         if state.waits_until is None or now >= state.waits_until:
             return False
         if plan is not None:
-            self._ledger.renew(plan, now)
+            self.ledger.renew(plan, now)
         return True
 
     def prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
@@ -99,69 +85,69 @@ class Planner:
         state.was_put_off, state.put_off, state.waits_at = state.put_off, False, None
         match = self._prepare(request, state, computed_tokens)
         if match is None and not state.put_off:
-            state.waits_at = Waiting(computed_tokens, self._tiers.completions, self._ledger.find(request.request_id))
+            state.waits_at = Waiting(computed_tokens, self.tiers.completions, self.ledger.find(request.request_id))
         return match
 
     def decline(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> None:
         """Instead of `prepare`, where the engine has no time for it: the request is a miss."""
         state.waits_at, state.put_off = None, False
-        start = computed_tokens // self._block_size
+        start = computed_tokens // self.block_size
         if self._engine_has_all(request, start):
             self._spare(request.request_id, state, start)
         else:
             self._miss(request.request_id, state, start, Miss(MissReason.DEADLINE))
 
     def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
-        name, start = request.request_id, computed_tokens // self._block_size
+        name, start = request.request_id, computed_tokens // self.block_size
         if self._engine_has_all(request, start):
             return self._spare(name, state, start)
         refused = self._why_not(request, state, computed_tokens)
         if refused is not None:
             return self._miss(name, state, start, Miss(refused))
-        keys, now = self._finder.usable_keys(request, state), self._clock()
-        plan = self._ledger.find(name)
+        keys, now = self.finder.usable_keys(request, state), self.clock()
+        plan = self.ledger.find(name)
         if plan is not None and plan.state is State.LOADING:
             return NO_MATCH  # preempted before the workers reported; its blocks may still be written
         if plan is not None and (plan.blocks.start != start or plan.blocks.end > len(keys)):
             plan = None
         if plan is not None and plan.state is State.PLANNED:
-            self._ledger.renew(plan, now)
+            self.ledger.renew(plan, now)
             return _match(plan)
-        if plan is None and len(keys) - start < self._config.min_match_blocks:
+        if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(_why_so_few(state, len(keys))))
         return self._look_up(_Probe(name, state, keys, start, plan, now))
 
     def _engine_has_all(self, request: EngineRequest, start: int) -> bool:
         """Whether the request has whole blocks that could be loaded, and the engine has computed all of them itself."""
-        return 0 < self._finder.loadable_blocks(request) <= start
+        return 0 < self.finder.loadable_blocks(request) <= start
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
         """Why nothing is looked up for a request, if so."""
         if state.keys is None:
             return MissReason.UNKNOWN_IDENTITY
-        if not request.may_load or computed_tokens % self._block_size:
+        if not request.may_load or computed_tokens % self.block_size:
             return MissReason.DISABLED
         if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
             return MissReason.CROWDED
-        return MissReason.OVERDUE if self._overdue.is_stuck else None
+        return MissReason.OVERDUE if self.overdue.is_stuck else None
 
     def _look_up(self, probe: _Probe) -> ExternalKVMatch | None:
         """Find out once what is there, decide, and do that."""
         state, plan = probe.state, probe.plan
-        completions, asked = self._tiers.completions, state.tier_lookup
-        deadline = plan.deadline if plan is not None else self._finder.deadline(state)
+        completions, asked = self.tiers.completions, state.tier_lookup
+        deadline = plan.deadline if plan is not None else self.finder.deadline(state)
         if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
-            self._tiers.poll()
-        available = self._finder.find(state, probe.keys, probe.now)
-        if plan is None and probe.now < deadline and self._finder.asks_shared:
-            self._finder.ask(state, probe.keys, available)
+            self.tiers.poll()
+        available = self.finder.find(state, probe.keys, probe.now)
+        if plan is None and probe.now < deadline and self.finder.asks_shared:
+            self.finder.ask(state, probe.keys, available)
         if plan is not None:
-            phase, end, has_news = Phase.READING, plan.blocks.end, self._tiers.completions > completions
+            phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
         else:
             asked = state.tier_lookup
             phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
             end, has_news = len(probe.keys), state.last_lookup < 0 and asked is not None
-        limits = self._finder.limits(state, available, probe.start, has_news=has_news)
+        limits = self.finder.limits(state, available, probe.start, has_news=has_news)
         decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
         if isinstance(decision, Wait):
             self._wait(probe, decision)
@@ -171,7 +157,7 @@ class Planner:
                 return None
             decision = decision.otherwise
         if decision.reason is MissReason.RECOMPUTE_FASTER and state.last_lookup != probe.start:
-            self._metrics.add("declined_blocks", available.stored - max(available.resident, probe.start))
+            self.metrics.add("declined_blocks", available.stored - max(available.resident, probe.start))
         if decision.tiers_done:
             self._let_tiers_go(probe)
         if isinstance(decision, Miss):
@@ -184,16 +170,16 @@ class Planner:
         state = probe.state
         state.put_off = decision.put_off
         if probe.plan is not None:
-            self._ledger.renew(probe.plan, probe.now)
+            self.ledger.renew(probe.plan, probe.now)
         else:
             self.end_plan(probe.request_id, EndReason.SUPERSEDED)
-            state.waits_until = state.waits_until or probe.now + self._config.prepare_deadline
+            state.waits_until = state.waits_until or probe.now + self.config.prepare_deadline
 
     def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
         """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room for it."""
-        reach = self._prefetcher.fetch(probe.keys, end, available.by_tier)
+        reach = self.prefetcher.fetch(probe.keys, end, available.by_tier)
         resident = available.resident
-        if reach <= max(probe.start, resident) or not self._prefetcher.is_arriving(probe.keys[resident]):
+        if reach <= max(probe.start, resident) or not self.prefetcher.is_arriving(probe.keys[resident]):
             return False
         self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
         return True
@@ -203,17 +189,17 @@ class Planner:
         if probe.plan is not None:
             probe.state.waits_until = probe.now
         if probe.state.tier_lookup is not None:
-            self._prefetcher.give_up(probe.state.tier_lookup, late=True)
+            self.prefetcher.give_up(probe.state.tier_lookup, late=True)
 
     def _promise(self, probe: _Probe, blocks: BlockRange) -> PactPlan:
         """Promise blocks that memory holds: by the plan that they were read for, if that covers them."""
         plan = probe.plan
         if plan is None or blocks.end > plan.blocks.end:
             return self._open(probe, blocks, promised=True)
-        self._ledger.ready(
+        self.ledger.ready(
             plan,
-            promised_tokens=blocks.count * self._block_size,
-            leases=[self._index.pin(probe.keys[blocks.end - 1])],
+            promised_tokens=blocks.count * self.block_size,
+            leases=[self.index.pin(probe.keys[blocks.end - 1])],
             now=probe.now,
             blocks=blocks,
             asynchronous=self._is_asynchronous(blocks),
@@ -226,31 +212,31 @@ class Planner:
         state, keys, now = probe.state, probe.keys, probe.now
         self._count_lookup(state, blocks.start, True if promised else None)
         if not promised and state.waits_until is None:
-            state.waits_until = now + self._config.prepare_deadline
-        self._index.touch(keys[blocks.end - 1])
-        return self._ledger.open_plan(
+            state.waits_until = now + self.config.prepare_deadline
+        self.index.touch(keys[blocks.end - 1])
+        return self.ledger.open_plan(
             probe.request_id,
             blocks,
-            block_size=self._block_size,
+            block_size=self.block_size,
             slots=self._slots(keys, blocks) if promised else (),
             now=now,
-            leases=[self._index.pin(keys[blocks.end - 1])],
-            promised_tokens=blocks.count * self._block_size if promised else 0,
+            leases=[self.index.pin(keys[blocks.end - 1])],
+            promised_tokens=blocks.count * self.block_size if promised else 0,
             asynchronous=self._is_asynchronous(blocks),
             deadline=inf if promised or state.waits_until is None else state.waits_until,
         )
 
     def _slots(self, keys: Sequence[BlockKey], blocks: BlockRange) -> Slots:
-        return tuple(self._index.slots_of(keys[blocks.start : blocks.end]))
+        return tuple(self.index.slots_of(keys[blocks.start : blocks.end]))
 
     def _is_asynchronous(self, blocks: BlockRange) -> bool:
-        return blocks.count * self._slot_bytes > self._config.sync_load_limit
+        return blocks.count * self.slot_bytes > self.config.sync_load_limit
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:
         """The engine has all that could be loaded: neither a look-up nor a miss."""
         self.end_plan(request_id, EndReason.SUPERSEDED)
         if state.spared_at != start:
-            self._metrics.add("spared_lookups")
+            self.metrics.add("spared_lookups")
         state.spared_at = start
         return NO_MATCH
 
@@ -267,13 +253,13 @@ class Planner:
         One that ended differently before is: a blocked request may miss first, and find what others saved meanwhile.
         """
         if state.last_lookup != start or (found is not None and state.found is not None and found != state.found):
-            self._metrics.add("lookups")
+            self.metrics.add("lookups")
             state.found = None
         state.last_lookup = start
         if found is not None and state.found is None:
             state.found = found
             if not found:
-                self._metrics.add("misses", label=reason)
+                self.metrics.add("misses", label=reason)
 
     # Commit and end
 
@@ -282,13 +268,13 @@ class Planner:
 
         Raises PactViolation if the match is not the request's open plan, or does not promise so much.
         """
-        plan = self._ledger.find(request_id)
+        plan = self.ledger.find(request_id)
         if plan is None or plan is not match.query_result:
             raise PactViolation(f"request {request_id} commits a match that is not its open plan")
         if num_tokens == 0:
-            self._ledger.abort(plan, EndReason.DECLINED)
+            self.ledger.abort(plan, EndReason.DECLINED)
             return None
-        end = plan.blocks.start + num_blocks_for(num_tokens, self._block_size)
+        end = plan.blocks.start + num_blocks_for(num_tokens, self.block_size)
         if num_tokens > plan.promised_tokens or end > num_block_ids:
             raise PactViolation(
                 f"request {request_id} commits {num_tokens} tokens into {num_block_ids} blocks; "
@@ -302,20 +288,20 @@ class Planner:
         If a failed load has dropped the entry meanwhile, only the plan's own pin keeps its slots, all or none of them.
         """
         last = keys[blocks.end - 1]
-        dropped = last not in self._index or self._index.slot(last) != plan.slots[blocks.count - 1]
-        return [*plan.leases] if blocks == plan.blocks or dropped else [self._index.pin(last)]
+        dropped = last not in self.index or self.index.slot(last) != plan.slots[blocks.count - 1]
+        return [*plan.leases] if blocks == plan.blocks or dropped else [self.index.pin(last)]
 
     def end_plan(self, request_id: str, reason: EndReason) -> None:
         """The request's plan ends, if it has one that is not being loaded."""
-        plan = self._ledger.find(request_id)
+        plan = self.ledger.find(request_id)
         if plan is not None and plan.state is not State.LOADING:
-            self._ledger.abort(plan, reason)
+            self.ledger.abort(plan, reason)
 
     def end_all(self, reason: EndReason) -> None:
         """Every plan ends that is not being loaded."""
-        for plan in self._ledger.open_plans():
+        for plan in self.ledger.open_plans():
             if plan.state is not State.LOADING:
-                self._ledger.abort(plan, reason)
+                self.ledger.abort(plan, reason)
 
 
 def _match(plan: PactPlan) -> ExternalKVMatch:

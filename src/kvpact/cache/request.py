@@ -1,16 +1,19 @@
-"""What the cache knows of one live request.
+"""What the cache knows of each live request.
 
-Owns nothing else: what is promised to the request is the ledger's, what is copied for it the jobs'.
+Owns nothing else: what is promised to a request is the ledger's, what is copied for it the jobs'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvpact.cache.jobs import PactPlan
 from kvpact.cache.prefetch import TierLookup
+from kvpact.contract import EngineRequest
+from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKeys, RequestIdentity
-from kvpact.identity.tags import NO_TAG, Tag
+from kvpact.identity.tags import NO_TAG, BlockTags, Tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,88 @@ class RequestState:
     loads_without_progress: int = 0
     """Loads since then: it was preempted before it got any farther."""
 
+    def advance(self, computed_tokens: int) -> None:
+        """After this step the engine has so many tokens of the request."""
+        self.computed = computed_tokens
+        if computed_tokens > self.max_computed:
+            self.max_computed, self.loads_without_progress = computed_tokens, 0
+
     def go_back(self, first: int, block_size: int) -> None:
         """The engine computes the request's blocks from `first` on anew; until then they hold nothing to be saved."""
         self.sound = min(self.sound, first)
         self.offloaded_blocks = min(self.offloaded_blocks, first)
         self.computed = min(self.computed, first * block_size)
+
+
+class Requests:
+    """All live requests, by id; their keys and tags are those of the current epoch of `epochs`."""
+
+    def __init__(
+        self,
+        namespace: bytes,
+        block_size: int,
+        epochs: Epochs,
+        tags: BlockTags,
+        renamed: Callable[[str, RequestState, int], None],
+    ) -> None:
+        """`renamed(request id, state, block)` is called when a request's blocks from `block` on get other keys."""
+        self._namespace = namespace
+        self._block_size = block_size
+        self._epochs = epochs
+        self._tags = tags
+        self._renamed = renamed
+        self._states: dict[str, RequestState] = {}
+
+    def of(self, request: EngineRequest) -> RequestState:
+        """The request's state, which begins now if there is none."""
+        state = self._states.get(request.request_id)
+        if state is None:
+            state = self._states[request.request_id] = RequestState()
+        identity = request.identity
+        if identity is not state.identity or state.generation != self._epochs.generation:
+            self._identify(request.request_id, state, identity)
+        return state
+
+    def _identify(self, request_id: str, state: RequestState, identity: RequestIdentity | None) -> None:
+        """The request is new, or has grown, or the epoch is another one: its blocks have other keys from some on."""
+        epochs, before, kept = self._epochs, state.identity, 0
+        same_epoch = state.generation == epochs.generation
+        state.identity, state.generation = identity, epochs.generation
+        state.tag = self._tags.tag_of(epochs.generation, identity.adapter) if identity is not None else NO_TAG
+        if identity is None:
+            state.keys = None
+        elif same_epoch and state.keys is not None and before is not None and before.same_root(identity):
+            kept = state.keys.renew(identity)
+        else:
+            state.keys = BlockKeys(self._namespace, self._block_size, identity, epochs.current)
+        state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
+        state.waits_at = None
+        self._renamed(request_id, state, kept)
+
+    def get(self, request_id: str) -> RequestState | None:
+        """A live request's state."""
+        return self._states.get(request_id)
+
+    def end(self, request_id: str) -> RequestState | None:
+        """The request is not alive any more."""
+        return self._states.pop(request_id, None)
+
+    def not_again(self, request_id: str, first: int) -> None:
+        """A load failed the request from block `first` on, whatever the reason: it is not promised that again (H09).
+
+        Nor in another epoch, where these blocks have other keys.
+        """
+        state = self._states.get(request_id)
+        if state is not None:
+            state.invalid_from = min(first, state.invalid_from if state.invalid_from is not None else first)
+            state.offloaded_blocks = min(state.offloaded_blocks, first)
+
+    def values(self) -> Iterable[RequestState]:
+        """All of them."""
+        return self._states.values()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def __len__(self) -> int:
+        return len(self._states)

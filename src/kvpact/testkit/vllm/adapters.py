@@ -103,9 +103,7 @@ class PactAdapter(ConnectorAdapter):
             "open plans": len(cache.ledger.open_plans()),
             "leases": cache.ledger.leases_held,
             "pinned blocks": cache.index.pinned_count,
-            "loads under way": len(cache._copies.loads),
-            "saves under way": len(cache._copies.saves),
-            "reads and writes of tiers": cache.tiers.pending,
+            **cache.under_way,
             "protected engine blocks": side.context.touched_blocks if side.context is not None else 0,
         }
 

@@ -1,0 +1,94 @@
+"""What is not to be trusted any more: blocks that failed to load, and what was computed from garbage.
+
+Tells everybody who may have or get such blocks, in one place, and keeps nothing of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpact.cache.jobs import LoadState, TransferJobs
+from kvpact.cache.offload import Offloader
+from kvpact.cache.request import Requests
+from kvpact.cache.tier_set import TierSet
+from kvpact.identity.epochs import Epochs
+from kvpact.identity.keys import BlockKey
+from kvpact.identity.tags import NO_TAG, BlockTags, first_among
+from kvpact.index.block_index import BlockIndex
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Invalidation:
+    """Takes blocks out of the index, the tiers, the jobs under way and the memo of lazy saves."""
+
+    requests: Requests
+    index: BlockIndex
+    tiers: TierSet
+    jobs: TransferJobs
+    saves: Offloader
+    tags: BlockTags
+    epochs: Epochs
+    block_size: int
+
+    def _invalidate_from(self, request_id: str, keys: Sequence[BlockKey], block: int) -> None:
+        """Of the chain `keys`, nothing from `block` on is served or stored: the one place where all are told."""
+        gone = keys[block:]
+        self.jobs.invalidate(request_id, gone[0], block)
+        self.index.drop(gone[0])
+        self.tiers.delete(gone)
+        if self.saves.lazy is not None:
+            self.saves.lazy.forget(gone)
+
+    def load_failed(self, load: LoadState, first: int) -> None:
+        """A load failed from block `first` on: the entry and all after it go everywhere."""
+        logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", first, load.job.request_id)
+        self._invalidate_from(load.job.request_id, load.keys, first)
+
+    def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """These blocks of the engine hold garbage: nothing of them, or computed after them, is stored (H48).
+
+        `tables` has the blocks of each request that may have some of them. What is stored of these requests already,
+        from the first of these blocks on, is dropped everywhere.
+        """
+        self.tags.fill(block_ids, NO_TAG)
+        saves = (save.job for save in self.jobs.saves.values())
+        saving = first_among(block_ids, ((job.request_id, job.start_block, job.block_ids) for job in saves))
+        computed = first_among(block_ids, ((request_id, 0, table) for request_id, table in tables.items()))
+        for request_id, first in computed.items():
+            self.tags.fill(tables[request_id][first:], NO_TAG)
+        for request_id in saving.keys() | computed.keys():
+            self._distrust_from(request_id, min(each[request_id] for each in (saving, computed) if request_id in each))
+
+    def _distrust_from(self, request_id: str, first: int) -> None:
+        """Nobody knows what a request's blocks from `first` on hold. It may have ended."""
+        chains: list[Sequence[BlockKey]] = [
+            save.keys for save in self.jobs.saves.values() if save.job.request_id == request_id
+        ]
+        state = self.requests.get(request_id)
+        if state is not None and state.keys is not None:
+            state.go_back(first, self.block_size)
+            chains.append(state.keys.keys)
+        for keys in chains:
+            if len(keys) > first:
+                self._invalidate_from(request_id, keys, first)
+
+    def distrust_adapter(self, adapter: str) -> None:
+        """What the engine computed under `adapter`, as identities name it, may be another's.
+
+        None of it that is not saved yet is saved. What was reported as saved before is the adapter's.
+        """
+        tag = self.tags.withdraw(adapter)
+        for save in self.jobs.saves.values():
+            save.trusted &= tag != NO_TAG and not self.tags.same_prefix(save.job.block_ids, 0, tag)
+        if self.saves.lazy is not None:
+            if tag == NO_TAG:
+                self.saves.lazy.clear()
+            else:
+                self.saves.lazy.invalidate_blocks(self.tags.blocks_with(tag))
+        for state in self.requests.values():
+            if state.identity is not None and state.identity.adapter == adapter:
+                state.tag, state.sound = self.tags.tag_of(self.epochs.generation, adapter), 0
