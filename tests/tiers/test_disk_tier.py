@@ -19,6 +19,7 @@ from hook_time import assert_ends_within
 from kvpact.errors import PactViolation, TierError
 from kvpact.own_files import OWN_FOLDER
 from kvpact.tiers.disk import tier as disk
+from kvpact.tiers.disk import two_threads
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.slab import Slab, runs
 from kvpact.tiers.disk.slab_directory import LOCK_FILE
@@ -115,7 +116,7 @@ def slow_preadv(descriptor: int, views: list[memoryview], offset: int) -> int:
 def test_progress_is_told_as_blocks_arrive_and_may_end_the_read(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "GROUP_BYTES", 2 * SLOT)
+    monkeypatch.setattr(two_threads, "GROUP_BYTES", 2 * SLOT)
     monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
     store(tier, KEYS)
     told: list[int] = []
@@ -128,7 +129,7 @@ def test_progress_is_told_as_blocks_arrive_and_may_end_the_read(
 def test_a_read_that_is_wanted_no_more_ends_early(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = chain("long", 40)
     store(tier, keys)
-    monkeypatch.setattr(disk, "GROUP_BYTES", SLOT)
+    monkeypatch.setattr(two_threads, "GROUP_BYTES", SLOT)
     monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
     buffers = memory(40)
     arrived = tier.get(keys, 0, buffers, lambda arrived: False)

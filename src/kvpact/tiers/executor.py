@@ -229,8 +229,7 @@ class TierExecutor:
 
     def progress(self, op_id: OpId) -> int:
         """How many blocks of a read under way are in their buffers, verified; for use when a deadline passes."""
-        job = self._shared.under_way.get(op_id)
-        return job.arrived if job is not None else 0
+        return job.arrived if (job := self._shared.under_way.get(op_id)) is not None else 0
 
     def cancel(self, op_id: OpId) -> bool:
         """It is wanted no more; whether it is never begun. If it has begun, a read may end early, and a write goes on.
@@ -238,8 +237,7 @@ class TierExecutor:
         It is reported like any other. Control operations cannot be cancelled.
         """
         shared = self._shared
-        job = shared.under_way.get(op_id)
-        if job is None or job.kind is ControlDone:
+        if (job := shared.under_way.get(op_id)) is None or job.kind is ControlDone:
             return False
         job.cancelled = True
         try:

@@ -6,7 +6,7 @@ from kvpact.units import parse_size
 
 BACKEND = Backend(
     TierName.DISK,
-    "kvpact.tiers.disk.tier:open_disk",
+    "kvpact.tiers.disk.opening:open_disk",
     {
         "disk": UrlRules(
             "disk:///var/cache/kvpact?capacity=200GiB", {"capacity": parse_size, "group": some_text}, directory=True

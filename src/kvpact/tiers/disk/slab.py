@@ -336,6 +336,21 @@ def _completely(call: _Vectored, descriptor: int, views: list[memoryview], offse
     return moved
 
 
+class Digests:
+    """The digest of each slot's payload, all in one piece of memory."""
+
+    _BYTES = 16
+
+    def __init__(self, slots: int) -> None:
+        self._memory = bytearray(self._BYTES * slots)
+
+    def __getitem__(self, slot: int) -> bytes:
+        return bytes(self._memory[slot * self._BYTES : (slot + 1) * self._BYTES])
+
+    def __setitem__(self, slot: int, digest: bytes) -> None:
+        self._memory[slot * self._BYTES : (slot + 1) * self._BYTES] = digest
+
+
 def _open_direct(buffered: int) -> int | None:
     """A second descriptor that bypasses the page cache; None where the file system refuses, now or at a first read."""
     try:

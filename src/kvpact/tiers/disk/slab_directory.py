@@ -6,6 +6,7 @@ needed and go oldest first. Never reads a block.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
@@ -24,7 +26,11 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "lock"
 """Beside the slabs: locked by whoever opens, grows or removes one."""
 
+LOCK_TIMEOUT_S: Final = 2.0
+"""The threads of a predecessor that was just killed may hold its lock for a moment."""
+
 _RETRY_S = 0.02
+_OPEN_RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,21 @@ class SlabDirectory:
             item.path.unlink(missing_ok=True)
         return removable
 
+    def grow(self, slab: Slab, needed: int, generous: int, timeout: float) -> None:
+        """Make a slab large enough for `needed` slots, or for `generous` ones if the disk has room for them.
+
+        Idle slabs are removed for that. Raises TierError and OSError.
+        """
+        with self.locked(timeout):
+            for removed in self.make_room(slab.path, slab.superblock.file_bytes(generous)):
+                logger.info("disk tier: removed %s, unused, to make room", removed.path)
+            try:
+                slab.grow(generous)
+            except OSError as error:
+                if error.errno != errno.ENOSPC or generous == needed:
+                    raise
+                slab.grow(needed)
+
 
 def look_at(path: Path) -> Neighbour | None:
     """What can be said of a slab file without using it; None if it is gone. The directory should be locked."""
@@ -148,7 +169,28 @@ def look_at(path: Path) -> Neighbour | None:
         os.close(descriptor)
 
 
-def open_slab(room: SlabDirectory, path: Path, namespace: Namespace, slot_bytes: int) -> Slab | int:
+def open_slab(room: SlabDirectory, namespace: Namespace, slot_bytes: int, timeout: float) -> Slab:
+    """The namespace's slab, made if need be; up to `timeout` seconds after another process let go of it.
+
+    Raises:
+        TierError: with one message for people.
+    """
+    path = room.path / f"{namespace.name}{SLAB_SUFFIX}"
+    deadline = time.monotonic() + timeout
+    try:
+        while True:
+            with room.locked(timeout):
+                opened = _open_or_make(room, path, namespace, slot_bytes)
+            if isinstance(opened, Slab):
+                return opened
+            if time.monotonic() >= deadline:
+                raise TierError(f"disk tier: {path} is in use by pid {opened}; give each engine its own directory")
+            time.sleep(_OPEN_RETRY_S)
+    except OSError as error:
+        raise TierError(f"disk tier: cannot use {path}: {error.strerror}") from None
+
+
+def _open_or_make(room: SlabDirectory, path: Path, namespace: Namespace, slot_bytes: int) -> Slab | int:
     """The slab at `path`, made anew if need be and claiming what room there is; or the pid of the process that has it.
 
     The directory must be locked. Raises TierError and OSError.

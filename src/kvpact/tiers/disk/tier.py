@@ -6,7 +6,6 @@ is ever handed out. Only this process writes the slab, so lookups answer from me
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -34,22 +33,14 @@ from kvpact.tiers.base import (
     TierHealth,
     payload_digest,
 )
-from kvpact.tiers.disk.slab import PAGE_BYTES, SLAB_SUFFIX, Slab, occupied
-from kvpact.tiers.disk.slab_directory import SlabDirectory, open_slab
-from kvpact.tiers.disk.two_threads import on_two_threads
+from kvpact.tiers.disk.slab import PAGE_BYTES, Digests, Slab, occupied
+from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, SlabDirectory, open_slab
+from kvpact.tiers.disk.two_threads import groups_of, on_two_threads, read_verified
 from kvpact.tiers.log_once import LastErrors
 from kvpact.tiers.record import require_sizes
-from kvpact.tiers.registry import TierContext
-from kvpact.tiers.urls import TierURL
 from kvpact.tiers.use_count import UseCount
 
 logger = logging.getLogger(__name__)
-
-
-GROUP_BYTES: Final = 16 << 20
-"""Blocks are moved in groups of about this size, by two threads: one verifies while the other reads. Against one bare
-read of 128 MiB, on two cores with five times as many busy threads, groups of 8, 16 and 32 MiB reached 0.80, 0.89 and
-0.86 of its speed."""
 
 GROWTH_BYTES: Final = 64 << 20
 """The file grows by this much at a time, so that the file system lays slots side by side."""
@@ -57,11 +48,6 @@ GROWTH_BYTES: Final = 64 << 20
 GROWTH_RETRY_S: Final = 10.0
 """A full disk is asked again after this time; until then a write that needs more room is dropped."""
 
-LOCK_TIMEOUT_S: Final = 2.0
-"""The threads of a predecessor that was just killed may hold its lock for a moment."""
-
-_DIGEST_BYTES: Final = 16
-_LOCK_RETRY_S: Final = 0.05
 _PERSIST_S: Final = 1.0
 
 
@@ -78,16 +64,13 @@ class DiskTier(Tier):
     def __init__(self, slab: Slab, directory: SlabDirectory) -> None:
         """Take over an open slab, which may grow to what it claims, and read its header table. Raises OSError."""
         self.slab = slab
-        """The file."""
         self._directory = directory
         self._slot_limit = slot_limit = slab.superblock.slots_in(slab.superblock.claim_bytes)
         self._slot_bytes = slab.superblock.slot_bytes
         self._namespace = slab.superblock.namespace.digest
-        self._lock = threading.Lock()
-        self._header_lock = threading.Lock()
-        self._growth_lock = threading.Lock()
+        self._lock, self._header_lock, self._growth_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._index = BlockIndex(slot_limit)
-        self._digests = bytearray(_DIGEST_BYTES * slot_limit)
+        self._digests = Digests(slot_limit)
         self._used: dict[int, float] = {}
         self._counts = TierCounts()
         self._last_errors = LastErrors(logger, "disk tier")
@@ -120,25 +103,13 @@ class DiskTier(Tier):
         if slot_bytes < 1 or slot_bytes % PAGE_BYTES:
             raise TierError(f"disk tier: a slot must be a multiple of {PAGE_BYTES} bytes, not {slot_bytes}")
         room = SlabDirectory.prepare(Path(directory), capacity_bytes, access)
-        path = room.path / f"{namespace.name}{SLAB_SUFFIX}"
-        deadline = time.monotonic() + timeout
+        slab = open_slab(room, namespace, slot_bytes, timeout)
         try:
-            while True:
-                with room.locked(timeout):
-                    opened = open_slab(room, path, namespace, slot_bytes)
-                if isinstance(opened, Slab):
-                    break
-                if time.monotonic() >= deadline:
-                    raise TierError(f"disk tier: {path} is in use by pid {opened}; give each engine its own directory")
-                time.sleep(_LOCK_RETRY_S)
-        except OSError as error:
-            raise TierError(f"disk tier: cannot use {path}: {error.strerror}") from None
-        try:
-            return cls(opened, room)
+            return cls(slab, room)
         except BaseException as error:
-            opened.close()
+            slab.close()
             if isinstance(error, OSError):
-                raise TierError(f"disk tier: cannot read {path}: {error.strerror}") from None
+                raise TierError(f"disk tier: cannot read {slab.path}: {error.strerror}") from None
             raise
 
     # Looking and reading
@@ -164,10 +135,10 @@ class DiskTier(Tier):
                 pin = self._index.pin(wanted[-1])
                 self._index.touch(wanted[-1])
                 slots = self._index.slots_of(wanted)
-                digests = [self._digest(slot) for slot in slots]
+                digests = [self._digests[slot] for slot in slots]
                 self._used[slots[-1]] = time.time()
             try:
-                arrived, reason = self._read_verified(slots, digests, buffers, on_progress)
+                arrived, reason = read_verified(self._read, slots, digests, buffers, on_progress)
                 if reason:
                     self._quarantine(wanted[arrived], slots[arrived], reason)
                 return arrived
@@ -175,46 +146,15 @@ class DiskTier(Tier):
                 with self._lock:
                     self._index.unpin(pin)
 
-    def _read_verified(
-        self, slots: list[int], digests: list[bytes], buffers: Sequence[BlockBuffer], on_progress: Progress | None
-    ) -> tuple[int, str]:
-        """Read and verify; return how many blocks arrived in a row, and why the next is unusable ("" if it is not)."""
-        groups = list(self._groups(len(slots)))
-        found: dict[int, tuple[int, str]] = {}
-        caller = threading.current_thread()
-
-        def read(first: int, end: int) -> bool:
-            found[first] = self._read_group(slots[first:end], digests[first:end], buffers[first:end])
-            wanted = on_progress is None or threading.current_thread() is not caller or on_progress(arrived()[0])
-            return wanted and not found[first][1]
-
-        def arrived() -> tuple[int, str]:
-            for first, end in groups:
-                sound, reason = found.get(first, (0, ""))
-                if first + sound < end:
-                    return first + sound, reason
-            return len(slots), ""
-
-        on_two_threads(read, groups)
-        result = arrived()
-        if on_progress is not None:
-            on_progress(result[0])
-        return result
-
-    def _read_group(
-        self, slots: Sequence[int], digests: Sequence[bytes], buffers: Sequence[BlockBuffer]
-    ) -> tuple[int, str]:
-        """As `_read_verified`, for one group on one thread."""
+    def _read(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
+        """How many were read in a row."""
         try:
             count = self.slab.read_payloads(slots, buffers)
             self._last_errors.clear("read")
+            return count
         except OSError as error:
-            count = 0
             self._note_read_failed(error)
-        for index, (digest, buffer) in enumerate(zip(digests[:count], buffers, strict=False)):
-            if payload_digest(buffer) != digest:
-                return index, "payload does not match its checksum"
-        return count, "" if count == len(slots) else "cannot be read in full"
+            return 0
 
     # Storing
 
@@ -279,7 +219,7 @@ class DiskTier(Tier):
         with self._header_lock:
             self.slab.clear_headers(slots)
             self._stale_headers.difference_update(slots)
-        on_two_threads(write, self._groups(len(slots)))
+        on_two_threads(write, groups_of(len(slots), self._slot_bytes))
         written = list(takewhile(digests.__contains__, slots))
         now = time.time()
         headers = {}
@@ -294,7 +234,7 @@ class DiskTier(Tier):
             self.slab.write_headers(wanted, [headers[slot] for slot in wanted])
             with self._lock:
                 for slot in written:
-                    self._digests[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES] = digests[slot]
+                    self._digests[slot] = digests[slot]
                     self._used.pop(slot, None)
                 self._index.complete(written)
         if len(written) == len(slots):
@@ -320,18 +260,9 @@ class DiskTier(Tier):
 
     def _grow(self, needed: int) -> None:
         """Make the file large enough for `needed` slots, and some more at once; or remember not to ask again soon."""
-        superblock = self.slab.superblock
         generous = min(self._slot_limit, max(needed, self.slab.slots + GROWTH_BYTES // self._slot_bytes))
         try:
-            with self._directory.locked(LOCK_TIMEOUT_S):
-                for removed in self._directory.make_room(self.slab.path, superblock.file_bytes(generous)):
-                    logger.info("disk tier: removed %s, unused, to make room", removed.path)
-                try:
-                    self.slab.grow(generous)
-                except OSError as error:
-                    if error.errno != errno.ENOSPC or generous == needed:
-                        raise
-                    self.slab.grow(needed)
+            self._directory.grow(self.slab, needed, generous, LOCK_TIMEOUT_S)
             self._last_errors.clear("room")
         except (OSError, TierError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -408,7 +339,7 @@ class DiskTier(Tier):
                 self._note_read_failed(error)
         for slot, raw in occupied(table):
             with suppress(RecordError):
-                yield RecordHeader.decode(raw, namespace=self._namespace, length=self._slot_bytes, slot=slot)
+                yield self._header_in(slot, raw)
 
     def health(self) -> TierHealth:
         return self._last_errors.health()
@@ -427,18 +358,17 @@ class DiskTier(Tier):
 
     def _restore(self) -> None:
         """Fill the index from the header table; payloads are not read (H59). Raises OSError."""
-        blocks: list[StoredBlock] = []
-        unusable: list[int] = []
+        blocks, unusable = list[StoredBlock](), list[int]()
         for slot, raw in occupied(self.slab.read_table()):
             try:
-                header = RecordHeader.decode(raw, namespace=self._namespace, length=self._slot_bytes, slot=slot)
+                header = self._header_in(slot, raw)
                 if slot >= self.slab.slots:
                     raise RecordError("its payload is beyond the end of the file")
             except RecordError as error:
                 unusable.append(slot)
                 self._last_errors.warn_once(f"damaged: {error}", f"slot {slot} of {self.slab.path}: {error}; dropped")
                 continue
-            self._digests[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES] = header.digest
+            self._digests[slot] = header.digest
             blocks.append(StoredBlock(header.key, header.parent, slot, header.used))
         orphans = self._index.restore(blocks)
         self._counts = replace(self._counts, damaged=len(unusable))
@@ -455,18 +385,11 @@ class DiskTier(Tier):
             if time.monotonic() >= deadline:
                 return
             with self._header_lock, suppress(RecordError, OSError):
-                header = RecordHeader.decode(
-                    self.slab.read_header(slot), namespace=self._namespace, length=self._slot_bytes, slot=slot
-                )
-                self.slab.write_headers([slot], [replace(header, used=used).encode()])
+                header = replace(self._header_in(slot, self.slab.read_header(slot)), used=used)
+                self.slab.write_headers([slot], [header.encode()])
 
-    def _groups(self, count: int) -> Iterator[tuple[int, int]]:
-        """`count` blocks cut into (first, end) of about `GROUP_BYTES`."""
-        step = max(1, GROUP_BYTES // self._slot_bytes)
-        return ((first, min(first + step, count)) for first in range(0, count, step))
-
-    def _digest(self, slot: int) -> bytes:
-        return bytes(self._digests[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES])
+    def _header_in(self, slot: int, raw: bytes | memoryview) -> RecordHeader:
+        return RecordHeader.decode(raw, namespace=self._namespace, length=self._slot_bytes, slot=slot)
 
     def _note_read_failed(self, error: OSError) -> None:
         with self._lock:
@@ -475,9 +398,3 @@ class DiskTier(Tier):
 
     def _note_write_failed(self, error: OSError) -> None:
         self._last_errors.add("write", f"cannot write {self.slab.path}: {error.strerror}; those blocks are not kept")
-
-
-def open_disk(url: TierURL, place: TierContext) -> DiskTier:
-    """The tier at a `disk://` URL. Raises TierError."""
-    access = Access.of(url.options.get("group"))
-    return DiskTier.open(url.path, place.namespace, place.slot_bytes, url.capacity, access=access)
