@@ -15,7 +15,7 @@ from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import Namespace
 from kvpact.metrics import MissReason, TierName, series
 from kvpact.testkit.sample_blocks import document, filled_buffers
-from kvpact.tiers import base
+from kvpact.tiers import record
 from kvpact.tiers.registry import TierContext, load_seal, open_tier
 from kvpact.tiers.urls import parse_tier_url
 from servers.redis_server import RedisServer, redis_server
@@ -124,7 +124,7 @@ def stored_under(place: str, epochs: dict[str, Epoch]) -> None:
 
 def test_h37_gc_removes_what_no_engine_will_ask_for(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of an epoch that a dead engine drew for itself, and of older formats; nothing that is younger."""
-    monkeypatch.setattr(base, "RECORD_FORMAT", base.RECORD_FORMAT - 1)
+    monkeypatch.setattr(record, "RECORD_FORMAT", record.RECORD_FORMAT - 1)
     stored_under(place, {"old format": Epoch()})
     monkeypatch.undo()
     stored_under(place, {"first epoch": Epoch(), "named": Epoch.of_word("v1"), "drawn": Epoch.draw()})

@@ -23,8 +23,8 @@ from kvpact.metrics import series
 from kvpact.testkit.faults import Crash, Faults
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
-from kvpact.tiers import mooncake
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Tier
+from kvpact.tiers.mooncake import store as mooncake
 from kvpact.tiers.mooncake.store import MooncakeStore, open_mooncake
 from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier

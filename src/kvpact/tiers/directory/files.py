@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from kvpact.own_files import PRIVATE, open_own
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces
+
+Result = TypeVar("Result")
 
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP})
 
@@ -37,33 +39,26 @@ def records(root: Path, group: str = "") -> Iterator[tuple[str, os.DirEntry[str]
 
 def status(path: Path) -> os.stat_result | None:
     """None if there is no such file."""
-    try:
-        return os.stat(path)
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        return None
+    return _if_there(os.stat, path)
 
 
 def read_record(path: Path, buffer: RecordBuffer) -> bool:
     """Whether it was there and has exactly that length."""
-    descriptor = _open_if_there(path)
-    if descriptor is None:
-        return False
+    return _if_there(_read_record, path, buffer) or False
+
+
+def _read_record(path: Path, buffer: RecordBuffer) -> bool:
+    descriptor = open_own(path, os.O_RDONLY)
     try:
         nbytes = sum(piece.nbytes for piece in buffer)
         return os.fstat(descriptor).st_size == nbytes and _read_into(descriptor, buffer) == nbytes
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        return False
     finally:
         os.close(descriptor)
 
 
 def beginning(path: Path, most: int) -> bytes | None:
     """Up to `most` bytes of a file, None if it is not there."""
-    descriptor = _open_if_there(path)
+    descriptor = _if_there(open_own, path, os.O_RDONLY)
     if descriptor is None:
         return None
     try:
@@ -92,13 +87,12 @@ def publish(temporary: Path, path: Path) -> None:
 
 def remove(path: Path | str) -> bool:
     """Whether it was there."""
-    try:
+
+    def unlink() -> bool:
         os.unlink(path)
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        return False
-    return True
+        return True
+
+    return _if_there(unlink) or False
 
 
 def _list(directory: Path) -> list[str]:
@@ -108,9 +102,10 @@ def _list(directory: Path) -> list[str]:
         return []
 
 
-def _open_if_there(path: Path) -> int | None:
+def _if_there(call: Callable[..., Result], *arguments: Any) -> Result | None:
+    """What a call answers; None if the file that it is about is gone."""
     try:
-        return open_own(path, os.O_RDONLY)
+        return call(*arguments)
     except OSError as error:
         if error.errno not in _GONE:
             raise

@@ -29,6 +29,7 @@ from kvpact.tiers.shared.store import (
     StoredRecord,
     StoreError,
     StoreUsage,
+    copy_into,
     key_of,
 )
 from kvpact.tiers.urls import TierURL
@@ -121,7 +122,7 @@ class MooncakeStore(RecordStore):
         objects = self.call("read", lambda: self.client.batch_get_buffer(keys)) if keys else []
         found = [False] * len(names)
         for at, arrived in zip(fitting, objects, strict=True):
-            found[at] = arrived is not None and _copy(arrived, buffers[at])
+            found[at] = arrived is not None and copy_into(arrived, buffers[at])
         # The client answers None for whatever went wrong; only the master knows which of them are no failure.
         missing = [key for key, arrived in zip(keys, objects, strict=True) if arrived is None]
         if all(self._look(missing)) and missing and len(missing) == len(names):
@@ -358,15 +359,3 @@ def _joined(pieces: RecordPieces) -> NDArray[np.uint8]:
     copied = np.empty(sum(source.nbytes for source in sources), np.uint8)
     np.concatenate(sources, out=copied)
     return copied
-
-
-def _copy(found: Any, buffer: RecordBuffer) -> bool:
-    """Copy an object's bytes into a record's pieces, if there are as many. Runs without the interpreter's lock."""
-    source = np.frombuffer(found, np.uint8)
-    if source.nbytes != sum(piece.nbytes for piece in buffer):
-        return False
-    at = 0
-    for piece in buffer:
-        np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])
-        at += piece.nbytes
-    return True

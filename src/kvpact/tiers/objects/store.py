@@ -32,6 +32,7 @@ from kvpact.tiers.shared.store import (
     StoredRecord,
     StoreError,
     StoreUsage,
+    copy_into,
     key_of,
 )
 from kvpact.tiers.shared.tier import GROUP_BYTES
@@ -151,12 +152,7 @@ class ObjectStore(RecordStore):
             return pack.records[name][1] == sum(piece.nbytes for piece in wanted[name])
 
         arrived = self._load(names, fits, head=None, gap=GAP_BYTES)
-        for name, record in arrived.items():
-            at = 0
-            for piece in wanted[name]:
-                piece[:] = record[at : at + piece.nbytes]
-                at += piece.nbytes
-        return [name in arrived for name in names]
+        return [name in arrived and copy_into(arrived[name], wanted[name]) for name in names]
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
         arrived = self._load(names, lambda name, pack: True, head=HEADER_BYTES, gap=GAP_BYTES)

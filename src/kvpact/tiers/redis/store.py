@@ -14,7 +14,7 @@ from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.redis.batches import Batches, ignore_reply
 from kvpact.tiers.redis.connections import Address, Connection, ErrorReply, length_of
 from kvpact.tiers.redis.parts import SPLIT_BYTES, SPLIT_MAGIC, SplitHead, cut_into_parts, stages
-from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreUsage
+from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreUsage, copy_into
 
 ORPHAN_SECONDS: Final = 600
 """Parts that no record names are gone after this time: their writer died."""
@@ -64,8 +64,8 @@ class RedisStore(RecordStore):
                 found[index] = value
             elif (head := SplitHead.decode(value)) is not None:
                 heads[index] = head
-            elif len(value) == length_of(buffers[index]):
-                found[index] = _copy(value, buffers[index])
+            elif value:
+                found[index] = copy_into(value, buffers[index])
 
         with self._batches.call() as deadline:
             keys = _keys(names)
@@ -310,14 +310,3 @@ class RedisStore(RecordStore):
 
 def _keys(names: Sequence[str]) -> list[bytes]:
     return [_PREFIX + name.encode() for name in names]
-
-
-def _copy(value: bytes, buffer: RecordBuffer) -> bool:
-    """Copy a value into memory; whether it has that length."""
-    if len(value) != length_of(buffer):
-        return False
-    at = 0
-    for piece in buffer:
-        piece[:] = value[at : at + len(piece)]
-        at += len(piece)
-    return True

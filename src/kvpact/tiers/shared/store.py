@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from kvpact.errors import KvpactError
 from kvpact.identity.keys import KEY_BYTES, BlockKey, Namespace
@@ -161,3 +163,15 @@ def remove_all(store: RecordStore, names: Iterable[str]) -> int:
     while batch := list(islice(left, _BATCH)):
         removed += store.remove(batch)
     return removed
+
+
+def copy_into(value: Any, buffer: RecordBuffer) -> bool:
+    """Copy a record's bytes into its pieces, if there are as many. Runs without the interpreter's lock."""
+    source = np.frombuffer(value, np.uint8)
+    if source.nbytes != sum(piece.nbytes for piece in buffer):
+        return False
+    at = 0
+    for piece in buffer:
+        np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])
+        at += piece.nbytes
+    return True
