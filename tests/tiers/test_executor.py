@@ -21,7 +21,7 @@ from kvpact.tiers.executor import ControlDone, Done, GetDone, PutDone, TierExecu
 from slab_scenes import SLOT, bytes_of, chain, content, filled, memory, open_tier, served
 
 KEYS = chain("document", 8)
-PATIENCE = 20.0
+WAIT_SECONDS = 20.0
 WHAT = ("write", "read", "lookup")
 
 
@@ -49,7 +49,7 @@ class SlowTier(Tier):
     ) -> int:
         self.log.append(f"get {start}")
         self.began.release()
-        assert self.reads_go.wait(PATIENCE)
+        assert self.reads_go.wait(WAIT_SECONDS)
         if self.error:
             raise self.error
         for count, buffer in enumerate(buffers, 1):
@@ -63,7 +63,7 @@ class SlowTier(Tier):
     ) -> int:
         self.log.append(f"put {start}")
         self.began.release()
-        assert self.writes_go.wait(PATIENCE)
+        assert self.writes_go.wait(WAIT_SECONDS)
         if self.error:
             raise self.error
         return len(buffers)
@@ -101,7 +101,7 @@ def slow() -> Iterator[SlowTier]:
 def drain(queue: TierExecutor, count: int) -> list[Done]:
     """The next `count` completions."""
     done: list[Done] = []
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_SECONDS
     while len(done) < count:
         assert time.monotonic() < deadline, f"only {done} of {count} completions came"
         done += queue.poll()
@@ -124,13 +124,13 @@ def test_what_is_written_is_read_back_through_the_disk_tier(tmp_path: Path) -> N
     assert drain(queue, 1) == [GetDone("read", 8)]
     assert [bytes_of(buffer) for buffer in buffers] == [content(key) for key in KEYS]
     assert queue.pending_write_bytes == 0 == queue.under_way
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
     tier.close()
 
 
 def wait_until_threads_wait() -> None:
     """Until the queue's threads have been found asleep three times in a row, with the interpreter free for them."""
-    found, deadline = 0, time.monotonic() + PATIENCE
+    found, deadline = 0, time.monotonic() + WAIT_SECONDS
     while found < 3:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -158,23 +158,23 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
             pass
     called = threading.Event()
     queue.submit_control("control", lambda tier: called.set())
-    assert called.wait(PATIENCE), "after a control operation no step may follow that would wake anybody"
+    assert called.wait(WAIT_SECONDS), "after a control operation no step may follow that would wake anybody"
     put(queue, "not announced")
-    assert queue.close(PATIENCE), "closing wakes them in any case"
+    assert queue.close(WAIT_SECONDS), "closing wakes them in any case"
     assert drain(queue, 2) == [ControlDone("control", True), PutDone("not announced", 1)]
 
 
 def test_reads_go_before_writes_that_came_earlier(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=1 << 20)
     put(queue, "first")
-    assert slow.began.acquire(timeout=PATIENCE)
+    assert slow.began.acquire(timeout=WAIT_SECONDS)
     put(queue, "second", 1)
     queue.submit_get("read", KEYS, 2, memory(1))
     slow.reads_go.set()
     slow.writes_go.set()
     drain(queue, 3)
     assert slow.log == ["put 0", "get 2", "put 1"]
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
 
 
 def test_a_stuck_write_does_not_stop_reads(slow: SlowTier) -> None:
@@ -187,7 +187,7 @@ def test_a_stuck_write_does_not_stop_reads(slow: SlowTier) -> None:
     assert {item.op_id for item in drain(queue, 5)} == set(range(5))
     slow.writes_go.set()
     assert drain(queue, 2) == [PutDone("stuck", 1), PutDone("waiting", 1)]
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
 
 
 def test_h52_a_write_that_does_not_fit_is_refused_at_once_and_holds_nothing(slow: SlowTier) -> None:
@@ -201,14 +201,14 @@ def test_h52_a_write_that_does_not_fit_is_refused_at_once_and_holds_nothing(slow
     assert queue.pending_write_bytes == 0
     assert put(queue, "again")
     assert drain(queue, 1) == [PutDone("again", 1)]
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
 
 
 def test_h21_a_cancelled_read_keeps_its_buffers_until_it_has_really_ended(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=0)
     buffers = memory(4)
     queue.submit_get("late", KEYS, 0, buffers)
-    assert slow.began.acquire(timeout=PATIENCE)
+    assert slow.began.acquire(timeout=WAIT_SECONDS)
     queue.cancel("late")
     time.sleep(0.02)
     assert [*queue.poll()] == [], "still being written to: not the caller's yet"
@@ -216,13 +216,13 @@ def test_h21_a_cancelled_read_keeps_its_buffers_until_it_has_really_ended(slow: 
     slow.reads_go.set()
     assert drain(queue, 1) == [GetDone("late", 1)], "it ended at the next block"
     assert [buffer[0][0] for buffer in buffers] == [7, 0, 0, 0]
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
 
 
 def test_a_read_cancelled_before_it_began_is_skipped_and_still_reported(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=0)
     queue.submit_get("running", KEYS, 0, memory(1))
-    assert slow.began.acquire(timeout=PATIENCE)
+    assert slow.began.acquire(timeout=WAIT_SECONDS)
     queue.submit_get("waiting", KEYS, 1, memory(1))
     queue.cancel("waiting")
     queue.cancel("waiting")
@@ -231,7 +231,7 @@ def test_a_read_cancelled_before_it_began_is_skipped_and_still_reported(slow: Sl
     slow.reads_go.set()
     assert drain(queue, 1) == [GetDone("running", 1)]
     assert slow.log == ["get 0"]
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
 
 
 def test_progress_tells_what_may_be_used_when_a_deadline_passes(slow: SlowTier) -> None:
@@ -246,18 +246,18 @@ def test_progress_tells_what_may_be_used_when_a_deadline_passes(slow: SlowTier) 
             assert on_progress is not None
             on_progress(3)
             self.began.release()
-            assert self.reads_go.wait(PATIENCE)
+            assert self.reads_go.wait(WAIT_SECONDS)
             return 5 if on_progress(5) else 3
 
     tier = Halting()
     queue = TierExecutor(tier, threads=1, max_write_bytes=0)
     queue.submit_get("read", KEYS, 0, memory(8))
-    assert tier.began.acquire(timeout=PATIENCE)
+    assert tier.began.acquire(timeout=WAIT_SECONDS)
     assert queue.progress("read") == 3
     assert queue.progress("unknown") == 0
     tier.reads_go.set()
     assert drain(queue, 1) == [GetDone("read", 5)]
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
 
 
 def test_a_tier_that_raises_costs_its_ticket_and_one_log_line_a_kind(
@@ -277,7 +277,7 @@ def test_a_tier_that_raises_costs_its_ticket_and_one_log_line_a_kind(
     slow.error = None
     put(queue, "well again")
     assert drain(queue, 1) == [PutDone("well again", 1)]
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
 
 
 def test_a_ticket_names_one_thing_at_a_time(slow: SlowTier) -> None:
@@ -289,17 +289,17 @@ def test_a_ticket_names_one_thing_at_a_time(slow: SlowTier) -> None:
     drain(queue, 1)
     queue.submit_get("same", KEYS, 0, memory(1))
     drain(queue, 1)
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
 
 
 def test_h56_closing_finishes_writes_and_drops_reads(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=1 << 20)
     for number in range(3):
         put(queue, f"write {number}", number)
-    assert slow.began.acquire(timeout=PATIENCE)
+    assert slow.began.acquire(timeout=WAIT_SECONDS)
     queue.submit_get("read", KEYS, 0, memory(1))
     threading.Timer(0.05, slow.writes_go.set).start()
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
     assert sorted(queue.poll(), key=lambda item: str(item.op_id)) == [
         GetDone("read", 0),
         *(PutDone(f"write {number}", 1) for number in range(3)),
@@ -317,11 +317,11 @@ def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
         slow = SlowTier()
         queue = TierExecutor(slow, threads=threads, max_write_bytes=1 << 20)
         put(queue, "stuck")
-        assert slow.began.acquire(timeout=PATIENCE)
+        assert slow.began.acquire(timeout=WAIT_SECONDS)
         put(queue, "waiting", 1)
         for number in range(1, threads):
             queue.submit_get(f"stuck {number}", KEYS, 0, memory(1))
-            assert slow.began.acquire(timeout=PATIENCE)
+            assert slow.began.acquire(timeout=WAIT_SECONDS)
         began = time.monotonic()
         assert not queue.close(0.2)
         seconds = time.monotonic() - began
@@ -329,7 +329,7 @@ def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
         assert queue.under_way == threads, "the buffers of what is stuck are still not the caller's"
         slow.writes_go.set()
         slow.reads_go.set()
-        assert queue.close(PATIENCE)
+        assert queue.close(WAIT_SECONDS)
         assert {item.op_id for item in queue.poll()} == {"stuck", *(f"stuck {number}" for number in range(1, threads))}
         return seconds
 
@@ -345,7 +345,7 @@ def test_h20_the_queue_reports_the_unbroken_prefix_that_the_tier_found(tmp_path:
     queue.submit_get("read", KEYS, 0, memory(8))
     drain(queue, 2)
     assert served(tier, KEYS) == 2
-    assert queue.close(PATIENCE)
+    assert queue.close(WAIT_SECONDS)
     tier.close()
 
 
@@ -401,7 +401,7 @@ def test_under_a_storm_every_ticket_ends_once_and_writes_run_one_by_one_in_their
                     queue.cancel(op_id)
             most = max(most, queue.pending_write_bytes)
             ended.update(done.op_id for done in queue.poll())
-        assert queue.close(PATIENCE)
+        assert queue.close(WAIT_SECONDS)
     finally:
         sys.setswitchinterval(interval)
     ended.update(done.op_id for done in queue.poll())

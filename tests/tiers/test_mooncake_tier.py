@@ -37,7 +37,7 @@ NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": 
 GROUP = group_name(NAMESPACE, UNSEALED)
 SLOT = 1 << 20
 TIMEOUT = 1.0
-PATIENCE = 4 * TIMEOUT
+WAIT_SECONDS = 4 * TIMEOUT
 """Within which a call has ended that is given up after TIMEOUT, on a busy machine."""
 
 OF_OTHER_PROCESSES = "KVPACT_TEST_MOONCAKE"
@@ -68,7 +68,7 @@ def timed(call: Callable[[], Any]) -> Any:
     """What it returns; it must end in bounded time."""
     begun = time.monotonic()
     result = call()
-    assert time.monotonic() - begun < PATIENCE
+    assert time.monotonic() - begun < WAIT_SECONDS
     return result
 
 

@@ -246,7 +246,7 @@ class TierClient:
     @property
     def has_completions(self) -> bool:
         """Whether `poll` would tell anything."""
-        return self.executor.has_news
+        return self.executor.has_completions
 
     def poll(self) -> Iterator[LookupDone | GetDone | PutDone | Deleted]:
         """What has ended of what was submitted; what the caller does not take stays for a later call. Never waits."""

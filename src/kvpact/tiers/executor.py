@@ -263,7 +263,7 @@ class TierExecutor:
         return Overdue(reads, writes=len(reads) < len(late), everything=len(late) >= len(self._threads))
 
     @property
-    def has_news(self) -> bool:
+    def has_completions(self) -> bool:
         """Whether `poll` would tell anything."""
         return bool(self._shared.done)
 

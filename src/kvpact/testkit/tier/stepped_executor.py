@@ -160,7 +160,7 @@ class SteppedExecutor(TierExecutor):
         return False
 
     @property
-    def has_news(self) -> bool:
+    def has_completions(self) -> bool:
         """See `TierExecutor`."""
         return bool(self._finished)
 

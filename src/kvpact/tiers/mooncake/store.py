@@ -140,7 +140,7 @@ class MooncakeStore(RecordStore):
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         keys = self._keys(names)
-        values = [_joined(pieces) for pieces in records]  # the call may outlive its caller's patience
+        values = [_joined(pieces) for pieces in records]  # the call may outlast its caller's timeout
         # A put of what is there changes nothing, and says that all went well.
         there = [key for key, code in zip(keys, self._look(keys), strict=True) if code == 1]
         if there:
