@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from kvpact.metrics import TierName
-from kvpact.units import parse_duration
+from kvpact.units import parse_duration, parse_size
 
 Option: TypeAlias = Callable[[str], object]
 """Reads an option's value, raising ValueError."""
@@ -39,6 +39,9 @@ def yes_or_no(text: str) -> bool:
 
 STORE_OPTIONS: Final[Mapping[str, Option]] = {"timeout": parse_duration}
 """Of every store that is reached over a network."""
+
+DIRECTORY_OPTIONS: Final[Mapping[str, Option]] = {"capacity": parse_size, "group": some_text}
+"""Of every tier in a directory that is bounded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,10 @@
 """Records in a directory that many hosts mount."""
 
 from kvpact.metrics import TierName
-from kvpact.tiers.backend import Backend, UrlRules, some_text
-from kvpact.units import parse_size
+from kvpact.tiers.backend import DIRECTORY_OPTIONS, Backend, UrlRules
 
 BACKEND = Backend(
     TierName.DIRECTORY,
     "kvpact.tiers.directory.store:open_directory",
-    {
-        "dir": UrlRules(
-            "dir:///mnt/shared/kvpact?capacity=1TiB", {"capacity": parse_size, "group": some_text}, directory=True
-        )
-    },
+    {"dir": UrlRules("dir:///mnt/shared/kvpact?capacity=1TiB", DIRECTORY_OPTIONS, directory=True)},
 )
