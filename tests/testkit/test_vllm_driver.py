@@ -15,6 +15,7 @@ from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import Harness, prompt, under_multi_connector
 from kvpact.testkit.vllm.scenarios import Scenario
 from kvpact.testkit.vllm.scenarios_context import CONTEXTS
+from kvpact.vllm.compat.objects import connectors_of
 
 PACT = "kvpact.vllm:PactConnector"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -129,7 +130,7 @@ def another_connector_loses_a_block(harness: Harness) -> None:
         harness.store(engine, tokens)
         engine.connector.reset_cache()  # kvpact forgets it as well; the first one is to have it again alone
         harness.store(engine, prompt(2, 1))
-        (losing, _) = engine.connector._connectors
+        (_, losing, _) = connectors_of(engine.connector)
         losing.generation -= 1
         engine.add("again", [*tokens, *prompt(3, 4)])
         harness.finish(engine)

@@ -171,14 +171,18 @@ class FaultyConnector(PactConnector):
             for name in ("get", "put", "delete") if tier.exclusive else ("lookup", "get", "put", "delete"):
                 setattr(tier, name, slowed(getattr(tier, name)))  # an exclusive tier's lookup touches memory only
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """The engine's KV blocks are there."""
+        self._count_free_blocks = kv_cache_manager.block_pool.get_num_free_blocks
+        super().bind_kv_cache_manager(kv_cache_manager)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's end."""
         requests = len(scheduler_output.num_scheduled_tokens)
         if requests > self._side_by_side:
             self._side_by_side = requests
             (CONTROL / "side_by_side").write_text(str(requests))
-        context: Any = self.scheduler_side.context
-        if (free := context._pool.get_num_free_blocks()) != self._free_blocks:
+        if (free := self._count_free_blocks()) != self._free_blocks:
             self._free_blocks = free
             beside = CONTROL / "free_blocks.new"
             beside.write_text(str(free))

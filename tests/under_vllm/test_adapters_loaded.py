@@ -14,12 +14,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 
 from kvpact.identity.adapter_files import look_at_files, look_at_rest
 from kvpact.identity.loaded_adapters import NO_STAMP, LoadedAdapters, LoadedAdaptersWriter
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
 from kvpact.vllm import worker as worker_module
 from kvpact.vllm.adapter_watch import watch_adapters
 from kvpact.vllm.compat.objects import LOAD_ADAPTER

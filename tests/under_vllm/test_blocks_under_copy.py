@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import torch
-from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.metrics import Metrics
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
 from kvpact.vllm import checks
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
 from kvpact.vllm.guard import Guard

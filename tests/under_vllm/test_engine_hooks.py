@@ -13,12 +13,19 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, flush, make_prompt, wait_before_loads
-
 from kvpact.cache import idle_steps
 from kvpact.contract import LoadJob
 from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
+from kvpact.testkit.vllm.played_engine import (
+    BLOCK,
+    PlayedEngine,
+    PlayedRequest,
+    answer,
+    flush,
+    make_prompt,
+    wait_before_loads,
+)
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.vllm.messages import PactHandshake, PactMetadata
 from kvpact.wire import StepMessage

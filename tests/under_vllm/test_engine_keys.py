@@ -17,13 +17,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import PlayedEngine, answer, make_prompt
-
 from documents import ROOT
 from engines import BLOCK, BLOCK_BY_BLOCK, prompt
 from kvpact.config import KvpactConfig
 from kvpact.demo.engine import EngineProcess
 from kvpact.metrics import TierName, series
+from kvpact.testkit.vllm.played_engine import PlayedEngine, answer, make_prompt
 from servers.redis_server import redis_server
 
 SECRET = "hunter2"

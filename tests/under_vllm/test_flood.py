@@ -14,12 +14,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, answer, make_prompt
-
 import engines
 from engines import kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineProcess, EngineSettings
 from kvpact.demo.phases import settle
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 FLOOD, SHORT_FLOOD = 500, 100
 REFERENCES = 10

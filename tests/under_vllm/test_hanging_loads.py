@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, answer, make_prompt
-
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 from kvpact.vllm.compat import late_loads
 
 DEADLINE = 0.3

@@ -16,11 +16,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
 from kvpact.ranges import BlockRange, RangeSet
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 from kvpact.vllm.scheduler import KvpactScheduler
 
 BLOCKS = 6

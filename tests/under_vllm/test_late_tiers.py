@@ -14,10 +14,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
-
 from kvpact.errors import ConfigError
 from kvpact.identity import weights
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from kvpact.vllm import base_weights, late_tiers
 from servers.redis_server import redis_server
 

@@ -11,11 +11,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, answer, make_prompt
-
 from kvpact.contract import CacheSpec, ExternalCache
 from kvpact.errors import ConfigError
 from kvpact.identity.notices import NoticeWriter
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MINIMAL = "minimal_cache:MinimalCache"

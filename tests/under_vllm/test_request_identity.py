@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import torch
-from played_engine import PlayedEngine, answer
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -36,6 +35,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from kvpact.identity.digest_thread import MAX_JOBS, DigestThread
 from kvpact.identity.keys import BlockKeys, RequestIdentity
+from kvpact.testkit.vllm.played_engine import PlayedEngine, answer
 from kvpact.vllm import adapter_digests, content_digests, request_identity
 from kvpact.vllm.adapter_digests import AdapterDigests
 from kvpact.vllm.media_contents import MediaContents

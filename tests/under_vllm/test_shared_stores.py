@@ -19,10 +19,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
-
 from hook_time import LONG_BLOCKS, MAX_RUNS, HookTime, StepTime
 from kvpact.cache.turns import STEP_BUDGET_SECONDS
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, Spoiled, Traffic, object_server
 from servers.redis_server import RedisServer, redis_cluster, redis_server

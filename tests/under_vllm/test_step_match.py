@@ -17,12 +17,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
-
 from kvpact.errors import ConfigError, StepLoadLost
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from kvpact.tiers.breaker import FIRST_PAUSE_S
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.vllm.connector import PactConnector
+from kvpact.vllm.step_hook import StepHook
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(4)]
 STEP: dict[str, Any] = {"match_at": "step", "step_deadline": "8s"}
@@ -298,8 +298,11 @@ def test_ranks_keep_their_own_part_and_load_what_all_have(
 ) -> None:
     """One rank's hits are cut down, as by another rank that found less."""
     engine = start(filled, **STEP)
-    assert engine.step_hook is not None
-    engine.step_hook._minimum = lambda numbers: [min(number, 2 * BLOCK) for number in numbers]
+    engine.step_hook = StepHook(
+        engine.worker,
+        new_requests_only=False,
+        minimum=lambda numbers: [min(number, 2 * BLOCK) for number in numbers],
+    )
     assert computed_of(engine, PROMPTS[0]) == len(PROMPTS[0]) - 2 * BLOCK
     engine.run()
     engine.forget()

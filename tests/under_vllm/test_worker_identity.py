@@ -18,16 +18,16 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import torch
-from played_engine import MODEL, PlayedEngine, PlayedLayer, answer, make_prompt, vllm_config
 from transformers import Llama4Config
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from kvpact.errors import ConfigError
 from kvpact.identity.keys import Namespace
+from kvpact.testkit.vllm.played_engine import MODEL, PlayedEngine, PlayedLayer, answer, make_prompt, vllm_config
 from kvpact.tiers.disk.slab import Superblock
 from kvpact.vllm.checks import check_engine
+from kvpact.vllm.compat.objects import rotary_modules
 from kvpact.vllm.worker_identity import facts_of_ranks, layer_pages, worker_facts
 
 HEAD = 64
@@ -70,7 +70,7 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def ropes_made() -> Iterator[dict[Any, Any]]:
     """vLLM's list of the rotary modules that this process has made; empty."""
-    made = rotary_embedding._ROPE_DICT
+    made = rotary_modules()
     before = dict(made)
     made.clear()
     yield made
@@ -94,7 +94,7 @@ def with_length(engine: VllmConfig, max_model_len: int) -> VllmConfig:
 
 def rope(engine: VllmConfig, parameters: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
     """A new rotary module, and no other one in vLLM's list."""
-    rotary_embedding._ROPE_DICT.clear()
+    rotary_modules().clear()
     with set_current_vllm_config(engine):
         return get_rope(HEAD, POSITIONS, True, parameters, dtype)
 

@@ -26,18 +26,18 @@ class OpenCache:
     observe: Callable[[], Snapshot]
     """All counts as they are now."""
     _arena: Arena
-    _own: PactCache | None = None
+    own: PactCache | None = None
 
     @property
     def shared_tiers(self) -> Sequence[int]:
         """The positions of the shared tiers."""
-        return self._own.tiers.shared_tiers if self._own is not None else ()
+        return self.own.tiers.shared_tiers if self.own is not None else ()
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
         """The tiers, if they were not there from the beginning."""
-        if self._own is None:
+        if self.own is None:
             raise ConfigError(_NO_TIERS)
-        self._own.open_tiers(tiers)
+        self.own.open_tiers(tiers)
 
     def shutdown(self) -> None:
         """End the cache, and then its arena."""

@@ -19,7 +19,14 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvpact.vllm.compat.objects import kernel_packing, kv_cache_dtype, kv_cache_torch_dtype, kv_scales, own_config
+from kvpact.vllm.compat.objects import (
+    kernel_packing,
+    kv_cache_dtype,
+    kv_cache_torch_dtype,
+    kv_scales,
+    own_config,
+    rotary_modules,
+)
 from kvpact.vllm.identity import architecture_digest
 from kvpact.worker.paged import block_axis
 
@@ -172,9 +179,8 @@ def _architecture(model_config: Any, find_model: Callable[[], Any] | None) -> st
 def _position(model_config: Any, find_model: Callable[[], Any] | None) -> str:
     """Each rotary module by its class, tables and settings; `max_model_len` where one may choose what is not seen."""
     import torch
-    from vllm.model_executor.layers import rotary_embedding
 
-    roots = list(rotary_embedding._ROPE_DICT.values()) if find_model is None else [find_model()]
+    roots = list(rotary_modules().values()) if find_model is None else [find_model()]
     modules = {id(module): module for root in roots for module in root.modules() if ROTARY.search(_class(module))}
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else getattr(torch, model_config.dtype)
     described = sorted({_rotary(module, dtype) for module in modules.values()})

@@ -196,25 +196,33 @@ def make_kv_cache_config(settings: EngineSettings, worker: int | None = None) ->
     return KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
 
 
-def make_scheduler(settings: EngineSettings, vllm_config: Any, kv_cache_config: Any) -> Any:
-    """vLLM's own scheduler; it builds the connector's scheduler half."""
+def make_scheduler(
+    settings: EngineSettings,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    scheduler_class: type[Any] | None = None,
+    *,
+    log_stats: bool = False,
+) -> Any:
+    """vLLM's own scheduler, or one of another class; it builds the connector's scheduler half."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
     with set_current_vllm_config(vllm_config):
-        return (AsyncScheduler if settings.overlap else Scheduler)(
+        return (scheduler_class or (AsyncScheduler if settings.overlap else Scheduler))(
             vllm_config=vllm_config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(vllm_config),
             block_size=settings.block_size,
-            log_stats=False,
+            log_stats=log_stats,
         )
 
 
 @cache
-def _block_hasher(block_size: int) -> Any:
+def block_hasher(block_size: int) -> Any:
+    """vLLM's hasher of a request's blocks."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
@@ -256,7 +264,7 @@ def make_request(request_id: str, wanted: RequestSettings, block_size: int) -> A
         priority=wanted.priority,
         cache_salt=wanted.salt,
         lora_request=_adapter_request(wanted.adapter) if wanted.adapter else None,
-        block_hasher=_block_hasher(block_size),
+        block_hasher=block_hasher(block_size),
     )
 
 

@@ -18,6 +18,7 @@ from kvpact.testkit.results import Violation
 from kvpact.testkit.vllm.adapters import ConnectorAdapter
 from kvpact.testkit.vllm.compat import CollectiveNotPossible, EngineSettings
 from kvpact.testkit.vllm.engine import EngineDied, VllmEngine
+from kvpact.vllm.compat.objects import connectors_of
 
 BLOCK = 16
 """Tokens in a block of these engines."""
@@ -164,8 +165,7 @@ class Harness:
 
     def held(self, engine: VllmEngine) -> dict[str, int]:
         """What the connector's adapter counts as held, without zeros."""
-        connectors = getattr(engine.connector, "_connectors", [engine.connector])
-        connectors = [one for one in connectors if type(one).__name__ == self.subject.name]
+        connectors = [one for one in connectors_of(engine.connector) if type(one).__name__ == self.subject.name]
         counts: dict[str, int] = {}
         for connector in connectors:
             for name, count in self.subject.adapter.held(connector).items():

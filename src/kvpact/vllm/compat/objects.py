@@ -90,6 +90,14 @@ def kv_scales(layer: Any) -> dict[str, Any]:
     return {name: getattr(layer, name, None) for name in SCALES}
 
 
+def rotary_modules() -> dict[Any, Any]:
+    """vLLM's own list of the rotary modules that this process has made."""
+    from vllm.model_executor.layers import rotary_embedding
+
+    made: dict[Any, Any] = rotary_embedding._ROPE_DICT
+    return made
+
+
 def own_config(module: Any) -> Any:
     """The configuration that a module of a model keeps; None without one."""
     config = vars(module).get("config")

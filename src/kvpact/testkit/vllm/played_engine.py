@@ -22,22 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-import kvpact.vllm.connector
 from kvpact.config import load_config
+from kvpact.testkit.vllm import compat
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import KvpactScheduler
 from kvpact.vllm.step_hook import StepHook
-from kvpact.worker.worker import RankInfo
 
 BLOCK = 16
 LAYERS = 2
@@ -95,13 +89,12 @@ def vllm_config(
     num_batched_tokens: int,
     transfer: dict[str, Any],
     block_size: int = BLOCK,
-    dtype: str = "bfloat16",
 ) -> Any:
     """A real configuration for a model that is nothing but its `config.json`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(MODEL))
     model = ModelConfig(
-        model=str(directory), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048, enforce_eager=True
+        model=str(directory), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048, enforce_eager=True
     )
     named = {
         **load_config({}, {}).kv_transfer_config(),
@@ -159,7 +152,6 @@ class PlayedEngine:
         zero_new_blocks: bool = False,
         scheduler_class: type[Scheduler] | None = None,
         block_size: int = BLOCK,
-        dtype: str = "bfloat16",
         **settings: object,
     ) -> None:
         """`settings` are kvpact's, `transfer` other fields of vLLM's `kv_transfer_config`.
@@ -169,22 +161,14 @@ class PlayedEngine:
         With `zero_new_blocks` the state update clears them, as vLLM's runners do for some models.
         """
         settings = {"memory": "4MiB", **settings}
-        self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {}, block_size, dtype)
+        self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {}, block_size)
         self.block_size = block_size
         self.config.cache_config.num_gpu_blocks = num_blocks
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=4, head_size=16, dtype=getattr(torch, dtype))
-        names = [f"layer {number}" for number in range(LAYERS)]
-        kv_cache_config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(names, spec)])
+        shape = compat.EngineSettings(num_blocks=num_blocks, block_size=block_size, layers=LAYERS)
+        names = compat.layer_names(shape)
         self.config.compilation_config.static_forward_context = {name: PlayedLayer() for name in names}
         self.kv = {name: torch.zeros((num_blocks, block_size, SLOT), dtype=torch.uint8) for name in names}
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(block_size, sha256)
-        original = kvpact.vllm.connector.worker_place
-        kvpact.vllm.connector.worker_place = lambda *_: RankInfo(0, 1, num_blocks)
-        try:
-            self.worker = PactConnector(self.config, KVConnectorRole.WORKER, kv_cache_config)
-        finally:
-            kvpact.vllm.connector.worker_place = original
+        self.worker: PactConnector = compat.make_worker_connector(shape, self.config, 0)
         self.worker.register_kv_caches(self.kv)
         self.zero_new_blocks = zero_new_blocks
         self.computed_tokens = 0
@@ -199,18 +183,12 @@ class PlayedEngine:
         if self.worker.before_update_states is not None:  # as `kvpact.vllm.worker` does it
             self.step_hook = StepHook(self.worker, new_requests_only=False, minimum=None)
             self.worker.step_hook_bound()
-        scheduler_class = scheduler_class or (KvpactScheduler if self.step_hook is not None else Scheduler)
-        self.scheduler = scheduler_class(
-            vllm_config=self.config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(self.config),
-            block_size=block_size,
-            log_stats=True,
+            scheduler_class = scheduler_class or KvpactScheduler
+        self.scheduler = compat.make_scheduler(
+            shape, self.config, compat.make_kv_cache_config(shape), scheduler_class, log_stats=True
         )
         self.connector: PactConnector = self.scheduler.connector
-        handshake = self.worker.get_handshake_metadata()
-        assert handshake is not None
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        compat.shake_hands(shape, self.connector, [self.worker])
         self.numbers = count()
         self.requests: dict[str, PlayedRequest] = {}
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -222,7 +200,9 @@ class PlayedEngine:
         """A new request."""
         name = f"request {next(self.numbers)}"
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher, **arguments)
+        request = Request(
+            name, list(prompt), sampling, None, block_hasher=compat.block_hasher(self.block_size), **arguments
+        )
         self.requests[name] = PlayedRequest(request)
         self.scheduler.add_request(request)
         return self.requests[name]
@@ -370,7 +350,7 @@ class PlayedEngine:
 
     def _memory(self, request_id: str, name: str, num_tokens: int) -> bytes:
         (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        return self.kv[name][list(table)].numpy().tobytes()[: num_tokens * SLOT]
+        return bytes(self.kv[name][list(table)].numpy().tobytes()[: num_tokens * SLOT])
 
     # What a test asks
 
@@ -383,7 +363,9 @@ class PlayedEngine:
 
     def assert_at_rest(self) -> None:
         """No request, no lease, no block or slot held by anything, every invariant true."""
-        cache = self.connector.scheduler_side.cache
+        opened = self.connector.scheduler_side.opened
+        assert opened is not None
+        cache = opened.own
         assert cache is not None
         cache.check()
         context = self.connector.scheduler_side.context
