@@ -1,7 +1,7 @@
 """The one configuration model: what a user may set, where it may come from, and what each value means.
 
-Owns the keys and the strength of the three sources: what the engine's `kv_connector_extra_config` says beats the
-environment, which beats the TOML file. Never touches the file system beyond that file, and never shows a credential.
+Owns the keys and the order of the three sources: the engine's `kv_connector_extra_config` beats the environment, which
+beats the TOML file. Never touches the file system beyond that file, and never shows a credential.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class KvpactConfig(BaseModel):
     load_deadline: Seconds = Field(default=30.0, gt=0)
     """A committed load is reported, arrived or lost, within this time."""
     write_queue: Size = Field(default=1024**3, gt=0)
-    """Bytes that may wait to be written to the tiers; what does not fit is dropped, never waited for."""
+    """Bytes that may wait to be written to the tiers; blocks that do not fit are dropped, the engine never waits."""
     shutdown_timeout: Seconds = 10.0
     """How long a shutdown may wait for the tiers."""
     sync_load_limit: Size = 1024**3
@@ -101,21 +101,21 @@ class KvpactConfig(BaseModel):
     step_deadline: Seconds = Field(default=0.1, gt=0)
     """With `match_at` "step", how long a step may wait for shared tiers; every request in it waits."""
     recompute_if_faster: bool = True
-    """Whether a match in a tier is left alone that the engine is expected to compute sooner than it would arrive."""
+    """Whether a match is not loaded if the engine is expected to compute it sooner than a tier would deliver it."""
     record_key_file: Path | None = None
     """A file with 16 secret bytes or more: records in shared tiers are sealed with it, and others are not served."""
     model_id: str | None = Field(default=None, min_length=1)
-    """Identity of the base weights, for weights whose files do not tell: equal only where the weights are."""
+    """Identity of the base weights, for weights that their files do not identify: equal only where the weights are."""
     weights_version: str | None = Field(default=None, min_length=1)
     """A word for the weights that the engine starts with, beside their identity; after a reset it must be said anew."""
     share_drawn_epochs: bool = False
-    """Whether shared tiers are written after a reset without a word, though no other engine can use what lies there."""
+    """Whether shared tiers are written after a reset without a word, though no other engine can use those blocks."""
     io_threads: Count = Field(default=2, ge=1, le=64)
     """Host threads that read and write the tiers."""
     stats_file: Path | None = None
     """A JSON file that the idle engine keeps up to date with all counts; for programs beside it."""
     layerwise: bool = True
-    """Load layer by layer behind the forward pass, where the engine allows it."""
+    """Load layer by layer during the forward pass, where the engine allows it."""
 
     def secret_keys(self) -> frozenset[str]:
         """The keys whose values hold a password, or another secret, that no command line and no log may show."""
@@ -152,7 +152,7 @@ class KvpactConfig(BaseModel):
 class _Setting:
     value: object
     source: str
-    """As an error calls it."""
+    """Its name in an error message."""
     variable: str = ""
     """What the environment must hold for another process to find the same value there."""
 

@@ -17,11 +17,11 @@ class TierError(KvpactError):
 
 
 class WeightsVersionRefused(KvpactError, ValueError):
-    """A word for the weights that cannot be believed; the engine goes on under the epoch that it has."""
+    """A word for the weights that is refused; the engine keeps its current epoch."""
 
 
 class StepLoadLost(KvpactError):
-    """Tokens that a step does not compute could not be loaded: the engine must stop, because it cannot go back."""
+    """Tokens that a step does not compute could not be loaded: it is too late to compute them, so the engine stops."""
 
 
 class PactViolation(KvpactError, AssertionError):

@@ -38,7 +38,7 @@ class TierName(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> TierName:
-        """The label for a tier that calls itself `name`."""
+        """The label of a tier with this `name`."""
         return cls(name) if name in cls.__members__.values() else cls.OTHER
 
 
@@ -115,7 +115,7 @@ def _by_tier(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
 
 STEP_SECONDS = "step_seconds"
 STEP_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
-"""Upper bounds of the buckets, in seconds: from 10 us, which nobody notices, to 100 ms, far above what P11 allows."""
+"""Upper bounds of the buckets, in seconds: from 10 us, not noticeable, to 100 ms, far above what P11 allows."""
 
 METRICS: tuple[Metric, ...] = (
     Metric("promised_tokens", "counter", "tokens", "promised to the engine; once per plan, never per probe"),
@@ -174,7 +174,7 @@ _SERIES: Mapping[tuple[str, str], str] = {
     for metric in METRICS
     for label in metric.label_values
 }
-"""Made once: a scheduler step has no time for it."""
+"""Made once: it would cost a scheduler step too much."""
 
 _KEYS: Mapping[Kind, Mapping[tuple[str, str], str]] = {
     kind: {key: text for key, text in _SERIES.items() if _BY_NAME[key[0]].kind == kind} for kind in ("counter", "gauge")
@@ -216,7 +216,7 @@ class Metrics:
                 self._refuse(f"{series(name, label)} was to grow by {amount}; a counter grows by 0 or more")
 
     def raise_to(self, name: str, total: int, label: str = "") -> None:
-        """Take over a total that is counted elsewhere, as in the ledger. A smaller one than before is refused."""
+        """Set a total that is counted elsewhere, as in the ledger. A total below the last one is refused."""
         key = self._key("counter", name, label)
         with self._lock:
             if total >= self._values[key]:
@@ -225,7 +225,7 @@ class Metrics:
                 self._refuse(f"{series(name, label)} was to fall from {self._values[key]} to {total}; a counter grows")
 
     def set(self, name: str, value: float, label: str = "") -> None:
-        """Say what a gauge is now; a negative value is refused."""
+        """Set a gauge; a negative value is refused."""
         key = self._key("gauge", name, label)
         with self._lock:
             if value >= 0:

@@ -1,4 +1,4 @@
-"""Files that belong to this user, or to one group, wherever they lie: also in a directory that everybody may write to.
+"""Files that belong to this user, or to one group, also in a directory that every user may write to.
 
 Owns the folder `kvpact` inside a directory that a user names, the modes of what is made there, and the ways in which
 files are made and replaced: never through a link, never over what is there, whatever the umask.
@@ -39,7 +39,7 @@ _SHARED_BITS: Final = 0o2070
 
 
 class NotOurs(TierError):
-    """A file or folder that kvpact would use is another user's, a link, or cannot be made. One line for people."""
+    """A file or folder that kvpact would use is another user's, is a link, or cannot be made. One line for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Access:
         return descriptor
 
     def open(self, path: Path, flags: int) -> int:
-        """A file, made if it is not there; never through a link. Raises OSError."""
+        """Open a file, which is made if it is not there; never through a link. Raises OSError."""
         while True:
             try:
                 return open_own(path, flags)
@@ -108,12 +108,12 @@ class Access:
             os.chmod(what, mode)
 
     def admits(self, found: os.stat_result) -> bool:
-        """Whether another member's folder is open to the group, and to nobody else."""
+        """Whether another member's folder is open to the group, and to no other user."""
         return found.st_gid == self.group and found.st_mode & (_SHARED_BITS | _OTHERS) == _SHARED_BITS
 
 
 class OwnFolder:
-    """The folder `kvpact` inside a directory, held: it stays the same whoever renames it or takes its name."""
+    """The folder `kvpact` inside a directory, held open: it stays the same even if it is renamed or replaced."""
 
     def __init__(self, path: Path, descriptor: int | None, access: Access) -> None:
         self.path = path
@@ -161,13 +161,13 @@ class OwnFolder:
         return self._release is not None
 
     def require_ours(self) -> None:
-        """Raise NotOurs for another user's folder, where files of ours would be in his way."""
+        """Raise NotOurs for another user's folder, where our files would be in the way."""
         if self.is_there and os.stat(self.held).st_uid != os.geteuid() and self.access.group is None:
             raise NotOurs(_foreign(self))
 
     @classmethod
     def look(cls, parent: Path) -> OwnFolder:
-        """The folder inside `parent` as it is, whoever's it is, or a place where there is none: for who only reads.
+        """The folder inside `parent` as it is, of any owner, or a place where there is none, to be read only.
 
         Raises:
             NotOurs: a link or a file has its name.
@@ -181,7 +181,7 @@ class OwnFolder:
         return cls(path, descriptor, Access(found.st_gid if found.st_mode & _SHARED_BITS == _SHARED_BITS else None))
 
     def close(self) -> None:
-        """Hold it no longer: `held` leads nowhere from now on. Idempotent, and done when nobody has this object."""
+        """Close the folder: `held` leads nowhere from now on. Idempotent; also done when the last reference goes."""
         if self._release is not None:
             self._release()
 
@@ -203,10 +203,10 @@ def open_own(path: Path, flags: int, mode: int = 0) -> int:
 def replace_own(
     path: Path, content: bytes, access: Access = PRIVATE, *, beside: Path | None = None, durable: bool = False
 ) -> None:
-    """Have a file with this content at `path`, in one step for whoever reads it.
+    """Write a file with this content at `path`; readers see the old or the new file, never a part.
 
-    It is written `beside` first, by default next to it under a name that nobody can foresee. `durable`: when this
-    returns, a power cut does not take it back. Raises OSError; then what was there is there.
+    It is written `beside` first, by default next to it under a random name. `durable`: after return the file survives a
+    power cut. Raises OSError; then the old file is still there.
     """
     beside = beside or path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     descriptor = access.create(beside)
@@ -265,7 +265,7 @@ def _open_path(path: Path) -> int:
 def _settled(folder: OwnFolder, parent: Path) -> bool:
     """Whether the folder is ours, which then has the right mode, or the group's.
 
-    Raises NotOurs if it is somebody's who will not open it to us.
+    Raises NotOurs if it belongs to a user who does not open it to us.
     """
     found = os.stat(folder.held)
     if found.st_uid in (os.geteuid(), _owner_of_new(parent, found.st_uid)):
@@ -296,7 +296,7 @@ def _require_modes(folder: OwnFolder) -> None:
 
 
 def _owner_of_new(parent: Path, claimed: int) -> int:
-    """Who owns what this process makes there: a file server may take its root for somebody else (root_squash)."""
+    """The owner of files that this process makes there: a file server may map root to another user (root_squash)."""
     if claimed == os.geteuid():
         return claimed
     probe = parent / f".{OWN_FOLDER}-{secrets.token_hex(8)}"

@@ -2,7 +2,7 @@
 
 Owns how kvpact starts a thread that moves bytes; never touches the engine's own threads or their affinity. Engines that
 compute on CPUs pin the thread that calls a connector, a new thread inherits that pin, and copies would then take turns
-with the forward pass they are meant to hide behind.
+with the forward pass that should hide them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _thread = threading.local()
 def spare_cpus() -> frozenset[int]:
     """CPUs that this process may use and the calling thread may not; empty if the caller is not pinned.
 
-    Empty for a background thread too: it is on the spare ones, and what it leaves is for the engine.
+    Empty for a background thread too: it runs on the spare CPUs already, and the others are the engine's.
 
-    A pinned thread no longer knows what it was allowed before, so the parent process and the other threads are asked:
-    a limit that the user put on the launching process is kept.
+    A pinned thread no longer knows its earlier limit, so the parent process and the other threads are read: a limit
+    that the user put on the launching process is kept.
     """
     if getattr(_thread, "is_background", False):
         return frozenset()
@@ -55,14 +55,14 @@ def start_background(name: str, target: Callable[[], None]) -> threading.Thread:
 
 
 def give_way() -> None:
-    """The calling thread computes only where nobody else wants to, from now on."""
+    """From now on the calling thread computes only while no other thread wants the CPU."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _show_name(name: str) -> None:
     """Give the calling thread its name where the kernel shows it: 15 characters in `top -H` and /proc/*/task/*/comm.
 
-    Python does so itself from 3.14 on. What a thread starts has its name until it takes another.
+    Python does so itself from 3.14 on. A new thread has its creator's name until it sets another.
     """
     with contextlib.suppress(OSError):
         Path("/proc/thread-self/comm").write_bytes(name.encode()[:COMM_BYTES])
@@ -70,7 +70,7 @@ def _show_name(name: str) -> None:
 
 @contextlib.contextmanager
 def on_spare_cpus() -> Iterator[None]:
-    """The calling thread computes on the spare CPUs meanwhile, so that what a library starts here stays there."""
+    """The calling thread computes on the spare CPUs meanwhile; threads that a library starts here stay on them."""
     mine, cpus = os.sched_getaffinity(0), spare_cpus()
     try:
         if cpus:

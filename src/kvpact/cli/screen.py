@@ -57,7 +57,7 @@ def table(names: list[str], numbers: list[str]) -> Rows:
 
 
 def progress(*columns: ProgressColumn) -> Progress:
-    """A bar on standard error, while something goes on; nothing where nobody looks."""
+    """A progress bar on standard error; nothing where standard error is no terminal."""
     screen = Console(stderr=True)
     return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
 

@@ -31,7 +31,7 @@ from kvpact.tiers.urls import TierURL, parse_tier_url
 from kvpact.units import format_size
 
 PROBES: Final = 5
-"""Look-ups of a record that is not there, by which `kvpact tiers` finds a store's latency."""
+"""Lookups of a record that is not there, with which `kvpact tiers` measures a store's latency."""
 
 _PATIENCE_S: Final = 2.0
 _DIRECTORIES: Final = ("dir", "file")
@@ -50,7 +50,7 @@ def parse_place(text: str) -> TierURL | Path:
 
 @contextmanager
 def opened(url: TierURL) -> Iterator[RecordStore]:
-    """The store behind a URL, for who looks; what it fails at becomes a TierError."""
+    """The store of a URL, for reading; its errors become TierErrors."""
     store = open_store(url, for_tool=True)
     try:
         yield store

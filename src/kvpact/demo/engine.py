@@ -52,8 +52,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 class Crowd(msgspec.Struct, frozen=True, tag=True):
     """Answer these prompts, `at_once` in the engine at a time; a share `leaving` (0 to 1) of the users is impatient.
 
-    Such a user leaves after so many engine steps as `seed` says, 10 times `at_once` at most, if he has no answer yet;
-    his output has the finish reason "abort" and no token.
+    Such a user leaves after a number of engine steps drawn from `seed`, at most 10 times `at_once`, if there is no
+    answer yet; his output has the finish reason "abort" and no token.
     """
 
     prompts: list[list[int]]
@@ -179,8 +179,8 @@ class EngineSettings:
 def one_core_each(ranks: int = 1) -> str:
     """The binding of vLLM's CPU ranks to cores, such as "0|1"; where cores are too few, ranks share them.
 
-    A binding in this process's environment counts if it is for so many ranks. One is always given: vLLM keeps one more
-    core free as soon as a connector is set, which changes the number of threads and with it times and logits.
+    A binding in this process's environment counts if it is for this many ranks. One is always given: vLLM keeps one
+    more core free as soon as a connector is set, which changes the number of threads and with it times and logits.
     """
     chosen = os.environ.get(CORES)
     if chosen and chosen.count("|") == ranks - 1:
@@ -190,7 +190,7 @@ def one_core_each(ranks: int = 1) -> str:
 
 
 class EngineProcess:
-    """One engine. Call `wait_ready` before use. As a context manager it leaves no process behind.
+    """One engine. Call `wait_ready` before use. As a context manager it ends all its processes.
 
     Starts at once, or with `held` only loads vLLM's modules, which take a third of the start, and waits for `start`.
     """

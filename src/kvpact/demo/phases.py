@@ -157,7 +157,7 @@ def run_phases(
 ) -> Results:
     """Run all phases with logs and the disk tier under `work`, an empty directory; `say` is told what happens.
 
-    Raises EngineError if an engine fails; leaves no process behind in any case.
+    Raises EngineError if an engine fails; ends all its processes in any case.
     """
     disk = work / "disk"
     disk.mkdir()
@@ -283,7 +283,7 @@ class _Script:
 
 
 def settle(engine: EngineProcess) -> dict[str, Any]:
-    """Wait until the cache behind `engine` rests: no lease, no write under way, counts that stay; they are returned."""
+    """Wait until the cache of `engine` is at rest: no lease, no write under way, constant counts; returns those."""
     if engine.settings.kv_transfer_config is None:
         return {}
     deadline = time.monotonic() + SETTLE_TIMEOUT

@@ -1,6 +1,6 @@
-"""An adapter's files as they are found: which they are, and when anything about them changed the last time.
+"""An adapter's files as they are found: which files, and when they changed last.
 
-Owns what counts as an unchanged state of them; reads no byte of theirs. For both halves: no scheduler code.
+Owns what counts as an unchanged state of them; reads none of their bytes. For both halves: no scheduler code.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvpact.identity.loaded_adapters import STAMP_BYTES
 SECOND_NS = 1_000_000_000
 
 REST_NS = 20_000_000
-"""Files changed so long ago get another ctime with the next change: Linux's own clock for files is up to 10 ms late."""
+"""Files that changed this long ago get another ctime with the next change: Linux's file clock is at most 10 ms late."""
 
 COARSE_REST_NS = 2 * SECOND_NS
-"""The same where a file system knows whole seconds only."""
+"""The same where a file system has whole seconds only."""
 
 
 @dataclass(frozen=True)
 class FilesSeen:
-    """An adapter's files as they were found: which they are, and when anything about them changed the last time."""
+    """An adapter's files as they were found: which files, and when they changed last."""
 
     stamps: tuple[tuple[str, int, int, int, int, int], ...]
     """Name, device, inode, size, mtime and ctime of each, links on the way included."""

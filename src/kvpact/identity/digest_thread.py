@@ -1,4 +1,4 @@
-"""Digests computed away from the scheduler's thread: ask now, look later whether the answer is there.
+"""Digests computed on a thread of their own: submit now, read the answer later.
 
 Owns one background thread and the jobs that wait for it. Knows nothing of what is digested.
 """
@@ -15,7 +15,7 @@ from kvpact.threads import start_background
 logger = logging.getLogger(__name__)
 
 MAX_JOBS = 1024
-"""Jobs that may wait for one thread. Each keeps what it reads alive, so a job beyond them is refused."""
+"""At most this many jobs wait for one thread. Each keeps its input alive, so one more is refused."""
 
 Answer = TypeVar("Answer")
 
@@ -32,7 +32,7 @@ class Pending(Generic[Answer]):
         self.is_done = job is None
 
     def run(self) -> None:
-        """Compute the answer, unless nobody wants it any more. A job that raises has none."""
+        """Compute the answer, unless it was cancelled. A job that raises has none."""
         job, self._job = self._job, None
         try:
             if job is not None:
@@ -41,7 +41,7 @@ class Pending(Generic[Answer]):
             self.is_done = True
 
     def give_up(self) -> None:
-        """Nobody wants the answer any more: what the job reads is let go."""
+        """The answer is not needed any more: the job's input is released."""
         self._job = None
 
 
@@ -56,7 +56,7 @@ class DigestThread:
         self._failures: set[type[BaseException]] = set()
 
     def ask(self, job: Callable[[], Answer | None]) -> Pending[Answer]:
-        """Have `job` run in the background. Costs the caller no more than a queue; refused when too many wait."""
+        """Run `job` in the background. Costs the caller one append to a queue; refused when too many jobs wait."""
         if self._jobs.qsize() >= MAX_JOBS:
             return Pending()
         pending = Pending(job)
@@ -67,7 +67,7 @@ class DigestThread:
         return pending
 
     def close(self) -> None:
-        """The thread ends after the jobs that wait already. Asking again would wait for ever."""
+        """The thread ends after the jobs that wait already. Later jobs would wait for ever."""
         self._jobs.put(None)
 
     def _run(self) -> None:

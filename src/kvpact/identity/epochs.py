@@ -1,6 +1,7 @@
-"""Which weights stored blocks are of, beyond the files that an engine was started from: the epoch (DESIGN section 7).
+"""The epoch: which weights stored blocks belong to, beyond the files that the engine was started from.
 
-Owns how an epoch begins, who can share it, and which word for the weights is believed. Reads no clock, asks nobody.
+Owns how an epoch begins, which engines can share it, and which word for the weights is accepted. Reads no clock, does
+no I/O.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _NAMED, _DRAWN = b"\1", b"\2"
 class Epoch:
     """Weights as they are between two resets, as 16 bytes: zeros until the first, unless they have a word.
 
-    It stands in the root of every block key and in every record. The identity of the weights' files goes beside it.
+    It is in the root of every block key and in every record, beside the identity of the weights' files.
     """
 
     value: bytes = bytes(EPOCH_BYTES)
@@ -35,12 +36,12 @@ class Epoch:
 
     @classmethod
     def draw(cls) -> Epoch:
-        """An epoch that no engine has had: whoever draws it knows nothing of the weights but that they may differ."""
+        """An epoch that no engine has had: after a reset nothing is known of the weights."""
         return cls(_DRAWN + os.urandom(EPOCH_BYTES - 1))
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it was drawn, so that no other engine can have it, nor this one after a restart."""
+        """Whether it was drawn: no other engine can have it, nor can this one after a restart."""
         return self.value.startswith(_DRAWN)
 
 
@@ -90,9 +91,9 @@ class Epochs:
         self.generation += 1
 
     def take_back_reset(self) -> bool:
-        """The weights have turned out to be those from before the last reset; whether that could be taken back.
+        """The weights are those from before the last reset after all; returns whether that reset could be taken back.
 
-        Only the last one can be, and not once a word was said.
+        Only the last reset can be, and only until a word is set.
         """
         if self._before is None:
             return False

@@ -1,7 +1,7 @@
-"""Which state of an adapter's files a rank has loaded under each id, told in its segment's last page.
+"""Which state of an adapter's files a rank has loaded under each id, reported in its segment's last page.
 
-Owns the page behind `notices.WORD_END`: one check over a table of entries of fixed size. The worker writes it when it
-loads an adapter, the scheduler's half looks when it has requests with adapters. Says nothing of what a stamp is.
+Owns the page after `notices.WORD_END`: one check over a table of entries of fixed size. The worker writes it when it
+loads an adapter; the scheduler's half reads it when it has requests with adapters. Does not know what a stamp means.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STAMP_BYTES: Final = 16
 """A digest of which files they are and when they changed."""
 
 NO_STAMP: Final = bytes(STAMP_BYTES)
-"""Of what was loaded from files of which nobody knows the state."""
+"""The stamp of an adapter whose files were in an unknown state when they were loaded."""
 
 HEAD_BYTES: Final = 16
 WRITES, CHECK = range(2)
@@ -32,11 +32,11 @@ NOT_SEEN = -1
 """No count of writes."""
 
 TRIES = 8
-"""So often a table is read that is being written; a write takes some microseconds."""
+"""At most this many reads of a table that is being written; a write takes some microseconds."""
 
 
 def max_entries(page_bytes: int) -> int:
-    """How many adapters a page has room for; the one loaded the longest time ago goes when there are more."""
+    """A page has room for this many adapters; with more, the one loaded first is dropped."""
     return (page_bytes - WORD_END - HEAD_BYTES) // ENTRY.size
 
 
@@ -45,7 +45,7 @@ def _check(table: bytes, writes: int) -> int:
 
 
 class LoadedAdaptersWriter:
-    """A rank's hand on its table, of which it is the only writer."""
+    """A rank's writer of its own table, the only one."""
 
     def __init__(self, page: memoryview) -> None:
         self._head = page[WORD_END : WORD_END + HEAD_BYTES].cast("Q")
@@ -74,7 +74,7 @@ class LoadedAdaptersWriter:
             self._head[WRITES] = writes
 
     def stamp(self, number: int) -> bytes | None:
-        """What was said of this id last; None if nothing was, or it is forgotten."""
+        """The last stamp of this id; None if there was none, or it was dropped."""
         with self._lock:
             entry = self._stamps.get(number)
         return entry[1] if entry is not None else None
@@ -86,17 +86,17 @@ class LoadedAdaptersWriter:
 
 
 class LoadedAdapters:
-    """The scheduler half's view of all ranks' tables, in rank order, as they were at the last look."""
+    """The scheduler half's view of all ranks' tables, in rank order, as they were at the last read."""
 
     def __init__(self, pages: Sequence[memoryview]) -> None:
         self._heads = [page[WORD_END : WORD_END + HEAD_BYTES].cast("Q") for page in pages]
         self._tables = [page[WORD_END + HEAD_BYTES :] for page in pages]
         self._seen = [0] * len(pages)
         self._stamps: list[dict[int, bytes] | None] = [{} for _ in pages]
-        """None of a rank that was writing at the last look: then it is not known to have anything."""
+        """None for a rank that was writing at the last read: its adapters are unknown."""
 
     def look(self) -> bool:
-        """Whether any rank has said something since the last look."""
+        """Whether any rank has written since the last read."""
         if [head[WRITES] for head in self._heads] == self._seen:
             return False
         for rank in range(len(self._heads)):
@@ -105,11 +105,11 @@ class LoadedAdapters:
         return True
 
     def all_have(self, number: int, stamp: bytes) -> bool:
-        """Whether every rank says that it has loaded the id from files of this stamp."""
+        """Whether every rank has loaded the id from files of this stamp."""
         return stamp != NO_STAMP and all(stamps is not None and stamps.get(number) == stamp for stamps in self._stamps)
 
     def none_has_other(self, number: int, stamp: bytes) -> bool:
-        """Whether no rank says that it has loaded the id from other files than those of this stamp."""
+        """Whether no rank has loaded the id from files of another stamp."""
         return all(stamps is not None and stamps.get(number, stamp) == stamp for stamps in self._stamps)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What a rank says of its weights in its segment's last page: that they change, what they are, that it woke with them.
+"""What a rank reports of its weights in its segment's last page: that they change, their word, that it woke with them.
 
-Owns the page's layout up to `WORD_END`. A worker writes it while the scheduler's half is between two hooks or in one;
-that half compares a number a rank in every hook, without a system call.
+Owns the page's layout up to `WORD_END`. A worker writes it at any time; the scheduler's half compares one number per
+rank in every hook, without a system call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_WORD_BYTES = 1024
 """A word for weights in UTF-8: a commit, a path, the name of a training run with its step."""
 
 WORD_END = HEAD_BYTES + MAX_WORD_BYTES
-"""What lies behind it in the page belongs to `kvpact.identity.loaded_adapters`."""
+"""The rest of the page belongs to `kvpact.identity.loaded_adapters`."""
 
 
 NOT_SEEN = -1
@@ -33,20 +33,20 @@ NOT_SEEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What one rank says now."""
+    """What one rank reports now."""
 
     changes: int = 0
     """How often the weights began or ended to change since the rank began."""
     wakes: int = 0
     """How often the rank woke with the very weights with which it fell asleep."""
     words: int = 0
-    """How often it was told a word for its weights."""
+    """How often it was given a word for its weights."""
     word: str = ""
-    """The word for the weights as they are; empty if none was said since they changed."""
+    """The word for the current weights; empty if none was set since they changed."""
 
 
 class NoticeWriter:
-    """A rank's hand on its page, of which it is the only writer."""
+    """A rank's writer of its own page, the only one."""
 
     def __init__(self, page: memoryview) -> None:
         self._head = page[:HEAD_BYTES].cast("Q")
@@ -64,7 +64,7 @@ class NoticeWriter:
         return self._head[WORDS]
 
     def weights_change(self) -> None:
-        """The weights are about to change, or have: no word counts for them any more."""
+        """The weights are about to change, or have changed: their word is void."""
         with self._lock:
             self._head[CHANGES] += 1
             self._head[SAID] += 1
@@ -103,7 +103,7 @@ class NoticeReader:
         self._seen = [NOT_SEEN] * len(pages)
 
     def look(self) -> tuple[Notice, ...] | None:
-        """What all ranks say, if any of them has said something since the last look, and at the first one."""
+        """What all ranks report, if any of them has written since the last call; always at the first call."""
         if [head[SAID] for head in self._heads] == self._seen:
             return None
         return tuple(self._read(rank) for rank in range(len(self._heads)))
@@ -114,7 +114,7 @@ class NoticeReader:
             view.release()
 
     def _read(self, rank: int) -> Notice:
-        """What is being written at this moment is read again with the next look."""
+        """A page that is being written at this moment is read again by the next call."""
         head = self._heads[rank].tolist()
         text = bytes(self._texts[rank][: min(head[WORD_LENGTH], MAX_WORD_BYTES)])
         whole = crc32(text) == head[WORD_CHECK]

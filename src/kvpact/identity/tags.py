@@ -1,8 +1,8 @@
 """What filled each of the engine's blocks: the epoch, and the adapter by its content.
 
 Owns one number for each block of the engine's pool. A block whose tag is not its request's own was computed by other
-weights or another adapter, or nobody knows what it holds; neither it nor what was computed behind it may be stored
-(H38, H47, H48).
+weights or another adapter, or its content is unknown; neither it nor blocks computed after it may be stored (H38, H47,
+H48).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final, TypeAlias
 Tag: TypeAlias = int
 
 NO_TAG: Final[Tag] = 0
-"""Of a block that holds garbage, or something that has no name."""
+"""The tag of a block that holds garbage, or content without a name."""
 
 MAX_ADAPTERS: Final = 4096
-"""Adapters whose tags are remembered within a generation; beyond them all begin anew, and older blocks go unsaved."""
+"""At most this many adapters have tags in a generation; after that all get new tags, and older blocks are not saved."""
 
 
 def first_among(block_ids: Collection[int], held: Iterable[tuple[str, int, Sequence[int]]]) -> dict[str, int]:
@@ -43,7 +43,7 @@ class BlockTags:
         self._last: Tag = NO_TAG
 
     def tag_of(self, generation: int, adapter: str) -> Tag:
-        """What blocks are tagged with that are filled in this generation, which never falls, with this adapter."""
+        """The tag of blocks that are filled in this generation with this adapter. `generation` never falls."""
         if generation != self._generation or len(self._known) >= MAX_ADAPTERS:
             self._generation = generation
             self._known.clear()
@@ -54,11 +54,11 @@ class BlockTags:
         return tag
 
     def withdraw(self, adapter: str) -> Tag:
-        """No block has this adapter's tag any more, whatever it says; the tag that it was. `NO_TAG` if unknown."""
+        """From now on no block counts as filled with this adapter. Returns its former tag, `NO_TAG` if it had none."""
         return self._known.pop(adapter, NO_TAG)
 
     def blocks_with(self, tag: Tag) -> list[int]:
-        """All blocks that have this tag; looks at each block of the engine."""
+        """All blocks with this tag. O(blocks of the engine)."""
         return [block_id for block_id, found in enumerate(self._of_block) if found == tag]
 
     def fill(self, block_ids: Iterable[int], tag: Tag) -> None:
@@ -69,7 +69,7 @@ class BlockTags:
             self._of_block[block_id] = tag
 
     def same_prefix(self, block_ids: Sequence[int], start: int, tag: Tag) -> int:
-        """Up to where `block_ids` have this tag in a row, of which those before `start` are known to."""
+        """The number of leading `block_ids` with this tag; those before `start` are known to have it."""
         if tag == NO_TAG:
             return 0
         tags, end = self._of_block, len(block_ids)

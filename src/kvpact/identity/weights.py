@@ -45,7 +45,7 @@ CHUNK_BYTES = 8 << 20
 """Read at a time: a shutdown waits for one chunk at most, and the interpreter's lock is asked for 125 times a GB."""
 
 MAX_READINGS = 3
-"""So often files are read that change meanwhile."""
+"""At most this many times files are read that change meanwhile."""
 
 SETTLED_SECONDS = 2.0
 """A file that changed so shortly before it was read is not remembered: clocks of file systems are coarse, so another
@@ -62,11 +62,11 @@ SPLIT: Final = re.compile(r"(?P<model>.*)-\d{5}-of-\d{5}\.gguf")
 
 
 class WeightsUnknown(KvpactError):
-    """The files are there, but do not say what the engine has loaded; the message says why."""
+    """The files are there, but do not show what the engine has loaded; the message says why."""
 
 
 class ReadingStopped(KvpactError):
-    """`stopped` said so."""
+    """`stopped` returned True."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class DigestMemory:
     """SHA-256 digests of files, kept in one small file of the user's for as long as the files stay as they are.
 
     Several processes may use it at once: it is replaced as a whole, and what one of two loses is read again. A damaged
-    file, or one that somebody else could have written, is as good as none; one that cannot be written is done without.
+    file, or one that another user could have written, counts as none; without write access nothing is remembered.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -113,7 +113,7 @@ class DigestMemory:
         return None
 
     def remember(self, path: Path, stamp: FileStamp, digest: str) -> None:
-        """Keep it; of too many, those that were remembered first are dropped."""
+        """Remember a digest; beyond the bound those remembered first are dropped."""
         if self._path is None:
             return
         known = self._read()
@@ -142,7 +142,7 @@ class DigestMemory:
 
 
 def _read_if_ours(path: Path) -> bytes:
-    """What the file holds if nobody else can have written it, else nothing. Raises OSError."""
+    """The file's content if no other user can have written it, else nothing. Raises OSError."""
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         found = os.fstat(file.fileno())
         return file.read() if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else b""
@@ -241,7 +241,7 @@ class WeightFiles:
 def file_digest(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
     """Hex SHA-256 of a file's content: what the hub's cache names it by. Raises OSError and ReadingStopped.
 
-    Read, not mapped: a mapped file that somebody cuts short kills the process.
+    Read, not mapped: a mapped file that is truncated meanwhile kills the process.
     """
     digest, buffer = sha256(), memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:

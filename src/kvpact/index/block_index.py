@@ -1,4 +1,4 @@
-"""What one place (the arena, a slab) holds: block keys, the slots they lie in, who needs them, and what goes next.
+"""What one place (the arena, a slab) holds: block keys, their slots, the pins on them, and what is evicted next.
 
 Owns the chains of blocks, closed under prefixes: a block is held only if every block before it is. Never touches the
 bytes in a slot, a clock or a lock; its owner does I/O and serialises calls.
@@ -28,7 +28,7 @@ class State(IntEnum):
 
     FREE -reserve-> RESERVED -complete-> SAVED -parent held-> HELD -evict-> FREE is the way of a block that goes well. A
     dropped block vanishes from every lookup at once; its slot waits as CANCELLED until its writer ended and as DOOMED
-    until the last pin on it or behind it went, because a copy may still be running over it (H21).
+    until the last pin on it or after it went, because a copy may still use it (H21).
     """
 
     FREE = 0
@@ -56,7 +56,7 @@ class Reservation:
 
 @dataclass(eq=False, slots=True)
 class Pin:
-    """One hold on a block and on the whole chain before it; given back with `BlockIndex.unpin`, exactly once."""
+    """One reference to a block and the whole chain before it; released with `BlockIndex.unpin`, exactly once."""
 
     key: BlockKey
     slot: int
@@ -76,12 +76,12 @@ class StoredBlock:
 class BlockIndex:
     """Which block lies in which of `num_slots` slots, what may be served, and what is evicted when room is needed.
 
-    A row of every array describes the slot of that number; the row behind the last one is the root, the parent of all
+    A row of every array describes the slot of that number; the row after the last one is the root, the parent of all
     first blocks. Arrays of numbers and not objects, because a collection of garbage must not walk a million entries in
     the middle of a scheduler's step.
 
     `holds` counts why a row must stay: its pins, its own writer (or its wait for its parent), and each child that must
-    stay. A row without holds is evictable, with everything behind it.
+    stay. A row without holds is evictable, with all rows after it.
     """
 
     __slots__ = (
@@ -156,7 +156,7 @@ class BlockIndex:
         return row
 
     def is_last(self, key: BlockKey) -> bool:
-        """Whether no known block stands behind the known block `key`. Raises PactViolation if it is unknown."""
+        """Whether no known block follows the known block `key`. Raises PactViolation if it is unknown."""
         return self._first_child[self.slot(key)] == _NONE
 
     def slots_of(self, keys: Iterable[BlockKey]) -> list[int]:
@@ -189,7 +189,7 @@ class BlockIndex:
 
     @property
     def pinned_count(self) -> int:
-        """Pins not yet given back; 0 when nobody uses the place."""
+        """Pins not yet released; 0 when the place is not in use."""
         return self._pinned
 
     @property
@@ -216,7 +216,7 @@ class BlockIndex:
     # Filling
 
     def reservable(self, parent: BlockKey = ROOT) -> int:
-        """How many slots a reservation behind `parent` would get now, exactly: the free and the evictable ones.
+        """How many slots a reservation after `parent` would get now, exactly: the free and the evictable ones.
 
         Raises PactViolation if `parent` is unknown.
         """
@@ -261,7 +261,7 @@ class BlockIndex:
         """The writers of reserved `slots` are done and the bytes are good; return the blocks that became held by it.
 
         Those may be fewer (a block before them is still being written, or they were dropped meanwhile) or more (saved
-        blocks behind them were waiting). Parents come before children. Raises PactViolation, and changes nothing, if a
+        blocks after them were waiting). Parents come before children. Raises PactViolation, and changes nothing, if a
         slot has no writer.
         """
         self._require_writers(slots)
@@ -277,7 +277,7 @@ class BlockIndex:
         return became_held
 
     def abandon(self, slots: Sequence[int]) -> list[tuple[BlockKey, int]]:
-        """The writers of reserved `slots` ended without good bytes: drop those blocks and all behind them (H26).
+        """The writers of reserved `slots` ended without good bytes: drop those blocks and all after them (H26).
 
         Returns what `drop` returns. Raises PactViolation, and changes nothing, if a slot has no writer.
         """
@@ -356,7 +356,7 @@ class BlockIndex:
     # Losing
 
     def drop(self, key: BlockKey) -> list[tuple[BlockKey, int]]:
-        """Forget a block (damaged, deleted) and all behind it at once; return the (key, slot) pairs, children first.
+        """Forget a block (damaged, deleted) and all after it at once; return the (key, slot) pairs, children first.
 
         Slots that a pin or a writer needs are not free yet; they become free when the last one ends. An unknown key
         removes nothing.
@@ -400,7 +400,7 @@ class BlockIndex:
         holds[row] -= 1
 
     def _add(self, key: BlockKey, parent: int, row: int, state: int) -> int:
-        """Enter `key` behind `parent` into the unused `row`; return the row."""
+        """Enter `key` after `parent` into the unused `row`; return the row."""
         self._rows[key] = row
         self._keys[row] = key
         self._state[row] = state
@@ -456,7 +456,7 @@ class BlockIndex:
         return forgotten
 
     def _remove(self, top: int) -> list[tuple[BlockKey, int]]:
-        """Drop `top` and all behind it, children first."""
+        """Drop `top` and all after it, children first."""
         removed = []
         order = self._subtree(top)
         self._unlink(top)
@@ -478,7 +478,7 @@ class BlockIndex:
         return removed
 
     def _subtree(self, top: int) -> list[int]:
-        """`top` and all rows behind it, parents before children."""
+        """`top` and all rows after it, parents before children."""
         order = [top]
         for row in order:
             child = self._first_child[row]

@@ -1,7 +1,7 @@
 """In which order an index gives up what it holds: least recently used first.
 
 Owns the recency of every slot and the queue of candidates. Never decides whether a slot may go (the index asks with a
-condition), knows no keys and no chains..
+condition), knows no keys and no chains.
 """
 
 from __future__ import annotations
