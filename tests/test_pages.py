@@ -94,3 +94,9 @@ def test_each_answer_to_where_would_i_change_is_a_file_and_a_name() -> None:
         found = NAME.findall(answer)
         assert found, f"{question}: {answer} names no file"
         assert all((SOURCE / path).is_file() for path, _ in found), f"{question}: {answer}"
+
+
+def test_code_and_pages_cite_no_document_that_is_not_here() -> None:
+    """A page in capitals, `DESIGN` or the like, is one that its reader would not find."""
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in [*SOURCE.rglob("*.py"), *PAGES]}
+    assert [name for name, text in texts.items() if re.search(r"\b(?:DESIGN|HOUSE|HAZARDS|STYLE)\b", text)] == []

@@ -1,7 +1,7 @@
 """Tokens that workers supply before a step's state update: how ranks agree, and what that does to the step.
 
-Owns the rule of DESIGN section 1.2: the minimum over ranks, at least one token left to compute, and never an edit in
-place (an edited output made a preempted request vanish for good: H90).
+Owns the rule of `before_update_states`: the minimum over ranks, at least one token left to compute, and never an edit
+in place (an edited output made a preempted request vanish for good: H90).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """What besides token ids decides the content of a request's KV blocks (DESIGN section 7).
+    """What besides token ids decides the content of a request's KV blocks.
 
     `adapter` names the adapter's weights by content (a digest, never the user's name for it), `salt` separates tenants,
     `media` are the spans whose embeddings replace placeholder tokens, `embeddings` has for each block index a digest of

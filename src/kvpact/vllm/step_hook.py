@@ -1,6 +1,6 @@
 """`before_update_states` on stock vLLM: which requests it may serve, how ranks agree, what that does to the step.
 
-Owns the rules of DESIGN section 1.2 for vLLM's own scheduler output, for any connector that has the hook. Never edits
+Owns the hook's rules for vLLM's own scheduler output, for any connector that has the hook. Never edits
 that output: with one process it is the scheduler's own object, and a preempted request whose numbers were edited is
 never scheduled again (H90). `kvpact.vllm.worker` calls this.
 """
