@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvpact.config import load_config
 from kvpact.contract import WorkerReport
-from kvpact.errors import ConfigError, StepLoadLost
+from kvpact.errors import ConfigError
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.metrics import Metrics
@@ -183,28 +183,13 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def start_load_kv(self, /, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin the step's loads."""
-        message = self._message()
-        try:
-            self.cache_worker.use_adapters(message.adapters)
-            self.cache_worker.report_broken(message.broken)
-            if self.cache_worker.is_outdated(message):
-                self.cache_worker.give_up((*message.work.loads, *message.work.saves))
-            self.cache_worker.start_loads(self.cache_worker.usable_work(message))
-            self.cache_worker.go_on_without(message.work.overdue, message.spoilt)
-        except Exception as error:
-            self.cache_worker.give_up(message.work.loads)
-            if self.cache_worker.has_step_loads:
-                raise StepLoadLost("tokens that this step does not compute could not be loaded") from error
-            raise
+        self.cache_worker.begin_step(self._message())
 
     @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Called before each layer's attention."""
-        try:
+        with self.cache_worker.giving_up_loads():
             self.cache_worker.wait_for_layer_load(layer_name)
-        except Exception:
-            self.cache_worker.give_up(self.cache_worker.synchronous)
-            raise
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: whole blocks are saved after the forward pass."""
@@ -212,21 +197,13 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
         """The forward pass is over: its blocks are copied out in the background, protected by the scheduler's half."""
-        work = self.cache_worker.usable_work(self._message())
-        try:
-            self.cache_worker.start_saves(work)
-        except Exception:
-            self.cache_worker.give_up((*self.cache_worker.synchronous, *work.saves))
-            raise
+        self.cache_worker.end_forward(self._message())
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose asynchronous load ended, each once."""
-        try:
+        with self.cache_worker.giving_up_loads():  # in the next step it would be too late to say so
             self.cache_worker.poll()
-        except Exception:
-            self.cache_worker.give_up(self.cache_worker.synchronous)  # in the next step it would be too late to say so
-            raise
         return None, self.cache_worker.take_arrived() or None
 
     @guarded(lambda: transfer_results(set(), set()))

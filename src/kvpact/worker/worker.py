@@ -7,7 +7,8 @@ says what it did, exactly once a job.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +56,7 @@ class CacheWorker(ExternalCacheWorker):
         self._segment: ArenaSegment | None = None
         self.transfers: RankTransfers | None = None
         """The copies; None before `register_kv_caches`."""
-        self.synchronous: tuple[LoadJob, ...] = ()
+        self._synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
         self._reader = StepReader(config, place.rank, self._keep) if config.match_at == "step" else None
         self.has_step_hook = False
@@ -119,7 +120,7 @@ class CacheWorker(ExternalCacheWorker):
         """Request -> tokens that this rank can supply in the step, from where the engine is: they lie in slots now."""
         self._found = {}
         store = message.store
-        if self._reader is None or store is None or not message.work.lookups or self.is_outdated(message) or self._left:
+        if self._reader is None or store is None or not message.work.lookups or self._is_outdated(message) or self._left:
             return {}
         saves = {job.job_id: job for job in message.work.saves}
         wanted = [
@@ -155,12 +156,7 @@ class CacheWorker(ExternalCacheWorker):
         assert self._segment is not None
         self._segment.slot_view(slot)[:] = part
 
-    @property
-    def has_step_loads(self) -> bool:
-        """Whether the running step skips tokens that this side must load."""
-        return bool(self._step_loads)
-
-    def require_step_loads(self) -> None:
+    def _require_step_loads(self) -> None:
         """Raise StepLoadLost if a step's own loads did not all arrive: other requests would read what is not there."""
         for load in self._step_loads:
             outcome = self._ended.get(load.job_id)
@@ -178,7 +174,7 @@ class CacheWorker(ExternalCacheWorker):
         if self._segment is not None:
             self._segment.step_began()
 
-    def is_outdated(self, message: StepMessage) -> bool:
+    def _is_outdated(self, message: StepMessage) -> bool:
         """Whether this rank's weights have changed since the step's loads and saves were ordered."""
         return (
             bool(message.changes)
@@ -186,9 +182,46 @@ class CacheWorker(ExternalCacheWorker):
             and (message.changes[self.place.rank] != self.notices.changes)
         )
 
-    def usable_work(self, message: StepMessage) -> StepWork:
+    def _usable_work(self, message: StepMessage) -> StepWork:
         """What may be done of a step: no copy that was ordered for other weights."""
-        return replace(message.work, loads=(), saves=()) if self.is_outdated(message) else message.work
+        return replace(message.work, loads=(), saves=()) if self._is_outdated(message) else message.work
+
+    def begin_step(self, message: StepMessage) -> None:
+        """Before the forward pass: begin loads, and report those that nobody carries out.
+
+        Raises StepLoadLost if the step skips tokens whose loads could not begin.
+        """
+        try:
+            self._adapters_used = message.adapters
+            self.report_broken(message.broken)
+            if self._is_outdated(message):
+                self._give_up((*message.work.loads, *message.work.saves))
+            self.start_loads(self._usable_work(message))
+            self._go_on_without(message.work.overdue, message.spoilt)
+        except Exception as error:
+            self._give_up(message.work.loads)
+            if self._step_loads:
+                raise StepLoadLost("tokens that this step does not compute could not be loaded") from error
+            raise
+
+    def end_forward(self, message: StepMessage) -> None:
+        """After the forward pass: begin saves."""
+        work = self._usable_work(message)
+        try:
+            with self.giving_up_loads():
+                self.start_saves(work)
+        except Exception:
+            self._give_up(work.saves)
+            raise
+
+    @contextmanager
+    def giving_up_loads(self) -> Iterator[None]:
+        """The step's synchronous loads are reported as failed if something is raised meanwhile."""
+        try:
+            yield
+        except Exception:
+            self._give_up(self._synchronous)
+            raise
 
     def start_loads(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`."""
@@ -196,7 +229,7 @@ class CacheWorker(ExternalCacheWorker):
             jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
             self._segment.use([slot for job in jobs for slot in job.slots])
         work = replace(work, loads=(*work.loads, *self._step_loads))
-        self.synchronous = tuple(job for job in work.loads if job.synchronous)
+        self._synchronous = tuple(job for job in work.loads if job.synchronous)
         self._jobs.update((job.job_id, job) for job in work.loads)
         if work.loads and self.transfers is not None:
             self.transfers.start_loads(work.loads)
@@ -207,7 +240,7 @@ class CacheWorker(ExternalCacheWorker):
             elif inquiry.job_id not in self._jobs:
                 self._outcomes[inquiry.job_id] = JobOutcome(failed=RangeSet.of(inquiry.blocks))
 
-    def go_on_without(self, overdue: Iterable[int], spoilt: Mapping[int, tuple[int, ...]]) -> None:
+    def _go_on_without(self, overdue: Iterable[int], spoilt: Mapping[int, tuple[int, ...]]) -> None:
         """Of these loads the engine waits no longer for those that have not ended by now.
 
         `spoilt` has, by job, the blocks to be named where vLLM takes no word of a whole request.
@@ -225,10 +258,6 @@ class CacheWorker(ExternalCacheWorker):
                 if job_id not in spoilt:
                     self._lost.add(job.request_id)
 
-    def use_adapters(self, adapters: tuple[AdapterUsed, ...]) -> None:
-        """The step runs requests with blocks that were loaded for these adapters."""
-        self._adapters_used = adapters
-
     def _check_adapters(self) -> None:
         """The step has run: blocks whose adapter was another one by then are invalid, and so is what it answered."""
         used, self._adapters_used = self._adapters_used, ()
@@ -245,18 +274,18 @@ class CacheWorker(ExternalCacheWorker):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See `ExternalCacheWorker`."""
-        if self.synchronous and self.transfers is not None:
+        if self._synchronous and self.transfers is not None:
             self.transfers.wait_for_layer(layer_name)
 
     def start_saves(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`. All synchronous loads of the step have arrived when this returns."""
         if self.transfers is None:
             return
-        if self.synchronous:
+        if self._synchronous:
             self.transfers.wait_for_loads()
         if self._step_loads:
             self.poll()
-            self.require_step_loads()
+            self._require_step_loads()
         if not work.saves:
             return
         self._jobs.update((job.job_id, job) for job in work.saves)
@@ -271,7 +300,7 @@ class CacheWorker(ExternalCacheWorker):
         if saves:
             self.transfers.start_saves(tuple(saves))
 
-    def give_up(self, jobs: Iterable[LoadJob | SaveJob]) -> None:
+    def _give_up(self, jobs: Iterable[LoadJob | SaveJob]) -> None:
         """Report these jobs as failed, whatever comes of them: a hook went wrong before they were sure to be done."""
         for job in jobs:
             self._jobs[job.job_id] = job
@@ -284,7 +313,7 @@ class CacheWorker(ExternalCacheWorker):
             return
         self._segment.step_ended()
         self._take_ended()
-        for job in self.synchronous:  # the step did not wait for them any longer
+        for job in self._synchronous:  # the step did not wait for them any longer
             if job.job_id in self._jobs and job.job_id not in self._left:
                 self._left.add(job.job_id)
                 self._invalid_blocks.update(job.block_ids)
