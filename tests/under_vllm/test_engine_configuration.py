@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from kvpact.cache.weights_watch import BLIND
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import PAGE_BYTES
-from kvpact.vllm.weights_watch import BLIND
 
 PROMPT = make_prompt(1, 6)
 

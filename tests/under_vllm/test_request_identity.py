@@ -33,11 +33,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
+from kvpact.identity import adapter_digests
+from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.digest_thread import MAX_JOBS, DigestThread
 from kvpact.identity.keys import BlockKeys, RequestIdentity
 from kvpact.testkit.vllm.played_engine import PlayedEngine, answer
-from kvpact.vllm import adapter_digests, content_digests, request_identity
-from kvpact.vllm.adapter_digests import AdapterDigests
+from kvpact.vllm import content_digests, request_identity
 from kvpact.vllm.media_contents import MediaContents
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
 
@@ -406,7 +407,7 @@ def test_an_adapter_that_could_not_be_read_is_read_again(tmp_path: Path, monkeyp
 
 def test_h67_no_input_of_users_fills_a_map_without_bound(tmp_path: Path) -> None:
     adapters = AdapterDigests(most=3)
-    pending = [adapters.ask(LoRARequest("style", number, str(tmp_path / str(number))))[1] for number in range(1, 50)]
+    pending = [adapters.ask(number, str(tmp_path / str(number)), loads_in_place=False)[1] for number in range(1, 50)]
     thread = DigestThread("kvpact-content")
     media = MediaContents(thread, most=3)
     features = [picture(1.0, f"uuid-{number}" * 1000) for number in range(50)]

@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from kvpact.cache.weights_watch import BLIND, WeightsWatch
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.notices import NoticeWriter
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 from kvpact.vllm.messages import PactHandshake, PactMetadata
-from kvpact.vllm.weights_watch import BLIND, WeightsWatch
 from kvpact.wire import StepMessage
 
 BLOCKS = 6

@@ -1,7 +1,7 @@
 """A worker's watch over its own weights: who may change them says so before, and what changed unsaid is found.
 
 Owns when which check is made; writes what it finds into the rank's notice, where the scheduler's half reads it before
-anything else (`kvpact.vllm.weights_watch`). `kvpact.vllm.worker` calls this.
+anything else (`kvpact.cache.weights_watch`). `kvpact.vllm.worker` calls this.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from kvpact.identity.adapter_digests import MAX_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.identity.keys import MediaSpan, RequestIdentity
-from kvpact.vllm.adapter_digests import MAX_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.vllm.compat.configuration import encoder_cache_size, encodes_media_elsewhere, runs_encoder_with_adapters
 from kvpact.vllm.compat.objects import has_3d_adapter, prompt_token_mask
 from kvpact.vllm.content_digests import embedding_digests
@@ -198,7 +198,9 @@ class VllmRequest:
         if lora is None:
             return ""
         if self._adapter is None:
-            self._adapter = self._identities.adapters.ask(lora)
+            self._adapter = self._identities.adapters.ask(
+                int(lora.lora_int_id), str(lora.lora_path), loads_in_place=bool(lora.load_inplace)
+            )
         use, pending = self._adapter
         self._is_open |= not pending.is_done
         if pending.value is None or not self._identities.adapters.counts(use, pending.value):

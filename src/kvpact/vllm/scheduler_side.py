@@ -17,6 +17,7 @@ from typing import Any
 from kvpact.cache.open import OpenCache, check_cache, open_cache
 from kvpact.cache.stats_file import StatsFile
 from kvpact.cache.turns import Turn, Turns
+from kvpact.cache.weights_watch import BLIND, WeightsWatch
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, ExternalKVMatch, LoadJob, LoadSettlement, SupportsStepLookup, WorkerReport
 from kvpact.errors import ConfigError, KvpactError, PactViolation
@@ -37,7 +38,6 @@ from kvpact.vllm.messages import PactMetadata
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
-from kvpact.vllm.weights_watch import BLIND, WeightsWatch
 from kvpact.vllm.worker_identity import facts_of_ranks
 from kvpact.wire import AdapterUsed, SharedTierConfig, StepMessage, UnorderedLoad, WorkerHandshake
 

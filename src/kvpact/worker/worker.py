@@ -120,7 +120,13 @@ class CacheWorker(ExternalCacheWorker):
         """Request -> tokens that this rank can supply in the step, from where the engine is: they lie in slots now."""
         self._found = {}
         store = message.store
-        if self._reader is None or store is None or not message.work.lookups or self._is_outdated(message) or self._left:
+        if (
+            self._reader is None
+            or store is None
+            or not message.work.lookups
+            or self._is_outdated(message)
+            or self._left
+        ):
             return {}
         saves = {job.job_id: job for job in message.work.saves}
         wanted = [

@@ -31,7 +31,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kvpact.identity.adapter_files import FilesSeen, look_at_files, look_at_rest
 from kvpact.identity.digest_thread import DigestThread, Pending
@@ -123,13 +122,12 @@ class AdapterDigests:
         withdrawn, self._withdrawn = self._withdrawn, set()
         return withdrawn
 
-    def ask(self, lora_request: Any) -> tuple[AdapterUse, Pending[AdapterFound]]:
+    def ask(self, number: int, path: str, *, loads_in_place: bool) -> tuple[AdapterUse, Pending[AdapterFound]]:
         """What is in the files of a request's adapter, as they are now: no answer if it cannot be told.
 
-        vLLM goes by the id alone once it is loaded. An id that came with another path before may stand for either, so
-        neither path's requests are cached as long as the id is remembered.
+        vLLM goes by the id, `number`, alone once it is loaded. An id that came with another path before may stand for
+        either, so neither path's requests are cached as long as the id is remembered.
         """
-        path, number = str(lora_request.lora_path), int(lora_request.lora_int_id)
         use = self._uses.setdefault(number, AdapterUse(number, path))
         self._uses.move_to_end(number)
         if len(self._uses) > self._most:
@@ -137,7 +135,7 @@ class AdapterDigests:
         if use.path != path and not use.is_disputed:
             use.is_disputed = True
             self.revision += 1
-        if lora_request.load_inplace or use.is_disputed:
+        if loads_in_place or use.is_disputed:
             return use, Pending()  # in place: the weights behind the id may change with every request
         return use, self._thread.ask(partial(self._look, path))
 
