@@ -322,6 +322,30 @@ def test_h07_h08_a_load_of_a_cancelled_request_keeps_its_blocks_until_it_is_repo
     engine.assert_at_rest()
 
 
+def test_h07_h13_a_load_that_is_given_up_keeps_its_blocks_until_its_copy_ends(
+    start: Callable[..., PlayedEngine],
+) -> None:
+    engine = start(**ASYNCHRONOUS)
+    assert_right(engine, STORED, 0)
+    engine.forget()
+    go_on = threading.Event()
+    wait_before_loads(engine, go_on)
+    free = engine.pool.get_num_free_blocks()
+    fault = Fault(part(engine, "transfer"), "poll", 1)
+    victim = engine.add(STORED)
+    while not fault.raised:
+        engine.step()
+    engine.cancel(victim)
+    for _ in range(5):
+        engine.step()
+    assert engine.pool.get_num_free_blocks() < free, "its blocks may still be written"
+    go_on.set()
+    engine.run()
+    assert engine.pool.get_num_free_blocks() == free
+    assert_right(engine, STORED)
+    engine.assert_at_rest()
+
+
 def assert_right_meanwhile(engine: PlayedEngine, prompt: list[int]) -> None:
     """Like `assert_right`, without waiting for what else is under way."""
     played = engine.add(prompt)

@@ -105,6 +105,10 @@ class RankTransfers:
             self._log(job, transfer.error)
         return {job.job_id: _outcome(job, transfer) for job, transfer in ended}
 
+    def is_open(self, job_id: int) -> bool:
+        """Whether a job has begun and was not polled since."""
+        return job_id in self._open
+
     def drain(self, seconds: float) -> bool:
         """Wait up to `seconds` until every job has ended; whether that is so."""
         end = self._clock() + seconds

@@ -307,10 +307,24 @@ class CacheWorker(ExternalCacheWorker):
             self.transfers.start_saves(tuple(saves))
 
     def _give_up(self, jobs: Iterable[LoadJob | SaveJob]) -> None:
-        """Report these jobs as failed, whatever comes of them: a hook went wrong before they were sure to be done."""
+        """Report these jobs as failed, whatever comes of them: a hook went wrong before they were sure to be done.
+
+        One that is being copied is reported when the copy ends: until then it writes to its blocks or its slots.
+        """
         for job in jobs:
             self._jobs[job.job_id] = job
-            self._end(job, JobOutcome(failed=RangeSet.of(job.blocks)))
+            if self.transfers is None or not self.transfers.is_open(job.job_id):
+                self._end(job, JobOutcome(failed=RangeSet.of(job.blocks)))
+            elif isinstance(job, LoadJob) and job.synchronous:
+                self._go_on_now(job)
+            else:
+                self._recalled.add(job.job_id)
+
+    def _go_on_now(self, job: LoadJob) -> None:
+        """The step does not wait for this synchronous load any longer."""
+        if job.job_id in self._jobs and job.job_id not in self._left:
+            self._left.add(job.job_id)
+            self._invalid_blocks.update(job.block_ids)
 
     def poll(self) -> None:
         """The step is over: take in what the transfer threads finished."""
@@ -319,10 +333,8 @@ class CacheWorker(ExternalCacheWorker):
             return
         self._segment.step_ended()
         self._take_ended()
-        for job in self._synchronous:  # the step did not wait for them any longer
-            if job.job_id in self._jobs and job.job_id not in self._left:
-                self._left.add(job.job_id)
-                self._invalid_blocks.update(job.block_ids)
+        for job in self._synchronous:
+            self._go_on_now(job)
 
     def _take_ended(self) -> None:
         if self.transfers is not None:
