@@ -53,7 +53,7 @@ class TestDiskTier(TierConformance):
 
     def bury(self, tier: Tier) -> None:
         assert isinstance(tier, DiskTier)
-        tier._slab.close()
+        tier.slab.close()
 
     def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
         path = place.directory / "kvpact" / f"{place.namespace.name}.slab"
