@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvpact
-from kvpact.tiers.registry import SCHEMES
+from kvpact.tiers.backends import SCHEMES
 
 HEAVY = ("torch", "vllm")
 COMMANDS = ("serve", "config", "inspect", "verify", "gc", "tiers", "why", "conformance", "demo")

@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from kvpact.errors import ConfigError
-from kvpact.tiers.registry import SCHEMES
+from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.urls import TierURL, nearest, parse_tier_url, redact
 from kvpact.units import parse_duration, parse_size
 

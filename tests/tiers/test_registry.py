@@ -15,13 +15,14 @@ from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
 from kvpact.metrics import TierName
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
+from kvpact.tiers.backends import BACKENDS, SCHEMES
 from kvpact.tiers.base import Tier
 from kvpact.tiers.directory.store import DirectoryStore
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.mooncake.store import MooncakeStore
 from kvpact.tiers.objects.store import ObjectStore
 from kvpact.tiers.redis.store import RedisStore
-from kvpact.tiers.registry import BACKENDS, SCHEMES, TierContext, load_seal, open_store, open_tier
+from kvpact.tiers.registry import TierContext, load_seal, open_store, open_tier
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import TierURL, parse_tier_url
 

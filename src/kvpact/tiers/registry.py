@@ -11,21 +11,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 from kvpact._moved import renamed
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.backend import Backend
+from kvpact.tiers.backends import BACKENDS, ENTRY_POINTS, backend_of
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
 from kvpact.tiers.shared.store import RecordStore
 from kvpact.tiers.shared.tier import SharedTier
-
-if TYPE_CHECKING:
-    from kvpact.tiers.urls import TierURL
-
-ENTRY_POINTS: Final = "kvpact.tiers"
-"""The entry-point group in which other packages add kinds of tier; an entry's name is its URLs' scheme."""
+from kvpact.tiers.urls import TierURL
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +43,15 @@ class OpenStore(Protocol):
     def __call__(self, url: TierURL, *, for_tool: bool) -> RecordStore: ...
 
 
-_KINDS: Final = ("disk", "directory", "redis", "objects", "mooncake")
-"""The folders beside this file, one for each kind of tier; see `kvpact.tiers.backend`."""
-
-BACKENDS: Final = tuple(cast(Backend, import_module(f"kvpact.tiers.{kind}").BACKEND) for kind in _KINDS)
-_OF_SCHEME: Final = {scheme: backend for backend in BACKENDS for scheme in backend.schemes}
-SCHEMES: Final = {scheme: rules for backend in BACKENDS for scheme, rules in backend.schemes.items()}
-"""What the URLs of the kinds that kvpact brings look like."""
-
-
 def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
     """The store behind a shared tier's URL. Raises TierError.
 
     `for_tool`: for a person who looks. Nothing is made, evicted, kept for longer or lent by opening, asking, reading
     and closing; `remove` alone changes what is there, and nothing is written.
     """
-    backend = _OF_SCHEME.get(url.scheme)
+    backend = backend_of(url.scheme)
     if backend is None or not backend.shared:
-        shared = [scheme for scheme, its in _OF_SCHEME.items() if its.shared]
+        shared = [scheme for backend in BACKENDS if backend.shared for scheme in backend.schemes]
         raise TierError(f"{url} is no store that several engines share; those are {', '.join(shared)}")
     return cast(OpenStore, _opener(backend))(url, for_tool=for_tool)
 
@@ -80,7 +67,7 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     Raises:
         TierError: with one message for people; the engine serves on without this tier.
     """
-    backend = _OF_SCHEME.get(url.scheme)
+    backend = backend_of(url.scheme)
     if backend is not None and not backend.shared:
         return cast(OpenTier, _opener(backend))(url, place)
     if backend is not None:

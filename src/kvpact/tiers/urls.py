@@ -15,7 +15,7 @@ from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from kvpact.tiers.backend import UrlRules
-from kvpact.tiers.registry import ENTRY_POINTS, SCHEMES
+from kvpact.tiers.backends import ENTRY_POINTS, SCHEMES
 from kvpact.units import parse_duration, parse_size
 
 _SECRET_NAMES: Final = "password|secret|token|key|credential"

@@ -9,12 +9,12 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from kvpact.errors import TierError
+from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.redis.batches import Batches
 from kvpact.tiers.redis.connections import Address, Credentials, Pool
 from kvpact.tiers.redis.parts import MAX_PART, MIN_PART
 from kvpact.tiers.redis.servers import Cluster, OneServer, Sentinels, Servers
 from kvpact.tiers.redis.store import RedisStore
-from kvpact.tiers.registry import SCHEMES
 from kvpact.tiers.urls import TierURL
 from kvpact.units import format_size
 
