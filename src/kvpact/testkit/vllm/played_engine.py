@@ -89,12 +89,13 @@ def vllm_config(
     num_batched_tokens: int,
     transfer: dict[str, Any],
     block_size: int = BLOCK,
+    dtype: str = "bfloat16",
 ) -> Any:
     """A real configuration for a model that is nothing but its `config.json`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(MODEL))
     model = ModelConfig(
-        model=str(directory), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048, enforce_eager=True
+        model=str(directory), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048, enforce_eager=True
     )
     named = {
         **load_config({}, {}).kv_transfer_config(),
@@ -152,6 +153,7 @@ class PlayedEngine:
         zero_new_blocks: bool = False,
         scheduler_class: type[Scheduler] | None = None,
         block_size: int = BLOCK,
+        dtype: str = "bfloat16",
         **settings: object,
     ) -> None:
         """`settings` are kvpact's, `transfer` other fields of vLLM's `kv_transfer_config`.
@@ -161,7 +163,7 @@ class PlayedEngine:
         With `zero_new_blocks` the state update clears them, as vLLM's runners do for some models.
         """
         settings = {"memory": "4MiB", **settings}
-        self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {}, block_size)
+        self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {}, block_size, dtype)
         self.block_size = block_size
         self.config.cache_config.num_gpu_blocks = num_blocks
         shape = compat.EngineSettings(num_blocks=num_blocks, block_size=block_size, layers=LAYERS)
