@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from faulty_engine import FaultyEngine
@@ -11,6 +12,9 @@ from references import References
 
 from engines import BLOCK_BY_BLOCK, EnginePool
 from kvpact.demo.engine import EngineSettings
+
+if TYPE_CHECKING:
+    from kvpact.testkit.vllm.played_engine import PlayedEngine
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +29,21 @@ def faulty_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     engine = FaultyEngine(tiny_model, tmp_path_factory.mktemp("faulty"))
     with engine.process.wait_ready():
         yield engine
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
+    """Starts a played engine with these tiers and settings."""
+    from kvpact.testkit.vllm.played_engine import PlayedEngine
+
+    engines: list[PlayedEngine] = []
+
+    def start(*tiers: str, **settings: Any) -> PlayedEngine:
+        if tiers:
+            settings["tiers"] = list(tiers)
+        engines.append(PlayedEngine(tmp_path / "engine", **settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()

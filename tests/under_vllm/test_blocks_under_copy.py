@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,20 +24,6 @@ from kvpact.vllm import checks
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.scheduler_side import SchedulerSide
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
-    """Starts an engine with these settings."""
-    engines: list[PlayedEngine] = []
-
-    def start(**settings: Any) -> PlayedEngine:
-        engines.append(PlayedEngine(tmp_path / str(len(engines)), **settings))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
 
 
 class SlowSaves:

@@ -24,20 +24,6 @@ PROMPT = make_prompt(1, 6)
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
-    """Starts an engine with these settings."""
-    engines: list[PlayedEngine] = []
-
-    def start(**settings: Any) -> PlayedEngine:
-        engines.append(PlayedEngine(tmp_path / "engine", **settings))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Mounts a small file system in memory, with these options."""
     if os.geteuid():

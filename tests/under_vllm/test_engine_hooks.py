@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,6 @@ STORED, FRESH, LATER = make_prompt(1, 6), make_prompt(2, 5), make_prompt(3, 7)
 
 class Broken(RuntimeError):
     """What a test puts where kvpact's own code should be."""
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
-    """Starts an engine with these settings."""
-    engines: list[PlayedEngine] = []
-
-    def start(**settings: Any) -> PlayedEngine:
-        engines.append(PlayedEngine(tmp_path, **settings))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
 
 
 class Fault:

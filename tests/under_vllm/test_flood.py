@@ -6,9 +6,8 @@ engines in `make proofs`; `make soak` runs the whole flood on both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,20 +26,6 @@ REUSABLE = REFERENCES * BLOCKS * BLOCK
 
 ROOMY, SMALL = "24MiB", "512KiB"
 """Memory for 3,072 blocks, more than all prompts have, and for 64, which the last sixteen fill."""
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
-    """Starts an engine with these settings."""
-    started: list[PlayedEngine] = []
-
-    def start(**settings: Any) -> PlayedEngine:
-        started.append(PlayedEngine(tmp_path / "engine", **settings))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.close()
 
 
 @pytest.mark.parametrize("flood", [SHORT_FLOOD, pytest.param(FLOOD, marks=[pytest.mark.soak])])

@@ -7,8 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -71,18 +71,9 @@ def write_weights(directory: Path, content: bytes) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
+def start(start: Callable[..., PlayedEngine], tmp_path: Path) -> Callable[..., PlayedEngine]:
     """Starts an engine that knows of its weights what its files say, with a tier on disk."""
-    engines: list[PlayedEngine] = []
-
-    def start(**settings: Any) -> PlayedEngine:
-        tiers = [f"disk://{tmp_path}/slabs?capacity=256MiB"]
-        engines.append(PlayedEngine(tmp_path / "engine", **{"model_id": None, "tiers": tiers, **settings}))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
+    return partial(start, model_id=None, tiers=[f"disk://{tmp_path}/slabs?capacity=256MiB"])
 
 
 def assert_right(engine: PlayedEngine, prompts: list[list[int]], cached_blocks: int) -> None:

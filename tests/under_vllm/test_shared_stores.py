@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,18 +75,9 @@ def store(request: pytest.FixtureRequest, running: Callable[[str], Any], tmp_pat
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
+def start(start: Callable[..., PlayedEngine]) -> Callable[..., PlayedEngine]:
     """Starts an engine with these settings, patient ones unless said otherwise: a busy machine is no failure."""
-    engines: list[PlayedEngine] = []
-
-    def start(*tiers: str, **settings: Any) -> PlayedEngine:
-        settings = {"prepare_deadline": "8s", **settings}
-        engines.append(PlayedEngine(tmp_path / f"engine-{len(engines)}", tiers=list(tiers), **settings))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
+    return partial(start, prepare_deadline="8s")
 
 
 def ask_all(engine: PlayedEngine) -> int:

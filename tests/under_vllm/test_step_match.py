@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,6 @@ def store(tmp_path: Path) -> str:
     """The URL of an empty store."""
     (tmp_path / "shared").mkdir()
     return f"dir://{tmp_path}/shared?capacity=1GiB"
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
-    """Starts an engine with these settings."""
-    engines: list[PlayedEngine] = []
-
-    def start(*tiers: str, **settings: Any) -> PlayedEngine:
-        engines.append(PlayedEngine(tmp_path / f"engine-{len(engines)}", tiers=list(tiers), **settings))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture
