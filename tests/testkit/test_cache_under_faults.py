@@ -9,7 +9,8 @@ import pytest
 
 from kvpact.engine import Engine, EngineConfig, Request
 from kvpact.metrics import series
-from kvpact.testkit.cache.harness import CacheScene, SceneSettings, prompt
+from kvpact.testkit.cache.engine_harness import SceneSettings, prompt
+from kvpact.testkit.cache.harness import CacheScene
 from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.cache.subjects import pact_cache
 from kvpact.testkit.faults import Chances, Fault, FaultPlan, Faults, FaultyTier, Operation

@@ -9,7 +9,7 @@ from broken_epochs import BROKEN_EPOCHS, StoreCache, store_cache
 from kvpact.engine import ReferenceCache
 from kvpact.testkit.cache.checks_epochs import EpochChecks
 from kvpact.testkit.cache.conformance import run_conformance
-from kvpact.testkit.cache.harness import SceneSettings
+from kvpact.testkit.cache.engine_harness import SceneSettings
 from kvpact.testkit.cache.operations import Call, perform
 from kvpact.testkit.results import ConformanceReport, Verdict, concerned
 

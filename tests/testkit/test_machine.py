@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from broken_caches import ForgetsAborts, TrustsTheFirstRank, made_of
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvpact.contract import ExternalCache
+from kvpact.testkit.cache import random_plays
 from kvpact.testkit.cache.conformance import CachePlace, CacheUnderTest
 from kvpact.testkit.cache.machine import PactMachine
-from kvpact.testkit.cache.operations import Call, SceneSettings, perform, random_play, shortest
+from kvpact.testkit.cache.operations import Call, SceneSettings, perform
+from kvpact.testkit.cache.random_plays import random_play
 from kvpact.testkit.cache.soak import SUBJECTS, SoakFailure, report, soak
 from kvpact.testkit.cache.subjects import lazy_pact_cache, pact_cache, pact_cache_with_disk
 from kvpact.testkit.results import Broken
@@ -98,7 +98,7 @@ def test_hypothesis_finds_a_broken_cache() -> None:
     assert caught.value.script
 
 
-def test_what_fails_is_shortened_to_a_script_that_fails_again() -> None:
+def test_a_script_of_calls_that_breaks_something_can_be_played() -> None:
     factory = made_of(ForgetsAborts)
     settings_ = SceneSettings("vllm-0.32", num_slots=8)
     calls = [
@@ -116,26 +116,25 @@ def test_what_fails_is_shortened_to_a_script_that_fails_again() -> None:
     assert "P1" in broken.protects
     assert "the rest of its room is held for nobody" in broken.explanation
 
-    def fails(shorter: Sequence[Call]) -> bool:
-        return perform(factory, settings_, shorter) is not None
 
-    left = shortest(fails, calls)
-    assert fails(left)
-    assert len(left) < len(calls)
-    assert [call.name for call in left].count("arrive") == 2
-
-
-def test_a_random_play_ends_in_the_same_way_every_time() -> None:
+def test_what_a_random_play_breaks_is_shrunk_to_a_few_calls_that_break_it_again_in_the_same_way_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(random_plays, "SHRINK_TRIES", 100)
     factory = made_of(TrustsTheFirstRank)
-    seed = next(seed for seed in range(50) if random_play(factory, seed, 60) is not None)
-    first, second = random_play(factory, seed, 60), random_play(factory, seed, 60)
+    first, second = (random_play(factory, 0, 60, plays=4) for _ in range(2))
     assert first is not None
     assert second is not None
     assert first.script == second.script
     assert 3 < len(first.script) < 40
+    assert len(first.calls) < 30
+    again = perform(factory, first.settings, first.calls)
+    assert again is not None
+    assert again.protects == first.protects
 
 
-def test_a_soak_that_fails_names_the_seed_and_the_calls() -> None:
+def test_a_soak_that_fails_names_the_seed_and_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_plays, "SHRINK_TRIES", 100)
     factory = made_of(TrustsTheFirstRank)
     with pytest.raises(SoakFailure, match=r"broken, seed \d+") as caught:
         soak(100_000, {"broken": factory})

@@ -167,9 +167,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is alive or to come, a load is under way, or the cache wants to be stepped."""
         pending = self.cache is not None and self.cache.has_pending_work
-        return bool(self.scheduler.has_work or self._arrivals or pending) or any(
-            step[0].requests for step in self._executed
-        )
+        return bool(self.scheduler.has_work or self._arrivals or pending or self.has_executed)
+
+    @property
+    def has_executed(self) -> bool:
+        """Whether a step with requests in it is executed and not taken in."""
+        return any(step[0].requests for step in self._executed)
 
     # Steps
 

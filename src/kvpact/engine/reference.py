@@ -169,15 +169,8 @@ class ReferenceCache(ExternalCache):
         for group, ids in enumerate(tables):
             for first, last in _runs(i for i in range(plan.start, end) if not self._context.get_block(ids[i]).is_null):
                 slots = tuple(plan.entries[i - plan.start][group].slot for i in range(first, last))
-                job = LoadJob(
-                    next(self._job_ids),
-                    request.request_id,
-                    first,
-                    slots,
-                    tuple(ids[first:last]),
-                    not match.load_kv_async,
-                    group,
-                )
+                where = (next(self._job_ids), request.request_id, first, slots, tuple(ids[first:last]))
+                job = LoadJob(*where, not match.load_kv_async, group)
                 plan.jobs[job.job_id] = job, JobTally(job.blocks, self._num_ranks)
                 self._loads_to_do.append(job)
         return num_tokens
@@ -217,11 +210,8 @@ class ReferenceCache(ExternalCache):
             if name in self.entries:
                 self.entries.move_to_end(name)  # a chain's head is evicted after its tail, and not for its tail (H54)
         for group, ids in enumerate(blocks):
-            wanted = [
-                i
-                for i in range(full)
-                if (keys[i], group) not in self.entries and not self._context.get_block(ids[i]).is_null
-            ]
+            new = (i for i in range(full) if (keys[i], group) not in self.entries)
+            wanted = [i for i in new if not self._context.get_block(ids[i]).is_null]
             for first, last in _runs(wanted):
                 slots = self._take_slots(last - first, set(chain))
                 taken = ids[first : first + len(slots)]
@@ -334,8 +324,7 @@ class ReferenceCache(ExternalCache):
                 for group, entry in enumerate(plan.entries[block - plan.start]):
                     self._forget((plan.keys[block], group), entry)
         self._let_go_of(plan)
-        asynchronous = self._asynchronous
-        return LoadSettlement(request_id, everything.difference(failed), failed, asynchronous)
+        return LoadSettlement(request_id, everything.difference(failed), failed, self._asynchronous)
 
     def _forget(self, key: EntryKey, entry: Entry) -> None:
         if self.entries.get(key) is entry:

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import overload
 
+TRACE_LINES = 200
+"""Steps of a check that are kept; one that needs more is no longer readable."""
+
 
 class Trace(Sequence[str]):
     """The last `limit` lines, by default all; any thread may add one."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpact.engine import JobBehavior
+from kvpact.testkit.cache.engine_harness import prompt
 from kvpact.testkit.cache.factory import CacheLab, in_every_mode, promised
-from kvpact.testkit.cache.harness import CacheScene, prompt
+from kvpact.testkit.cache.harness import CacheScene
 from kvpact.testkit.faults import Fault, Operation
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.suite import Suite, protects

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvpact.engine import JobBehavior, RequestStatus
 from kvpact.identity.keys import RequestIdentity
+from kvpact.testkit.cache.engine_harness import prompt
 from kvpact.testkit.cache.factory import CacheLab, in_every_mode, promised
-from kvpact.testkit.cache.harness import CacheScene, prompt
+from kvpact.testkit.cache.harness import CacheScene
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.suite import Suite, protects
 

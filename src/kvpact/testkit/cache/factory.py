@@ -9,7 +9,6 @@ import functools
 import gc
 import sys
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,9 +18,11 @@ from typing import Any, Protocol
 from kvpact.contract import ExternalKVMatch
 from kvpact.engine import Engine, EngineConfig, EngineContext, EngineQuirks, Request
 from kvpact.errors import PactViolation
-from kvpact.testkit.cache.harness import SCRIPT_LINES, CacheScene, SceneSettings
+from kvpact.testkit.cache.engine_harness import SceneSettings
+from kvpact.testkit.cache.harness import CacheScene
 from kvpact.testkit.cache.subjects import CacheFactory
 from kvpact.testkit.results import NotObservable
+from kvpact.testkit.trace import TRACE_LINES, Trace
 
 
 class SaysHowCachesAreMade(Protocol):
@@ -42,13 +43,8 @@ class CacheLab:
     def __init__(self, suite: SaysHowCachesAreMade, directory: Path) -> None:
         self.suite = suite
         self._directory = directory
-        self._script: deque[str] = deque(maxlen=SCRIPT_LINES)
+        self.script = Trace(TRACE_LINES)
         self._opened = 0
-
-    @property
-    def script(self) -> Sequence[str]:
-        """The steps since the last scene was opened."""
-        return tuple(self._script)
 
     @contextmanager
     def scene(self, mode: str, quirks: dict[str, Any] | None = None, **settings: Any) -> Iterator[CacheScene]:
@@ -57,11 +53,11 @@ class CacheLab:
         wanted = SceneSettings(mode, ranks=suite.ranks, num_slots=suite.num_slots, timeout=suite.timeout)
         if quirks:
             wanted = replace(wanted, quirks=replace(EngineQuirks.presets()[mode], **quirks))
-        self._script.clear()
+        self.script.clear()
         self._opened += 1
         directory = self._directory / f"scene-{self._opened}"
         directory.mkdir(parents=True)
-        scene = CacheScene(suite.make_cache, directory, replace(wanted, **settings), self._script)
+        scene = CacheScene(suite.make_cache, directory, replace(wanted, **settings), self.script)
         try:
             yield scene
         finally:

@@ -1,7 +1,7 @@
 """`PactMachine`: a hypothesis state machine over plays, for caches of any author.
 
 Owns the translation of rules into the calls of a play, so that what hypothesis finds and shrinks is a script of calls.
-Everything that is done or verified stands in `play.py`. Needs hypothesis.
+Everything that is done or verified stands in `operations.py`. Needs hypothesis.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvpact.contract import ExternalCache
 from kvpact.engine import EngineQuirks
-from kvpact.testkit.cache.harness import SceneSettings
-from kvpact.testkit.cache.operations import CHANCES, Call, Figures, Play
+from kvpact.testkit.cache.operations import Call, Figures, Play
+from kvpact.testkit.cache.random_plays import BOUNDS, SIZES, engine_settings
 from kvpact.testkit.cache.subjects import CachePlace, CacheUnderTest
-
-_BOUNDS = {name: bounds for name, _, bounds in CHANCES}
 
 
 def _arguments(call: str) -> dict[str, Any]:
-    return {name: st.integers(least, most) for name, (least, most) in _BOUNDS[call].items()}
+    return {name: st.integers(least, most) for name, (least, most) in BOUNDS[call].items()}
 
 
 class PactMachine(RuleBasedStateMachine):
@@ -52,18 +50,10 @@ class PactMachine(RuleBasedStateMachine):
         """Your cache, made for `place`; as a `CacheUnderTest` if it shows more of itself."""
         raise NotImplementedError(f"{type(self).__name__} must say in `make_cache` how the cache is made")
 
-    @initialize(
-        mode=st.integers(0, 99),
-        ranks=st.integers(1, 3),
-        num_slots=st.sampled_from((8, 16, 40)),
-        num_blocks=st.sampled_from((48, 24, 14)),
-        max_tokens_per_step=st.sampled_from((512, 64, 16)),
-        prefix_caching=st.booleans(),
-        priority=st.booleans(),
-    )
-    def start(self, mode: int, **settings: Any) -> None:
+    @initialize(mode=st.integers(0, 99), sizes=SIZES)
+    def start(self, mode: int, sizes: dict[str, Any]) -> None:
         """An engine of some mode, small, so that everything is scarce."""
-        self.play = Play(self.make_cache, SceneSettings(self.modes[mode % len(self.modes)], **settings))
+        self.play = Play(self.make_cache, engine_settings(self.modes[mode % len(self.modes)], sizes))
 
     def _do(self, call: str, **arguments: int) -> None:
         if self.play is not None:

@@ -10,15 +10,13 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
     ExternalCache,
     ExternalKVMatch,
-    JobOutcome,
-    LoadJob,
     LoadSettlement,
     SaveJob,
     SchedulerContext,
@@ -27,79 +25,17 @@ from kvpact.contract import (
     num_blocks_for,
 )
 from kvpact.errors import WeightsVersionRefused
-from kvpact.identity.keys import BlockKey, BlockKeys
+from kvpact.identity.keys import BlockKeys
+from kvpact.testkit.cache.job_monitor import (
+    WATCH_NAMESPACE,
+    Commit,
+    EverStored,
+    JobMonitor,
+    Known,
+    Promise,
+    StoredBlock,
+)
 from kvpact.testkit.results import Broken
-
-WATCH_NAMESPACE = bytes(32)
-
-StoredBlock = tuple[BlockKey, int]
-"""A block's content, and the KV cache group it belongs to."""
-
-EverStored = dict[str, dict[StoredBlock, int]]
-"""What caches over one store have stored, in which save, by the word of the epoch; "" for the first one."""
-
-
-@dataclass(slots=True)
-class Job:
-    """One job and what each rank said of it: blocks done, blocks failed."""
-
-    job: LoadJob | SaveJob
-    contents: tuple[StoredBlock, ...]
-    said: dict[int, tuple[set[int], set[int]]] = field(default_factory=dict)
-    taken_back: dict[int, set[int]] = field(default_factory=dict)
-    """What a rank that forgot its jobs calls failed in this report and called done before: either may count in it."""
-    void: bool = False
-
-    def hear(self, rank: int, outcome: JobOutcome) -> None:
-        """What failed once stays failed; blocks of other jobs are no news."""
-        done, failed = self.said.setdefault(rank, (set(), set()))
-        failed.update(block for block in outcome.failed.blocks() if block in self.job.blocks)
-        self.taken_back[rank] = done & failed
-        done.update(block for block in outcome.done.blocks() if block in self.job.blocks)
-        done -= failed
-
-    def all_said(self, num_ranks: int) -> bool:
-        """Whether every rank has accounted for every block."""
-        return all(sum(map(len, self.said.get(rank, _SILENT))) == len(self.job.blocks) for rank in range(num_ranks))
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """An open match: tokens behind the `computed` ones, and the copies that were there when it was first made."""
-
-    computed: int
-    num_tokens: int
-    copies: dict[StoredBlock, int]
-
-
-@dataclass(slots=True)
-class Commit:
-    """A match that the engine took: blocks from `start` on, into `block_ids`, one sequence a KV cache group."""
-
-    start: int
-    num_blocks: int
-    asynchronous: bool
-    block_ids: tuple[tuple[int, ...], ...]
-    keys: list[BlockKey]
-    copies: dict[StoredBlock, int]
-    jobs: list[Job] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """The block after the last one."""
-        return self.start + self.num_blocks
-
-
-@dataclass(slots=True)
-class Known:
-    """What is known of one live request."""
-
-    keys: BlockKeys | None
-    computed: int = 0
-    noted: tuple[int, ...] = ()
-    """The engine's blocks that were full when the request was last computed."""
-    failed_from: int | None = None
-    asked_since: float | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +47,7 @@ class CallTimes:
     longest: float = 0.0
 
 
-class ContractWatch(ExternalCache):
+class ContractWatch(JobMonitor, ExternalCache):
     """A cache as the engine sees it, watched. `stored` is what earlier caches of this place left to it, and
     `ever_stored` is shared by all that were ever made for it.
 
@@ -133,36 +69,26 @@ class ContractWatch(ExternalCache):
         ever_stored: EverStored | None = None,
         say: Callable[[str], None] = lambda words: None,
     ) -> None:
+        super().__init__(
+            block_size=block_size,
+            num_ranks=num_ranks,
+            own_workers=own_workers,
+            stored=stored,
+            ever_stored={} if ever_stored is None else ever_stored,
+            say=say,
+        )
         self.cache = cache
-        self.stored: dict[StoredBlock, int] = dict(stored or {})
-        """What ranks saved in this epoch and was not dropped since, and in which save."""
-        self.ever_stored: EverStored = {} if ever_stored is None else ever_stored
-        """With what was dropped since: a process that dies before its tiers heard of it finds it again."""
         self.has_neighbours = False
         """Whether other engines store at the same place now: what they stored may be promised too."""
         self.resets = 0
-        self._of_epoch = self.ever_stored.setdefault("", dict(self.stored))
         self._forgotten: set[StoredBlock] = set()
         """What was stored before the last reset, by this cache."""
         self._word, self._old_word, self._awaits_word = "", "", False
         self.times: dict[str, CallTimes] = {}
         self.promised_tokens = 0
-        self._saves = max((save for stored in self.ever_stored.values() for save in stored.values()), default=0)
-        self.loads_failed_by_ranks = 0
         self.open: dict[str, Promise] = {}
-        self.commits: dict[str, Commit] = {}
-        self._block_size, self._num_ranks = block_size, num_ranks
         self._clock, self._timeout, self._whole_answers = clock, timeout, whole_answers
-        self._own_workers = own_workers
-        self._say = say
-        self._requests: dict[str, Known] = {}
-        self._jobs: dict[int, Job] = {}
         self._new_sync: list[str] = []
-        self._late: list[Job] = []
-        """Loads that the engine went on without, until no rank can write to their blocks."""
-        self._context: SchedulerContext | None = None
-        self._contents: dict[int, BlockKey] = {}
-        """The engine's block -> what was last computed into it, also for requests that have ended."""
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -174,10 +100,6 @@ class ContractWatch(ExternalCache):
         times.calls += 1
         times.longest = max(times.longest, time.perf_counter() - began)
         times.slept += resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > switches
-
-    def _require(self, holds: bool, names: str, explanation: str) -> None:
-        if not holds:
-            raise Broken(explanation, protects=names.split())
 
     def _know(self, request: EngineRequest) -> Known:
         known = self._requests.get(request.request_id)
@@ -346,67 +268,6 @@ class ContractWatch(ExternalCache):
         self._new_sync.clear()
         return work
 
-    def _take_load(self, job: LoadJob) -> None:
-        name = job.request_id
-        commit = self.commits.get(name)
-        if commit is None:
-            raise Broken(f"a load is ordered for {name}, for which nothing is committed", protects=("P1", "P4"))
-        blocks = job.blocks
-        self._require(
-            commit.start <= blocks.start and blocks.end <= commit.end,
-            "P4 H04 H03",
-            f"a load of blocks {blocks.start} to {blocks.end - 1} is ordered for {name}; "
-            f"blocks {commit.start} to {commit.end - 1} were committed",
-        )
-        if job.group_id < len(commit.block_ids):
-            wanted = commit.block_ids[job.group_id][blocks.start : blocks.end]
-            self._require(
-                job.block_ids == wanted,
-                "P4 H03",
-                f"a load of blocks {blocks.start} to {blocks.end - 1} of {name} is to go into the engine's blocks "
-                f"{job.block_ids}; its own are {wanted}",
-            )
-        self._require(
-            job.synchronous is not commit.asynchronous,
-            "P5",
-            f"the load of {name} was promised as {'a' if commit.asynchronous else ''}synchronous and ordered otherwise",
-        )
-        contents = tuple((commit.keys[block], job.group_id) for block in blocks)
-        entry = self._jobs[job.job_id] = Job(job, contents)
-        commit.jobs.append(entry)
-
-    def _take_save(self, job: SaveJob) -> None:
-        known = self._requests.get(job.request_id)
-        keys = known.keys.keys if known is not None and known.keys is not None else []
-        computed = min((known.computed if known is not None else 0) // self._block_size, len(keys))
-        content = [self._contents.get(block_id) for block_id in job.block_ids] if not job.group_id else []
-        if job.blocks.end > computed and len(content) == len(job.blocks) and (known is None or content == [
-            *keys[job.blocks.start : job.blocks.end]
-        ]):  # fmt: skip
-            # Blocks that a request left behind when it ended or was preempted: saved late, as what they hold.
-            contents = tuple((key, 0) for key in content if key is not None)
-            self._jobs[job.job_id] = Job(job, contents if len(contents) == len(content) else ())
-            return
-        self._require(
-            job.blocks.end <= computed or not len(job.blocks) or known is None,
-            "P8 H29 H30",
-            f"a save of blocks {job.blocks.start} to {job.blocks.end - 1} of {job.request_id} is ordered, "
-            f"of which {known.computed if known is not None else 0} tokens are computed",
-        )
-        contents = tuple((keys[block], job.group_id) for block in job.blocks) if known is not None else ()
-        self._jobs[job.job_id] = Job(job, contents)
-
-    def _require_covered(self, name: str, commit: Commit, when: str) -> None:
-        for group, table in enumerate(commit.block_ids):
-            covered = {block for entry in commit.jobs if entry.job.group_id == group for block in entry.job.blocks}
-            missing = [b for b in range(commit.start, commit.end) if table[b] and b not in covered]
-            self._require(
-                not missing,
-                "P5 H05",
-                f"blocks {commit.start} to {commit.end - 1} were committed for {name}; no load of block "
-                f"{missing[:1]} is ordered in {when}",
-            )
-
     # Reports
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
@@ -429,111 +290,6 @@ class ContractWatch(ExternalCache):
             if isinstance(entry.job, SaveJob) and entry.all_said(self._num_ranks):
                 self._jobs.pop(entry.job.job_id, None)
         return settlements
-
-    def _require_held(self) -> None:
-        """What a load may still write to, though the engine went on without it, is held by the cache."""
-        for entry in [entry for entry in self._late if entry.all_said(self._num_ranks)]:
-            self._late.remove(entry)
-            self._jobs.pop(entry.job.job_id, None)
-        held = getattr(self._context, "held", None)
-        if held is None:
-            return
-        for entry in self._late:
-            free = [block for block in entry.job.block_ids if not held.get(block)]
-            self._require(
-                not free,
-                "H07",
-                f"the load of {entry.job.request_id} was settled as late, and may still write to the engine's blocks "
-                f"{free}, which the cache does not hold",
-            )
-
-    def _note_saved(self, entry: Job) -> None:
-        if isinstance(entry.job, LoadJob) or entry.void:
-            return
-        for block, content in zip(entry.job.blocks, entry.contents, strict=False):
-            if all(block in entry.said.get(rank, _SILENT)[0] for rank in range(self._num_ranks)):
-                self._saves += 1
-                self.stored[content] = self._of_epoch[content] = self._saves
-
-    def _settle(self, settlement: LoadSettlement) -> None:
-        name = settlement.request_id
-        commit = self.commits.pop(name, None)
-        if commit is None:
-            raise Broken(f"a load of {name} is settled that is not under way, or twice", protects=("P1", "H08"))
-        if not self._own_workers:
-            self._require_covered(name, commit, "all the steps before it was settled")
-        loaded, failed = set(settlement.loaded.blocks()), set(settlement.failed.blocks())
-        committed = set(range(commit.start, commit.end))
-        self._require(
-            loaded | failed == committed and not loaded & failed,
-            "P7",
-            f"blocks {commit.start} to {commit.end - 1} were committed for {name}; loaded {sorted(loaded)} and failed "
-            f"{sorted(failed)} must name each of them once",
-        )
-        self._require(
-            settlement.asynchronous is commit.asynchronous, "P5", f"the load of {name} is settled as of another kind"
-        )
-        named = {block for entry in commit.jobs for _, said in entry.said.values() for block in said}
-        self.loads_failed_by_ranks += bool(named)
-        for entry in commit.jobs:
-            if settlement.late:
-                self._late.append(entry)
-                continue
-            self._judge(name, entry, loaded)
-            self._jobs.pop(entry.job.job_id, None)
-        self._require(
-            not (settlement.late and loaded), "P7", f"blocks {sorted(loaded)} of {name} are settled as loaded, and late"
-        )
-        hull = set(range(min(named), max(named) + 1)) if named else set()
-        lost = [b for b in sorted(failed - hull) if self._all_said(commit, b) and not self._own_workers]
-        self._require(
-            not lost or settlement.late,
-            "P2 P9",
-            f"the load of blocks {lost} of {name} is settled as failed; every rank reported them as arrived",
-        )
-        if failed:
-            self._say(f"the load of {name} is settled; blocks {sorted(failed)} failed")
-            known = self._requests.get(name)
-            if known is not None:
-                known.failed_from = min(failed) if known.failed_from is None else min(known.failed_from, min(failed))
-            for content, save in commit.copies.items():  # what was saved anew meanwhile is another copy
-                if (
-                    not settlement.late
-                    and content[0] in commit.keys[min(failed) :]
-                    and self.stored.get(content) == save
-                ):
-                    del self.stored[content]
-
-    def _all_said(self, commit: Commit, block: int) -> bool:
-        return all(
-            block in entry.said.get(rank, _SILENT)[0]
-            for entry in commit.jobs
-            if block in entry.job.blocks
-            for rank in range(self._num_ranks)
-        )
-
-    def _judge(self, name: str, entry: Job, loaded: set[int]) -> None:
-        """Every rank has said of every block what became of it, and what counts as loaded has arrived everywhere."""
-        blocks = set(entry.job.blocks)
-        for rank in range(self._num_ranks):
-            done, failed = entry.said.get(rank, _SILENT)
-            silent = sorted(blocks - done - failed)
-            self._require(
-                not loaded.intersection(silent),
-                "P10 H40 H31",
-                f"rank {rank} has not said what became of blocks {silent} of {name}; they are settled as loaded",
-            )
-            self._require(
-                not silent,
-                "P10 H07",
-                f"rank {rank} may still write to blocks {silent} of {name}; they are settled as failed, and given away",
-            )
-            failed = failed - entry.taken_back.get(rank, set())
-            self._require(
-                not loaded & failed,
-                "P10 H41",
-                f"rank {rank} said that blocks {sorted(loaded & failed)} of {name} failed; they are settled as loaded",
-            )
 
     # The rest
 
@@ -608,9 +364,6 @@ class ContractWatch(ExternalCache):
         self._require(
             not self.commits, "P1 P7", f"no request is alive, and the loads of {[*self.commits]} were never settled"
         )
-
-
-_SILENT: tuple[set[int], set[int]] = (set(), set())
 
 
 def _answer(match: ExternalKVMatch | None) -> str:

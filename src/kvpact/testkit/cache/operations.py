@@ -1,29 +1,29 @@
-"""Plays: lists of calls that drive an engine and its cache through trouble, and can be repeated and shortened.
+"""Plays: lists of calls that drive an engine and its cache through trouble, and can be repeated.
 
-Owns what may happen (arrivals, cancellations, faults of ranks and tiers, resets, restarts), the verification after each
-step, and the shortest script that still fails. Any list of calls is legal: one that finds nothing to act on does
-nothing.
+Owns what may happen (arrivals, cancellations, faults of ranks and tiers, resets, restarts), and the verification after
+each step. Any list of calls is legal: one that finds nothing to act on does nothing.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from kvpact.engine import EngineQuirks, JobBehavior, Request, StepClock
+from kvpact.engine import JobBehavior, Request, StepClock
 from kvpact.engine.config import NO_EXTRAS
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact.testkit.cache.harness import SCRIPT_LINES, CacheScene, SceneSettings
-from kvpact.testkit.cache.monitor import EverStored, StoredBlock
+from kvpact.testkit.cache.engine_harness import SceneSettings
+from kvpact.testkit.cache.harness import CacheScene
+from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
 from kvpact.testkit.cache.subjects import CacheFactory
 from kvpact.testkit.faults import Crash, Fault, Operation
 from kvpact.testkit.results import Broken
+from kvpact.testkit.trace import TRACE_LINES, Trace
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -99,7 +99,7 @@ class Play:
         self._clock = StepClock()
         self._names = 0
         self._alive: list[Request] = []
-        self._script: deque[str] = deque(maxlen=SCRIPT_LINES)
+        self._script = Trace(TRACE_LINES)
         self.scene = self._open()
 
     def _open(self) -> CacheScene:
@@ -347,98 +347,14 @@ class Play:
         self._folder.cleanup()
 
 
-CHANCES: tuple[tuple[str, int, dict[str, tuple[int, int]]], ...] = (
-    ("step", 100, {"times": (1, 8)}),
-    (
-        "arrive",
-        80,
-        {"prefix": (0, 2), "shared": (0, 60), "tail": (0, 12), "outputs": (0, 6), "kind": (0, 21), "priority": (0, 2)},
-    ),
-    ("cancel", 10, {"which": (0, 11)}),
-    (
-        "misbehave",
-        30,
-        {
-            "rank": (0, 2),
-            "copy_after": (0, 4),
-            "report_after": (0, 4),
-            "reports": (0, 2),
-            "pieces": (0, 1),
-            "fail_at": (0, 12),
-            "fail_count": (0, 3),
-            "load": (0, 1),
-        },
-    ),
-    ("silence", 5, {"rank": (0, 2), "steps": (1, 12)}),
-    ("rank_restarts", 2, {"rank": (0, 2)}),
-    ("squeeze", 2, {"leave": (0, 6)}),
-    ("release", 6, {}),
-    ("forget_local", 25, {}),
-    ("wait", 3, {"tenths": (1, 40)}),
-    ("stall", 6, {"steps": (1, 30)}),
-    ("tier_fault", 8, {"operation": (0, 1), "fault": (0, 2)}),
-    ("tier_crash", 1, {"after": (0, 3)}),
-    ("damage", 3, {"at": (0, 999)}),
-    ("reset", 1, {}),
-    ("reset_connector", 1, {}),
-    ("update_weights", 2, {"to": (0, 2), "clear": (0, 1)}),
-    ("weights_version", 2, {}),
-    ("restart", 1, {"crash": (0, 1)}),
-)
-"""The calls of a random play: name, weight, and the bounds of each argument, both included."""
-
-_NAMES = [name for name, _, _ in CHANCES]
-_WEIGHTS = [weight for _, weight, _ in CHANCES]
-_BOUNDS = {name: bounds for name, _, bounds in CHANCES}
-
-
-def random_call(random: Random) -> Call:
-    """Some call with some arguments."""
-    name = random.choices(_NAMES, _WEIGHTS)[0]
-    return Call(name, tuple((argument, random.randint(*bounds)) for argument, bounds in _BOUNDS[name].items()))
-
-
-WAYS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("silent_aborts", (False, True)),
-    ("async_scheduling", (False, True)),
-    ("commits_zero", (False, True)),
-    ("finishes_before_report", (False, True)),
-    ("truncates_at_failure", (False, True)),
-    ("probes_after_failed_load", (False, True)),
-    ("commits_async_late", (False, True)),
-    ("load_failure", ("recompute", "recompute", "fail")),
-    ("drops_hit_within_tokens", (0, 0, 12)),
-    ("local_tail_tokens", (0, 0, 8)),
-    ("rounds_match_to_tokens", (1, 5, 16)),
-    ("throttles_prefill_every", (0, 0, 3)),
-    ("encoder_tokens_per_step", (None, 8)),
-    ("keeps_free_blocks", (0, 0, 2)),
-)
-"""In what engines may differ from their mode: exits and rewrites between a match and its commit, and what follows."""
-
-
-def random_settings(random: Random, mode: str | None = None) -> SceneSettings:
-    """Some engine: small, so that everything is scarce; half of them with ways of their own."""
-    settings = SceneSettings(
-        mode=mode or random.choice([*EngineQuirks.presets()]),
-        ranks=random.choice((1, 2, 2, 3)),
-        num_slots=random.choice((8, 16, 40)),
-        num_blocks=random.choice((14, 24, 48)),
-        max_tokens_per_step=random.choice((16, 64, 512)),
-        max_running=random.choice((2, 8)),
-        prefix_caching=random.random() < 0.7,
-        priority=random.random() < 0.3,
-    )
-    if random.random() < 0.5:
-        ways = {name: random.choice(values) for name, values in WAYS if random.random() < 0.4}
-        settings = replace(settings, quirks=replace(EngineQuirks.presets()[settings.mode], **ways))
-    return settings
-
-
 def perform(
-    factory: CacheFactory, settings: SceneSettings, calls: Iterable[Call], parent: Path | None = None
+    factory: CacheFactory,
+    settings: SceneSettings,
+    calls: Iterable[Call],
+    parent: Path | None = None,
+    figures: Figures | None = None,
 ) -> Broken | None:
-    """Play `calls` to the end; what was broken, if something was."""
+    """Play `calls` to the end; what was broken, if something was. What happened is added to `figures`."""
     play = Play(factory, settings, parent)
     try:
         for call in calls:
@@ -448,68 +364,6 @@ def perform(
         return broken
     finally:
         play.close()
-    return None
-
-
-def shortest(fails: Callable[[Sequence[Call]], bool], calls: Sequence[Call], tries: int = 2000) -> list[Call]:
-    """The shortest list found that still fails: calls left out, in ever smaller groups, then arguments made smaller."""
-    left, budget = list(calls), tries
-    size = max(1, len(left) // 2)
-    while size and budget > 0:
-        start, changed = 0, False
-        while start < len(left) and budget > 0:
-            shorter = left[:start] + left[start + size :]
-            budget -= 1
-            if fails(shorter):
-                left, changed = shorter, True
-            else:
-                start += size
-        size = size if changed and size == 1 else size // 2
-    for at, call in enumerate(left):
-        for argument, now in call.arguments:
-            for value in range(_BOUNDS[call.name][argument][0], now):
-                simpler = [*left]
-                simpler[at] = Call(call.name, tuple((n, value if n == argument else v) for n, v in left[at].arguments))
-                budget -= 1
-                if budget > 0 and fails(simpler):
-                    left = simpler
-                    break
-    return left
-
-
-def random_play(
-    factory: CacheFactory,
-    seed: int,
-    num_calls: int,
-    *,
-    mode: str | None = None,
-    figures: Figures | None = None,
-    parent: Path | None = None,
-) -> BrokenPlay | None:
-    """Play `num_calls` random calls; what was broken first, with the shortest script found, or None."""
-    random = Random(seed)
-    settings = random_settings(random, mode)
-    calls: list[Call] = []
-    play = Play(factory, settings, parent)
-    try:
-        for _ in range(num_calls):
-            calls.append(random_call(random))
-            play.do(calls[-1])
-        play.finish()
-        return None
-    except Broken as broken:
-        found = broken
-    finally:
-        play.close()
         if figures is not None:
             figures.add(play.figures)
-
-    def fails(calls: Sequence[Call], settings: SceneSettings) -> bool:
-        again = perform(factory, settings, calls, parent)
-        return again is not None and again.protects == found.protects
-
-    plain = replace(settings, quirks=None)
-    if fails(calls, plain):
-        settings = plain
-    calls = shortest(lambda shorter: fails(shorter, settings), calls)
-    return BrokenPlay(perform(factory, settings, calls, parent) or found, settings, calls)
+    return None

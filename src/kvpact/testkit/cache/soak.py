@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from kvpact.testkit.cache.operations import BrokenPlay, Figures, random_play
+from kvpact.testkit.cache.operations import BrokenPlay, Figures
+from kvpact.testkit.cache.random_plays import random_play
 from kvpact.testkit.cache.subjects import (
     DISK_SLOTS,
     CacheFactory,
@@ -26,7 +27,10 @@ from kvpact.testkit.cache.subjects import (
 )
 
 CALLS = 400
-"""Calls of one play; about 650 engine steps."""
+"""The most calls of one play; about 650 engine steps."""
+
+PLAYS = 4
+"""Plays of one seed."""
 
 SUBJECTS: Mapping[str, CacheFactory] = {
     "memory": pact_cache,
@@ -64,7 +68,7 @@ def soak(
     seed = first_seed
     while figures.steps < steps:
         name = names[seed % len(names)]
-        broken = random_play(subjects[name], seed, CALLS, figures=figures, parent=parent)
+        broken = random_play(subjects[name], seed, CALLS, plays=PLAYS, figures=figures, parent=parent)
         if broken is not None:
             raise SoakFailure(name, seed, broken)
         seed += 1

@@ -1,0 +1,354 @@
+"""An embedded engine around a watched cache: requests, steps, and the verification of every invariant after each.
+
+Owns the script of what was done. Decides no check, and makes no trouble but what its ranks are told to make.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from kvpact.contract import ExternalCacheWorker, ExternalKVMatch, LoadJob, WorkerReport
+from kvpact.engine import (
+    ByteSegment,
+    Engine,
+    EngineConfig,
+    EngineQuirks,
+    JobBehavior,
+    KVCacheGroup,
+    OracleViolation,
+    Request,
+    SimulatedWorker,
+    StepClock,
+)
+from kvpact.engine.config import NO_EXTRAS
+from kvpact.engine.simulated_worker import Job
+from kvpact.errors import PactViolation
+from kvpact.identity.keys import RequestIdentity
+from kvpact.ranges import RangeSet
+from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
+from kvpact.testkit.cache.monitor import ContractWatch
+from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, made_for
+from kvpact.testkit.catalogue import TITLES
+from kvpact.testkit.faults import Crash
+from kvpact.testkit.results import Broken, NotObservable
+from kvpact.testkit.trace import TRACE_LINES, Trace
+
+NEVER = 1 << 40
+"""A step that never comes: the engine looks at a request that becomes ready in it only when told to."""
+
+REST_STEPS = 4000
+"""Steps in which an engine without requests must come to rest: 40 s of its clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class SceneSettings:
+    """Sizes in tokens, blocks and slots. `mode` names a preset of `EngineQuirks`; `quirks` overrides parts of it."""
+
+    mode: str = "native"
+    ranks: int = 2
+    block_size: int = 4
+    num_slots: int = 16
+    num_blocks: int = 64
+    max_tokens_per_step: int = 512
+    max_running: int = 16
+    prefix_caching: bool = True
+    priority: bool = False
+    layers: int = 1
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
+    write_queue_bytes: int = 1 << 30
+    timeout: float = 60.0
+    quirks: EngineQuirks | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"a {self.mode} engine of {self.ranks} ranks with {self.num_blocks - 1} blocks of {self.block_size} tokens "
+            f"and a cache of {self.num_slots} slots{self._ways()}"
+        )
+
+    def _ways(self) -> str:
+        """How the engine differs from its mode, in words."""
+        if self.quirks is None:
+            return ""
+        usual = EngineQuirks.presets()[self.mode]
+        ways = [(item.name, getattr(self.quirks, item.name)) for item in fields(EngineQuirks)]
+        return "".join(f", {name}={value}" for name, value in ways if value != getattr(usual, name))
+
+
+class StagedWorker(SimulatedWorker):
+    """A simulated rank that can fall silent for some steps, or forget all it was told."""
+
+    def __init__(
+        self, rank: int, slot_view: Callable[[int], memoryview], conduct: Callable[[int, Job], JobBehavior]
+    ) -> None:
+        super().__init__(rank, slot_view, conduct)
+        self.silent_steps = 0
+        self._kept_back = WorkerReport({})
+
+    def report(self) -> WorkerReport:
+        """See `ExternalCacheWorker`; what a silent rank has to say, it says later."""
+        self._kept_back = self._kept_back.aggregate(super().report())
+        if self.silent_steps:
+            self.silent_steps -= 1
+            return WorkerReport({})
+        report, self._kept_back = self._kept_back, WorkerReport({})
+        return report
+
+    def forget(self) -> None:
+        """Drop jobs that are not copied yet and reports that are not sent; asked later, this rank knows nothing."""
+        self._tasks, self._reports, self._kept_back = [], [], WorkerReport({})
+        self._said.clear()
+
+
+class EngineHarness:
+    """One engine and one cache. `script` are the steps so far; `stored` what earlier caches of this place saved."""
+
+    def __init__(
+        self,
+        factory: CacheFactory,
+        directory: Path,
+        settings: SceneSettings,
+        script: Trace | None = None,
+        *,
+        weights: int = 0,
+        stored: dict[StoredBlock, int] | None = None,
+        ever_stored: EverStored | None = None,
+        shared_directory: Path | None = None,
+        clock: StepClock | None = None,
+    ) -> None:
+        """The engine starts from the files of `weights`, whatever weights are put in place later.
+
+        Its cache's own things are in `directory`; what engines share is in `shared_directory`, by default there too.
+        """
+        self.factory, self.directory, self.settings = factory, directory, settings
+        self.script = Trace(TRACE_LINES) if script is None else script
+        self.quirks = settings.quirks or EngineQuirks.presets()[settings.mode]
+        self.clock = clock or StepClock()
+        self.weights_of_files = weights
+        self.conducts: dict[int, deque[JobBehavior]] = {rank: deque() for rank in range(settings.ranks)}
+        """How each rank treats its next jobs; faithfully when there is none left."""
+        self.load_conducts: dict[int, deque[JobBehavior]] = {rank: deque() for rank in range(settings.ranks)}
+        """The same for its next loads alone."""
+        self.conduct: Callable[[int, Job], JobBehavior] | None = None
+        """How each rank treats each job, if it is to be decided for all of them."""
+        self.faulty_jobs = 0
+        config = EngineConfig(
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            groups=settings.groups,
+            num_ranks=settings.ranks,
+            num_layers=settings.layers,
+            max_model_len=(settings.num_blocks + 8) * settings.block_size,
+            max_running=settings.max_running,
+            max_tokens_per_step=settings.max_tokens_per_step,
+            prefix_caching=settings.prefix_caching,
+            policy="priority" if settings.priority else "fcfs",
+        )
+        self.place = CachePlace(
+            block_size=settings.block_size,
+            num_slots=settings.num_slots,
+            num_ranks=settings.ranks,
+            num_groups=len(settings.groups),
+            slot_bytes=settings.layers * config.page_bytes,
+            clock=self.clock,
+            directory=directory,
+            shared_directory=shared_directory or directory,
+            weights=f"weights-{weights}",
+            write_queue_bytes=settings.write_queue_bytes,
+        )
+        self.subject = made_for(factory, self.place)
+        if len(settings.groups) > 1 and not self.subject.cache.supports_kv_cache_groups:
+            self.subject.close()
+            raise NotObservable("the cache knows one KV cache group (`supports_kv_cache_groups`)")
+        self.watch = ContractWatch(
+            self.subject.cache,
+            block_size=settings.block_size,
+            num_ranks=settings.ranks,
+            clock=self.clock,
+            timeout=settings.timeout,
+            whole_answers=self.quirks.ignores_commit_answer,
+            own_workers=bool(self.subject.workers),
+            stored=stored,
+            ever_stored=ever_stored,
+            say=lambda words: self.script.note(f"    {words}"),
+        )
+        self.workers: list[StagedWorker] = []
+        if not self.subject.workers:
+            views = self.subject.slot_views or [
+                ByteSegment(settings.num_slots, self.place.slot_bytes).slot_view for _ in range(settings.ranks)
+            ]
+            self.workers = [StagedWorker(rank, view, self.conduct_of) for rank, view in enumerate(views)]
+        every_worker: Sequence[ExternalCacheWorker] = self.subject.workers or self.workers
+        self.engine = Engine(config, self.quirks, self.watch, every_worker, self.clock)
+        self.engine.runner.weights = weights
+        self._squeezed: list[int] = []
+        self.say(str(settings))
+
+    def say(self, words: str) -> None:
+        """Add a line to the script."""
+        self.script.note(words)
+
+    def conduct_of(self, rank: int, job: Job) -> JobBehavior:
+        """How a rank treats a job. An engine that trusts synchronous loads can take no failure of one: none is made."""
+        loads = self.load_conducts[rank]
+        queued = loads if loads and isinstance(job, LoadJob) else self.conducts[rank]
+        conduct = queued.popleft() if queued else JobBehavior()
+        if self.conduct is not None:
+            conduct = self.conduct(rank, job)
+        if isinstance(job, LoadJob) and job.synchronous and self.quirks.trusts_sync_loads:
+            conduct = replace(conduct, failed_blocks=RangeSet())
+        self.faulty_jobs += conduct != JobBehavior()
+        return conduct
+
+    @contextmanager
+    def judged(self, *names: str) -> Iterator[None]:
+        """Turn a broken contract into `Broken`, by the property that its message names, else by `names`."""
+        try:
+            yield
+        except (Broken, NotObservable, Crash):
+            raise
+        except Exception as error:
+            found = [name for name in re.findall(r"\b[PH]\d+\b", str(error)) if name in TITLES]
+            what = str(error) if isinstance(error, PactViolation) else f"{type(error).__name__}: {error}"
+            default = () if isinstance(error, OracleViolation) else ("H13",)
+            raise Broken(what, protects=found or names or default) from error
+
+    # Requests
+
+    def request(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        outputs: int = 1,
+        *,
+        salt: str = "",
+        identity: RequestIdentity | None = NO_EXTRAS,
+        priority: int = 0,
+        may_load: bool = True,
+        held: bool = False,
+        ready_in: int = 0,
+        encoder_tokens: int = 0,
+        encoder_ready_in: int = 0,
+    ) -> Request:
+        """Add a request. `held`: the engine does not look at it before `let_go`, so that its cache can be asked."""
+        if salt:
+            identity = RequestIdentity(salt=salt)
+        added = Request(
+            name,
+            tokens,
+            outputs,
+            identity=identity,
+            priority=priority,
+            may_load=may_load,
+            ready_step=NEVER if held else self.engine.scheduler.step + ready_in,
+            encoder_tokens=encoder_tokens,
+            encoder_ready_step=self.engine.scheduler.step + encoder_ready_in,
+        )
+        self.say(f"add request {name}: {len(tokens)} tokens, {outputs} to generate{', held back' if held else ''}")
+        with self.judged():
+            self.engine.add_request(added)
+        return added
+
+    def let_go(self, request: Request) -> None:
+        """The engine may look at a held request."""
+        self.say(f"let go of {request.request_id}")
+        request.ready_step = 0
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request in any state; False if it is not alive."""
+        if request_id not in self.engine.scheduler.requests:
+            return False
+        self.say(f"cancel {request_id}")
+        with self.judged():
+            return self.engine.cancel(request_id)
+
+    def probe(self, request: Request, computed: int = 0, steps: int = 500) -> ExternalKVMatch:
+        """Ask for a held request's match until there is an answer. Raises Broken if there is none in time."""
+        self.say(f"ask for {request.request_id} behind {computed} tokens")
+        for _ in range(steps):
+            with self.judged():
+                match = self.watch.prepare_external_match(request, computed)
+            if match is not None:
+                return match
+            self.step()
+        raise Broken(f"{request.request_id} is told to ask again later, {steps} times", protects=("P11", "H10"))
+
+    def probe_all(self, requests: Sequence[Request], steps: int = 500) -> list[ExternalKVMatch]:
+        """Ask for all these held requests' matches, as an engine does whose head of the queue is blocked.
+
+        The answers are of one step, so all promises hold at once. Raises Broken if there are none in time.
+        """
+        self.say(f"ask for {', '.join(request.request_id for request in requests)} behind 0 tokens, until all answer")
+        for _ in range(steps):
+            with self.judged():
+                matches = [self.watch.prepare_external_match(request, 0) for request in requests]
+            answers = [match for match in matches if match is not None]
+            if len(answers) == len(requests):
+                return answers
+            self.step()
+        raise Broken(f"some are told to ask again later, {steps} times", protects=("P11", "H10"))
+
+    def run(self, *requests: Request, steps: int = 2000) -> None:
+        """Step until these requests have ended. Raises Broken (P11) if they do not."""
+        self.say(f"run {', '.join(request.request_id for request in requests)} to the end")
+        for _ in range(steps):
+            if all(request.has_ended for request in requests):
+                return
+            self.step()
+        left = [request for request in requests if not request.has_ended]
+        raise Broken(f"after {steps} steps there are still alive: {left}", protects=("P11",))
+
+    def warm(self, *prompts: Sequence[int], name: str = "first") -> None:
+        """Have prompts computed and saved, then forgotten in the engine's own prefix cache."""
+        for number, tokens in enumerate(prompts):
+            self.run(self.request(f"{name}-{number}", tokens))
+            self.settle()
+        self.forget_local()
+
+    def forget_local(self) -> None:
+        """Empty the engine's own prefix cache; the external one is not told."""
+        self.say("the engine's own prefix cache is emptied")
+        self.engine.scheduler.kv.pool.unpublish_all()
+
+    def settle(self, steps: int = REST_STEPS) -> None:
+        """Step until no copy and no write is under way. Raises Broken (P11) if that does not end."""
+        for _ in range(steps):
+            if not self.busy:
+                return
+            self.step()
+        raise Broken(f"after {steps} steps the cache still wants the engine to step", protects=("P11",))
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything but held requests is alive or under way."""
+        scheduler = self.engine.scheduler
+        alive = any(request.ready_step < NEVER for request in scheduler.requests.values())
+        writing = any(queue.under_way for queue in self.place.queues)
+        return bool(alive or scheduler.loads or self.engine.has_executed or writing or self.watch.has_pending_work)
+
+    # Steps and trouble
+
+    def step(self, times: int = 1) -> None:
+        """Engine steps, each followed by the verification of every invariant."""
+        for _ in range(times):
+            with self.judged():
+                self.engine.step()
+                for queue in self.place.queues:
+                    queue.advance()
+                self.engine.check()
+                self.subject.check()
+
+    def close(self) -> None:
+        """Release everything, in whatever state it is."""
+        for ending in (*(worker.shutdown for worker in self.engine.workers), self.watch.shutdown, self.subject.close):
+            with suppress(Exception):
+                ending()
+
+
+def prompt(blocks: int, *, seed: int = 0, tail: int = 1, block_size: int = 4) -> list[int]:
+    """`blocks` whole blocks and `tail` further tokens; prompts of different seeds share no block."""
+    return [(seed + 1) * 10_007 + position for position in range(blocks * block_size + tail)]

@@ -1,0 +1,180 @@
+"""Random plays, which hypothesis makes and, if something is broken, shrinks to the few calls that it takes.
+
+Owns how often what happens, and on which engines; what is done and verified stands in `operations.py`. Needs
+hypothesis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+
+from kvpact.engine import EngineQuirks
+from kvpact.testkit.cache.engine_harness import SceneSettings
+from kvpact.testkit.cache.operations import BrokenPlay, Call, Figures, perform
+from kvpact.testkit.cache.subjects import CacheFactory
+
+SHRINK_TRIES = 400
+"""Plays by which a broken one is made shorter, at most."""
+
+CHANCES: tuple[tuple[str, int, dict[str, tuple[int, int]]], ...] = (
+    ("step", 100, {"times": (1, 8)}),
+    (
+        "arrive",
+        80,
+        {"prefix": (0, 2), "shared": (0, 60), "tail": (0, 12), "outputs": (0, 6), "kind": (0, 21), "priority": (0, 2)},
+    ),
+    ("cancel", 10, {"which": (0, 11)}),
+    (
+        "misbehave",
+        30,
+        {
+            "rank": (0, 2),
+            "copy_after": (0, 4),
+            "report_after": (0, 4),
+            "reports": (0, 2),
+            "pieces": (0, 1),
+            "fail_at": (0, 12),
+            "fail_count": (0, 3),
+            "load": (0, 1),
+        },
+    ),
+    ("silence", 5, {"rank": (0, 2), "steps": (1, 12)}),
+    ("rank_restarts", 2, {"rank": (0, 2)}),
+    ("squeeze", 2, {"leave": (0, 6)}),
+    ("release", 6, {}),
+    ("forget_local", 25, {}),
+    ("wait", 3, {"tenths": (1, 40)}),
+    ("stall", 6, {"steps": (1, 30)}),
+    ("tier_fault", 8, {"operation": (0, 1), "fault": (0, 2)}),
+    ("tier_crash", 1, {"after": (0, 3)}),
+    ("damage", 3, {"at": (0, 999)}),
+    ("reset", 1, {}),
+    ("reset_connector", 1, {}),
+    ("update_weights", 2, {"to": (0, 2), "clear": (0, 1)}),
+    ("weights_version", 2, {}),
+    ("restart", 1, {"crash": (0, 1)}),
+)
+"""The calls of a random play: name, weight, and the bounds of each argument, both included."""
+
+BOUNDS = {name: bounds for name, _, bounds in CHANCES}
+_NAMES = st.sampled_from([None] + [name for name, weight, _ in CHANCES for _ in range(weight)])
+
+WAYS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("silent_aborts", (False, True)),
+    ("async_scheduling", (False, True)),
+    ("commits_zero", (False, True)),
+    ("finishes_before_report", (False, True)),
+    ("truncates_at_failure", (False, True)),
+    ("probes_after_failed_load", (False, True)),
+    ("commits_async_late", (False, True)),
+    ("load_failure", ("recompute", "recompute", "fail")),
+    ("drops_hit_within_tokens", (0, 0, 12)),
+    ("local_tail_tokens", (0, 0, 8)),
+    ("rounds_match_to_tokens", (1, 5, 16)),
+    ("throttles_prefill_every", (0, 0, 3)),
+    ("encoder_tokens_per_step", (None, 8)),
+    ("keeps_free_blocks", (0, 0, 2)),
+)
+"""In what engines may differ from their mode: exits and rewrites between a match and its commit, and what follows."""
+
+SIZES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {
+        "ranks": st.sampled_from((2, 1, 2, 3)),
+        "num_slots": st.sampled_from((8, 16, 40)),
+        "num_blocks": st.sampled_from((48, 24, 14)),
+        "max_tokens_per_step": st.sampled_from((512, 64, 16)),
+        "max_running": st.sampled_from((8, 2)),
+        "prefix_caching": st.sampled_from((True, True, False)),
+        "priority": st.sampled_from((False, False, True)),
+        "ways": st.none()
+        | st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in WAYS}),
+    }
+)
+"""Engines: small, so that everything is scarce; half of them with ways of their own."""
+
+
+def engine_settings(mode: str, sizes: dict[str, Any]) -> SceneSettings:
+    """An engine of `mode` with some `SIZES`."""
+    others = {**sizes}
+    ways = others.pop("ways")
+    quirks = replace(EngineQuirks.presets()[mode], **ways) if ways else None
+    return SceneSettings(mode, quirks=quirks, **others)
+
+
+@st.composite
+def _call_or_end(draw: st.DrawFn) -> Call | None:
+    """A call, or, now and then, the end of a play. All arguments are one number, which shrinks in few tries."""
+    name = draw(_NAMES)
+    if name is None:
+        return None
+    bounds = BOUNDS[name]
+    number = draw(st.integers(0, prod(most - least + 1 for least, most in bounds.values()) - 1))
+    arguments = {}
+    for argument, (least, most) in bounds.items():
+        number, above = divmod(number, most - least + 1)
+        arguments[argument] = least + above
+    return Call.of(name, **arguments)
+
+
+class _Short(BaseException):
+    """A play has been made short enough."""
+
+
+def random_play(
+    factory: CacheFactory,
+    first_seed: int,
+    num_calls: int,
+    *,
+    plays: int = 1,
+    mode: str | None = None,
+    figures: Figures | None = None,
+    parent: Path | None = None,
+) -> BrokenPlay | None:
+    """`plays` plays of `num_calls` random calls, or more and shorter ones; what was broken first, shrunk, or None.
+
+    A seed gives the same plays again in the same process. What happens is added to `figures`, shrinking apart.
+    """
+    modes = [mode] if mode else [*EngineQuirks.presets()]
+    found: BrokenPlay | None = None
+    tries = 0
+
+    @seed(first_seed)
+    @settings(
+        max_examples=2 * plays + 1,  # the first one is empty, and many are short
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.builds(engine_settings, st.sampled_from(modes), SIZES), st.data())
+    def play(engine: SceneSettings, data: st.DataObject) -> None:
+        nonlocal found, tries
+        tries += found is not None
+        if tries > SHRINK_TRIES:
+            raise _Short
+        calls: list[Call] = []
+
+        def drawn() -> Iterator[Call]:
+            while len(calls) < num_calls and (call := data.draw(_call_or_end())) is not None:
+                calls.append(call)
+                yield call
+
+        broken = perform(factory, engine, drawn(), parent, figures if found is None else None)
+        if broken is not None and (found is None or broken.protects == found.protects):
+            this = BrokenPlay(broken, engine, calls)
+            found = this if found is None or len(calls) <= len(found.calls) else found
+            raise this
+
+    with suppress(BrokenPlay, Flaky, _Short):
+        play()
+    return found
