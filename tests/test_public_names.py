@@ -77,6 +77,7 @@ def test_names_of_a_module_that_moved_and_was_split_are_still_there() -> None:
         ("kvpact.contract", "Inquiry", "JobQuery"),
         ("kvpact.contract", "StepRead", "StoreRead"),
         ("kvpact.contract", "blocks_touched", "num_blocks_for"),
+        ("kvpact.testkit.tier.conformance", "TierScene", "TierHarness"),
         ("kvpact.engine", "JobConduct", "JobBehavior"),
         ("kvpact.engine", "LegacyConnectorCache", "V1ConnectorCache"),
     ],

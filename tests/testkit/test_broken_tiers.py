@@ -17,7 +17,7 @@ from dictionary_suite import DictionarySuite, suite_for
 from kvpact.testkit.catalogue import TITLES
 from kvpact.testkit.results import Check, ConformanceReport, Verdict, as_text, verdicts
 from kvpact.testkit.suite import checks_of, protects, run_suite
-from kvpact.testkit.tier.conformance import Place, TierConformance, TierScene
+from kvpact.testkit.tier.conformance import Place, TierConformance, TierHarness
 from kvpact.testkit.tier.dictionary_tier import DictionaryTier
 from kvpact.tiers.base import Tier
 
@@ -124,7 +124,7 @@ def test_a_check_that_hangs_is_given_up_and_said_so(tmp_path: Path) -> None:
 
     class Hangs(DictionarySuite):
         @protects("P11")
-        def test_nothing(self, scene: TierScene) -> None:
+        def test_nothing(self, scene: TierHarness) -> None:
             let_go.wait(20)
 
     (found,) = run_suite(Hangs, "^test_nothing$", timeout=0.1, parent=tmp_path)

@@ -9,8 +9,8 @@ import pytest
 
 from kvpact.engine import Engine, EngineConfig, Request
 from kvpact.metrics import series
-from kvpact.testkit.cache.engine_harness import SceneSettings, prompt
-from kvpact.testkit.cache.harness import CacheScene
+from kvpact.testkit.cache.engine_harness import HarnessSettings, prompt
+from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.cache.subjects import pact_cache
 from kvpact.testkit.faults import Chances, Fault, FaultPlan, Faults, FaultyTier, Operation
@@ -154,7 +154,7 @@ def test_h40_h45_whatever_ranks_say_or_leave_unsaid_answers_are_right_and_nothin
     tmp_path: Path, expected: dict[str, list[int]], mode: str, hazard: str, plan: RankFaultPlan
 ) -> None:
     """The engine's oracle reads every block: one that counted before the last rank had copied it would be seen."""
-    scene = CacheScene(pact_cache, tmp_path, SceneSettings(mode=mode, ranks=2, num_slots=64, num_blocks=64))
+    scene = CacheHarness(pact_cache, tmp_path, HarnessSettings(mode=mode, ranks=2, num_slots=64, num_blocks=64))
     faults = RankFaults(plan)
     scene.conduct = faults.conduct
     for again in range(4):

@@ -9,7 +9,7 @@ from broken_epochs import BROKEN_EPOCHS, StoreCache, store_cache
 from kvpact.engine import ReferenceCache
 from kvpact.testkit.cache.checks_epochs import EpochChecks
 from kvpact.testkit.cache.conformance import run_conformance
-from kvpact.testkit.cache.engine_harness import SceneSettings
+from kvpact.testkit.cache.engine_harness import HarnessSettings
 from kvpact.testkit.cache.operations import Call, perform
 from kvpact.testkit.results import ConformanceReport, Verdict, concerned
 
@@ -64,6 +64,6 @@ def test_a_play_with_a_reset_under_running_requests_finds_them_too(kind: str) ->
         Call.of("arrive", shared=40, outputs=2),
         Call.of("step", times=30),
     ]
-    found = perform(made_of(broken), SceneSettings(), calls)
+    found = perform(made_of(broken), HarnessSettings(), calls)
     assert found is not None
-    assert perform(made_of(ReferenceCache), SceneSettings(), calls) is None
+    assert perform(made_of(ReferenceCache), HarnessSettings(), calls) is None

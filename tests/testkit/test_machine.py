@@ -11,7 +11,7 @@ from kvpact.contract import ExternalCache
 from kvpact.testkit.cache import random_plays
 from kvpact.testkit.cache.conformance import CachePlace, CacheUnderTest
 from kvpact.testkit.cache.machine import PactMachine
-from kvpact.testkit.cache.operations import Call, SceneSettings, perform
+from kvpact.testkit.cache.operations import Call, HarnessSettings, perform
 from kvpact.testkit.cache.random_plays import random_play
 from kvpact.testkit.cache.soak import SUBJECTS, SoakFailure, report, soak
 from kvpact.testkit.cache.subjects import lazy_pact_cache, pact_cache, pact_cache_with_disk
@@ -100,7 +100,7 @@ def test_hypothesis_finds_a_broken_cache() -> None:
 
 def test_a_script_of_calls_that_breaks_something_can_be_played() -> None:
     factory = made_of(ForgetsAborts)
-    settings_ = SceneSettings("vllm-0.32", num_slots=8)
+    settings_ = HarnessSettings("vllm-0.32", num_slots=8)
     calls = [
         Call.of("arrive", prefix=0, shared=24, tail=3),
         Call.of("step", times=4),

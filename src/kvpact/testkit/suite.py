@@ -22,7 +22,7 @@ CHECK_SECONDS = 120.0
 """A check that runs longer than this hangs; none needs a tenth of it on an idle machine."""
 
 
-class Scene(Protocol):
+class Harness(Protocol):
     """What a check is given: the thing under test and all that was done to it so far, one line a step."""
 
     @property
@@ -30,14 +30,14 @@ class Scene(Protocol):
         """The steps so far."""
 
 
-SceneType = TypeVar("SceneType", bound=Scene)
+HarnessType = TypeVar("HarnessType", bound=Harness)
 
 
-class Suite(ABC, Generic[SceneType]):
+class Suite(ABC, Generic[HarnessType]):
     """A class of checks: methods `test_...` with `@protects`, each of them run in a scene of its own."""
 
     @abstractmethod
-    def scene(self, directory: Path) -> AbstractContextManager[SceneType]:
+    def scene(self, directory: Path) -> AbstractContextManager[HarnessType]:
         """A fresh scene, which may use the empty `directory` and leaves nothing running."""
 
 

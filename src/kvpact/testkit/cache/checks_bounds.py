@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvpact.engine import KVCacheGroup
 from kvpact.testkit.cache.engine_harness import prompt
-from kvpact.testkit.cache.factory import CacheLab, in_every_mode, promised, reachable_bytes
-from kvpact.testkit.cache.harness import CacheScene
+from kvpact.testkit.cache.factory import HarnessFactory, in_every_mode, promised, reachable_bytes
+from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.faults import Fault, Operation
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.suite import Suite, protects
@@ -30,7 +30,7 @@ LONGEST_CALL_S = 1.0
 """Real seconds that no call may take, not even on a busy machine."""
 
 
-class BoundChecks(Suite[CacheLab]):
+class BoundChecks(Suite[HarnessFactory]):
     """What holds however long and however full."""
 
     if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class BoundChecks(Suite[CacheLab]):
 
     @protects("P12", "H57")
     @in_every_mode(prefix_caching=False)
-    def test_h57_promises_are_bounded_by_the_room_and_follow_what_is_held(self, scene: CacheScene) -> None:
+    def test_h57_promises_are_bounded_by_the_room_and_follow_what_is_held(self, scene: CacheHarness) -> None:
         """Twice as many prompts as fit: together they are promised no more than fits, and what is promised loads."""
         slots, size = scene.settings.num_slots, scene.settings.block_size
         prompts = [prompt(4, seed=seed) for seed in range(slots // 2)]
@@ -60,7 +60,7 @@ class BoundChecks(Suite[CacheLab]):
 
     @protects("H53")
     @in_every_mode(prefix_caching=False)
-    def test_h53_new_blocks_do_not_push_out_what_is_promised(self, scene: CacheScene) -> None:
+    def test_h53_new_blocks_do_not_push_out_what_is_promised(self, scene: CacheHarness) -> None:
         """All room is promised, and another prompt is to be saved: the promises hold, and so does what they hold."""
         blocks = scene.settings.num_slots
         whole = prompt(blocks)
@@ -88,7 +88,7 @@ class BoundChecks(Suite[CacheLab]):
 
     @protects("H54")
     @in_every_mode(prefix_caching=False)
-    def test_h54_a_prompt_larger_than_the_room_keeps_its_head(self, scene: CacheScene) -> None:
+    def test_h54_a_prompt_larger_than_the_room_keeps_its_head(self, scene: CacheHarness) -> None:
         """A prompt of twice the room is computed: its beginning can be used, not its end that nothing reaches."""
         tokens = prompt(2 * scene.settings.num_slots)
         scene.warm(DOCUMENT)
@@ -106,7 +106,7 @@ class BoundChecks(Suite[CacheLab]):
         scene.as_good_as_new("H54")
 
     @protects("P12", "H51")
-    def test_h51_memory_does_not_grow_with_the_requests_served(self, lab: CacheLab) -> None:
+    def test_h51_memory_does_not_grow_with_the_requests_served(self, lab: HarnessFactory) -> None:
         """As many requests again, half of them cancelled, need no more memory than the first."""
         with lab.scene(self.modes[-1]) as scene:
             self._serve(scene, 0)
@@ -118,7 +118,7 @@ class BoundChecks(Suite[CacheLab]):
                 f"the cache holds {before:,} bytes after {MANY_REQUESTS} requests and {after:,} after as many again",
             )
 
-    def _serve(self, scene: CacheScene, turn: int) -> None:
+    def _serve(self, scene: CacheHarness, turn: int) -> None:
         for number in range(0, MANY_REQUESTS, 6):
             for each in range(number, number + 6):
                 tokens = prompt(1 + each % 4, seed=1000 * turn + each // 2)
@@ -135,7 +135,7 @@ class BoundChecks(Suite[CacheLab]):
 
     @protects("H52")
     @in_every_mode(prefix_caching=False, write_queue_bytes=1)
-    def test_h52_a_dropped_write_keeps_no_memory(self, scene: CacheScene) -> None:
+    def test_h52_a_dropped_write_keeps_no_memory(self, scene: CacheHarness) -> None:
         """The queue to the tiers takes nothing: all writes are dropped, and what they held is free again."""
         scene.tiers_possible()
         scene.warm(*[prompt(8, seed=seed) for seed in range(6)])
@@ -143,7 +143,7 @@ class BoundChecks(Suite[CacheLab]):
 
     @protects("P11", "H10")
     @in_every_mode(prefix_caching=False)
-    def test_p11_a_tier_that_hangs_delays_no_request_beyond_its_deadline(self, scene: CacheScene) -> None:
+    def test_p11_a_tier_that_hangs_delays_no_request_beyond_its_deadline(self, scene: CacheHarness) -> None:
         """Blocks are on a tier that stops answering: "ask again later" ends, and the request is computed."""
         scene.tiers_possible()
         prompts = [prompt(8, seed=seed) for seed in range(6)]
@@ -160,7 +160,7 @@ class BoundChecks(Suite[CacheLab]):
 
     @protects("H61", "P14")
     @in_every_mode(prefix_caching=False)
-    def test_h61_a_tier_that_hangs_costs_few_requests_and_leaves_room(self, scene: CacheScene) -> None:
+    def test_h61_a_tier_that_hangs_costs_few_requests_and_leaves_room(self, scene: CacheHarness) -> None:
         """Prompts that only tiers have that hang are asked for one by one: most are computed at once."""
         scene.tiers_possible()
         prompts = [prompt(2, seed=seed) for seed in range(2 * scene.settings.num_slots)]
@@ -185,7 +185,7 @@ class BoundChecks(Suite[CacheLab]):
         scene.say("the tiers go on")
         scene.as_good_as_new("H61")
 
-    def _seconds_of(self, scene: CacheScene, name: str, tokens: list[int]) -> float:
+    def _seconds_of(self, scene: CacheHarness, name: str, tokens: list[int]) -> float:
         """How long a request takes, by the engine's clock."""
         began = scene.clock.now
         scene.run(scene.request(name, tokens), steps=scene.max_steps)
@@ -193,7 +193,7 @@ class BoundChecks(Suite[CacheLab]):
 
     @protects("P2", "P9")
     @in_every_mode(prefix_caching=False)
-    def test_p2_tiers_that_fail_break_no_promise(self, scene: CacheScene) -> None:
+    def test_p2_tiers_that_fail_break_no_promise(self, scene: CacheHarness) -> None:
         """Reads fail, end early and find damage: what is promised afterwards loads, whatever it is."""
         scene.tiers_possible()
         prompts = [prompt(8, seed=seed) for seed in range(6)]
@@ -210,7 +210,7 @@ class BoundChecks(Suite[CacheLab]):
     # Time
 
     @protects("P11", "H58")
-    def test_h58_no_call_of_the_scheduler_waits(self, lab: CacheLab) -> None:
+    def test_h58_no_call_of_the_scheduler_waits(self, lab: HarnessFactory) -> None:
         """A call in which the thread goes to sleep waits for I/O or for another thread: now and then is chance, most of
         the time is design."""
         with lab.scene(self.modes[0], prefix_caching=False) as scene:
@@ -218,7 +218,7 @@ class BoundChecks(Suite[CacheLab]):
                 scene.request(f"r-{number}", prompt(6, seed=number % 3), 2)
                 scene.step(2)
             scene.settle()
-            for name, times in scene.watch.times.items():
+            for name, times in scene.monitor.times.items():
                 require(
                     times.calls < 10 or times.slept * 2 < times.calls,
                     f"{times.slept} of {times.calls} calls of {name} put the scheduler's thread to sleep",
@@ -229,7 +229,7 @@ class BoundChecks(Suite[CacheLab]):
 
     @protects("H70", "H71")
     @in_every_mode(num_blocks=26)
-    def test_h70_tokens_are_counted_when_used_and_once(self, scene: CacheScene) -> None:
+    def test_h70_tokens_are_counted_when_used_and_once(self, scene: CacheHarness) -> None:
         """Promised, committed, loaded and used tokens agree with the engine's own counts, and no total ever falls."""
         if scene.subject.counts is None:
             raise NotObservable("the cache shows no counts (CacheUnderTest.counts)")
@@ -265,7 +265,7 @@ class BoundChecks(Suite[CacheLab]):
 
     @protects("P4", "P7", "P9")
     @in_every_mode(groups=(KVCacheGroup(), KVCacheGroup(sliding_window=10)), num_slots=32, prefix_caching=False)
-    def test_several_kv_cache_groups_are_loaded_together(self, scene: CacheScene) -> None:
+    def test_several_kv_cache_groups_are_loaded_together(self, scene: CacheHarness) -> None:
         """Full attention and a sliding window: the blocks of both are saved, promised and loaded, each in its own."""
         scene.warm(DOCUMENT)
         request, match = promised(scene, "again", DOCUMENT)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvpact.engine import JobBehavior
 from kvpact.testkit.cache.engine_harness import prompt
-from kvpact.testkit.cache.factory import CacheLab, in_every_mode, promised
-from kvpact.testkit.cache.harness import CacheScene
+from kvpact.testkit.cache.factory import HarnessFactory, in_every_mode, promised
+from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.faults import Fault, Operation
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.suite import Suite, protects
@@ -31,7 +31,7 @@ STORE_FAULTS = (
 MANY = 1 << 20
 
 
-class EpochChecks(Suite[CacheLab]):
+class EpochChecks(Suite[HarnessFactory]):
     """What holds when weights change."""
 
     if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class EpochChecks(Suite[CacheLab]):
 
     @protects("P13", "H32")
     @in_every_mode(prefix_caching=False)
-    def test_p13_nothing_stored_before_a_reset_is_served_after_it(self, scene: CacheScene) -> None:
+    def test_p13_nothing_stored_before_a_reset_is_served_after_it(self, scene: CacheHarness) -> None:
         """The external cache is reset: no promise of before; what is computed afterwards is stored and served again."""
         scene.warm(DOCUMENT)
         promised(scene, "before", DOCUMENT)
@@ -60,7 +60,7 @@ class EpochChecks(Suite[CacheLab]):
 
     @protects("P13", "H35")
     @in_every_mode(prefix_caching=False)
-    def test_h35_two_resets_in_a_row_and_something_is_stored_between_them(self, scene: CacheScene) -> None:
+    def test_h35_two_resets_in_a_row_and_something_is_stored_between_them(self, scene: CacheHarness) -> None:
         """What is stored between two resets is not served after the second, however slow the tiers were meanwhile."""
         scene.warm(DOCUMENT)
         promised(scene, "seen", DOCUMENT)
@@ -80,7 +80,7 @@ class EpochChecks(Suite[CacheLab]):
     @protects("P13", "H38")
     @in_every_mode(max_tokens_per_step=10)
     def test_h38_what_running_requests_computed_before_a_reset_is_never_served_to_others(
-        self, scene: CacheScene
+        self, scene: CacheHarness
     ) -> None:
         """Requests are half way through their prompts and outputs when the weights change, and run on."""
         half = scene.request("half", LONGER, 5)
@@ -103,7 +103,7 @@ class EpochChecks(Suite[CacheLab]):
 
     @protects("P13", "H69")
     @in_every_mode(prefix_caching=False)
-    def test_p13_a_reset_while_loads_saves_and_writes_are_under_way(self, scene: CacheScene) -> None:
+    def test_p13_a_reset_while_loads_saves_and_writes_are_under_way(self, scene: CacheHarness) -> None:
         """Ranks copy late and tiers are slow; the weights change meanwhile; what lands afterwards is nobody's."""
         scene.warm(DOCUMENT)
         promised(scene, "seen", DOCUMENT)
@@ -134,7 +134,7 @@ class EpochChecks(Suite[CacheLab]):
 
     @protects("P13", "H36")
     @in_every_mode(prefix_caching=False)
-    def test_h36_a_store_that_refuses_or_hangs_during_a_reset_and_comes_back(self, scene: CacheScene) -> None:
+    def test_h36_a_store_that_refuses_or_hangs_during_a_reset_and_comes_back(self, scene: CacheHarness) -> None:
         """Everything that is asked of the tiers fails, or hangs, while the weights change: later on nothing old is
         served."""
         scene.tiers_possible()
@@ -157,7 +157,7 @@ class EpochChecks(Suite[CacheLab]):
                 scene.settle()
         scene.as_good_as_new("H36")
 
-    def _stall(self, scene: CacheScene, steps: int) -> None:
+    def _stall(self, scene: CacheHarness, steps: int) -> None:
         for queue in scene.place.queues:
             scene.say(f"tier {queue.tier.name} does nothing for {steps} steps")
             queue.stalled_steps = steps
@@ -166,7 +166,7 @@ class EpochChecks(Suite[CacheLab]):
 
     @protects("P13", "H37")
     @in_every_mode(prefix_caching=False)
-    def test_h37_what_was_stored_after_a_reset_is_not_served_after_a_restart(self, scene: CacheScene) -> None:
+    def test_h37_what_was_stored_after_a_reset_is_not_served_after_a_restart(self, scene: CacheHarness) -> None:
         """The weights change in place, blocks are stored, and the engine starts again from its files."""
         scene.tiers_possible()
         scene.warm(DOCUMENT)
@@ -184,7 +184,7 @@ class EpochChecks(Suite[CacheLab]):
 
     @protects("P13")
     @in_every_mode(prefix_caching=False)
-    def test_p13_a_word_for_the_weights_is_believed_after_a_reset_and_once(self, scene: CacheScene) -> None:
+    def test_p13_a_word_for_the_weights_is_believed_after_a_reset_and_once(self, scene: CacheHarness) -> None:
         """Without a reset a word is refused, and so is the one from before it; whatever is refused changes nothing."""
         require(not scene.weights_version("one"), "a word is believed though no reset came")
         scene.warm(DOCUMENT)
@@ -206,7 +206,7 @@ class EpochChecks(Suite[CacheLab]):
 
     @protects("P13")
     @in_every_mode(prefix_caching=False)
-    def test_p13_two_engines_with_one_word_share_again(self, scene: CacheScene) -> None:
+    def test_p13_two_engines_with_one_word_share_again(self, scene: CacheHarness) -> None:
         """A rolling update of two engines over one store: neither is served the other's blocks until both have said
         the same word, and then it is."""
         shared_place(scene)
@@ -235,7 +235,7 @@ class EpochChecks(Suite[CacheLab]):
 
     @protects("H46")
     @in_every_mode(prefix_caching=False)
-    def test_h46_one_engines_reset_takes_nothing_from_the_others(self, scene: CacheScene) -> None:
+    def test_h46_one_engines_reset_takes_nothing_from_the_others(self, scene: CacheHarness) -> None:
         """Two engines over one store; one is reset: an engine that starts now is promised what was stored before."""
         shared_place(scene)
         scene.reset_connector()
@@ -251,7 +251,7 @@ class EpochChecks(Suite[CacheLab]):
 
     @protects("H46")
     @in_every_mode(prefix_caching=False)
-    def test_h46_a_store_that_lost_its_blocks_gets_them_again(self, scene: CacheScene) -> None:
+    def test_h46_a_store_that_lost_its_blocks_gets_them_again(self, scene: CacheHarness) -> None:
         """Somebody empties the store; the prompt comes again now and then: after a while the store has it again."""
         shared_place(scene)
         for queue in scene.place.queues:
@@ -270,7 +270,7 @@ class EpochChecks(Suite[CacheLab]):
             third.rest()
 
 
-def shared_place(scene: CacheScene) -> None:
+def shared_place(scene: CacheHarness) -> None:
     """DOCUMENT is stored, and another engine would be promised it. Raises NotObservable if nothing is shared."""
     scene.tiers_possible()
     scene.warm(DOCUMENT)

@@ -13,8 +13,8 @@ from kvpact.engine.simulated_worker import NEVER, Job
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.cache.engine_harness import prompt
-from kvpact.testkit.cache.factory import CacheLab, expected_outputs, in_every_mode, promised
-from kvpact.testkit.cache.harness import CacheScene
+from kvpact.testkit.cache.factory import HarnessFactory, expected_outputs, in_every_mode, promised
+from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.suite import Suite, protects
 
@@ -26,13 +26,13 @@ def failing(start: int, count: int) -> JobBehavior:
     return JobBehavior(failed_blocks=RangeSet.of(BlockRange(start, count)))
 
 
-def seen_failing(scene: CacheScene) -> None:
+def seen_failing(scene: CacheHarness) -> None:
     """Raises NotObservable if no load failed: an engine that trusts synchronous loads is never shown a failed one."""
-    if not scene.watch.loads_failed_by_ranks:
+    if not scene.monitor.loads_failed_by_ranks:
         raise NotObservable("no load could be made to fail: this engine cannot take the failure of a synchronous one")
 
 
-class FailureChecks(Suite[CacheLab]):
+class FailureChecks(Suite[HarnessFactory]):
     """What holds when ranks misbehave."""
 
     if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("P7", "P9")
     @in_every_mode(prefix_caching=False)
-    def test_p7_loaded_and_failed_make_up_what_was_committed(self, scene: CacheScene) -> None:
+    def test_p7_loaded_and_failed_make_up_what_was_committed(self, scene: CacheHarness) -> None:
         """Loads fail at their beginning, middle and end, on either rank: every committed block is named once."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
@@ -68,7 +68,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("P9", "H28")
     @in_every_mode(prefix_caching=False)
-    def test_p9_a_failed_range_is_computed_again_and_promised_to_nobody(self, scene: CacheScene) -> None:
+    def test_p9_a_failed_range_is_computed_again_and_promised_to_nobody(self, scene: CacheHarness) -> None:
         """Blocks 3 and 4 of a load fail on one rank: outputs are those of an engine without a cache, and the next
         request is not promised what failed."""
         scene.faults_possible()
@@ -90,7 +90,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("H09", "P9")
     @in_every_mode(prefix_caching=False)
-    def test_h09_loads_that_always_fail_keep_no_request_from_its_end(self, scene: CacheScene) -> None:
+    def test_h09_loads_that_always_fail_keep_no_request_from_its_end(self, scene: CacheHarness) -> None:
         """Every load fails whole, every time: no request is promised the same again and again, all end."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
@@ -105,7 +105,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("H62", "P14")
     @in_every_mode(prefix_caching=False)
-    def test_h62_a_request_without_names_costs_itself_its_hits(self, scene: CacheScene) -> None:
+    def test_h62_a_request_without_names_costs_itself_its_hits(self, scene: CacheHarness) -> None:
         """Beside a prompt that is stored run requests with token ids below 0 and above 2^32, and a salt that is no
         Unicode: no call raises, all end, and the healthy one is promised what it was promised without them."""
         scene.warm(DOCUMENT)
@@ -129,7 +129,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("P8", "H26", "H29")
     @in_every_mode(prefix_caching=False)
-    def test_p8_a_block_is_visible_only_when_all_ranks_reported_it(self, scene: CacheScene) -> None:
+    def test_p8_a_block_is_visible_only_when_all_ranks_reported_it(self, scene: CacheHarness) -> None:
         """One rank copies ten steps late; the same prompt is asked for in every step meanwhile."""
         scene.faults_possible()
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=10 * (rank == scene.settings.ranks - 1))
@@ -146,7 +146,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("H29", "P8")
     @in_every_mode(max_tokens_per_step=10)
-    def test_h29_a_block_is_saved_when_all_its_tokens_are_computed(self, scene: CacheScene) -> None:
+    def test_h29_a_block_is_saved_when_all_its_tokens_are_computed(self, scene: CacheHarness) -> None:
         """A prompt is computed ten tokens at a time, and its outputs one by one: blocks are saved whole, or not yet."""
         request = scene.request("chunked", DOCUMENT, 9)
         scene.run(request)
@@ -157,7 +157,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("H26", "H42", "P8")
     @in_every_mode(prefix_caching=False)
-    def test_h26_what_failed_to_be_saved_is_never_promised(self, scene: CacheScene) -> None:
+    def test_h26_what_failed_to_be_saved_is_never_promised(self, scene: CacheHarness) -> None:
         """Saves fail whole, at their end and at their beginning, on one rank: only what all saved is promised."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
@@ -174,7 +174,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("H20", "H42", "P8")
     @in_every_mode(prefix_caching=False)
-    def test_h20_only_the_unbroken_prefix_of_what_was_saved_is_promised(self, scene: CacheScene) -> None:
+    def test_h20_only_the_unbroken_prefix_of_what_was_saved_is_promised(self, scene: CacheHarness) -> None:
         """A block in the middle, or the first, is not saved on one rank: those behind it count for nothing."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
@@ -196,7 +196,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("H27")
     @in_every_mode(num_blocks=24, prefix_caching=False)
-    def test_h27_blocks_are_held_while_they_are_copied_out(self, scene: CacheScene) -> None:
+    def test_h27_blocks_are_held_while_they_are_copied_out(self, scene: CacheHarness) -> None:
         """A request ends while its blocks are still to be copied; others want blocks; what was saved is right."""
         scene.faults_possible()
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=0 if isinstance(job, LoadJob) else 5)
@@ -213,7 +213,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("H44")
     @in_every_mode(prefix_caching=False)
-    def test_h44_what_a_request_saved_in_its_last_step_is_kept(self, scene: CacheScene) -> None:
+    def test_h44_what_a_request_saved_in_its_last_step_is_kept(self, scene: CacheHarness) -> None:
         """A request of one output ends in the very step that computes it; its blocks are promised to the next one."""
         scene.warm(prompt(8, seed=1))
         longer = scene.request("longer", DOCUMENT, 12)
@@ -234,7 +234,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("P10", "H40")
     @in_every_mode(prefix_caching=False)
-    def test_h40_a_silent_rank_agrees_to_nothing(self, scene: CacheScene) -> None:
+    def test_h40_a_silent_rank_agrees_to_nothing(self, scene: CacheHarness) -> None:
         """One rank says nothing about a save, then nothing about a load, for as long as it takes."""
         scene.faults_possible()
         if scene.settings.ranks < 2:
@@ -255,7 +255,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("P10", "H41")
     @in_every_mode(prefix_caching=False)
-    def test_h41_failures_of_several_ranks_are_all_counted(self, scene: CacheScene) -> None:
+    def test_h41_failures_of_several_ranks_are_all_counted(self, scene: CacheHarness) -> None:
         """One rank fails blocks 4 and 5, another 1 and 2: all of these are failed, in whatever order ranks speak."""
         scene.faults_possible()
         if scene.settings.ranks < 2:
@@ -275,7 +275,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("H43", "P10", "H07")
     @in_every_mode(prefix_caching=False)
-    def test_h43_ranks_may_disagree_and_be_of_different_speed(self, scene: CacheScene) -> None:
+    def test_h43_ranks_may_disagree_and_be_of_different_speed(self, scene: CacheHarness) -> None:
         """One rank fails at once, another copies eight steps later: nothing is settled while anybody may write."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
@@ -295,7 +295,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("H45", "H08")
     @in_every_mode(prefix_caching=False)
-    def test_h45_reports_may_be_late_repeated_in_pieces_and_out_of_order(self, scene: CacheScene) -> None:
+    def test_h45_reports_may_be_late_repeated_in_pieces_and_out_of_order(self, scene: CacheHarness) -> None:
         """Every report comes twice, in pieces, the last block first, by ranks of different speed: nothing is lost, and
         no load is settled twice."""
         scene.faults_possible()
@@ -314,7 +314,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("P11", "H10", "H31")
     @in_every_mode(prefix_caching=False)
-    def test_h10_a_lost_report_is_asked_for_again(self, scene: CacheScene) -> None:
+    def test_h10_a_lost_report_is_asked_for_again(self, scene: CacheHarness) -> None:
         """Reports of saves and loads are lost: requests end all the same, and nothing is taken for loaded unheard."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
@@ -328,7 +328,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("P11", "H10", "H07")
     @in_every_mode(prefix_caching=False)
-    def test_h10_a_load_that_hangs_costs_its_request_a_deadline(self, scene: CacheScene) -> None:
+    def test_h10_a_load_that_hangs_costs_its_request_a_deadline(self, scene: CacheHarness) -> None:
         """One rank's copy hangs: its request ends all the same, right, and so do others, while the copy writes at last
         what it was told. Then nothing stays held."""
         scene.faults_possible()
@@ -353,7 +353,7 @@ class FailureChecks(Suite[CacheLab]):
 
     @protects("P11", "P10")
     @in_every_mode(prefix_caching=False)
-    def test_p11_a_rank_that_forgets_its_jobs_holds_nobody_up(self, scene: CacheScene) -> None:
+    def test_p11_a_rank_that_forgets_its_jobs_holds_nobody_up(self, scene: CacheHarness) -> None:
         """A rank restarts in the middle of a load and of a save: both end, as failed, and nothing stays held."""
         scene.faults_possible()
         scene.warm(DOCUMENT)
@@ -371,7 +371,7 @@ class FailureChecks(Suite[CacheLab]):
     # All at once
 
     @protects("P1")
-    def test_random_plays(self, lab: CacheLab) -> None:
+    def test_random_plays(self, lab: HarnessFactory) -> None:
         """Random calls of every kind: whatever breaks has its own name, and is shortened to the calls that it takes."""
         try:
             from kvpact.testkit.cache.random_plays import random_play

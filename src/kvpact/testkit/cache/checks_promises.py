@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from kvpact.engine import JobBehavior, RequestStatus
 from kvpact.identity.keys import RequestIdentity
 from kvpact.testkit.cache.engine_harness import prompt
-from kvpact.testkit.cache.factory import CacheLab, in_every_mode, promised
-from kvpact.testkit.cache.harness import CacheScene
+from kvpact.testkit.cache.factory import HarnessFactory, in_every_mode, promised
+from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.suite import Suite, protects
 
@@ -20,7 +20,7 @@ LONGER = prompt(9)
 FOREVER_S = 3600.0
 
 
-class PromiseChecks(Suite[CacheLab]):
+class PromiseChecks(Suite[HarnessFactory]):
     """What holds when nothing fails."""
 
     if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P1", "H01")
     @in_every_mode(num_blocks=24)
-    def test_h01_promises_that_are_never_used_hold_nothing(self, scene: CacheScene) -> None:
+    def test_h01_promises_that_are_never_used_hold_nothing(self, scene: CacheHarness) -> None:
         """A blocked queue is promised tokens again and again and then cancelled: not one block stays held."""
         scene.warm(DOCUMENT)
         request, _ = promised(scene, "seen", DOCUMENT)
@@ -47,7 +47,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P1", "H07")
     @in_every_mode(num_blocks=40)
-    def test_every_way_out_leaves_nothing_behind(self, scene: CacheScene) -> None:
+    def test_every_way_out_leaves_nothing_behind(self, scene: CacheHarness) -> None:
         """Requests end while promised, blocked, loading, running, preempted and reset; nothing is held afterwards."""
         scene.warm(DOCUMENT)
         promised(scene, "promised", DOCUMENT)
@@ -74,7 +74,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P1", "P9")
     @in_every_mode(num_blocks=18, max_tokens_per_step=24)
-    def test_preempted_requests_leave_nothing_behind(self, scene: CacheScene) -> None:
+    def test_preempted_requests_leave_nothing_behind(self, scene: CacheHarness) -> None:
         """Requests that outgrow the engine preempt each other, are promised tokens again, and all end."""
         scene.warm(DOCUMENT)
         for number in range(4):
@@ -88,7 +88,7 @@ class PromiseChecks(Suite[CacheLab]):
     @protects("H07", "P1")
     @in_every_mode(num_blocks=24)
     def test_h07_a_request_cancelled_during_its_load_keeps_its_blocks_until_all_ranks_are_done(
-        self, scene: CacheScene
+        self, scene: CacheHarness
     ) -> None:
         """Ranks copy late into the blocks of a cancelled request; others want blocks, and read only their own."""
         scene.faults_possible()
@@ -111,7 +111,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P2", "H11")
     @in_every_mode()
-    def test_p2_a_promise_outlives_eviction_and_time(self, scene: CacheScene) -> None:
+    def test_p2_a_promise_outlives_eviction_and_time(self, scene: CacheHarness) -> None:
         """A promised request waits while three times the cache's room is computed, and an hour; all of it loads."""
         scene.warm(DOCUMENT)
         request, match = promised(scene, "waiting", DOCUMENT)
@@ -135,7 +135,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P3", "H02")
     @in_every_mode()
-    def test_p3_probing_again_acquires_nothing(self, scene: CacheScene) -> None:
+    def test_p3_probing_again_acquires_nothing(self, scene: CacheHarness) -> None:
         """Forty probes of one request get one plan, read nothing again, and leave nothing behind."""
         scene.warm(DOCUMENT)
         request, match = promised(scene, "asked", DOCUMENT)
@@ -152,7 +152,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("H03", "P3")
     @in_every_mode()
-    def test_h03_the_range_changes_between_probe_and_commit(self, scene: CacheScene) -> None:
+    def test_h03_the_range_changes_between_probe_and_commit(self, scene: CacheHarness) -> None:
         """What the engine has computed grows and shrinks between probes; what is loaded follows the last one."""
         size = scene.settings.block_size
         scene.warm(LONGER)
@@ -174,7 +174,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P4", "H04")
     @in_every_mode(quirks={"rounds_match_to_tokens": 16})
-    def test_h04_a_commit_may_take_less(self, scene: CacheScene) -> None:
+    def test_h04_a_commit_may_take_less(self, scene: CacheHarness) -> None:
         """The engine commits 16 of 28 tokens: those are loaded, and the rest is let go at once."""
         scene.warm(DOCUMENT)
         request, match = promised(scene, "rounded", DOCUMENT, outputs=1)
@@ -188,7 +188,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P4", "H04")
     @in_every_mode(quirks={"commits_zero": True, "local_tail_tokens": 1000})
-    def test_h04_a_commit_may_take_nothing(self, scene: CacheScene) -> None:
+    def test_h04_a_commit_may_take_nothing(self, scene: CacheHarness) -> None:
         """The engine commits 0 tokens: nothing is loaded and nothing stays held."""
         scene.warm(DOCUMENT)
         request, _ = promised(scene, "none", DOCUMENT)
@@ -199,7 +199,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P4", "H30")
     @in_every_mode(quirks={"rounds_match_to_tokens": 5})
-    def test_h30_a_commit_may_end_inside_a_block(self, scene: CacheScene) -> None:
+    def test_h30_a_commit_may_end_inside_a_block(self, scene: CacheHarness) -> None:
         """The engine commits 25 of 28 tokens: seven blocks are loaded, and the seventh is computed to its end."""
         scene.warm(DOCUMENT)
         request, match = promised(scene, "partial", DOCUMENT)
@@ -213,7 +213,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P5", "H05")
     @in_every_mode()
-    def test_h05_what_is_promised_is_loaded_whatever_its_size(self, scene: CacheScene) -> None:
+    def test_h05_what_is_promised_is_loaded_whatever_its_size(self, scene: CacheHarness) -> None:
         """Matches of one block up to nine: no rule about sizes may be remembered after the promise."""
         asked = 0
         for blocks in range(1, 10):
@@ -233,7 +233,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P5")
     @in_every_mode()
-    def test_p5_nothing_is_promised_to_a_request_that_must_compute_its_prompt(self, scene: CacheScene) -> None:
+    def test_p5_nothing_is_promised_to_a_request_that_must_compute_its_prompt(self, scene: CacheHarness) -> None:
         """`may_load` is looked at before the promise: some engines load whatever they are promised."""
         scene.warm(DOCUMENT)
         promised(scene, "seen", DOCUMENT)
@@ -245,7 +245,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("P6", "H06")
     @in_every_mode()
-    def test_h06_the_last_token_is_left_to_compute(self, scene: CacheScene) -> None:
+    def test_h06_the_last_token_is_left_to_compute(self, scene: CacheHarness) -> None:
         """Prompts that end with a block, or are held whole: at least one token stays to compute."""
         size = scene.settings.block_size
         scene.warm(LONGER)
@@ -266,7 +266,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("H24")
     @in_every_mode()
-    def test_h24_salt_and_adapter_and_what_is_unknown_are_kept_apart(self, scene: CacheScene) -> None:
+    def test_h24_salt_and_adapter_and_what_is_unknown_are_kept_apart(self, scene: CacheHarness) -> None:
         """The same tokens under another salt or adapter are another prompt; with something unknown, nobody's."""
         scene.warm(DOCUMENT)
         identities = (
@@ -286,7 +286,7 @@ class PromiseChecks(Suite[CacheLab]):
 
     @protects("H32")
     @in_every_mode()
-    def test_h32_nothing_is_served_after_the_weights_changed(self, scene: CacheScene) -> None:
+    def test_h32_nothing_is_served_after_the_weights_changed(self, scene: CacheHarness) -> None:
         """A reset forgets everything, what is being copied included; what is computed afterwards is cached again."""
         scene.warm(DOCUMENT)
         scene.run(scene.request("just-computed", LONGER))

@@ -16,7 +16,7 @@ from kvpact.testkit.cache.checks_bounds import BoundChecks
 from kvpact.testkit.cache.checks_epochs import EpochChecks
 from kvpact.testkit.cache.checks_failures import FailureChecks
 from kvpact.testkit.cache.checks_promises import PromiseChecks
-from kvpact.testkit.cache.factory import CacheLab
+from kvpact.testkit.cache.factory import HarnessFactory
 from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, CacheUnderTest
 from kvpact.testkit.results import Check, ConformanceReport
 from kvpact.testkit.suite import run_suite
@@ -49,8 +49,8 @@ class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks):
         raise NotImplementedError(f"{type(self).__name__} must say in `make_cache` how the cache is made")
 
     @contextmanager
-    def scene(self, directory: Path) -> Iterator[CacheLab]:
-        yield CacheLab(self, directory)
+    def scene(self, directory: Path) -> Iterator[HarnessFactory]:
+        yield HarnessFactory(self, directory)
 
 
 def run_conformance(

@@ -31,7 +31,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import RangeSet
 from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
-from kvpact.testkit.cache.monitor import ContractWatch
+from kvpact.testkit.cache.monitor import ContractMonitor
 from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, made_for
 from kvpact.testkit.catalogue import TITLES
 from kvpact.testkit.faults import Crash
@@ -46,7 +46,7 @@ REST_STEPS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class SceneSettings:
+class HarnessSettings:
     """Sizes in tokens, blocks and slots. `mode` names a preset of `EngineQuirks`; `quirks` overrides parts of it."""
 
     mode: str = "native"
@@ -79,7 +79,7 @@ class SceneSettings:
         return "".join(f", {name}={value}" for name, value in ways if value != getattr(usual, name))
 
 
-class StagedWorker(SimulatedWorker):
+class FaultyWorker(SimulatedWorker):
     """A simulated rank that can fall silent for some steps, or forget all it was told."""
 
     def __init__(
@@ -111,7 +111,7 @@ class EngineHarness:
         self,
         factory: CacheFactory,
         directory: Path,
-        settings: SceneSettings,
+        settings: HarnessSettings,
         script: Trace | None = None,
         *,
         weights: int = 0,
@@ -164,7 +164,7 @@ class EngineHarness:
         if len(settings.groups) > 1 and not self.subject.cache.supports_kv_cache_groups:
             self.subject.close()
             raise NotObservable("the cache knows one KV cache group (`supports_kv_cache_groups`)")
-        self.watch = ContractWatch(
+        self.monitor = ContractMonitor(
             self.subject.cache,
             block_size=settings.block_size,
             num_ranks=settings.ranks,
@@ -176,14 +176,14 @@ class EngineHarness:
             ever_stored=ever_stored,
             say=lambda words: self.script.note(f"    {words}"),
         )
-        self.workers: list[StagedWorker] = []
+        self.workers: list[FaultyWorker] = []
         if not self.subject.workers:
             views = self.subject.slot_views or [
                 ByteSegment(settings.num_slots, self.place.slot_bytes).slot_view for _ in range(settings.ranks)
             ]
-            self.workers = [StagedWorker(rank, view, self.conduct_of) for rank, view in enumerate(views)]
+            self.workers = [FaultyWorker(rank, view, self.conduct_of) for rank, view in enumerate(views)]
         every_worker: Sequence[ExternalCacheWorker] = self.subject.workers or self.workers
-        self.engine = Engine(config, self.quirks, self.watch, every_worker, self.clock)
+        self.engine = Engine(config, self.quirks, self.monitor, every_worker, self.clock)
         self.engine.runner.weights = weights
         self._squeezed: list[int] = []
         self.say(str(settings))
@@ -271,7 +271,7 @@ class EngineHarness:
         self.say(f"ask for {request.request_id} behind {computed} tokens")
         for _ in range(steps):
             with self.judged():
-                match = self.watch.prepare_external_match(request, computed)
+                match = self.monitor.prepare_external_match(request, computed)
             if match is not None:
                 return match
             self.step()
@@ -285,7 +285,7 @@ class EngineHarness:
         self.say(f"ask for {', '.join(request.request_id for request in requests)} behind 0 tokens, until all answer")
         for _ in range(steps):
             with self.judged():
-                matches = [self.watch.prepare_external_match(request, 0) for request in requests]
+                matches = [self.monitor.prepare_external_match(request, 0) for request in requests]
             answers = [match for match in matches if match is not None]
             if len(answers) == len(requests):
                 return answers
@@ -328,7 +328,7 @@ class EngineHarness:
         scheduler = self.engine.scheduler
         alive = any(request.ready_step < NEVER for request in scheduler.requests.values())
         writing = any(queue.under_way for queue in self.place.queues)
-        return bool(alive or scheduler.loads or self.engine.has_executed or writing or self.watch.has_pending_work)
+        return bool(alive or scheduler.loads or self.engine.has_executed or writing or self.monitor.has_pending_work)
 
     # Steps and trouble
 
@@ -344,7 +344,7 @@ class EngineHarness:
 
     def close(self) -> None:
         """Release everything, in whatever state it is."""
-        for ending in (*(worker.shutdown for worker in self.engine.workers), self.watch.shutdown, self.subject.close):
+        for ending in (*(worker.shutdown for worker in self.engine.workers), self.monitor.shutdown, self.subject.close):
             with suppress(Exception):
                 ending()
 

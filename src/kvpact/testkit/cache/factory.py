@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from kvpact.contract import ExternalKVMatch
 from kvpact.engine import Engine, EngineConfig, EngineContext, EngineQuirks, Request
 from kvpact.errors import PactViolation
-from kvpact.testkit.cache.engine_harness import SceneSettings
-from kvpact.testkit.cache.harness import CacheScene
+from kvpact.testkit.cache.engine_harness import HarnessSettings
+from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.cache.subjects import CacheFactory
 from kvpact.testkit.results import NotObservable
 from kvpact.testkit.trace import TRACE_LINES, Trace
@@ -37,7 +37,7 @@ class SaysHowCachesAreMade(Protocol):
         """Makes the cache for a place."""
 
 
-class CacheLab:
+class HarnessFactory:
     """One check's workplace; `script` are the steps of its last scene."""
 
     def __init__(self, suite: SaysHowCachesAreMade, directory: Path) -> None:
@@ -47,24 +47,24 @@ class CacheLab:
         self._opened = 0
 
     @contextmanager
-    def scene(self, mode: str, quirks: dict[str, Any] | None = None, **settings: Any) -> Iterator[CacheScene]:
-        """A new scene; `quirks` changes the mode's `EngineQuirks`, `settings` are those of `SceneSettings`."""
+    def scene(self, mode: str, quirks: dict[str, Any] | None = None, **settings: Any) -> Iterator[CacheHarness]:
+        """A new scene; `quirks` changes the mode's `EngineQuirks`, `settings` are those of `HarnessSettings`."""
         suite = self.suite
-        wanted = SceneSettings(mode, ranks=suite.ranks, num_slots=suite.num_slots, timeout=suite.timeout)
+        wanted = HarnessSettings(mode, ranks=suite.ranks, num_slots=suite.num_slots, timeout=suite.timeout)
         if quirks:
             wanted = replace(wanted, quirks=replace(EngineQuirks.presets()[mode], **quirks))
         self.script.clear()
         self._opened += 1
         directory = self._directory / f"scene-{self._opened}"
         directory.mkdir(parents=True)
-        scene = CacheScene(suite.make_cache, directory, replace(wanted, **settings), self.script)
+        scene = CacheHarness(suite.make_cache, directory, replace(wanted, **settings), self.script)
         try:
             yield scene
         finally:
             scene.close()
 
 
-Check = Callable[[Any, CacheScene], None]
+Check = Callable[[Any, CacheHarness], None]
 
 
 def in_every_mode(quirks: dict[str, Any] | None = None, **settings: Any) -> Callable[[Check], Callable[..., None]]:
@@ -73,9 +73,9 @@ def in_every_mode(quirks: dict[str, Any] | None = None, **settings: Any) -> Call
     It is not observable if it is so in every mode.
     """
 
-    def decorate(method: Check) -> Callable[[Any, CacheLab], None]:
+    def decorate(method: Check) -> Callable[[Any, HarnessFactory], None]:
         @functools.wraps(method)
-        def run(self: Any, lab: CacheLab) -> None:
+        def run(self: Any, lab: HarnessFactory) -> None:
             reasons = []
             for mode in self.modes:
                 try:
@@ -92,7 +92,7 @@ def in_every_mode(quirks: dict[str, Any] | None = None, **settings: Any) -> Call
 
 
 def promised(
-    scene: CacheScene, name: str, tokens: Sequence[int], computed: int = 0, **settings: Any
+    scene: CacheHarness, name: str, tokens: Sequence[int], computed: int = 0, **settings: Any
 ) -> tuple[Request, ExternalKVMatch]:
     """A held request and what it is promised. Raises NotObservable if that is nothing."""
     request = scene.request(name, tokens, held=True, **settings)
@@ -102,7 +102,7 @@ def promised(
     return request, match
 
 
-def expected_outputs(scene: CacheScene, request: Request) -> list[int]:
+def expected_outputs(scene: CacheHarness, request: Request) -> list[int]:
     """What the request generates on an engine without a cache."""
     size = scene.settings.block_size
     length = len(request.token_ids) + request.max_output_tokens
@@ -116,7 +116,7 @@ def expected_outputs(scene: CacheScene, request: Request) -> list[int]:
 _ELSEWHERE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, EngineContext, PactViolation)
 
 
-def reachable_bytes(scene: CacheScene) -> int:
+def reachable_bytes(scene: CacheHarness) -> int:
     """Bytes of all objects that the cache can reach, without the engine and the kit."""
     own = (scene.clock, scene.place, scene.place.faults, *scene.workers)
     kit = {id(thing) for thing in own}

@@ -14,7 +14,7 @@ from kvpact.testkit.cache.engine_harness import EngineHarness
 from kvpact.testkit.results import Broken, NotObservable
 
 
-class CacheScene(EngineHarness):
+class CacheHarness(EngineHarness):
     """An engine and a cache to which anything may be done."""
 
     def pass_time(self, seconds: float) -> None:
@@ -62,11 +62,11 @@ class CacheScene(EngineHarness):
 
         Raises NotObservable if the cache takes no words.
         """
-        if not self.watch.knows_words:
+        if not self.monitor.knows_words:
             raise NotObservable("the cache takes no word for its weights (`set_weights_version`)")
         self.say(f"the weights are called {version}")
         try:
-            self.watch.set_weights_version(version)
+            self.monitor.set_weights_version(version)
         except WeightsVersionRefused:
             self.say("    the word is refused")
             return False
@@ -108,7 +108,7 @@ class CacheScene(EngineHarness):
         self.step(8)
         self.settle()
         self.say("all is at rest")
-        self.watch.check_rest()
+        self.monitor.check_rest()
         with self.judged("P1"):
             self.engine.check_nothing_held()
         self.nothing_held()
@@ -145,18 +145,18 @@ class CacheScene(EngineHarness):
         self.rest()
 
     @contextmanager
-    def twin(self) -> Iterator[CacheScene]:
+    def twin(self) -> Iterator[CacheHarness]:
         """A new scene with the same settings, in a place of its own."""
         directory = self.directory / "twin"
         directory.mkdir()
-        scene = CacheScene(self.factory, directory, self.settings)
+        scene = CacheHarness(self.factory, directory, self.settings)
         try:
             yield scene
         finally:
             scene.close()
 
     @contextmanager
-    def neighbour(self) -> Iterator[CacheScene]:
+    def neighbour(self) -> Iterator[CacheHarness]:
         """Another engine, started from the same files: it shares whatever engines can share."""
         self.say("another engine starts beside this one")
         directory = self.directory / f"neighbour-{len([*self.directory.glob('neighbour-*')])}"
@@ -165,26 +165,26 @@ class CacheScene(EngineHarness):
             yield scene
 
     @contextmanager
-    def restarted(self) -> Iterator[CacheScene]:
+    def restarted(self) -> Iterator[CacheHarness]:
         """After `shut_down`: the same engine, started again from its files."""
         self.say("the engine starts again")
         with self._another(self.directory) as scene:
             yield scene
 
     @contextmanager
-    def _another(self, directory: Path) -> Iterator[CacheScene]:
-        self.watch.has_neighbours = True
-        scene = CacheScene(
+    def _another(self, directory: Path) -> Iterator[CacheHarness]:
+        self.monitor.has_neighbours = True
+        scene = CacheHarness(
             self.factory,
             directory,
             self.settings,
             self.script,
             weights=self.weights_of_files,
-            ever_stored=self.watch.ever_stored,
+            ever_stored=self.monitor.ever_stored,
             shared_directory=self.place.shared_directory,
             clock=self.clock,
         )
-        scene.watch.has_neighbours = True
+        scene.monitor.has_neighbours = True
         try:
             yield scene
         finally:

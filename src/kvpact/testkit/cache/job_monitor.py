@@ -18,7 +18,7 @@ from kvpact.contract import (
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.testkit.results import Broken
 
-WATCH_NAMESPACE = bytes(32)
+MONITOR_NAMESPACE = bytes(32)
 
 StoredBlock = tuple[BlockKey, int]
 """A block's content, and the KV cache group it belongs to."""

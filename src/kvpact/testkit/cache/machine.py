@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvpact.contract import ExternalCache
 from kvpact.engine import EngineQuirks
-from kvpact.testkit.cache.operations import Call, Figures, Play
+from kvpact.testkit.cache.operations import Call, Figures, Operations
 from kvpact.testkit.cache.random_plays import BOUNDS, SIZES, engine_settings
 from kvpact.testkit.cache.subjects import CachePlace, CacheUnderTest
 
@@ -43,7 +43,7 @@ class PactMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.play: Play | None = None
+        self.play: Operations | None = None
         self.failed = False
 
     def make_cache(self, place: CachePlace) -> ExternalCache | CacheUnderTest:
@@ -53,7 +53,7 @@ class PactMachine(RuleBasedStateMachine):
     @initialize(mode=st.integers(0, 99), sizes=SIZES)
     def start(self, mode: int, sizes: dict[str, Any]) -> None:
         """An engine of some mode, small, so that everything is scarce."""
-        self.play = Play(self.make_cache, engine_settings(self.modes[mode % len(self.modes)], sizes))
+        self.play = Operations(self.make_cache, engine_settings(self.modes[mode % len(self.modes)], sizes))
 
     def _do(self, call: str, **arguments: int) -> None:
         if self.play is not None:

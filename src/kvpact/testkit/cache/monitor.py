@@ -27,7 +27,7 @@ from kvpact.contract import (
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.keys import BlockKeys
 from kvpact.testkit.cache.job_monitor import (
-    WATCH_NAMESPACE,
+    MONITOR_NAMESPACE,
     Commit,
     EverStored,
     JobMonitor,
@@ -47,7 +47,7 @@ class CallTimes:
     longest: float = 0.0
 
 
-class ContractWatch(JobMonitor, ExternalCache):
+class ContractMonitor(JobMonitor, ExternalCache):
     """A cache as the engine sees it, watched. `stored` is what earlier caches of this place left to it, and
     `ever_stored` is shared by all that were ever made for it.
 
@@ -106,7 +106,7 @@ class ContractWatch(JobMonitor, ExternalCache):
         if known is None:
             known = self._requests[request.request_id] = Known(None)
         if known.keys is None and request.identity is not None:
-            known.keys = BlockKeys(WATCH_NAMESPACE, self._block_size, request.identity)
+            known.keys = BlockKeys(MONITOR_NAMESPACE, self._block_size, request.identity)
         return known
 
     # Promises
@@ -370,4 +370,4 @@ def _answer(match: ExternalKVMatch | None) -> str:
     return "ask again later" if match is None else f"{match.num_tokens} tokens"
 
 
-__all__ = ["CallTimes", "ContractWatch", "EverStored", "StoredBlock"]
+__all__ = ["CallTimes", "ContractMonitor", "EverStored", "StoredBlock"]

@@ -17,8 +17,8 @@ from kvpact.engine import JobBehavior, Request, StepClock
 from kvpact.engine.config import NO_EXTRAS
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact.testkit.cache.engine_harness import SceneSettings
-from kvpact.testkit.cache.harness import CacheScene
+from kvpact.testkit.cache.engine_harness import HarnessSettings
+from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
 from kvpact.testkit.cache.subjects import CacheFactory
 from kvpact.testkit.faults import Crash, Fault, Operation
@@ -48,7 +48,7 @@ MAX_ALIVE = 12
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a script: a method of `Play` and its arguments."""
+    """One call of a script: a method of `Operations` and its arguments."""
 
     name: str
     arguments: tuple[tuple[str, int], ...] = ()
@@ -82,15 +82,15 @@ class Figures:
 class BrokenPlay(Broken):
     """What a play broke, and how to play it again: `perform(factory, settings, calls)`."""
 
-    def __init__(self, broken: Broken, settings: SceneSettings, calls: Sequence[Call]) -> None:
+    def __init__(self, broken: Broken, settings: HarnessSettings, calls: Sequence[Call]) -> None:
         super().__init__(broken.explanation, broken.script, broken.protects)
         self.settings, self.calls = settings, tuple(calls)
 
 
-class Play:
+class Operations:
     """One play. Every method is a call of a script; arguments are small numbers and are taken modulo what there is."""
 
-    def __init__(self, factory: CacheFactory, settings: SceneSettings, parent: Path | None = None) -> None:
+    def __init__(self, factory: CacheFactory, settings: HarnessSettings, parent: Path | None = None) -> None:
         self.factory, self.settings = factory, settings
         self.figures = Figures(plays=1)
         self._folder = tempfile.TemporaryDirectory(prefix="kvpact-play-", dir=parent, ignore_cleanup_errors=True)
@@ -102,8 +102,8 @@ class Play:
         self._script = Trace(TRACE_LINES)
         self.scene = self._open()
 
-    def _open(self) -> CacheScene:
-        return CacheScene(
+    def _open(self) -> CacheHarness:
+        return CacheHarness(
             self.factory,
             Path(self._folder.name),
             self.settings,
@@ -191,7 +191,7 @@ class Play:
 
     def weights_version(self) -> None:
         """The weights that are in place are called by their name."""
-        if self.scene.watch.knows_words:
+        if self.scene.monitor.knows_words:
             believed = self.scene.weights_version(f"v{self.scene.engine.runner.weights}")
             self.figures.counts["words" if believed else "words refused"] += 1
 
@@ -306,8 +306,8 @@ class Play:
             self.scene.shut_down()
             # A tier that hangs to the end never hears of what was dropped: then it is as after a crash. So it is after
             # a reset, which deletes nothing: started again, the engine has the weights and the epoch of its files.
-            as_after_a_crash = stalled or self.scene.watch.resets > 0
-            self._stored = self._ever_stored[""] if as_after_a_crash else self.scene.watch.stored
+            as_after_a_crash = stalled or self.scene.monitor.resets > 0
+            self._stored = self._ever_stored[""] if as_after_a_crash else self.scene.monitor.stored
         self.figures.counts["crashes" if crash else "shutdowns"] += 1
         self.scene.say("it is back")
         self._alive = []
@@ -349,13 +349,13 @@ class Play:
 
 def perform(
     factory: CacheFactory,
-    settings: SceneSettings,
+    settings: HarnessSettings,
     calls: Iterable[Call],
     parent: Path | None = None,
     figures: Figures | None = None,
 ) -> Broken | None:
     """Play `calls` to the end; what was broken, if something was. What happened is added to `figures`."""
-    play = Play(factory, settings, parent)
+    play = Operations(factory, settings, parent)
     try:
         for call in calls:
             play.do(call)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
 from kvpact.engine import EngineQuirks
-from kvpact.testkit.cache.engine_harness import SceneSettings
+from kvpact.testkit.cache.engine_harness import HarnessSettings
 from kvpact.testkit.cache.operations import BrokenPlay, Call, Figures, perform
 from kvpact.testkit.cache.subjects import CacheFactory
 
@@ -102,12 +102,12 @@ SIZES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 """Engines: small, so that everything is scarce; half of them with ways of their own."""
 
 
-def engine_settings(mode: str, sizes: dict[str, Any]) -> SceneSettings:
+def engine_settings(mode: str, sizes: dict[str, Any]) -> HarnessSettings:
     """An engine of `mode` with some `SIZES`."""
     others = {**sizes}
     ways = others.pop("ways")
     quirks = replace(EngineQuirks.presets()[mode], **ways) if ways else None
-    return SceneSettings(mode, quirks=quirks, **others)
+    return HarnessSettings(mode, quirks=quirks, **others)
 
 
 @st.composite
@@ -157,7 +157,7 @@ def random_play(
         suppress_health_check=list(HealthCheck),
     )
     @given(st.builds(engine_settings, st.sampled_from(modes), SIZES), st.data())
-    def play(engine: SceneSettings, data: st.DataObject) -> None:
+    def play(engine: HarnessSettings, data: st.DataObject) -> None:
         nonlocal found, tries
         tries += found is not None
         if tries > SHRINK_TRIES:

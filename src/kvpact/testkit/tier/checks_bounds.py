@@ -9,22 +9,22 @@ from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import Document, document
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.context import TierOptions
-from kvpact.testkit.tier.harness import TierScene
-from kvpact.testkit.tier.monitor import WatchedTier, expect
+from kvpact.testkit.tier.harness import TierHarness
+from kvpact.testkit.tier.monitor import MonitoredTier, expect
 
 CAPACITY = 12
 
 
-class BoundChecks(TierOptions, Suite[TierScene]):
+class BoundChecks(TierOptions, Suite[TierHarness]):
     """What holds when the tier is full."""
 
-    def _open(self, scene: TierScene) -> WatchedTier:
+    def _open(self, scene: TierHarness) -> MonitoredTier:
         if not self.bounded:
             raise NotObservable("the suite says `bounded = False`: the store's owner bounds it")
         return scene.open(scene.sized(CAPACITY))
 
     @protects("H50", "P12")
-    def test_h50_capacity_is_never_exceeded(self, scene: TierScene) -> None:
+    def test_h50_capacity_is_never_exceeded(self, scene: TierHarness) -> None:
         """However much is stored, no more blocks are held than there is room for, and no more bytes than it says."""
         tier = self._open(scene)
         documents = [document(f"document {number}", 5) for number in range(40)]
@@ -39,7 +39,7 @@ class BoundChecks(TierOptions, Suite[TierScene]):
         require(tier.tier.counts().evicted > 0, "blocks were evicted, and counts() tells of none")
         tier.check_accounts(*documents)
 
-    def _require_bound(self, tier: WatchedTier, documents: list[Document]) -> None:
+    def _require_bound(self, tier: MonitoredTier, documents: list[Document]) -> None:
         held = held_keys(tier, documents)
         require(held <= CAPACITY, f"{held} blocks are held, in a tier with room for {CAPACITY}")
         said = tier.tier.capacity()
@@ -49,7 +49,7 @@ class BoundChecks(TierOptions, Suite[TierScene]):
             require(used <= said.capacity_bytes, f"files of {used} bytes, in a tier of {said.capacity_bytes}")
 
     @protects("H50")
-    def test_h50_a_document_larger_than_the_tier_keeps_its_head(self, scene: TierScene) -> None:
+    def test_h50_a_document_larger_than_the_tier_keeps_its_head(self, scene: TierHarness) -> None:
         """What does not fit is its tail: the blocks that are held are a prefix, and they are served."""
         tier = self._open(scene)
         wanted = document("longer than the tier", 2 * CAPACITY + 1)
@@ -58,7 +58,7 @@ class BoundChecks(TierOptions, Suite[TierScene]):
         expect("blocks held", tier.held(wanted), stored)
 
     @protects("H54")
-    def test_h54_tails_go_before_heads(self, scene: TierScene) -> None:
+    def test_h54_tails_go_before_heads(self, scene: TierHarness) -> None:
         """What is evicted for new blocks is what nothing else needs: every block that stays can still be reached."""
         tier = self._open(scene)
         first, second = document("first", CAPACITY), document("second", CAPACITY // 2)
@@ -77,6 +77,6 @@ class BoundChecks(TierOptions, Suite[TierScene]):
         tier.check_accounts(*documents)
 
 
-def held_keys(tier: WatchedTier, documents: list[Document]) -> int:
+def held_keys(tier: MonitoredTier, documents: list[Document]) -> int:
     """How many different blocks of `documents` can be looked up."""
     return len({key for wanted in documents for key in wanted.keys[: tier.tier.lookup(wanted.keys)]})

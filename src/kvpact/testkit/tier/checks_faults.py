@@ -17,8 +17,8 @@ from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, document
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.buffers import give_back, require_untouched, told_buffers
 from kvpact.testkit.tier.context import Damage, TierOptions
-from kvpact.testkit.tier.harness import Background, TierScene
-from kvpact.testkit.tier.monitor import WatchedTier, expect, store
+from kvpact.testkit.tier.harness import Background, TierHarness
+from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
 
 PROBE_S = 0.05
 """Real seconds for a look at a tier that is in the middle of something; if it is locked so long, nothing is visible."""
@@ -36,24 +36,24 @@ def _is_waited_for(thread: threading.Thread) -> bool:
     return not thread.daemon or thread in getattr(executors, "_threads_queues", ())
 
 
-class FaultChecks(TierOptions, Suite[TierScene]):
+class FaultChecks(TierOptions, Suite[TierHarness]):
     """What holds on a bad day."""
 
     gives_up_after = 0.5
     """Real seconds after which the tier has given up a call of a store that hangs, if it does."""
 
     @protects("H22", "T6")
-    def test_h22_damage_is_a_miss_counted_and_dropped(self, scene: TierScene) -> None:
+    def test_h22_damage_is_a_miss_counted_and_dropped(self, scene: TierHarness) -> None:
         """Damaged bytes are never served: the read ends before them, and the block is dropped with all behind it."""
         self._damage(scene, lambda tier: tier)
 
     @protects("H22")
-    def test_h22_damage_while_nobody_looked_is_a_miss(self, scene: TierScene) -> None:
+    def test_h22_damage_while_nobody_looked_is_a_miss(self, scene: TierHarness) -> None:
         """As above, for damage that was done while the tier was closed."""
         scene.require_reopening()
         self._damage(scene, scene.reopen)
 
-    def _damage(self, scene: TierScene, then: Callable[[WatchedTier], WatchedTier]) -> None:
+    def _damage(self, scene: TierHarness, then: Callable[[MonitoredTier], MonitoredTier]) -> None:
         possible = False
         for how in Damage:
             tier = scene.open(scene.other_place(how.name.lower()), label=how.name.lower())
@@ -83,7 +83,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
             raise NotObservable("the suite does not override `damage`")
 
     @protects("H26", "P8")
-    def test_h26_a_block_is_not_visible_before_the_tier_has_its_bytes(self, scene: TierScene) -> None:
+    def test_h26_a_block_is_not_visible_before_the_tier_has_its_bytes(self, scene: TierHarness) -> None:
         """While `put` takes bytes from the buffers, `lookup` and `get` know only of blocks that it has in full."""
         tier = scene.open()
         store(tier, DOCUMENT, end=2)
@@ -112,7 +112,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
         expect("blocks held", tier.held(DOCUMENT), 8)
 
     @protects("H26", "P8")
-    def test_h26_what_is_visible_while_the_store_is_written_is_sound(self, scene: TierScene) -> None:
+    def test_h26_what_is_visible_while_the_store_is_written_is_sound(self, scene: TierHarness) -> None:
         """`put` is stopped at each of its writes to the store; what `lookup` knows then, `get` serves."""
         scene.require_store_calls()
         tier = scene.open()
@@ -139,7 +139,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
         expect("blocks held", tier.held(DOCUMENT), 8)
 
     @protects("H26", "T5")
-    def test_h26_a_failed_write_is_a_block_not_stored(self, scene: TierScene) -> None:
+    def test_h26_a_failed_write_is_a_block_not_stored(self, scene: TierHarness) -> None:
         """Each write of a `put` fails in turn: no error is raised, nothing half-stored is visible, and the next `put`
         works."""
         scene.require_store_calls()
@@ -165,7 +165,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
                     break
 
     @protects("T5", "H31")
-    def test_a_failed_read_is_a_miss(self, scene: TierScene) -> None:
+    def test_a_failed_read_is_a_miss(self, scene: TierHarness) -> None:
         """Each read of a `get` fails in turn: no error is raised, what arrives is sound, and all goes on."""
         scene.require_store_calls()
         tier = scene.open()
@@ -188,7 +188,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
         )
 
     @protects("T5")
-    def test_nothing_raises_when_the_store_fails_for_good(self, scene: TierScene) -> None:
+    def test_nothing_raises_when_the_store_fails_for_good(self, scene: TierHarness) -> None:
         """With a store that fails every call, every method answers, `health` says so, and `close` ends.
 
         Only `delete` and `clear` may raise TierError."""
@@ -211,7 +211,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
         Background(tier.close).result()
 
     @protects("H36", "H66")
-    def test_h36_what_a_store_refuses_to_forget_is_no_success(self, scene: TierScene) -> None:
+    def test_h36_what_a_store_refuses_to_forget_is_no_success(self, scene: TierHarness) -> None:
         """`delete` or `clear` while the store fails: it raises TierError, or the blocks are gone when it is back.
 
         Repeated then it works, also for the next process."""
@@ -234,13 +234,13 @@ class FaultChecks(TierOptions, Suite[TierScene]):
         if len(scene.faults.history) == injected:
             raise NotObservable("neither delete nor clear makes a call of the store")
 
-    def _forget(self, tier: WatchedTier, left: int) -> None:
+    def _forget(self, tier: MonitoredTier, left: int) -> None:
         if left:
             tier.delete(DOCUMENT, *range(left, len(DOCUMENT)))
         else:
             tier.clear()
 
-    def _require_gone(self, scene: TierScene, tier: WatchedTier, left: int, after: str) -> WatchedTier:
+    def _require_gone(self, scene: TierHarness, tier: MonitoredTier, left: int, after: str) -> MonitoredTier:
         """At most `left` blocks are held, also after a restart, which the tier that is returned has behind it."""
         for when in ("", " after a restart"):
             held = tier.held(DOCUMENT)
@@ -249,7 +249,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
         return tier
 
     @protects("H21")
-    def test_h21_a_read_that_ended_early_writes_no_more(self, scene: TierScene) -> None:
+    def test_h21_a_read_that_ended_early_writes_no_more(self, scene: TierHarness) -> None:
         """When `get` has returned because nobody wants more, nothing writes to its buffers."""
         tier = scene.open()
         store(tier, DOCUMENT)
@@ -260,7 +260,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
             require_untouched(buffers)
 
     @protects("H21", "P11")
-    def test_h21_a_read_that_was_given_up_writes_no_more(self, scene: TierScene) -> None:
+    def test_h21_a_read_that_was_given_up_writes_no_more(self, scene: TierHarness) -> None:
         """The store hangs in a read. If the tier gives up, the buffers are its caller's, and stay as they are when the
         store goes on."""
         scene.require_store_calls()
@@ -285,7 +285,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
             tier.put(DOCUMENT)
 
     @protects("T7", "H21", "H56")
-    def test_closing_does_not_wait_for_a_store_that_hangs(self, scene: TierScene) -> None:
+    def test_closing_does_not_wait_for_a_store_that_hangs(self, scene: TierHarness) -> None:
         """`close` ends although a read and a write hang; those end once the store goes on, and harm nothing."""
         scene.require_store_calls()
         for operation in (Operation.READ, Operation.WRITE):
@@ -310,7 +310,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
                 require(scene.open(tier.place).held(DOCUMENT) >= 6, "blocks that were stored are gone after a restart")
 
     @protects("H64")
-    def test_h64_no_thread_of_a_tier_keeps_the_process_from_ending(self, scene: TierScene) -> None:
+    def test_h64_no_thread_of_a_tier_keeps_the_process_from_ending(self, scene: TierHarness) -> None:
         """A read or a write hangs: of the threads that the tier has started the interpreter's end waits for none."""
         scene.require_store_calls()
         for operation in (Operation.READ, Operation.WRITE):
@@ -330,7 +330,7 @@ class FaultChecks(TierOptions, Suite[TierScene]):
             require(not stays, f"the process would not end before {', '.join(stays)}; start daemon threads yourself")
 
     @protects("P11", "H58")
-    def test_h58_lookup_never_waits_for_the_store(self, scene: TierScene) -> None:
+    def test_h58_lookup_never_waits_for_the_store(self, scene: TierHarness) -> None:
         """In a tier of one engine alone, `lookup` makes no call of the store, and answers while the store hangs."""
         scene.require_store_calls()
         tier = scene.open()

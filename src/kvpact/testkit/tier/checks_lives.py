@@ -16,8 +16,8 @@ from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, DOCUMENTS, Document, document
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.context import Place, TierOptions
-from kvpact.testkit.tier.harness import Background, TierScene
-from kvpact.testkit.tier.monitor import WatchedTier, expect, store
+from kvpact.testkit.tier.harness import Background, TierHarness
+from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
 from kvpact.testkit.trace import Trace
 
 CRASH_POINTS = 60
@@ -28,7 +28,7 @@ WRITERS_SECONDS = 60.0
 """So long `STEPS` steps may take, in threads or processes that do it at once."""
 
 
-class LifeChecks(TierOptions, Suite[TierScene]):
+class LifeChecks(TierOptions, Suite[TierHarness]):
     """What holds over time."""
 
     machine_examples = 25
@@ -38,7 +38,7 @@ class LifeChecks(TierOptions, Suite[TierScene]):
     """Steps of one history."""
 
     @protects("H59")
-    def test_h59_a_restart_finds_what_was_stored(self, scene: TierScene) -> None:
+    def test_h59_a_restart_finds_what_was_stored(self, scene: TierHarness) -> None:
         """Everything that `put` said is held is held by the next tier at the same place."""
         scene.require_reopening()
         tier = scene.open()
@@ -53,7 +53,7 @@ class LifeChecks(TierOptions, Suite[TierScene]):
             require(damaged == 0, f"after an orderly restart {damaged} records are damaged")
 
     @protects("H22", "H26", "H59")
-    def test_a_crash_at_any_write_loses_and_damages_nothing(self, scene: TierScene) -> None:
+    def test_a_crash_at_any_write_loses_and_damages_nothing(self, scene: TierHarness) -> None:
         """The process dies at each of its writes in turn, that one torn: what was stored before is there, what was
         deleted is not, and nothing is served that is not itself."""
         scene.require_reopening()
@@ -76,7 +76,7 @@ class LifeChecks(TierOptions, Suite[TierScene]):
                 return
 
     @protects("T8")
-    def test_threads_may_use_it_at_once(self, scene: TierScene) -> None:
+    def test_threads_may_use_it_at_once(self, scene: TierHarness) -> None:
         """Four threads store, read and delete the same documents: nothing raises, and all that is served is sound."""
         tier = scene.open()
         threads = [Background(_work(tier, seed)) for seed in range(4)]
@@ -89,7 +89,7 @@ class LifeChecks(TierOptions, Suite[TierScene]):
         require(damaged == 0, f"{damaged} blocks were damaged by threads that work at once")
 
     @protects("T7", "T8")
-    def test_closing_while_threads_work_harms_nothing(self, scene: TierScene) -> None:
+    def test_closing_while_threads_work_harms_nothing(self, scene: TierHarness) -> None:
         """`close` in the middle of reads and writes: those end, nothing raises, and what is served is sound."""
         for seed in range(5):
             tier = scene.open(scene.other_place(f"closed {seed}"))
@@ -109,7 +109,7 @@ class LifeChecks(TierOptions, Suite[TierScene]):
                 again.close()
 
     @protects("T8", "H22")
-    def test_a_place_opened_twice_is_refused_or_shared(self, scene: TierScene) -> None:
+    def test_a_place_opened_twice_is_refused_or_shared(self, scene: TierHarness) -> None:
         """A second tier at a place that is in use either gets a TierError, or both serve only what is sound."""
         first = scene.open(label="first")
         store(first, DOCUMENT)
@@ -132,7 +132,7 @@ class LifeChecks(TierOptions, Suite[TierScene]):
             thread.result(WRITERS_SECONDS)
 
     @protects("T8", "H22")
-    def test_processes_may_use_it_at_once(self, scene: TierScene) -> None:
+    def test_processes_may_use_it_at_once(self, scene: TierHarness) -> None:
         """Two more processes store, read and delete at the same place: nothing raises, all that is served is sound."""
         if not self.several_writers:
             raise NotObservable("the suite says `several_writers = False`")
@@ -149,19 +149,19 @@ class LifeChecks(TierOptions, Suite[TierScene]):
         expect("blocks held at last", tier.held(DOCUMENT), 8)
 
     @protects("T1", "T6")
-    def test_any_history_agrees_with_a_plain_model(self, scene: TierScene) -> None:
+    def test_any_history_agrees_with_a_plain_model(self, scene: TierHarness) -> None:
         """Random histories of everything that can be done and can go wrong, against a set of keys; a failing one is
         shrunk to the shortest."""
         self._random_histories(scene, "roomy", scene.place.capacity_blocks)
 
     @protects("H50", "T6")
-    def test_any_history_of_a_full_tier_agrees_with_a_plain_model(self, scene: TierScene) -> None:
+    def test_any_history_of_a_full_tier_agrees_with_a_plain_model(self, scene: TierHarness) -> None:
         """As above, in a tier with room for a fraction of what is stored, so that nearly every write evicts."""
         if not self.bounded:
             raise NotObservable("the suite says `bounded = False`: the store's owner bounds it")
         self._random_histories(scene, "full", 5)
 
-    def _random_histories(self, scene: TierScene, name: str, capacity_blocks: int) -> None:
+    def _random_histories(self, scene: TierHarness, name: str, capacity_blocks: int) -> None:
         try:
             from kvpact.testkit.tier.machine import run_histories
         except ImportError:
@@ -177,7 +177,7 @@ class _Life:
         self.must = set(held)
         self.may = set(held)
 
-    def live(self, tier: WatchedTier) -> None:
+    def live(self, tier: MonitoredTier) -> None:
         """Some of everything that writes."""
         self._put(tier, DOCUMENT)
         self._put(tier, BRANCH)
@@ -188,19 +188,19 @@ class _Life:
         self.may.clear()
         self._put(tier, BRANCH)
 
-    def _put(self, tier: WatchedTier, wanted: Document) -> None:
+    def _put(self, tier: MonitoredTier, wanted: Document) -> None:
         self.may.update(wanted.keys)
         stored = tier.put(wanted)
         self.must.update(wanted.keys[:stored])
         self.may -= set(wanted.keys[stored:])
 
-    def _delete(self, tier: WatchedTier, wanted: Document, block: int) -> None:
+    def _delete(self, tier: MonitoredTier, wanted: Document, block: int) -> None:
         self.must -= set(wanted.keys[block:])
         tier.delete(wanted, block)
         # In a shared store what is behind stays, out of reach until the block is stored again.
         self.may -= set(wanted.keys[block:] if tier.tier.exclusive else wanted.keys[block : block + 1])
 
-    def require_survives(self, tier: WatchedTier) -> None:
+    def require_survives(self, tier: MonitoredTier) -> None:
         """The next process finds what was stored, and nothing else."""
         now: set[bytes] = set()
         for wanted in DOCUMENTS:
@@ -215,7 +215,7 @@ class _Life:
         tier.close()
 
 
-def _work(tier: WatchedTier, seed: int) -> Callable[[], None]:
+def _work(tier: MonitoredTier, seed: int) -> Callable[[], None]:
     chance = Random(seed)
 
     def work() -> None:
@@ -235,6 +235,6 @@ def work_in_process(suite: type[TierOptions], place: Place, seed: int) -> None:
     with itself.store_calls(Faults()):
         tier = itself.open_tier(place)
         try:
-            _work(WatchedTier(tier, place, itself.ranks, Trace(), f"process {seed}"), seed)()
+            _work(MonitoredTier(tier, place, itself.ranks, Trace(), f"process {seed}"), seed)()
         finally:
             tier.close()

@@ -12,15 +12,15 @@ from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, content, document, fill, first_difference
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.context import TierOptions
-from kvpact.testkit.tier.harness import FOREIGN, TierScene
-from kvpact.testkit.tier.monitor import WatchedTier, expect, store
+from kvpact.testkit.tier.harness import FOREIGN, TierHarness
+from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
 
 
-class PromiseChecks(TierOptions, Suite[TierScene]):
+class PromiseChecks(TierOptions, Suite[TierHarness]):
     """What holds on the best of days."""
 
     @protects("T1", "H31")
-    def test_blocks_come_back_as_they_were_stored(self, scene: TierScene) -> None:
+    def test_blocks_come_back_as_they_were_stored(self, scene: TierHarness) -> None:
         """What `put` says is stored is served, byte for byte, from and into any number of ranks' pieces."""
         tier = scene.open()
         for pieces in (1, 2, 4):
@@ -31,7 +31,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
                 expect(f"blocks served into {others} pieces", tier.get(wanted, pieces=others), 5)
 
     @protects("T1")
-    def test_memory_needs_no_alignment(self, scene: TierScene) -> None:
+    def test_memory_needs_no_alignment(self, scene: TierHarness) -> None:
         """Buffers may begin at any byte."""
         tier = scene.open()
         size = scene.place.slot_bytes
@@ -41,7 +41,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         expect("blocks served into unaligned memory", tier.get(DOCUMENT, buffers=taken), 8)
 
     @protects("T1")
-    def test_a_part_may_be_stored_and_read(self, scene: TierScene) -> None:
+    def test_a_part_may_be_stored_and_read(self, scene: TierHarness) -> None:
         """`start` and the number of buffers choose the blocks; what was not asked for is not waited for."""
         tier = scene.open()
         expect("put of blocks 0 to 2 stores", tier.put(DOCUMENT, 0, 3), 3)
@@ -56,7 +56,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         expect("blocks held", tier.held(DOCUMENT), 7)
 
     @protects("H20")
-    def test_h20_only_the_unbroken_prefix_counts(self, scene: TierScene) -> None:
+    def test_h20_only_the_unbroken_prefix_counts(self, scene: TierHarness) -> None:
         """A block behind a missing one is not counted: neither by `lookup` nor by `get`, whatever is stored."""
         tier = scene.open()
         store(tier, DOCUMENT, end=2)
@@ -69,7 +69,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         expect("blocks served, with block 0 missing", tier.get(nothing), 0)
 
     @protects("T2", "P8")
-    def test_a_block_is_stored_only_behind_its_chain(self, scene: TierScene) -> None:
+    def test_a_block_is_stored_only_behind_its_chain(self, scene: TierHarness) -> None:
         """`put` stores nothing if a block before `start` is not held, and nothing of it appears later."""
         tier = scene.open()
         expect("put behind nothing stores", tier.put(DOCUMENT, 4, 8), 0)
@@ -79,7 +79,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         expect("blocks held", tier.held(DOCUMENT), 8)
 
     @protects("T3")
-    def test_what_is_held_is_not_written_again(self, scene: TierScene) -> None:
+    def test_what_is_held_is_not_written_again(self, scene: TierHarness) -> None:
         """`put` counts blocks that are held already, and leaves them as they are."""
         tier = scene.open()
         store(tier, DOCUMENT, end=5)
@@ -93,7 +93,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         tier.check_accounts(DOCUMENT)
 
     @protects("P11")
-    def test_progress_is_told_in_order_and_may_end_a_read(self, scene: TierScene) -> None:
+    def test_progress_is_told_in_order_and_may_end_a_read(self, scene: TierHarness) -> None:
         """`on_progress` hears of blocks that are in their buffers and sound; if it answers False the read ends."""
         tier = scene.open()
         store(tier, DOCUMENT)
@@ -120,7 +120,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         expect("blocks held after a read that was ended", tier.held(DOCUMENT), 8)
 
     @protects("T4", "P9")
-    def test_deleting_takes_all_that_needs_it(self, scene: TierScene) -> None:
+    def test_deleting_takes_all_that_needs_it(self, scene: TierHarness) -> None:
         """A deleted block takes those behind it along, on every branch, and they are not back when it is.
 
         In a shared store nobody can know what else others have put behind a block, so there it may go alone: what is
@@ -146,7 +146,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         tier.check_accounts(DOCUMENT, BRANCH)
         expect("deleted, of blocks that were never stored", tier.delete(document("never stored", 3), 0, 2), 0)
 
-    def _deletes_alone(self, tier: WatchedTier) -> None:
+    def _deletes_alone(self, tier: MonitoredTier) -> None:
         expect("blocks of the document that can be reached", tier.held(DOCUMENT), 5)
         expect("blocks of its branch that can be reached", tier.held(BRANCH), 6)
         expect("deleted with block 2, which both need", tier.delete(DOCUMENT, 2), 1)
@@ -161,7 +161,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         expect("deleted, of blocks that were never stored", tier.delete(document("never stored", 3), 0, 2), 0)
 
     @protects("T4", "H32")
-    def test_clearing_is_for_good(self, scene: TierScene) -> None:
+    def test_clearing_is_for_good(self, scene: TierHarness) -> None:
         """After `clear` nothing is held, also after a restart, and the tier goes on."""
         tier = scene.open()
         store(tier, DOCUMENT)
@@ -176,7 +176,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         expect("blocks held of what was stored after it", tier.held(DOCUMENT), 8)
 
     @protects("H23")
-    def test_h23_namespaces_share_nothing(self, scene: TierScene) -> None:
+    def test_h23_namespaces_share_nothing(self, scene: TierHarness) -> None:
         """Under another namespace nothing of this one is visible, or can be overwritten, or cleared."""
         mine = scene.open(label="mine")
         both_open = True
@@ -212,7 +212,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
             scene.open(label="mine").held(DOCUMENT)
 
     @protects("T6")
-    def test_what_it_says_of_itself_is_true(self, scene: TierScene) -> None:
+    def test_what_it_says_of_itself_is_true(self, scene: TierHarness) -> None:
         """`scan`, `capacity`, `counts` and `health` agree with what is served."""
         tier = scene.open()
         tier.check_accounts(DOCUMENT, BRANCH)
@@ -227,7 +227,7 @@ class PromiseChecks(TierOptions, Suite[TierScene]):
         require(health.ok, f"all went well, and health() says: {health.reason}")
 
     @protects("T7")
-    def test_a_closed_tier_answers_nothing(self, scene: TierScene) -> None:
+    def test_a_closed_tier_answers_nothing(self, scene: TierHarness) -> None:
         """After `close`, which may come twice, every method answers as if nothing were held, and none raises."""
         tier = scene.open()
         store(tier, DOCUMENT)

@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvpact._moved import renamed
 from kvpact.testkit.faults import Crash, Faults
 from kvpact.testkit.tier.checks_bounds import BoundChecks
 from kvpact.testkit.tier.checks_faults import FaultChecks
 from kvpact.testkit.tier.checks_lives import LifeChecks
 from kvpact.testkit.tier.checks_promises import PromiseChecks
 from kvpact.testkit.tier.context import Damage, Place
-from kvpact.testkit.tier.harness import TierScene
+from kvpact.testkit.tier.harness import TierHarness
 
-__all__ = ["Crash", "Damage", "Faults", "Place", "TierConformance", "TierScene"]
+__all__ = ["Crash", "Damage", "Faults", "Place", "TierConformance", "TierHarness"]
+
+__getattr__ = renamed(__name__, TierScene="TierHarness")
 
 ROOMY_BLOCKS = 64
 """Room of a tier where nothing is to be evicted; no check stores as much."""
@@ -39,8 +42,8 @@ class TierConformance(PromiseChecks, FaultChecks, BoundChecks, LifeChecks):
     """
 
     @contextmanager
-    def scene(self, directory: Path) -> Iterator[TierScene]:
-        scene = TierScene(self, directory, ROOMY_BLOCKS)
+    def scene(self, directory: Path) -> Iterator[TierHarness]:
+        scene = TierHarness(self, directory, ROOMY_BLOCKS)
         with self.store_calls(scene.faults):
             try:
                 yield scene

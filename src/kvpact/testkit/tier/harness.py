@@ -18,7 +18,7 @@ from kvpact.testkit.faults import Crash, Faults
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import Document
 from kvpact.testkit.tier.context import Damage, Place, TierOptions
-from kvpact.testkit.tier.monitor import WatchedTier
+from kvpact.testkit.tier.monitor import MonitoredTier
 from kvpact.testkit.trace import Trace
 from kvpact.tiers.base import Tier
 
@@ -60,7 +60,7 @@ class Background(Generic[Result]):
         return self._results[0]
 
 
-class TierScene:
+class TierHarness:
     """What a check of tiers is given: a place, faults for the tier's store, and tiers to open."""
 
     def __init__(self, suite: TierOptions, directory: Path, capacity_blocks: int) -> None:
@@ -72,16 +72,16 @@ class TierScene:
         self._directory = directory
         self._opened: list[Tier] = []
 
-    def open(self, place: Place | None = None, label: str = "") -> WatchedTier:
+    def open(self, place: Place | None = None, label: str = "") -> MonitoredTier:
         """A tier at `place`, by default the scene's own."""
         place = place or self.place
         tier = self.suite.open_tier(place)
         self._opened.append(tier)
-        watched = WatchedTier(tier, place, self.suite.ranks, self.script, label)
+        watched = MonitoredTier(tier, place, self.suite.ranks, self.script, label)
         watched.say(f"open(room for {place.capacity_blocks} blocks)")
         return watched
 
-    def open_or_none(self, place: Place, label: str = "") -> WatchedTier | None:
+    def open_or_none(self, place: Place, label: str = "") -> MonitoredTier | None:
         """As `open`; None if the tier refuses with a TierError."""
         try:
             return self.open(place, label)
@@ -99,19 +99,19 @@ class TierScene:
         """The scene's place, with room for so many blocks."""
         return replace(self.place, capacity_blocks=capacity_blocks)
 
-    def reopen(self, watched: WatchedTier) -> WatchedTier:
+    def reopen(self, watched: MonitoredTier) -> MonitoredTier:
         """Close a tier and open another one at its place."""
         watched.close()
         return self.open(watched.place)
 
-    def bury(self, watched: WatchedTier) -> WatchedTier:
+    def bury(self, watched: MonitoredTier) -> MonitoredTier:
         """After a crash: another process opens the place."""
         self.suite.bury(watched.tier)
         self._opened.remove(watched.tier)
         self.faults.revive()
         return self.open(watched.place)
 
-    def damage(self, watched: WatchedTier, wanted: Document, block: int, how: Damage) -> bool:
+    def damage(self, watched: MonitoredTier, wanted: Document, block: int, how: Damage) -> bool:
         """Damage what the store holds of a block; False if the author of the suite cannot do it."""
         done = self.suite.damage(watched.place, wanted.keys[block], how)
         if done:

@@ -16,7 +16,7 @@ from kvpact.testkit.faults import Crash, Fault, Operation
 from kvpact.testkit.results import require
 from kvpact.testkit.sample_blocks import DOCUMENTS, Document
 from kvpact.testkit.tier.context import Damage
-from kvpact.testkit.tier.harness import TierScene
+from kvpact.testkit.tier.harness import TierHarness
 from kvpact.testkit.tier.monitor import expect
 
 ALL_KEYS = {key for wanted in DOCUMENTS for key in wanted.keys}
@@ -28,7 +28,7 @@ class TierMachine(RuleBasedStateMachine):
     In an exclusive tier they are always whole prefixes. In a shared one there are holes, and blocks behind them.
     """
 
-    scene: ClassVar[TierScene]
+    scene: ClassVar[TierHarness]
     directory: ClassVar[Path]
     capacity_blocks: ClassVar[int]
     lives: ClassVar[int]
@@ -188,7 +188,7 @@ class TierMachine(RuleBasedStateMachine):
         require(len(self.stored) <= self.capacity_blocks, f"{len(self.stored)} blocks, room for {self.capacity_blocks}")
 
 
-def run_histories(scene: TierScene, directory: Path, capacity_blocks: int, examples: int, steps: int) -> None:
+def run_histories(scene: TierHarness, directory: Path, capacity_blocks: int, examples: int, steps: int) -> None:
     """Run `examples` histories of up to `steps` steps; `scene.script` ends as the shortest failing one.
 
     Raises what that one raised.

@@ -20,7 +20,7 @@ from kvpact.tiers.base import BlockBuffer, Progress, Tier
 Result = TypeVar("Result")
 
 
-class WatchedTier:
+class MonitoredTier:
     """A tier under test. Each call is a step of the script; each block that is served is compared with its content."""
 
     def __init__(self, tier: Tier, place: Place, ranks: int, trace: Trace, label: str = "") -> None:
@@ -166,7 +166,7 @@ def expect(what: str, found: int, right: int) -> None:
     require(found == right, f"{what}: {found}, not {right}")
 
 
-def store(tier: WatchedTier, wanted: Document, *, end: int | None = None) -> None:
+def store(tier: MonitoredTier, wanted: Document, *, end: int | None = None) -> None:
     """Put the first `end` blocks, by default all, where nothing hinders it. Raises Broken if they do not stay."""
     end = len(wanted) if end is None else end
     expect(f"put of {end} blocks of {wanted.name} stores", tier.put(wanted, 0, end), end)
