@@ -94,7 +94,9 @@ def test_every_row_answers_what_it_says(place: int) -> None:
     assert len(CASES) == len(TABLE)
     for available, lookup, limits, expected in CASES[place]:
         case = Case(available, lookup, limits, NOW)
-        assert next(row for row in TABLE if row.applies(case)) is TABLE[place], f"{case} belongs to another row"
+        assert next(row for row in TABLE if row.applies(case)) is TABLE[place], (
+            f"{available} and {lookup} belong to another row"
+        )
         decision = decide(available, lookup, limits, NOW)
         assert decision == expected
         assert says(decision, TABLE[place].then)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
+from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason, MissReason
 
 
-@dataclass(frozen=True, slots=True)
-class Availability:
+class Availability(NamedTuple):
     """Where a request's blocks are. Found out once for each prepare; all numbers are blocks in a row from the first."""
 
     resident: int
@@ -38,8 +39,7 @@ class Phase(StrEnum):
     READING = "blocks are being read"
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(NamedTuple):
     """What a request wants to know: blocks [start, end), by `deadline`; `end` is that of its read, if there is one."""
 
     phase: Phase
@@ -48,8 +48,7 @@ class Lookup:
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """What the configuration and the running step allow."""
 
     min_blocks: int
@@ -62,8 +61,7 @@ class Limits:
     """The reason of a miss that has no other one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
+class Promise(NamedTuple):
     """Blocks up to `end` are promised, from memory. `reason` is why no more are."""
 
     end: int
@@ -72,15 +70,13 @@ class Promise:
     """Whether the request is not to wait for tiers any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """ "Ask again later". With `put_off`, in the next step whatever happens."""
 
     put_off: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Miss:
+class Miss(NamedTuple):
     """Nothing is promised. A plan that the request has ends as `ends`."""
 
     reason: MissReason
@@ -88,8 +84,7 @@ class Miss:
     ends: EndReason = EndReason.SUPERSEDED
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """Blocks up to `end` are to be read into memory first; "ask again later". Without room for that: `otherwise`."""
 
     end: int
@@ -99,44 +94,32 @@ class Stage:
 Decision = Promise | Stage | Wait | Miss
 
 
-@dataclass(frozen=True, slots=True)
 class Case:
     """The arguments of `decide`, with what rows of the table ask of them."""
 
-    available: Availability
-    lookup: Lookup
-    limits: Limits
-    now: float
+    __slots__ = (
+        "available",
+        "is_over",
+        "is_reading",
+        "is_short",
+        "limits",
+        "lookup",
+        "reads_more",
+        "tiers_have_more",
+    )
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether blocks are being read for the request."""
-        return self.lookup.phase is Phase.READING
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the deadline has passed."""
-        return self.now >= self.lookup.deadline
-
-    @property
-    def is_short(self) -> bool:
-        """Whether memory lacks blocks that were to be read."""
-        return self.available.resident < self.lookup.end
-
-    @property
-    def tiers_have_more(self) -> bool:
+    def __init__(self, available: Availability, lookup: Lookup, limits: Limits, now: float) -> None:
+        self.available, self.lookup, self.limits = available, lookup, limits
+        resident, stored = available.resident, available.stored
+        self.is_reading = lookup.phase is Phase.READING
+        self.is_over = now >= lookup.deadline
+        self.is_short = resident < lookup.end
+        """Whether memory lacks blocks that are wanted."""
+        self.tiers_have_more = stored > resident and stored - lookup.start >= limits.min_blocks
         """Whether a tier can supply blocks after the resident ones, and enough for a match."""
-        stored = self.available.stored
-        return stored > self.available.resident and stored - self.lookup.start >= self.limits.min_blocks
-
-    @property
-    def reads_more(self) -> bool:
-        """Whether a tier can supply what the read does not bring.
-
-        Of a read that fell short another tier than the one that was read.
-        """
-        others = not self.is_short or len(self.available.by_tier) > 1
-        return others and self.available.stored > min(self.available.resident, self.lookup.end)
+        others = not self.is_short or len(available.by_tier) > 1
+        self.reads_more = others and stored > min(resident, lookup.end)
+        """Whether a tier can supply what the read does not bring: if that fell short, another tier than was read."""
 
     def from_memory(self, reason: MissReason, *, tiers_done: bool = False) -> Promise | Miss:
         """What memory holds is promised, if that is enough for a match."""
@@ -233,4 +216,7 @@ TABLE = (
 def decide(available: Availability, lookup: Lookup, limits: Limits, now: float) -> Decision:
     """What a prepare at `now` (the clock of `lookup.deadline`) is answered."""
     case = Case(available, lookup, limits, now)
-    return next(row for row in TABLE if row.applies(case)).answer(case)
+    for row in TABLE:
+        if row.applies(case):
+            return row.answer(case)
+    raise PactViolation(f"no row of the table speaks of {available}, {lookup}, {limits}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from kvpact.cache.finder import Finder
 from kvpact.cache.jobs import PactPlan, Slots
@@ -36,8 +37,7 @@ is preempted, loads again, and keeps the other from running, for ever (P11).
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Probe:
+class _Probe(NamedTuple):
     """A prepare at `now` of a request's blocks, named `keys`, from block `start` on."""
 
     request_id: str
