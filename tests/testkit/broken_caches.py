@@ -27,7 +27,7 @@ from kvpact.engine import ReferenceCache
 from kvpact.engine.reference import Entry, EntryKey, ReferencePlan
 from kvpact.identity.keys import BlockKey, BlockKeys, RequestIdentity
 from kvpact.ranges import RangeSet, hull
-from kvpact.testkit.cache.conformance import CacheFactory, CachePlace, CacheUnderTest
+from kvpact.testkit.cache.conformance import CacheContext, CacheFactory, CacheUnderTest
 from kvpact.testkit.cache.subjects import pact_cache
 
 
@@ -453,7 +453,7 @@ def _shifted(job: LoadJob) -> LoadJob:
     return replace(job, block_ids=(*job.block_ids[1:], job.block_ids[0]))
 
 
-def counts_promises_as_hits(place: CachePlace) -> CacheUnderTest:
+def counts_promises_as_hits(place: CacheContext) -> CacheUnderTest:
     """kvpact's cache, whose counts say that all that was promised was used."""
     subject = pact_cache(place)
 
@@ -468,7 +468,7 @@ def counts_promises_as_hits(place: CachePlace) -> CacheUnderTest:
 def made_of(kind: type[ReferenceCache], *, asynchronous: bool = True) -> CacheFactory:
     """A factory of one of the caches above, which shows nothing of itself."""
 
-    def factory(place: CachePlace) -> ExternalCache:
+    def factory(place: CacheContext) -> ExternalCache:
         return kind(
             place.block_size,
             place.num_slots,

@@ -15,7 +15,7 @@ from kvpact.engine import ByteSegment, ReferenceCache
 from kvpact.engine.reference import Entry, EntryKey
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey, BlockKeys, Namespace
-from kvpact.testkit.cache.conformance import CacheFactory, CachePlace, CacheUnderTest
+from kvpact.testkit.cache.conformance import CacheContext, CacheFactory, CacheUnderTest
 from kvpact.testkit.tier.dictionary_store import DictionaryStore, StoredBytes
 from kvpact.tiers.executor import GetDone, LookupDone, PutDone
 from kvpact.tiers.shared.tier import SharedTier
@@ -42,7 +42,7 @@ class Fetch:
 class StoreCache(ReferenceCache):
     """A `ReferenceCache` above a store. The epoch is in the root of every key; nothing is ever deleted."""
 
-    def __init__(self, place: CachePlace) -> None:
+    def __init__(self, place: CacheContext) -> None:
         super().__init__(place.block_size, place.num_slots, num_ranks=place.num_ranks)
         self.segments = [ByteSegment(place.num_slots, place.slot_bytes) for _ in range(place.num_ranks)]
         store = DictionaryStore(_records.setdefault(place.shared_directory, {}), place.faults)
@@ -199,7 +199,7 @@ class StoreCache(ReferenceCache):
 class LosesTheSecondReset(StoreCache):
     """A reset that comes while another is still being dealt with is taken for the same one."""
 
-    def __init__(self, place: CachePlace) -> None:
+    def __init__(self, place: CacheContext) -> None:
         super().__init__(place)
         self.reset_at = -1
 
@@ -313,7 +313,7 @@ class BelievesForEver(StoreCache):
 def store_cache(kind: type[StoreCache]) -> CacheFactory:
     """A factory of one of the caches above."""
 
-    def factory(place: CachePlace) -> CacheUnderTest:
+    def factory(place: CacheContext) -> CacheUnderTest:
         cache = kind(place)
         return CacheUnderTest(cache, [segment.slot_view for segment in cache.segments])
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kvpact.identity.keys import BlockKey
 from kvpact.testkit.faults import Faults
-from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.testkit.tier.dictionary_tier import DictionaryTier, Records
 from kvpact.tiers.base import Tier
 
@@ -21,7 +21,7 @@ class DictionarySuite(TierConformance):
     stores: ClassVar[dict[Path, Records]] = {}
     faults = Faults()
 
-    def open_tier(self, place: Place) -> Tier:
+    def open_tier(self, place: StoreContext) -> Tier:
         records = self.stores.setdefault(place.directory, {})
         return self.tier(place.namespace, place.slot_bytes, place.capacity_blocks, records, self.faults)
 
@@ -31,7 +31,7 @@ class DictionarySuite(TierConformance):
         yield
         self.stores.clear()
 
-    def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
+    def damage(self, place: StoreContext, key: BlockKey, how: Damage) -> bool:
         records = self.stores[place.directory]
         name = (place.namespace.digest, key)
         payload = records[name].payload

@@ -17,7 +17,7 @@ from dictionary_suite import DictionarySuite, suite_for
 from kvpact.testkit.catalogue import TITLES
 from kvpact.testkit.results import Check, ConformanceReport, Verdict, as_text, verdicts
 from kvpact.testkit.suite import checks_of, protects, run_suite
-from kvpact.testkit.tier.conformance import Place, TierConformance, TierHarness
+from kvpact.testkit.tier.conformance import StoreContext, TierConformance, TierHarness
 from kvpact.testkit.tier.dictionary_tier import DictionaryTier
 from kvpact.tiers.base import Tier
 
@@ -107,7 +107,7 @@ def test_what_an_author_does_not_say_is_not_observable_and_he_is_told_why(tmp_pa
     class TestBare(TierConformance):
         test_blocks_come_back_as_they_were_stored = None
 
-        def open_tier(self, place: Place) -> Tier:
+        def open_tier(self, place: StoreContext) -> Tier:
             return DictionaryTier(place.namespace, place.slot_bytes, place.capacity_blocks)
 
     found = {check.name: check for check in run_suite(TestBare, "^test_(h22|h26|h59|h20|blocks_come)", parent=tmp_path)}

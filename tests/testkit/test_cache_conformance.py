@@ -9,7 +9,13 @@ from broken_caches import BROKEN, counts_promises_as_hits, made_of
 
 from kvpact.contract import ExternalCache
 from kvpact.engine import ByteSegment, MultiCache, MultiWorker, ReferenceCache, SimulatedWorker
-from kvpact.testkit.cache.conformance import CacheConformance, CacheFactory, CachePlace, CacheUnderTest, run_conformance
+from kvpact.testkit.cache.conformance import (
+    CacheConformance,
+    CacheContext,
+    CacheFactory,
+    CacheUnderTest,
+    run_conformance,
+)
 from kvpact.testkit.cache.subjects import (
     lazy_pact_cache,
     pact_cache,
@@ -26,17 +32,17 @@ ASYNCHRONOUS = {"sync_load_limit": 0}
 
 
 class TestPactCache(CacheConformance):
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache(place)
 
 
 class TestPactCacheThatLoadsAsynchronously(CacheConformance):
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache(place, **ASYNCHRONOUS)
 
 
 class TestPactCacheAboveADisk(CacheConformance):
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_disk(place)
 
 
@@ -44,38 +50,38 @@ class TestPactCacheAboveADiskThatLoadsAsynchronously(CacheConformance):
     ranks = 3
     plays = 2
 
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_disk(place, **ASYNCHRONOUS)
 
 
 class TestPactCacheAboveASharedTier(CacheConformance):
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_shared(place)
 
 
 class TestPactCacheAboveADiskAndASharedTierThatLoadsAsynchronously(CacheConformance):
     plays = 2
 
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_all(place, **ASYNCHRONOUS)
 
 
 class TestPactCacheThatSavesLazilyAndLoadsAsynchronously(CacheConformance):
     modes = ("native", "vllm-0.33")
 
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return lazy_pact_cache(place, **ASYNCHRONOUS)
 
 
 class TestReferenceCache(CacheConformance):
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return reference_cache(place)
 
 
 class TestReferenceCacheOfOneRankThatLoadsSynchronously(CacheConformance):
     ranks = 1
 
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return reference_cache(place, asynchronous=False)
 
 
@@ -84,7 +90,7 @@ class TestTwoCachesInOne(CacheConformance):
 
     modes = ("native", "vllm-0.33")
 
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         caches = [
             ReferenceCache(place.block_size, slots, num_ranks=place.num_ranks, num_groups=place.num_groups)
             for slots in (place.num_slots, place.num_slots // 2)
@@ -167,7 +173,7 @@ def test_a_finding_shows_the_property_what_was_seen_and_the_steps() -> None:
 
 
 def test_the_factory_may_return_a_bare_cache(tmp_path: Path) -> None:
-    def bare(place: CachePlace) -> ExternalCache:
+    def bare(place: CacheContext) -> ExternalCache:
         return ReferenceCache(place.block_size, place.num_slots, num_ranks=place.num_ranks)
 
     report = run_conformance(bare, subject="bare", only="p3_probing", modes=("vllm-0.33",))
@@ -176,7 +182,7 @@ def test_the_factory_may_return_a_bare_cache(tmp_path: Path) -> None:
 
 
 def test_a_cache_with_workers_of_its_own_is_judged_by_what_they_do() -> None:
-    def with_workers(place: CachePlace) -> CacheUnderTest:
+    def with_workers(place: CacheContext) -> CacheUnderTest:
         cache = ReferenceCache(place.block_size, place.num_slots, num_ranks=place.num_ranks)
         segments = [ByteSegment(place.num_slots, place.slot_bytes) for _ in range(place.num_ranks)]
         workers = [SimulatedWorker(rank, segment.slot_view) for rank, segment in enumerate(segments)]

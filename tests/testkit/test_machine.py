@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvpact.contract import ExternalCache
 from kvpact.testkit.cache import random_plays
-from kvpact.testkit.cache.conformance import CachePlace, CacheUnderTest
+from kvpact.testkit.cache.conformance import CacheContext, CacheUnderTest
 from kvpact.testkit.cache.machine import PactMachine
 from kvpact.testkit.cache.operations import Call, HarnessSettings, perform
 from kvpact.testkit.cache.random_plays import random_play
@@ -24,17 +24,17 @@ SHORT_RUN_STEPS, LONG_RUN_STEPS = 30_000, 2_000_000
 
 
 class MemoryMachine(PactMachine):
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache(place, sync_load_limit=0)
 
 
 class LazyMachine(PactMachine):
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return lazy_pact_cache(place)  # with a small window, what is far from being evicted is never stored
 
 
 class DiskMachine(PactMachine):
-    def make_cache(self, place: CachePlace) -> CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_disk(place)
 
 
@@ -76,7 +76,7 @@ def test_random_plays_of_other_seeds_break_nothing(steps: int) -> None:
 class BrokenMachine(PactMachine):
     modes = ("vllm-0.32",)
 
-    def make_cache(self, place: CachePlace) -> ExternalCache | CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
         return made_of(TrustsTheFirstRank)(place)
 
 

@@ -15,7 +15,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.testkit.faults import Fault, Faults, Operation
 from kvpact.testkit.sample_blocks import CANARY, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.testkit.tier.dictionary_store import DictionaryStore, StoredBytes
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, RecordMac, Tier
 from kvpact.tiers.shared.store import RecordBuffer, StoreError, group_name, key_of, record_name
@@ -36,7 +36,7 @@ class TestSharedTier(TierConformance):
     stores: ClassVar[dict[Path, StoredBytes]] = {}
     faults = Faults()
 
-    def open_tier(self, place: Place) -> Tier:
+    def open_tier(self, place: StoreContext) -> Tier:
         store = DictionaryStore(self.stores.setdefault(place.directory, {}), self.faults)
         return SharedTier(store, place.namespace, place.slot_bytes, seal=place.seal)
 
@@ -46,7 +46,7 @@ class TestSharedTier(TierConformance):
         yield
         self.stores.clear()
 
-    def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
+    def damage(self, place: StoreContext, key: BlockKey, how: Damage) -> bool:
         records = self.stores[place.directory]
         name = record_name(group_name(place.namespace, self.seal), key)
         others = [other for other in records if key_of(other) and other != name]

@@ -12,7 +12,7 @@ from dictionary_suite import DictionarySuite
 
 from kvpact.identity.keys import BlockKey
 from kvpact.testkit.faults import Faults
-from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, Tier
 from kvpact.tiers.disk.slab import PAGE_BYTES, Slab, Superblock
 from kvpact.tiers.disk.tier import DiskTier
@@ -26,7 +26,7 @@ class TestDiskTier(TierConformance):
     reopens = True
     gives_up_after = 0.2
 
-    def open_tier(self, place: Place) -> Tier:
+    def open_tier(self, place: StoreContext) -> Tier:
         capacity = place.capacity_blocks * place.slot_bytes
         while _slots(place, capacity) < place.capacity_blocks:
             capacity += PAGE_BYTES
@@ -55,7 +55,7 @@ class TestDiskTier(TierConformance):
         assert isinstance(tier, DiskTier)
         tier.slab.close()
 
-    def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
+    def damage(self, place: StoreContext, key: BlockKey, how: Damage) -> bool:
         path = place.directory / "kvpact" / f"{place.namespace.name}.slab"
         raw = path.read_bytes()
         layout = Superblock.decode(raw[:PAGE_BYTES], path)
@@ -80,7 +80,7 @@ class TestDiskTier(TierConformance):
         return True
 
 
-def _slots(place: Place, capacity: int) -> int:
+def _slots(place: StoreContext, capacity: int) -> int:
     return Superblock.for_capacity(place.namespace, place.slot_bytes, capacity).slots_in(capacity)
 
 

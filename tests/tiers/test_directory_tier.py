@@ -23,7 +23,7 @@ from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.own_files import OWN_FOLDER
 from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, Tier
 from kvpact.tiers.directory import evictor_lock, files, quota
 from kvpact.tiers.directory.evictor_lock import host
@@ -86,7 +86,7 @@ class TestDirectoryTier(TierConformance):
     several_writers = True
     gives_up_after = 0.2
 
-    def open_tier(self, place: Place) -> Tier:
+    def open_tier(self, place: StoreContext) -> Tier:
         capacity = capacity_of(place.capacity_blocks, place.slot_bytes)
         return SharedTier(open_store(place.directory, capacity), place.namespace, place.slot_bytes, seal=place.seal)
 
@@ -130,7 +130,7 @@ class TestDirectoryTier(TierConformance):
                 patch.setattr(files, name, watched)
             yield
 
-    def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
+    def damage(self, place: StoreContext, key: BlockKey, how: Damage) -> bool:
         group = place.directory / OWN_FOLDER / group_name(place.namespace, place.seal)
         paths = {path.name: path for path in group.rglob("*") if key_of(f"/{path.name}")}
         path = paths.pop(key.hex())

@@ -22,7 +22,7 @@ from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.metrics import series
 from kvpact.testkit.faults import Crash, Faults
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Tier
 from kvpact.tiers.mooncake import store as mooncake
 from kvpact.tiers.mooncake.store import MooncakeStore, open_mooncake
@@ -110,7 +110,7 @@ class TestMooncakeTier(TierConformance):
             del os.environ[OF_OTHER_PROCESSES]
             cls.store.close()
 
-    def open_tier(self, place: Place) -> Tier:
+    def open_tier(self, place: StoreContext) -> Tier:
         if self.store is None:  # in another process
             type(self).store = open_store(os.environ[OF_OTHER_PROCESSES])
         store = MooncakeStore(
@@ -146,7 +146,7 @@ class TestMooncakeTier(TierConformance):
             patch.setattr(MooncakeStore, "call", watched)
             yield
 
-    def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
+    def damage(self, place: StoreContext, key: BlockKey, how: Damage) -> bool:
         client = self.store.client
         group = f"{place.name}/{group_name(place.namespace, place.seal)}"
         name = f"{group}/{key.hex()}"

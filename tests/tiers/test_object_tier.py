@@ -23,7 +23,7 @@ from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.metrics import TierName
 from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, RecordMac, Tier
 from kvpact.tiers.objects.bucket import Bucket
 from kvpact.tiers.objects.packs import HEAD_BYTES, Pack, PackMemory, decode_pack, encode_pack
@@ -87,10 +87,10 @@ class ObjectSuite(TierConformance):
     several_writers = True
     gives_up_after = 0.2
 
-    def open_store(self, place: Place) -> ObjectStore:
+    def open_store(self, place: StoreContext) -> ObjectStore:
         raise NotImplementedError
 
-    def open_tier(self, place: Place) -> Tier:
+    def open_tier(self, place: StoreContext) -> Tier:
         return SharedTier(self.open_store(place), place.namespace, place.slot_bytes, seal=place.seal)
 
     @contextmanager
@@ -112,7 +112,7 @@ class ObjectSuite(TierConformance):
                 patch.setattr(Bucket, name, announced(getattr(Bucket, name), faults.before_write))
             yield
 
-    def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
+    def damage(self, place: StoreContext, key: BlockKey, how: Damage) -> bool:
         store = self.open_store(place)
         name = record_name(group_name(place.namespace, place.seal), key)
         pack, records = pack_with(store, name)
@@ -133,14 +133,14 @@ class TestS3Tier(ObjectSuite):
     machine_examples = 2
     machine_steps = 8
 
-    def open_store(self, place: Place) -> ObjectStore:
+    def open_store(self, place: StoreContext) -> ObjectStore:
         return s3_store(os.environ[ENDPOINT], f"bucket/{place.name}")
 
 
 class TestDirectoryOfObjects(ObjectSuite):
     machine_examples = 12
 
-    def open_store(self, place: Place) -> ObjectStore:
+    def open_store(self, place: StoreContext) -> ObjectStore:
         return open_objects(parse_tier_url(f"file://{place.directory}?timeout=20s"))
 
 

@@ -25,7 +25,7 @@ from kvpact.identity.keys import BlockKey
 from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.buffers import give_back, require_untouched
-from kvpact.testkit.tier.conformance import Damage, Place, TierConformance
+from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.testkit.tier.harness import NAMESPACE
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordMac, Tier
 from kvpact.tiers.redis.connections import Connection, Words
@@ -55,7 +55,7 @@ class PlacedStore(RecordStore):
 
     kind = "redis"
 
-    def __init__(self, store: RedisStore, place: Place, faults: Faults) -> None:
+    def __init__(self, store: RedisStore, place: StoreContext, faults: Faults) -> None:
         self.store = store
         self.prefix = f"{place.name}-"
         self.faults = faults
@@ -117,7 +117,7 @@ class RedisConformance(TierConformance):
     machine_examples = 4
     faults = Faults()
 
-    def open_tier(self, place: Place) -> Tier:
+    def open_tier(self, place: StoreContext) -> Tier:
         store = PlacedStore(_open(os.environ[URL_VARIABLE]), place, self.faults)
         return SharedTier(store, place.namespace, place.slot_bytes, seal=place.seal)
 
@@ -126,7 +126,7 @@ class RedisConformance(TierConformance):
         self.faults = faults
         yield
 
-    def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
+    def damage(self, place: StoreContext, key: BlockKey, how: Damage) -> bool:
         store = PlacedStore(_open(os.environ[URL_VARIABLE]), place, Faults())
         group = group_name(place.namespace, place.seal)
         name = record_name(group, key)
@@ -144,7 +144,7 @@ def _open(url: str) -> RedisStore:
     return open_redis(parse_tier_url(url))
 
 
-def _record(store: RecordStore, name: str, place: Place) -> bytes:
+def _record(store: RecordStore, name: str, place: StoreContext) -> bytes:
     record = bytearray(HEADER_BYTES + place.slot_bytes)
     assert store.read([name], [[memoryview(record)]]) == [True]
     return bytes(record)

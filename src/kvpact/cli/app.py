@@ -223,8 +223,8 @@ def conformance(
 ) -> None:
     """Run the conformance kit against a cache or a connector.
 
-    A cache is a class or function that takes a CachePlace, or a subclass of CacheConformance. Exit code 1 if a property
-    of the pact is broken.
+    A cache is a class or function that takes a CacheContext, or a subclass of CacheConformance. Exit code 1 if a
+    property of the pact is broken.
     """
     from kvpact.cli.conformance import check_conformance
 

@@ -93,7 +93,7 @@ def _embedded(
             raise ConfigError(f"{target} says itself how its cache is made; it takes no --config")
         return run_suite_as_report(thing, target, progress=progress)
     if not callable(thing):
-        raise ConfigError(f"{target} is neither a class nor a function that makes a cache for a CachePlace")
+        raise ConfigError(f"{target} is neither a class nor a function that makes a cache for a CacheContext")
     own: dict[Any, Any] = {PactCache: pact_cache, ReferenceCache: reference_cache}
     factory = cast(CacheFactory, partial(own.get(thing, thing), **settings))
     return run_conformance(factory, subject=target, progress=progress)

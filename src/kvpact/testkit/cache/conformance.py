@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvpact._moved import renamed
 from kvpact.contract import ExternalCache
 from kvpact.engine import EngineQuirks
 from kvpact.testkit.cache.checks_bounds import BoundChecks
@@ -17,18 +18,27 @@ from kvpact.testkit.cache.checks_epochs import EpochChecks
 from kvpact.testkit.cache.checks_failures import FailureChecks
 from kvpact.testkit.cache.checks_promises import PromiseChecks
 from kvpact.testkit.cache.factory import HarnessFactory
-from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, CacheUnderTest
+from kvpact.testkit.cache.subjects import CacheContext, CacheFactory, CacheUnderTest
 from kvpact.testkit.results import Check, ConformanceReport
 from kvpact.testkit.suite import run_suite
 
-__all__ = ["CacheConformance", "CacheFactory", "CachePlace", "CacheUnderTest", "run_conformance", "run_suite_as_report"]
+__all__ = [
+    "CacheConformance",
+    "CacheContext",
+    "CacheFactory",
+    "CacheUnderTest",
+    "run_conformance",
+    "run_suite_as_report",
+]
+
+__getattr__ = renamed(__name__, CachePlace="CacheContext")
 
 
 class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks):
     """Inherit this, say how your cache is made, and the whole pact is checked on the embedded engine.
 
         class TestMyCache(CacheConformance):
-            def make_cache(self, place: CachePlace) -> ExternalCache:
+            def make_cache(self, place: CacheContext) -> ExternalCache:
                 return MyCache(place.block_size, place.num_slots, place.num_ranks)
 
     Each check runs in every mode of `modes`: an engine that speaks the contract, and engines that act like releases of
@@ -44,7 +54,7 @@ class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks):
     calls = 120
     """Calls of each random play."""
 
-    def make_cache(self, place: CachePlace) -> ExternalCache | CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
         """Your cache, made for `place`; as a `CacheUnderTest` if it shows more of itself."""
         raise NotImplementedError(f"{type(self).__name__} must say in `make_cache` how the cache is made")
 
@@ -70,7 +80,7 @@ def run_conformance(
 
         modes = chosen
 
-        def make_cache(self, place: CachePlace) -> ExternalCache | CacheUnderTest:
+        def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
             return factory(place)
 
     return run_suite_as_report(Anonymous, subject, only=only, parent=parent, progress=progress)

@@ -32,7 +32,7 @@ from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import RangeSet
 from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
 from kvpact.testkit.cache.monitor import ContractMonitor
-from kvpact.testkit.cache.subjects import CacheFactory, CachePlace, made_for
+from kvpact.testkit.cache.subjects import CacheContext, CacheFactory, made_for
 from kvpact.testkit.catalogue import TITLES
 from kvpact.testkit.faults import Crash
 from kvpact.testkit.results import Broken, NotObservable
@@ -148,7 +148,7 @@ class EngineHarness:
             prefix_caching=settings.prefix_caching,
             policy="priority" if settings.priority else "fcfs",
         )
-        self.place = CachePlace(
+        self.place = CacheContext(
             block_size=settings.block_size,
             num_slots=settings.num_slots,
             num_ranks=settings.ranks,

@@ -89,7 +89,7 @@ class CacheHarness(EngineHarness):
     def tiers_possible(self) -> None:
         """Raises NotObservable if the cache made no queue of a tier at its place."""
         if not self.place.queues:
-            raise NotObservable("the cache has no tier whose queue it made with `CachePlace.queue`")
+            raise NotObservable("the cache has no tier whose queue it made with `CacheContext.queue`")
 
     def faults_possible(self) -> None:
         """Raises NotObservable if the cache brings its own workers, which the kit cannot let fail."""

@@ -15,7 +15,7 @@ from kvpact.contract import ExternalCache
 from kvpact.engine import EngineQuirks
 from kvpact.testkit.cache.operations import Call, Figures, Operations
 from kvpact.testkit.cache.random_plays import BOUNDS, SIZES, engine_settings
-from kvpact.testkit.cache.subjects import CachePlace, CacheUnderTest
+from kvpact.testkit.cache.subjects import CacheContext, CacheUnderTest
 
 
 def _arguments(call: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ class PactMachine(RuleBasedStateMachine):
     """Inherit it, say how your cache is made, and give pytest its `TestCase`.
 
         class MyMachine(PactMachine):
-            def make_cache(self, place: CachePlace) -> ExternalCache:
+            def make_cache(self, place: CacheContext) -> ExternalCache:
                 return MyCache(place.block_size, place.num_slots, place.num_ranks)
 
         TestMyCache = MyMachine.TestCase
@@ -46,7 +46,7 @@ class PactMachine(RuleBasedStateMachine):
         self.play: Operations | None = None
         self.failed = False
 
-    def make_cache(self, place: CachePlace) -> ExternalCache | CacheUnderTest:
+    def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
         """Your cache, made for `place`; as a `CacheUnderTest` if it shows more of itself."""
         raise NotImplementedError(f"{type(self).__name__} must say in `make_cache` how the cache is made")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from kvpact._moved import renamed
 from kvpact.cache.cache import PactCache
 from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.config import load_config
@@ -38,9 +39,11 @@ SHARED_RECORDS = 80
 _SCENES_KEPT = 4
 """Scenes whose shared store is remembered, in case they restart their cache."""
 
+__getattr__ = renamed(__name__, CachePlace="CacheContext")
+
 
 @dataclass(slots=True)
-class CachePlace:
+class CacheContext:
     """What a cache is made for: the engine's sizes, the room it may take, and the kit's clock.
 
     `block_size` is in tokens, `slot_bytes` what one rank copies of one block. The cache gives its jobs slots below
@@ -97,10 +100,10 @@ class CacheUnderTest:
     close: Callable[[], None] = _nothing
 
 
-CacheFactory: TypeAlias = Callable[[CachePlace], ExternalCache | CacheUnderTest]
+CacheFactory: TypeAlias = Callable[[CacheContext], ExternalCache | CacheUnderTest]
 
 
-def made_for(factory: CacheFactory, place: CachePlace) -> CacheUnderTest:
+def made_for(factory: CacheFactory, place: CacheContext) -> CacheUnderTest:
     """What `factory` makes for `place`."""
     made = factory(place)
     return CacheUnderTest(made) if isinstance(made, ExternalCache) else made
@@ -111,7 +114,7 @@ EVERYTHING = 1 << 20
 
 
 def pact_cache(
-    place: CachePlace,
+    place: CacheContext,
     *,
     disk_slots: int = 0,
     shared: bool = False,
@@ -166,22 +169,22 @@ def pact_cache(
     )
 
 
-def pact_cache_with_disk(place: CachePlace, **settings: Any) -> CacheUnderTest:
+def pact_cache_with_disk(place: CacheContext, **settings: Any) -> CacheUnderTest:
     """`pact_cache` above a disk tier."""
     return pact_cache(place, disk_slots=DISK_SLOTS, **settings)
 
 
-def lazy_pact_cache(place: CachePlace, **settings: Any) -> CacheUnderTest:
+def lazy_pact_cache(place: CacheContext, **settings: Any) -> CacheUnderTest:
     """`pact_cache` that saves what the engine is about to evict; it takes every free block for that."""
     return pact_cache(place, **{"save": "lazy", "lazy_window": EVERYTHING, **settings})
 
 
-def pact_cache_with_shared(place: CachePlace, **settings: Any) -> CacheUnderTest:
+def pact_cache_with_shared(place: CacheContext, **settings: Any) -> CacheUnderTest:
     """`pact_cache` above a shared tier."""
     return pact_cache(place, disk_slots=0, shared=True, **settings)
 
 
-def pact_cache_with_all(place: CachePlace, **settings: Any) -> CacheUnderTest:
+def pact_cache_with_all(place: CacheContext, **settings: Any) -> CacheUnderTest:
     """`pact_cache` above a disk tier and a shared one."""
     return pact_cache(place, disk_slots=DISK_SLOTS, shared=True, **settings)
 
@@ -206,7 +209,7 @@ def _records_at(directory: Path) -> StoredBytes:
     return records
 
 
-def reference_cache(place: CachePlace, *, asynchronous: bool = True) -> CacheUnderTest:
+def reference_cache(place: CacheContext, *, asynchronous: bool = True) -> CacheUnderTest:
     """The engine's own small cache, with which the kit itself is tested."""
     cache = ReferenceCache(
         place.block_size,

@@ -15,7 +15,7 @@ from kvpact.testkit.faults import Crash, Fault, Faults, Operation
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, DOCUMENTS, Document, document
 from kvpact.testkit.suite import Suite, protects
-from kvpact.testkit.tier.context import Place, TierOptions
+from kvpact.testkit.tier.context import StoreContext, TierOptions
 from kvpact.testkit.tier.harness import Background, TierHarness
 from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
 from kvpact.testkit.trace import Trace
@@ -229,7 +229,7 @@ def _work(tier: MonitoredTier, seed: int) -> Callable[[], None]:
     return work
 
 
-def work_in_process(suite: type[TierOptions], place: Place, seed: int) -> None:
+def work_in_process(suite: type[TierOptions], place: StoreContext, seed: int) -> None:
     """What another process does at a place."""
     itself = suite()
     with itself.store_calls(Faults()):

@@ -16,12 +16,12 @@ from kvpact.testkit.tier.checks_bounds import BoundChecks
 from kvpact.testkit.tier.checks_faults import FaultChecks
 from kvpact.testkit.tier.checks_lives import LifeChecks
 from kvpact.testkit.tier.checks_promises import PromiseChecks
-from kvpact.testkit.tier.context import Damage, Place
+from kvpact.testkit.tier.context import Damage, StoreContext
 from kvpact.testkit.tier.harness import TierHarness
 
-__all__ = ["Crash", "Damage", "Faults", "Place", "TierConformance", "TierHarness"]
+__all__ = ["Crash", "Damage", "Faults", "StoreContext", "TierConformance", "TierHarness"]
 
-__getattr__ = renamed(__name__, TierScene="TierHarness")
+__getattr__ = renamed(__name__, Place="StoreContext", TierScene="TierHarness")
 
 ROOMY_BLOCKS = 64
 """Room of a tier where nothing is to be evicted; no check stores as much."""
@@ -33,7 +33,7 @@ class TierConformance(PromiseChecks, FaultChecks, BoundChecks, LifeChecks):
         class TestMyTier(TierConformance):
             reopens = True
 
-            def open_tier(self, place: Place) -> Tier:
+            def open_tier(self, place: StoreContext) -> Tier:
                 return MyTier(place.directory, place.namespace, place.slot_bytes, place.capacity_blocks)
 
     What you do not say of all that `TierOptions` asks cannot be checked: such checks are reported as not observable

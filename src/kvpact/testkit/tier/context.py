@@ -47,7 +47,7 @@ class Damage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoreContext:
     """Where a tier is to be opened, and how large. Two tiers opened at one place see one store, others nothing of it.
 
     `directory` exists, and is empty before the first opening. `slot_bytes` is a block's size over all ranks. The tier
@@ -77,11 +77,11 @@ class TierOptions:
     several_writers = False
     seal: ClassVar[RecordMac] = UNSEALED
 
-    def open_tier(self, place: Place) -> Tier:
+    def open_tier(self, place: StoreContext) -> Tier:
         """Your tier, opened at `place`: again what is there, if it was opened there before. May raise TierError."""
         raise NotImplementedError(f"{type(self).__name__} must say in `open_tier` how the tier is opened")
 
-    def damage(self, place: Place, key: BlockKey, how: Damage) -> bool:
+    def damage(self, place: StoreContext, key: BlockKey, how: Damage) -> bool:
         """Optional: change what the store holds of block `key`, past the tier, which may be open; False if you cannot.
 
         The tier need not notice, but must never serve the damaged bytes.

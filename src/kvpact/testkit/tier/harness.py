@@ -17,7 +17,7 @@ from kvpact.identity.keys import Namespace
 from kvpact.testkit.faults import Crash, Faults
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import Document
-from kvpact.testkit.tier.context import Damage, Place, TierOptions
+from kvpact.testkit.tier.context import Damage, StoreContext, TierOptions
 from kvpact.testkit.tier.monitor import MonitoredTier
 from kvpact.testkit.trace import Trace
 from kvpact.tiers.base import Tier
@@ -67,12 +67,12 @@ class TierHarness:
         self.suite = suite
         self.faults = Faults()
         self.script = Trace()
-        self.place = Place(directory / "place", NAMESPACE, suite.slot_bytes, capacity_blocks, suite.seal)
+        self.place = StoreContext(directory / "place", NAMESPACE, suite.slot_bytes, capacity_blocks, suite.seal)
         self.place.directory.mkdir()
         self._directory = directory
         self._opened: list[Tier] = []
 
-    def open(self, place: Place | None = None, label: str = "") -> MonitoredTier:
+    def open(self, place: StoreContext | None = None, label: str = "") -> MonitoredTier:
         """A tier at `place`, by default the scene's own."""
         place = place or self.place
         tier = self.suite.open_tier(place)
@@ -81,7 +81,7 @@ class TierHarness:
         watched.say(f"open(room for {place.capacity_blocks} blocks)")
         return watched
 
-    def open_or_none(self, place: Place, label: str = "") -> MonitoredTier | None:
+    def open_or_none(self, place: StoreContext, label: str = "") -> MonitoredTier | None:
         """As `open`; None if the tier refuses with a TierError."""
         try:
             return self.open(place, label)
@@ -89,13 +89,13 @@ class TierHarness:
             self.script.note(f"open refused: {refused}")
             return None
 
-    def other_place(self, name: str, capacity_blocks: int | None = None) -> Place:
+    def other_place(self, name: str, capacity_blocks: int | None = None) -> StoreContext:
         """A place that shares nothing with any other."""
         directory = self._directory / name
         directory.mkdir()
         return replace(self.place, directory=directory, capacity_blocks=capacity_blocks or self.place.capacity_blocks)
 
-    def sized(self, capacity_blocks: int) -> Place:
+    def sized(self, capacity_blocks: int) -> StoreContext:
         """The scene's place, with room for so many blocks."""
         return replace(self.place, capacity_blocks=capacity_blocks)
 

@@ -13,7 +13,7 @@ from kvpact.identity.keys import BlockKey
 from kvpact.testkit.faults import Crash
 from kvpact.testkit.results import require
 from kvpact.testkit.sample_blocks import Document, content, empty_buffers, filled_buffers, first_difference
-from kvpact.testkit.tier.context import Place
+from kvpact.testkit.tier.context import StoreContext
 from kvpact.testkit.trace import Trace
 from kvpact.tiers.base import BlockBuffer, Progress, Tier
 
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 class MonitoredTier:
     """A tier under test. Each call is a step of the script; each block that is served is compared with its content."""
 
-    def __init__(self, tier: Tier, place: Place, ranks: int, trace: Trace, label: str = "") -> None:
+    def __init__(self, tier: Tier, place: StoreContext, ranks: int, trace: Trace, label: str = "") -> None:
         self.tier = tier
         self.place = place
         self._ranks = ranks
