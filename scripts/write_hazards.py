@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpact.testkit.findings import TITLES
+from kvpact.testkit.catalogue import TITLES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "hazards.md"

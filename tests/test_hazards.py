@@ -6,7 +6,7 @@ import re
 import tomllib
 
 from documents import ROOT, documents, load_script
-from kvpact.testkit.findings import TITLES
+from kvpact.testkit.catalogue import TITLES
 
 WRITER = load_script("scripts/write_hazards.py")
 

@@ -152,11 +152,11 @@ OPENER = "kvpact.cache.open"
 """Makes a cache; what it is to others, the contract says."""
 
 KNOWS_MORE_OF_THE_CACHE = {
-    "vllm.scheduler_side": {"kvpact.cache.stats_file", "kvpact.cache.turns"},
+    "vllm.scheduler_side": {"kvpact.cache.stats_file", "kvpact.cache.turns", "kvpact.cache.weights_watch"},
 }
 """Modules of an adapter, and what of the cache's folder they may name beside the opener. May only shrink."""
 
-BY_THE_CONTRACT = ("vllm.scheduler_side", "vllm.weights_watch", "engine.scheduler", "engine.engine", "engine.multi")
+BY_THE_CONTRACT = ("vllm.scheduler_side", "cache.weights_watch", "engine.scheduler", "engine.engine", "engine.multi")
 """Modules that have a cache."""
 
 

@@ -30,7 +30,7 @@ MOVED: Final = {
     "kvpact.testkit.vllm_driver": "kvpact.testkit.vllm.driver",
     "kvpact.testkit.vllm_engine": "kvpact.testkit.vllm.engine",
     "kvpact.testkit.vllm_lab": "kvpact.testkit.vllm.harness",
-    "kvpact.testkit.vllm.scenarios": "kvpact.testkit.vllm.registry",
+    "kvpact.testkit.vllm.scenarios": "kvpact.testkit.vllm.scenarios",
     "kvpact.testkit.vllm_releases": "kvpact.testkit.vllm.releases",
     "kvpact.testkit.vllm_seams": "kvpact.testkit.vllm.compat",
 }

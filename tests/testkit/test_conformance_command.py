@@ -87,7 +87,7 @@ def test_what_is_broken_is_shown_with_the_shortest_script_and_exit_code_1(here: 
         (["kvpact.cache.cache:NoSuchCache"], "module kvpact.cache.cache has no NoSuchCache"),
         (["kvpact.cache.cache:PactCache", "--config", "{"], "--config is not JSON"),
         (["kvpact.cache.cache:PactCache", "--config", "[1]"], "must be a JSON object"),
-        (["kvpact.cache.cache:MAX_UNWRITTEN"], "neither a class nor a function"),
+        (["kvpact.testkit.cache.soak:CALLS"], "neither a class nor a function"),
         (["my_suite:MySuite", "--config", '{"a": 1}'], "takes no --config"),
         (["kvpact.cache.cache:PactCache", "--engine", "vllm"], "is not a connector of vLLM's"),
     ],
