@@ -70,7 +70,7 @@ def test_p13_weights_that_change_end_what_another_authors_cache_serves(start: Ca
     assert cached_blocks(engine, STORED) == BLOCKS
 
 
-def test_p09_blocks_that_fail_to_load_are_computed_and_the_cache_serves_on(start: Callable[..., PlayedEngine]) -> None:
+def test_p9_blocks_that_fail_to_load_are_computed_and_the_cache_serves_on(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
     cached_blocks(engine, STORED)
     transfer: Any = engine.worker._worker_side._transfer
