@@ -135,6 +135,7 @@ def test_the_properties_and_hazards_of_a_cache_all_have_a_broken_one() -> None:
     assert {"H01", "H03", "H04", "H20", "H41", "H42"} <= caught
 
 
+@pytest.mark.proof
 def test_random_plays_find_a_mistake_by_themselves_and_shorten_it() -> None:
     kind = next(kind for kind in BROKEN if kind.__name__ == "SettlesAtOnceWhenCancelled")
     (check,) = run_conformance(made_of(kind), only="random_plays").checks

@@ -64,6 +64,7 @@ def test_a_suite_is_run_as_its_author_wrote_it(here: Path) -> None:
     assert ", 0 broken, " in shown
 
 
+@pytest.mark.proof
 def test_what_is_broken_is_shown_with_the_shortest_script_and_exit_code_1(here: Path) -> None:
     (here / "naive.py").write_text(NAIVE)
     shown = kvpact("naive:Naive", exit_code=1)

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from kvpact.contract import CacheSpec, ExternalCache
 from kvpact.errors import ConfigError
 from kvpact.identity.notices import NoticeWriter
+from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -73,10 +74,11 @@ def test_p13_weights_that_change_end_what_another_authors_cache_serves(start: Ca
 def test_p9_blocks_that_fail_to_load_are_computed_and_the_cache_serves_on(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
     cached_blocks(engine, STORED)
-    transfer: Any = engine.worker._worker_side._transfer
-    transfer._fault = lambda job, block: (_ for _ in ()).throw(OSError("injected"))
+    transfers = engine.worker.cache_worker.transfers
+    whole = transfers.engine
+    transfers.engine = FaultyEngine(whole, lambda job, block: True)
     cached_blocks(engine, STORED)
-    transfer._fault = lambda job, block: None
+    transfers.engine = whole
     cached_blocks(engine, STORED)
     assert cached_blocks(engine, STORED) == BLOCKS
 
