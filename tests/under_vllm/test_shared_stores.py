@@ -404,7 +404,7 @@ def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
     (queue,) = engine.connector.scheduler_side._queues
     told: list[str] = []
     scheduler, wakes = threading.get_ident(), queue._shared.wakes
-    end_step, wake = engine.connector.guard.end_step, queue.wake
+    end_step, flush_queue = engine.connector.guard.end_step, queue.flush
 
     class Told:
         """The threads' bell, which notes when the scheduler rings it."""
@@ -421,7 +421,7 @@ def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
         engine.connector, "build_connector_meta", lambda output: (build(output), told.append("ended"))[0]
     )
     monkeypatch.setattr(engine.connector.guard, "end_step", lambda: (told.append("measured"), end_step()))
-    monkeypatch.setattr(queue, "wake", lambda: (told.append("over"), wake()))
+    monkeypatch.setattr(queue, "flush", lambda: (told.append("over"), flush_queue()))
     monkeypatch.setattr(queue._shared, "wakes", Told())
     ask_all(engine)
     assert "rung" in told, "no tier had anything to do"
