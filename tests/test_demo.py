@@ -264,13 +264,14 @@ def test_an_engine_that_cannot_start_says_why(start_engine):
 
 
 @pytest.mark.proof
+@pytest.mark.both_cores
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_a_small_run_on_real_engines_passes(tiny_model, tmp_path):
     plan = Plan(rounds=1, prompts=2, document_tokens=1024, group=1)
     before = set(Path("/dev/shm").glob("psm_*"))
     report = judge(run_phases(tiny_model, corpus(), tmp_path, plan, say=print))
-    left = set(Path("/dev/shm").glob("psm_*")) - before  # vLLM's, and those of tests that run beside this one
+    left = set(Path("/dev/shm").glob("psm_*")) - before  # vLLM's own; no other engine runs beside this proof
     wait_until(lambda: not [path for path in left if path.exists() and not mapped_by_somebody(path)])
     assert report.failures == []
     assert report.used >= 4 * 1024
