@@ -240,6 +240,23 @@ def test_h26_what_is_being_written_is_no_failure(pool: MooncakePool) -> None:
         reader.remove(names)
 
 
+def test_h36_what_cannot_be_removed_while_it_is_written_is_refused(pool: MooncakePool) -> None:
+    """It will be there soon: whoever removes it must come again, and is told so."""
+    writer, remover = open_store(pool.url()), open_store(pool.url())
+    refused = ""
+    for attempt in range(30):
+        names = [record_name(GROUP, key) for key in document(f"removed {attempt}", 4).keys]
+        writing = threading.Thread(target=writer.write, args=(names, [[bytes(HEADER_BYTES), bytes(SLOT)]] * 4))
+        writing.start()
+        while writing.is_alive():
+            try:
+                remover.remove(names)
+            except StoreError as error:
+                refused = str(error)
+        remover.remove(names)
+    assert refused.endswith("a record is being written")
+
+
 def test_what_is_stored_again_is_replaced(pool: MooncakePool) -> None:
     store = open_store(pool.url())
     name = record_name(GROUP, document("any", 1).keys[0])

@@ -177,6 +177,21 @@ def test_what_may_not_be_loaded_is_not_looked_for(start: Callable[..., PlayedEng
     assert computed_of(engine, PROMPTS[0]) == 5
 
 
+def test_h61_prompts_that_a_store_does_not_hold_are_no_failures_of_the_store(
+    start: Callable[..., PlayedEngine], filled: str
+) -> None:
+    """The step reads without a look-up before it: after some misses in a row the store was left alone for a while."""
+    engine = start(filled, **STEP)
+    for seed in range(100, 108):
+        unknown = make_prompt(seed, 6)
+        assert computed_of(engine, unknown) == len(unknown)
+        engine.forget()
+    for prompt in PROMPTS:
+        assert computed_of(engine, prompt) == 5
+        engine.forget()
+    engine.assert_at_rest()
+
+
 def test_h32_nothing_is_looked_for_in_a_store_that_is_to_forget_it(
     start: Callable[..., PlayedEngine], filled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,8 +71,12 @@ class TierClient:
         clock: Callable[[], float],
         metrics: Metrics | None = None,
         max_deleted_keys: int = 0,
+        reads_find_out: bool = False,
     ) -> None:
         """A look-up or read of which nothing is seen for `timeout` seconds has failed.
+
+        Where `reads_find_out`, nobody asks the tier whether it holds a block before it is read: that nothing arrives is
+        a miss. Else it is a failure: the tier has said that it holds the block.
 
         At most `max_deleted_keys` blocks that the tier is still to forget are remembered one by one, or more than one
         request can have.
@@ -87,6 +91,7 @@ class TierClient:
         self._timeout = timeout
         self._clock = clock
         self._metrics = metrics
+        self._reads_find_out = reads_find_out
         self._lookups, self._reads = Breaker(), Breaker()
         self._stuck = False
         """Whether all threads are busy with operations that take too long: nothing else would begin."""
@@ -162,12 +167,16 @@ class TierClient:
         self._timed_out.discard(done.op_id)
         if not done.seconds:
             breaker.not_tried()
-        elif not timed_out and (not done.ok or _brought_nothing(done)):
+        elif not timed_out and (not done.ok or self._broke_its_word(done)):
             self._fail(breaker, now)
         elif not timed_out:
             was_open = self.is_open
             breaker.succeeded()
             self._say_whether_open(was_open)
+
+    def _broke_its_word(self, done: LookupDone | GetDone) -> bool:
+        """Whether the tier was read, because it said that it holds the blocks, and not one has arrived."""
+        return isinstance(done, GetDone) and not done.arrived and not self._reads_find_out
 
     def _fail(self, breaker: Breaker, now: float) -> None:
         was_open = self.is_open
@@ -324,8 +333,3 @@ class TierClient:
     def _warn_once(self, what: str, error: Exception) -> None:
         text = "tier %s: %s raised; further ones are not logged"
         self._warned.log(what, logging.WARNING, text, self.name, what, error=error)
-
-
-def _brought_nothing(done: LookupDone | GetDone) -> bool:
-    """Whether a tier was read, because it said that it holds the blocks, and not one has arrived."""
-    return isinstance(done, GetDone) and not done.arrived

@@ -195,7 +195,8 @@ class StepReader:
                     continue
                 executor = TierExecutor(tier, self._config.io_threads, 1)
                 timeout, clock = self._config.step_deadline, self._clock
-                self._sources.append(_Source(position, TierClient(executor, lent, timeout=timeout, clock=clock)))
+                client = TierClient(executor, lent, timeout=timeout, clock=clock, reads_find_out=True)
+                self._sources.append(_Source(position, client))
         finally:
             self._opening.set()
 

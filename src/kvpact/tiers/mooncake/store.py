@@ -53,14 +53,16 @@ TIMEOUT_SECONDS: Final = 2.0
 GIVEN_UP_CALLS: Final = 8
 """Calls that may still be running after they were given up; while there are as many, no other one begins."""
 
-_NOT_THERE: Final = frozenset({-704, -703})
-"""What the master says of an object that nobody wrote, and of one whose write is under way: it cannot be read yet."""
+_NOT_THERE: Final = -704
+_NOT_READY: Final = -703
+"""What the master says of an object whose write is under way: it cannot be read yet, and not removed either."""
 
 _REASONS: Final = {
     -900: "the master does not answer",
     -901: "the master does not answer in time",
     -600: "the record is larger than the client's buffer; give the URL a larger buffer",
     -200: "no room in the pool",
+    _NOT_READY: "a record is being written",
 }
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", re.ASCII)
 
@@ -135,7 +137,7 @@ class MooncakeStore(RecordStore):
     def _sizes(self, keys: list[str]) -> list[int]:
         """Each object's length in bytes; below 0 for one that is not there."""
         sizes: list[int] = self.call("look up", lambda: [self.client.get_size(key) for key in keys]) if keys else []
-        self._require("look up", [size for size in sizes if size not in _NOT_THERE])
+        self._require("look up", [size for size in sizes if size not in (_NOT_THERE, _NOT_READY)])
         return sizes
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
@@ -153,7 +155,7 @@ class MooncakeStore(RecordStore):
 
     def _drop(self, keys: list[str]) -> int:
         codes = self.call("remove", lambda: self.client.batch_remove(keys, True))
-        self._require("remove", [code for code in codes if code not in _NOT_THERE])
+        self._require("remove", [code for code in codes if code != _NOT_THERE])
         return sum(code == 0 for code in codes)
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
