@@ -840,7 +840,8 @@ class PactCache(ExternalCache):
         """
         stirred = self.saves.lazy is not None and self.saves.lazy.stirred
         unwritten = len(self._unwritten) + len(self._backlog)
-        return self._idle_steps.wait_for(len(self._copies) + unwritten + self.staging.pending + stirred)
+        under_way = len(self._copies) + unwritten + self.staging.pending + stirred
+        return self._idle_steps.wait_for(under_way, self._copies.ordered)
 
     @property
     def epoch(self) -> Epoch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from sys import maxsize
 
 from kvpact.blocks import BlockKey, BlockRange, RangeSet
@@ -97,7 +96,8 @@ class Copies:
         self.saves: dict[int, Save] = {}
         self._ranks = ranks
         self._patience = patience
-        self._ids = count(1)
+        self.ordered = 0
+        """Jobs so far; each has its number of them."""
         self._outbox = _Outbox()
         self._spoken_of: set[int] = set()
 
@@ -106,7 +106,7 @@ class Copies:
     ) -> Load:
         """With this step, `blocks` of a committed plan go from its slots into the engine's blocks."""
         job = LoadJob(
-            next(self._ids),
+            self._next_id(),
             plan.request_id,
             blocks.start,
             plan.intent[: blocks.count],
@@ -123,10 +123,14 @@ class Copies:
         now: float, leaving: frozenset[int] | None = None,
     ) -> None:  # fmt: skip
         """After this step, blocks from `start` on go from the engine into `slots`; `pin` keeps the chain of `keys`."""
-        job = SaveJob(next(self._ids), request_id, start, slots, block_ids)
+        job = SaveJob(self._next_id(), request_id, start, slots, block_ids)
         tally = JobTally(job.blocks, self._ranks)
         self.saves[job.job_id] = Save(job, tuple(keys), pin, tally, now + self._patience, leaving)
         self._outbox.saves.append(job)
+
+    def _next_id(self) -> int:
+        self.ordered += 1
+        return self.ordered
 
     def save_ordered_now(self, request_id: str) -> Save | None:
         """What the running step will save of a request."""
