@@ -29,6 +29,30 @@ def test_p11_what_never_ends_is_waited_for_five_seconds(step_seconds: float) -> 
     assert steps * step_seconds == pytest.approx(AGAIN_SECONDS, abs=2 * step_seconds), "later it is tried once more"
 
 
+@pytest.mark.parametrize("pause_seconds", [0.05, 0.9 * PAUSE_SECONDS])
+def test_p11_who_asks_again_and_again_for_what_a_copy_holds_gets_it_when_the_copy_has_ended(
+    pause_seconds: float,
+) -> None:
+    """A reset of the prefix cache is refused until no block is held; the engine steps only if it is kept stepping."""
+    clock = StepClock()
+    idle = IdleSteps(clock)
+    steps_until_it_ends(idle, clock, 3, 0.01)
+    until = clock.now + PAUSE_SECONDS + pause_seconds
+    while not idle.wait_for(3):
+        clock.now += pause_seconds
+        assert clock.now <= until, "the engine never hears of the copies"
+    steps = steps_until_it_ends(idle, clock, 3, 0.01)
+    assert steps * 0.01 == pytest.approx(AGAIN_SECONDS, abs=0.05)
+
+
+def test_p11_as_many_copies_as_before_are_not_the_same_ones() -> None:
+    clock = StepClock()
+    idle = IdleSteps(clock)
+    for begun in range(1, 200):  # each request ends with one copy under way, and the next one begins another
+        assert idle.wait_for(1, begun)
+        clock.now += 0.05
+
+
 def test_what_ends_one_after_another_is_waited_for_to_the_last() -> None:
     clock = StepClock()
     idle = IdleSteps(clock)

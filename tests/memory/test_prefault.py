@@ -24,6 +24,7 @@ from kvpact.memory.prefault import (
     START_SECONDS,
     PageSchedule,
 )
+from kvpact.threads import LOW_PRIORITY
 
 MIB = 1 << 20
 
@@ -133,14 +134,14 @@ def test_a_new_arena_takes_its_window_follows_its_use_and_leaves_the_rest_to_an_
     assert not [thread for thread in threading.enumerate() if thread.name == "kvpact-prefault"]
 
 
-def test_the_thread_gives_way_to_all_others_when_the_start_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_gives_way_to_others_when_the_start_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpact.memory.prefault.PIECE_BYTES", 4096)  # so that it is not done before we have looked
     monkeypatch.setattr("kvpact.memory.prefault.START_SECONDS", 600.0)
     segment = ArenaSegment.create(1024, MIB)
     segment.start_prefault()
     assert _niceness() == 0, "a busy machine would take the pages only after the first prompts"
     segment.step_began()
-    _wait_until(lambda: _niceness() == 19)
+    _wait_until(lambda: _niceness() == LOW_PRIORITY)
     segment.close()
 
 

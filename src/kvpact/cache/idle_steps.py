@@ -15,10 +15,11 @@ LONGEST_STEP_SECONDS = 0.1
 """A step that takes longer counts as so long: the process was stopped, and so was what it waits for."""
 
 PAUSE_SECONDS = 1.0
-"""Who asks again after so long has done something else meanwhile, such as to drop its prefix cache, and tries again."""
+"""Who asks again so long after a refusal has done something else meanwhile, or asks for what those things hold, as who
+resets the prefix cache until it is granted."""
 
 AGAIN_SECONDS = 0.5
-"""How long that is tried: it takes a few steps to hear of a copy that was long done."""
+"""How long it is tried then: it takes a few steps to hear of a copy that was long done."""
 
 
 class IdleSteps:
@@ -27,17 +28,23 @@ class IdleSteps:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._asked = 0.0
-        self._under_way = 0
+        self._seen = (0, 0)
         self._in_vain = 0.0
+        self._refused = 0.0
 
-    def wait_for(self, under_way: int) -> bool:
-        """Whether to step again for so many things that have not ended. Asked between the steps of an idle engine."""
+    def wait_for(self, under_way: int, begun: int = 0) -> bool:
+        """Whether to step again for so many things that have not ended. Asked between the steps of an idle engine.
+
+        `begun` grows whenever one begins: as many as before are not the same ones.
+        """
         now = self._clock()
         since, self._asked = now - self._asked, now
-        if under_way != self._under_way:
-            self._under_way, self._in_vain = under_way, 0.0
-        else:
+        if (under_way, begun) != self._seen:
+            self._seen, self._in_vain = (under_way, begun), 0.0
+        elif self._in_vain < VAIN_SECONDS:
             self._in_vain += min(since, LONGEST_STEP_SECONDS)
-            if since >= PAUSE_SECONDS:
-                self._in_vain = min(self._in_vain, VAIN_SECONDS - AGAIN_SECONDS)
+            if self._in_vain >= VAIN_SECONDS:
+                self._refused = now
+        elif now - self._refused >= PAUSE_SECONDS:
+            self._in_vain = VAIN_SECONDS - AGAIN_SECONDS
         return under_way > 0 and self._in_vain < VAIN_SECONDS

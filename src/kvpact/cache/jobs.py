@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from sys import maxsize
 
 from kvpact.cache.ledger import Plan
@@ -103,7 +102,8 @@ class TransferJobs:
         self.saves: dict[int, SaveState] = {}
         self._ranks = ranks
         self._timeout = timeout
-        self._ids = count(1)
+        self.ordered = 0
+        """Jobs so far; each has its number of them."""
         self._outbox = _Outbox()
         self._spoken_of: set[int] = set()
 
@@ -112,7 +112,7 @@ class TransferJobs:
     ) -> LoadState:
         """With this step, `blocks` of a committed plan go from its slots into the engine's blocks."""
         job = LoadJob(
-            next(self._ids),
+            self._next_id(),
             plan.request_id,
             blocks.start,
             plan.slots[: blocks.count],
@@ -129,10 +129,14 @@ class TransferJobs:
         now: float, leaving: frozenset[int] | None = None,
     ) -> None:  # fmt: skip
         """After this step, blocks from `start` on go from the engine into `slots`; `pin` keeps the chain of `keys`."""
-        job = SaveJob(next(self._ids), request_id, start, slots, block_ids)
+        job = SaveJob(self._next_id(), request_id, start, slots, block_ids)
         tally = JobTally(job.blocks, self._ranks)
         self.saves[job.job_id] = SaveState(job, tuple(keys), pin, tally, now + self._timeout, leaving)
         self._outbox.saves.append(job)
+
+    def _next_id(self) -> int:
+        self.ordered += 1
+        return self.ordered
 
     def save_ordered_now(self, request_id: str) -> SaveState | None:
         """What the running step will save of a request."""

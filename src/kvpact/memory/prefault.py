@@ -29,7 +29,7 @@ waits no longer."""
 START_SECONDS: Final = 1.0
 """CPU time for taking pages as a thread like others, before the first step: 8 GiB in huge pages, 1 GiB in small ones,
 half a GiB where the host must find the memory first. If it delays the start at all, it is by no more; from then on the
-thread gives way to all others, and goes on until the first step."""
+thread gives way to others, and goes on until the first step."""
 
 AHEAD_BYTES: Final = 256 << 20
 """Taken ahead of the slots in use: two prompts of 4,096 tokens of a model with 32 KiB a token."""
@@ -123,7 +123,7 @@ class PageTaker:
     def start(self) -> None:
         """Take pages in a background thread from now on, until all are taken or `close` is called.
 
-        The thread gives way to all others as soon as the start is over.
+        The thread gives way to others as soon as the start is over; see `give_way` for how much.
         """
         if self._thread is None:
             self._thread = start_background("kvpact-prefault", self._run)
