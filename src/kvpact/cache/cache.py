@@ -307,8 +307,9 @@ class PactCache(ExternalCache):
         the next request's steps.
         """
         dirty = self.saves.lazy is not None and self.saves.lazy.dirty
-        under_way = len(self._jobs) + self.writeback.waiting + self.tiers.pending + dirty
-        return self._idle_steps.wait_for(under_way, self._jobs.ordered)
+        return self._idle_steps.wait_for(
+            len(self._jobs) + self.writeback.waiting + self.tiers.pending + dirty, self._jobs.ordered
+        )
 
     @property
     def epoch(self) -> Epoch:
