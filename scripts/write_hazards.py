@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "hazards.md"
 TESTS = {"tests": "", "src/kvpact/testkit": "kit/"}
 """Folder of tests -> what its files are called in the page."""
-PROTECTS = ("protects", "scenario")
+PROTECTS = ("protects", "kept_in_every_mode", "scenario")
 """Decorators whose arguments are the ids that a check or scenario of the kit protects."""
 
 HEAD = """\

@@ -5,17 +5,31 @@ Part of `CacheConformance`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvpact.engine import KVCacheGroup
 from kvpact.testkit.cache.engine_harness import prompt
-from kvpact.testkit.cache.factory import HarnessFactory, in_every_mode, promised, reachable_bytes
+from kvpact.testkit.cache.factory import (
+    CacheSuite,
+    HarnessFactory,
+    kept_in_every_mode,
+    promised,
+    reachable_bytes,
+    require_used,
+    seen,
+)
 from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.faults import Fault, Operation
 from kvpact.testkit.results import NotObservable, require
-from kvpact.testkit.suite import Suite, protects
+from kvpact.testkit.suite import protects
 
 DOCUMENT = prompt(6)
+
+PROMPTS = [prompt(8, seed=seed) for seed in range(6)]
+"""More than the cache has room for in memory."""
+
+TWO_GROUPS = (KVCacheGroup(), KVCacheGroup(sliding_window=10))
+
+CHAIN = ("promised_tokens", "committed_tokens", "loaded_tokens", "used_tokens")
+"""Counts, none of which may be larger than the one before it."""
 
 MANY_REQUESTS = 300
 """Requests after which all bounded histories are full."""
@@ -30,21 +44,17 @@ LONGEST_CALL_S = 1.0
 """Real seconds that no call may take, not even on a busy machine."""
 
 
-class BoundChecks(Suite[HarnessFactory]):
+class BoundChecks(CacheSuite):
     """What holds however long and however full."""
-
-    if TYPE_CHECKING:
-        modes: tuple[str, ...]
 
     # Room
 
-    @protects("P12", "H57")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P12", "H57", prefix_caching=False)
     def test_h57_promises_are_bounded_by_the_room_and_follow_what_is_held(self, scene: CacheHarness) -> None:
         """Twice as many prompts as fit: together they are promised no more than fits, and what is promised loads."""
         slots, size = scene.settings.num_slots, scene.settings.block_size
         prompts = [prompt(4, seed=seed) for seed in range(slots // 2)]
-        scene.warm(*prompts)
+        scene.serve("first", *prompts)
         asked = [scene.request(f"again-{n}", tokens, held=True) for n, tokens in enumerate(prompts)]
         matches = scene.probe_all(asked)
         total = sum(match.num_tokens for match in matches)
@@ -58,51 +68,34 @@ class BoundChecks(Suite[HarnessFactory]):
         scene.run(*asked)
         scene.as_good_as_new("P12")
 
-    @protects("H53")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H53", prefix_caching=False)
     def test_h53_new_blocks_do_not_push_out_what_is_promised(self, scene: CacheHarness) -> None:
         """All room is promised, and another prompt is to be saved: the promises hold, and so does what they hold."""
-        blocks = scene.settings.num_slots
-        whole = prompt(blocks)
-        scene.warm(whole)
+        whole = prompt(scene.settings.num_slots)
+        scene.serve("first", whole)
         request, match = promised(scene, "promised", whole)
-        scene.run(scene.request("other", prompt(6, seed=5)))
+        scene.serve("other", prompt(6, seed=5))
+        left = scene.probe(request).num_tokens
+        require(left == match.num_tokens, f"of {match.num_tokens} promised tokens {left} are left")
+        require_used(scene, request, match.num_tokens)
         scene.settle()
-        again = scene.probe(request)
+        after = seen(scene, whole)
         require(
-            again.num_tokens == match.num_tokens, f"of {match.num_tokens} promised tokens {again.num_tokens} are left"
-        )
-        used = scene.engine.counts.external_hits
-        scene.let_go(request)
-        scene.run(request)
-        used = scene.engine.counts.external_hits - used
-        require(used == match.num_tokens, f"{match.num_tokens} tokens were promised and {used} came")
-        scene.settle()
-        request, after = promised(scene, "afterwards", whole)
-        scene.cancel("afterwards")
-        require(
-            after.num_tokens >= match.num_tokens // 2,
-            f"after one allocation while all was promised, {after.num_tokens} of {match.num_tokens} tokens are left",
+            after >= match.num_tokens // 2,
+            f"after one allocation while all was promised, {after} of {match.num_tokens} tokens are left",
         )
         scene.as_good_as_new("H53")
 
-    @protects("H54")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H54", stored=DOCUMENT, prefix_caching=False)
     def test_h54_a_prompt_larger_than_the_room_keeps_its_head(self, scene: CacheHarness) -> None:
         """A prompt of twice the room is computed: its beginning can be used, not its end that nothing reaches."""
         tokens = prompt(2 * scene.settings.num_slots)
-        scene.warm(DOCUMENT)
-        promised(scene, "seen", DOCUMENT)
-        scene.cancel("seen")
+        seen(scene, DOCUMENT)
         for turn in range(2):
-            scene.warm(tokens, name=f"large-{turn}")
-            request = scene.request(f"again-{turn}", tokens, held=True)
-            match = scene.probe(request)
-            scene.cancel(request.request_id)
+            scene.serve(f"large-{turn}", tokens)
+            usable = scene.promised_tokens(f"again-{turn}", tokens)
             most = scene.settings.num_slots * scene.settings.block_size
-            require(
-                match.num_tokens >= most // 4, f"of a prompt larger than the cache {match.num_tokens} tokens are usable"
-            )
+            require(usable >= most // 4, f"of a prompt larger than the cache {usable} tokens are usable")
         scene.as_good_as_new("H54")
 
     @protects("P12", "H51")
@@ -133,42 +126,29 @@ class BoundChecks(Suite[HarnessFactory]):
 
     # Tiers
 
-    @protects("H52")
-    @in_every_mode(prefix_caching=False, write_queue_bytes=1)
+    @kept_in_every_mode("H52", faulty="tiers", prefix_caching=False, write_queue_bytes=1)
     def test_h52_a_dropped_write_keeps_no_memory(self, scene: CacheHarness) -> None:
         """The queue to the tiers takes nothing: all writes are dropped, and what they held is free again."""
-        scene.tiers_possible()
-        scene.warm(*[prompt(8, seed=seed) for seed in range(6)])
+        scene.serve("first", *PROMPTS)
         scene.as_good_as_new("H52")
 
-    @protects("P11", "H10")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P11", "H10", faulty="tiers", prefix_caching=False)
     def test_p11_a_tier_that_hangs_delays_no_request_beyond_its_deadline(self, scene: CacheHarness) -> None:
         """Blocks are on a tier that stops answering: "ask again later" ends, and the request is computed."""
-        scene.tiers_possible()
-        prompts = [prompt(8, seed=seed) for seed in range(6)]
-        scene.warm(*prompts)
-        for queue in scene.place.queues:
-            queue.stalled_steps = scene.max_steps
-        scene.say("the tiers hang")
-        requests = [scene.request(f"again-{number}", tokens) for number, tokens in enumerate(prompts)]
+        scene.serve("first", *PROMPTS)
+        scene.stall_tiers(scene.max_steps)
+        requests = [scene.request(f"again-{number}", tokens) for number, tokens in enumerate(PROMPTS)]
         scene.run(*requests, steps=scene.max_steps)
-        for queue in scene.place.queues:
-            queue.stalled_steps = 0
-        scene.say("the tiers go on")
+        scene.stall_tiers(0)
         scene.as_good_as_new("P11")
 
-    @protects("H61", "P14")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H61", "P14", faulty="tiers", prefix_caching=False)
     def test_h61_a_tier_that_hangs_costs_few_requests_and_leaves_room(self, scene: CacheHarness) -> None:
         """Prompts that only tiers have that hang are asked for one by one: most are computed at once."""
-        scene.tiers_possible()
         prompts = [prompt(2, seed=seed) for seed in range(2 * scene.settings.num_slots)]
-        scene.warm(*prompts)
+        scene.serve("first", *prompts)
         usual = self._seconds_of(scene, "usual", prompt(2, seed=900))
-        for queue in scene.place.queues:
-            queue.stalled_steps = scene.max_steps
-        scene.say("the tiers hang")
+        scene.stall_tiers(scene.max_steps)
         asked = prompts[: scene.settings.num_slots]
         seconds = [self._seconds_of(scene, f"asked-{number}", tokens) for number, tokens in enumerate(asked)]
         late = sum(each > usual + HANGING_S for each in seconds)
@@ -177,12 +157,9 @@ class BoundChecks(Suite[HarnessFactory]):
         scene.run(scene.request("new", tokens))
         scene.step(8)
         scene.forget_local()
-        match = scene.probe(scene.request("new again", tokens, held=True))
-        scene.cancel("new again")
-        require(match.num_tokens > 0, "with tiers that hang there is no room for a new prompt in memory")
-        for queue in scene.place.queues:
-            queue.stalled_steps = 0
-        scene.say("the tiers go on")
+        fits = scene.promised_tokens("new again", tokens) > 0
+        require(fits, "with tiers that hang there is no room for a new prompt in memory")
+        scene.stall_tiers(0)
         scene.as_good_as_new("H61")
 
     def _seconds_of(self, scene: CacheHarness, name: str, tokens: list[int]) -> float:
@@ -191,15 +168,12 @@ class BoundChecks(Suite[HarnessFactory]):
         scene.run(scene.request(name, tokens), steps=scene.max_steps)
         return scene.clock.now - began
 
-    @protects("P2", "P9")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P2", "P9", faulty="tiers", prefix_caching=False)
     def test_p2_tiers_that_fail_break_no_promise(self, scene: CacheHarness) -> None:
         """Reads fail, end early and find damage: what is promised afterwards loads, whatever it is."""
-        scene.tiers_possible()
-        prompts = [prompt(8, seed=seed) for seed in range(6)]
-        scene.warm(*prompts)
+        scene.serve("first", *PROMPTS)
         for turn, fault in enumerate((Fault.PARTIAL, Fault.ERROR, Fault.DAMAGE)):
-            for number, tokens in enumerate(prompts):
+            for number, tokens in enumerate(PROMPTS):
                 scene.place.faults.arm(Operation.GET, fault)
                 scene.run(scene.request(f"again-{turn}-{number}", tokens))
                 scene.place.faults.disarm()
@@ -227,13 +201,11 @@ class BoundChecks(Suite[HarnessFactory]):
 
     # Accounts
 
-    @protects("H70", "H71")
-    @in_every_mode(num_blocks=26)
+    @kept_in_every_mode("H70", "H71", stored=DOCUMENT, num_blocks=26)
     def test_h70_tokens_are_counted_when_used_and_once(self, scene: CacheHarness) -> None:
         """Promised, committed, loaded and used tokens agree with the engine's own counts, and no total ever falls."""
         if scene.subject.counts is None:
             raise NotObservable("the cache shows no counts (CacheUnderTest.counts)")
-        scene.warm(DOCUMENT)
         before = dict(scene.subject.counts())
         for number in range(6):
             scene.forget_local()
@@ -247,32 +219,17 @@ class BoundChecks(Suite[HarnessFactory]):
             before = now
         scene.rest()
         counts, engine = dict(scene.subject.counts()), scene.engine.counts
-        for name, most in (
-            ("committed_tokens", engine.committed),
-            ("loaded_tokens", engine.loaded),
-            ("used_tokens", engine.external_hits),
-        ):
-            if name in counts:
-                exact = name != "used_tokens"
-                require(
-                    counts[name] == most if exact else counts[name] <= most,
-                    f"the cache counts {counts[name]:g} {name}, the engine {most}",
-                )
+        for name, most in zip(CHAIN[1:], (engine.committed, engine.loaded, engine.external_hits), strict=True):
+            count = counts.get(name, most)
+            agrees = count <= most if name == "used_tokens" else count == most
+            require(agrees, f"the cache counts {count:g} {name}, the engine {most}")
         chain = [counts[name] for name in CHAIN if name in counts]
         require(chain == sorted(chain, reverse=True), f"promised, committed, loaded, used: {chain} must not grow")
 
     # Several groups
 
-    @protects("P4", "P7", "P9")
-    @in_every_mode(groups=(KVCacheGroup(), KVCacheGroup(sliding_window=10)), num_slots=32, prefix_caching=False)
+    @kept_in_every_mode("P4", "P7", "P9", stored=DOCUMENT, groups=TWO_GROUPS, num_slots=32, prefix_caching=False)
     def test_several_kv_cache_groups_are_loaded_together(self, scene: CacheHarness) -> None:
         """Full attention and a sliding window: the blocks of both are saved, promised and loaded, each in its own."""
-        scene.warm(DOCUMENT)
         request, match = promised(scene, "again", DOCUMENT)
-        scene.let_go(request)
-        scene.run(request)
-        require(scene.engine.counts.external_hits == match.num_tokens, "not all that was promised was used")
-        scene.rest()
-
-
-CHAIN = ("promised_tokens", "committed_tokens", "loaded_tokens", "used_tokens")
+        require_used(scene, request, match.num_tokens)

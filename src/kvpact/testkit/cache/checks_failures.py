@@ -5,18 +5,25 @@ Part of `CacheConformance`. The ranks are the kit's: a cache that brings its own
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvpact.contract import LoadJob
-from kvpact.engine import JobBehavior
+from kvpact.engine import JobBehavior, Request
 from kvpact.engine.simulated_worker import NEVER, Job
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.cache.engine_harness import prompt
-from kvpact.testkit.cache.factory import HarnessFactory, expected_outputs, in_every_mode, promised
+from kvpact.testkit.cache.factory import (
+    CacheSuite,
+    HarnessFactory,
+    kept_in_every_mode,
+    promised,
+    require_right_outputs,
+    seen,
+)
 from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.results import NotObservable, require
-from kvpact.testkit.suite import Suite, protects
+from kvpact.testkit.suite import protects
 
 DOCUMENT = prompt(8)
 
@@ -26,37 +33,37 @@ def failing(start: int, count: int) -> JobBehavior:
     return JobBehavior(failed_blocks=RangeSet.of(BlockRange(start, count)))
 
 
+def several_ranks(scene: CacheHarness) -> None:
+    """Raises NotObservable if there is one rank only."""
+    if scene.settings.ranks < 2:
+        raise NotObservable("there is one rank only")
+
+
+def others(scene: CacheHarness, count: int, **settings: Any) -> list[Request]:
+    """Requests that share nothing with `DOCUMENT` and want blocks."""
+    return [scene.request(f"other-{number}", prompt(6, seed=30 + number), **settings) for number in range(count)]
+
+
 def seen_failing(scene: CacheHarness) -> None:
     """Raises NotObservable if no load failed: an engine that trusts synchronous loads is never shown a failed one."""
     if not scene.monitor.loads_failed_by_ranks:
         raise NotObservable("no load could be made to fail: this engine cannot take the failure of a synchronous one")
 
 
-class FailureChecks(Suite[HarnessFactory]):
+class FailureChecks(CacheSuite):
     """What holds when ranks misbehave."""
-
-    if TYPE_CHECKING:
-        modes: tuple[str, ...]
-        plays: int
-        calls: int
 
     # Accounts
 
-    @protects("P7", "P9")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P7", "P9", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_p7_loaded_and_failed_make_up_what_was_committed(self, scene: CacheHarness) -> None:
         """Loads fail at their beginning, middle and end, on either rank: every committed block is named once."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
         for number, (rank, start, count) in enumerate(((0, 0, 1), (1, 3, 2), (0, 7, 1), (1, 0, 8), (0, 2, 1))):
             scene.conducts[rank % scene.settings.ranks].append(failing(start, count))
-            request = scene.request(f"again-{number}", DOCUMENT, 3)
-            scene.run(request)
-            scene.settle()
+            scene.serve(f"again-{number}", DOCUMENT, outputs=3)
             for conducts in scene.conducts.values():
                 conducts.clear()
-            scene.run(scene.request(f"repair-{number}", DOCUMENT))
-            scene.settle()
+            scene.serve(f"repair-{number}", DOCUMENT)
         scene.rest()
         counts = scene.engine.counts
         if not counts.committed:
@@ -66,52 +73,34 @@ class FailureChecks(Suite[HarnessFactory]):
         )
         require(counts.loaded + counts.failed == counts.committed <= counts.promised, sums)
 
-    @protects("P9", "H28")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P9", "H28", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_p9_a_failed_range_is_computed_again_and_promised_to_nobody(self, scene: CacheHarness) -> None:
         """Blocks 3 and 4 of a load fail on one rank: outputs are those of an engine without a cache, and the next
         request is not promised what failed."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
         scene.conduct = lambda rank, job: failing(3, 2) if isinstance(job, LoadJob) and rank == 0 else JobBehavior()
         victim = scene.request("victim", DOCUMENT, 6)
         scene.step(2)
         second = scene.request("second", DOCUMENT, 6)
         scene.run(victim, second)
-        scene.conduct = None
-        for request in (victim, second):
-            wanted = expected_outputs(scene, request)
-            require(
-                request.output_token_ids == wanted,
-                f"{request.request_id} generates {request.output_token_ids}; without a cache it generates {wanted}",
-            )
+        require_right_outputs(scene, victim, second)
         seen_failing(scene)
         scene.as_good_as_new("P9")
 
-    @protects("H09", "P9")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H09", "P9", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h09_loads_that_always_fail_keep_no_request_from_its_end(self, scene: CacheHarness) -> None:
         """Every load fails whole, every time: no request is promised the same again and again, all end."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
         scene.conduct = lambda rank, job: failing(0, 1 << 20) if isinstance(job, LoadJob) else JobBehavior()
-        requests = [scene.request(f"again-{number}", DOCUMENT, 3) for number in range(4)]
-        scene.run(*requests)
+        scene.run(*[scene.request(f"again-{number}", DOCUMENT, 3) for number in range(4)])
         seen_failing(scene)
-        scene.conduct = None
         scene.as_good_as_new("H09")
 
     # Requests
 
-    @protects("H62", "P14")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H62", "P14", stored=DOCUMENT, prefix_caching=False)
     def test_h62_a_request_without_names_costs_itself_its_hits(self, scene: CacheHarness) -> None:
         """Beside a prompt that is stored run requests with token ids below 0 and above 2^32, and a salt that is no
         Unicode: no call raises, all end, and the healthy one is promised what it was promised without them."""
-        scene.warm(DOCUMENT)
-        alone = scene.request("alone", DOCUMENT, held=True)
-        wanted = scene.probe(alone).num_tokens
-        scene.cancel("alone")
+        wanted = scene.promised_tokens("alone", DOCUMENT)
         if not wanted:
             raise NotObservable("nothing is promised for a prompt that was stored")
         healthy = scene.request("healthy", DOCUMENT, 6, held=True)
@@ -127,11 +116,9 @@ class FailureChecks(Suite[HarnessFactory]):
 
     # Saves
 
-    @protects("P8", "H26", "H29")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P8", "H26", "H29", faulty="ranks", prefix_caching=False)
     def test_p8_a_block_is_visible_only_when_all_ranks_reported_it(self, scene: CacheHarness) -> None:
         """One rank copies ten steps late; the same prompt is asked for in every step meanwhile."""
-        scene.faults_possible()
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=10 * (rank == scene.settings.ranks - 1))
         scene.request("first", DOCUMENT)
         for number in range(12):
@@ -140,145 +127,94 @@ class FailureChecks(Suite[HarnessFactory]):
         scene.settle()
         scene.conduct = None
         request, _ = promised(scene, "afterwards", DOCUMENT)
-        scene.let_go(request)
-        scene.run(request)
-        scene.rest()
+        scene.use(request)
 
-    @protects("H29", "P8")
-    @in_every_mode(max_tokens_per_step=10)
+    @kept_in_every_mode("H29", "P8", max_tokens_per_step=10)
     def test_h29_a_block_is_saved_when_all_its_tokens_are_computed(self, scene: CacheHarness) -> None:
         """A prompt is computed ten tokens at a time, and its outputs one by one: blocks are saved whole, or not yet."""
-        request = scene.request("chunked", DOCUMENT, 9)
-        scene.run(request)
-        scene.settle()
-        scene.forget_local()
+        (request,) = scene.serve("chunked", DOCUMENT, outputs=9)
         scene.run(scene.request("again", [*DOCUMENT, *request.output_token_ids[:4], 1, 2, 3]))
-        scene.rest()
 
-    @protects("H26", "H42", "P8")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H26", "H42", "P8", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h26_what_failed_to_be_saved_is_never_promised(self, scene: CacheHarness) -> None:
         """Saves fail whole, at their end and at their beginning, on one rank: only what all saved is promised."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
-        promised(scene, "seen", DOCUMENT)
-        scene.cancel("seen")
+        seen(scene, DOCUMENT)
         for number, (start, count) in enumerate(((0, 8), (5, 3), (0, 2))):
             tokens = prompt(8, seed=10 + number)
             scene.conducts[0].append(failing(start, count))
-            scene.run(scene.request(f"first-{number}", tokens))
-            scene.settle()
-            scene.run(scene.request(f"again-{number}", tokens))
-            scene.settle()
+            scene.serve("first", tokens)
+            scene.serve("again", tokens)
         scene.as_good_as_new("H26")
 
-    @protects("H20", "H42", "P8")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H20", "H42", "P8", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h20_only_the_unbroken_prefix_of_what_was_saved_is_promised(self, scene: CacheHarness) -> None:
         """A block in the middle, or the first, is not saved on one rank: those behind it count for nothing."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
-        promised(scene, "seen", DOCUMENT)
-        scene.cancel("seen")
+        seen(scene, DOCUMENT)
         for number, hole in enumerate((3, 0)):
             tokens = prompt(8, seed=10 + number)
             scene.conducts[scene.settings.ranks - 1].append(failing(hole, 1))
-            scene.run(scene.request(f"holed-{number}", tokens))
-            scene.settle()
+            scene.serve(f"holed-{number}", tokens)
             request = scene.request(f"again-{number}", tokens, held=True)
             most = hole * scene.settings.block_size
             match = scene.probe(request)
             require(match.num_tokens <= most, f"{match.num_tokens} tokens are promised; block {hole} was never saved")
-            scene.let_go(request)
-            scene.run(request)
+            scene.use(request)
             scene.settle()
         scene.as_good_as_new("H20")
 
-    @protects("H27")
-    @in_every_mode(num_blocks=24, prefix_caching=False)
+    @kept_in_every_mode("H27", faulty="ranks", num_blocks=24, prefix_caching=False)
     def test_h27_blocks_are_held_while_they_are_copied_out(self, scene: CacheHarness) -> None:
         """A request ends while its blocks are still to be copied; others want blocks; what was saved is right."""
-        scene.faults_possible()
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=0 if isinstance(job, LoadJob) else 5)
         scene.run(scene.request("short", DOCUMENT))
-        others = [
-            scene.request(f"unknown-{number}", prompt(6, seed=30 + number), 3, identity=None) for number in range(4)
-        ]
-        scene.run(*others)
+        scene.run(*others(scene, 4, outputs=3, identity=None))
         scene.settle()
         scene.conduct = None
-        again = scene.request("again", DOCUMENT)
-        scene.run(again)
-        scene.rest()
+        scene.run(scene.request("again", DOCUMENT))
 
-    @protects("H44")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H44", prefix_caching=False)
     def test_h44_what_a_request_saved_in_its_last_step_is_kept(self, scene: CacheHarness) -> None:
         """A request of one output ends in the very step that computes it; its blocks are promised to the next one."""
-        scene.warm(prompt(8, seed=1))
-        longer = scene.request("longer", DOCUMENT, 12)
-        scene.run(longer)
-        scene.settle()
-        promised(scene, "seen", DOCUMENT)
-        scene.cancel("seen")
+        scene.serve("first", prompt(8, seed=1))
+        scene.serve("longer", DOCUMENT, outputs=12)
+        seen(scene, DOCUMENT)
         short = prompt(8, seed=2)
-        scene.run(scene.request("short", short, 1))
-        scene.settle()
-        request = scene.request("again", short, held=True)
-        match = scene.probe(request)
-        require(match.num_tokens > 0, "of a request that ended in the step of its save nothing is promised")
-        scene.cancel("again")
-        scene.rest()
+        scene.serve("short", short)
+        kept = scene.promised_tokens("again", short)
+        require(kept > 0, "of a request that ended in the step of its save nothing is promised")
 
     # Several ranks
 
-    @protects("P10", "H40")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P10", "H40", faulty="ranks", prefix_caching=False)
     def test_h40_a_silent_rank_agrees_to_nothing(self, scene: CacheHarness) -> None:
         """One rank says nothing about a save, then nothing about a load, for as long as it takes."""
-        scene.faults_possible()
-        if scene.settings.ranks < 2:
-            raise NotObservable("there is one rank only")
-        scene.workers[-1].silent_steps = 30
-        scene.say("the last rank falls silent for 30 steps")
+        several_ranks(scene)
+        scene.silence(scene.settings.ranks - 1, 30)
         scene.run(scene.request("first", DOCUMENT))
         for number in range(3):
             scene.request(f"meanwhile-{number}", DOCUMENT)
             scene.step(3)
         scene.settle()
         request, _ = promised(scene, "loaded", DOCUMENT)
-        scene.workers[0].silent_steps = 20
-        scene.say("the first rank falls silent for 20 steps")
-        scene.let_go(request)
-        scene.run(request)
-        scene.rest()
+        scene.silence(0, 20)
+        scene.use(request)
 
-    @protects("P10", "H41")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P10", "H41", faulty="ranks", prefix_caching=False)
     def test_h41_failures_of_several_ranks_are_all_counted(self, scene: CacheHarness) -> None:
         """One rank fails blocks 4 and 5, another 1 and 2: all of these are failed, in whatever order ranks speak."""
-        scene.faults_possible()
-        if scene.settings.ranks < 2:
-            raise NotObservable("there is one rank only")
+        several_ranks(scene)
         for number, (first, second) in enumerate((((4, 2), (1, 2)), ((1, 2), (4, 2)), ((0, 8), (3, 1)))):
             tokens = prompt(8, seed=10 + number)
-            scene.warm(tokens, name=f"first-{number}")
+            scene.serve(f"first-{number}", tokens)
             scene.conducts[0].append(failing(*first))
             scene.conducts[1].append(failing(*second))
-            request = scene.request(f"again-{number}", tokens, 4)
-            scene.run(request)
-            wanted = expected_outputs(scene, request)
-            require(request.output_token_ids == wanted, f"outputs are {request.output_token_ids}, not {wanted}")
-            scene.settle()
+            require_right_outputs(scene, *scene.serve(f"again-{number}", tokens, outputs=4))
         seen_failing(scene)
         scene.as_good_as_new("H41")
 
-    @protects("H43", "P10", "H07")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H43", "P10", "H07", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h43_ranks_may_disagree_and_be_of_different_speed(self, scene: CacheHarness) -> None:
         """One rank fails at once, another copies eight steps later: nothing is settled while anybody may write."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
 
         def conduct(rank: int, job: Job) -> JobBehavior:
             if not isinstance(job, LoadJob):
@@ -287,82 +223,62 @@ class FailureChecks(Suite[HarnessFactory]):
 
         scene.conduct = conduct
         victim = scene.request("victim", DOCUMENT, 4)
-        others = [scene.request(f"other-{number}", prompt(6, seed=30 + number), 4) for number in range(3)]
-        scene.run(victim, *others)
-        scene.conduct = None
-        require(victim.output_token_ids == expected_outputs(scene, victim), "a failed load changed the outputs")
-        scene.rest()
+        scene.run(victim, *others(scene, 3, outputs=4))
+        require_right_outputs(scene, victim)
 
-    @protects("H45", "H08")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("H45", "H08", faulty="ranks", prefix_caching=False)
     def test_h45_reports_may_be_late_repeated_in_pieces_and_out_of_order(self, scene: CacheHarness) -> None:
         """Every report comes twice, in pieces, the last block first, by ranks of different speed: nothing is lost, and
         no load is settled twice."""
-        scene.faults_possible()
         scene.conduct = lambda rank, job: JobBehavior(
             report_after_steps=(3 * rank + job.job_id) % 5, times_reported=2, block_by_block=True
         )
-        scene.run(scene.request("first", DOCUMENT))
-        scene.settle()
+        scene.serve("first", DOCUMENT)
         request, match = promised(scene, "again", DOCUMENT)
         require(match.num_tokens == len(DOCUMENT) - 1, f"{match.num_tokens} tokens of {len(DOCUMENT) - 1} were saved")
-        scene.let_go(request)
-        scene.run(request)
+        scene.use(request)
         require(scene.engine.counts.failed == 0, "a load counts as failed though every block was reported as done")
-        scene.conduct = None
         scene.as_good_as_new("H45")
 
-    @protects("P11", "H10", "H31")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P11", "H10", "H31", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h10_a_lost_report_is_asked_for_again(self, scene: CacheHarness) -> None:
         """Reports of saves and loads are lost: requests end all the same, and nothing is taken for loaded unheard."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
         lost = JobBehavior(times_reported=0)
         scene.conduct = lambda rank, job: lost if rank == scene.settings.ranks - 1 else JobBehavior()
         scene.run(scene.request("loses-its-load", DOCUMENT, 3), steps=scene.max_steps)
         scene.run(scene.request("loses-its-save", prompt(8, seed=3)))
         scene.settle(scene.max_steps)
-        scene.conduct = None
         scene.as_good_as_new("P11")
 
-    @protects("P11", "H10", "H07")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P11", "H10", "H07", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h10_a_load_that_hangs_costs_its_request_a_deadline(self, scene: CacheHarness) -> None:
         """One rank's copy hangs: its request ends all the same, right, and so do others, while the copy writes at last
         what it was told. Then nothing stays held."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
         hangs = JobBehavior(copy_after_steps=NEVER, failed_blocks=RangeSet.of(BlockRange(0, 1 << 20)))
         last = scene.settings.ranks - 1
         scene.conduct = lambda rank, job: hangs if isinstance(job, LoadJob) and rank == last else JobBehavior()
         victim, match = promised(scene, "victim", DOCUMENT, outputs=6)
         if not match.load_kv_async:
             raise NotObservable("loads run within the step; the kit's ranks carry those out at once")
-        scene.let_go(victim)
-        scene.run(victim, steps=scene.max_steps)
+        scene.use(victim, scene.max_steps)
         scene.conduct = None
-        others = [scene.request(f"other-{number}", prompt(6, seed=30 + number), 12) for number in range(4)]
+        beside = others(scene, 4, outputs=12)
         scene.step(3)
         scene.say("the copy that hung writes, and ends")
         for worker in scene.workers:
             worker.go_on()
-        scene.run(*others)
-        require(victim.output_token_ids == expected_outputs(scene, victim), "a load that hung changed the outputs")
+        scene.run(*beside)
+        require_right_outputs(scene, victim)
         scene.as_good_as_new("P11", "H10")
 
-    @protects("P11", "P10")
-    @in_every_mode(prefix_caching=False)
+    @kept_in_every_mode("P11", "P10", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_p11_a_rank_that_forgets_its_jobs_holds_nobody_up(self, scene: CacheHarness) -> None:
         """A rank restarts in the middle of a load and of a save: both end, as failed, and nothing stays held."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=6)
         again = scene.request("again", DOCUMENT, 3)
         other = scene.request("other", prompt(8, seed=3))
         scene.step(4)
-        scene.workers[0].forget()
-        scene.say("rank 0 forgets its jobs")
+        scene.forget_jobs(0)
         scene.conduct = None
         scene.run(again, other, steps=scene.max_steps)
         scene.settle(scene.max_steps)

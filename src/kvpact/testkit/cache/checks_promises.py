@@ -5,36 +5,27 @@ Part of `CacheConformance`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvpact.engine import JobBehavior, RequestStatus
 from kvpact.identity.keys import RequestIdentity
 from kvpact.testkit.cache.engine_harness import prompt
-from kvpact.testkit.cache.factory import HarnessFactory, in_every_mode, promised
+from kvpact.testkit.cache.factory import CacheSuite, kept_in_every_mode, promised, require_used, seen
 from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.results import NotObservable, require
-from kvpact.testkit.suite import Suite, protects
 
 DOCUMENT = prompt(7)
 LONGER = prompt(9)
 FOREVER_S = 3600.0
 
 
-class PromiseChecks(Suite[HarnessFactory]):
+class PromiseChecks(CacheSuite):
     """What holds when nothing fails."""
-
-    if TYPE_CHECKING:
-        modes: tuple[str, ...]
 
     # Every plan ends once
 
-    @protects("P1", "H01")
-    @in_every_mode(num_blocks=24)
+    @kept_in_every_mode("P1", "H01", stored=DOCUMENT, num_blocks=24)
     def test_h01_promises_that_are_never_used_hold_nothing(self, scene: CacheHarness) -> None:
         """A blocked queue is promised tokens again and again and then cancelled: not one block stays held."""
-        scene.warm(DOCUMENT)
-        request, _ = promised(scene, "seen", DOCUMENT)
-        scene.cancel(request.request_id)
+        seen(scene, DOCUMENT)
         scene.squeeze()
         names = [f"blocked-{number}" for number in range(8)]
         for number, name in enumerate(names):
@@ -45,11 +36,9 @@ class PromiseChecks(Suite[HarnessFactory]):
         scene.release()
         scene.as_good_as_new("P1", "H01")
 
-    @protects("P1", "H07")
-    @in_every_mode(num_blocks=40)
+    @kept_in_every_mode("P1", "H07", stored=DOCUMENT, num_blocks=40)
     def test_every_way_out_leaves_nothing_behind(self, scene: CacheHarness) -> None:
         """Requests end while promised, blocked, loading, running, preempted and reset; nothing is held afterwards."""
-        scene.warm(DOCUMENT)
         promised(scene, "promised", DOCUMENT)
         scene.step(2)
         scene.cancel("promised")
@@ -69,30 +58,23 @@ class PromiseChecks(Suite[HarnessFactory]):
         while not scene.reset():
             scene.step()
         scene.run(running)
-        scene.conduct = None
         scene.as_good_as_new("P1", "H07")
 
-    @protects("P1", "P9")
-    @in_every_mode(num_blocks=18, max_tokens_per_step=24)
+    @kept_in_every_mode("P1", "P9", stored=DOCUMENT, num_blocks=18, max_tokens_per_step=24)
     def test_preempted_requests_leave_nothing_behind(self, scene: CacheHarness) -> None:
         """Requests that outgrow the engine preempt each other, are promised tokens again, and all end."""
-        scene.warm(DOCUMENT)
         for number in range(4):
             scene.forget_local()
             scene.request(f"growing-{number}", DOCUMENT + prompt(1, seed=20 + number), 24)
         scene.settle()
         if not scene.engine.counts.preemptions:
             raise NotObservable("this engine preempted nobody")
-        scene.rest()
 
-    @protects("H07", "P1")
-    @in_every_mode(num_blocks=24)
+    @kept_in_every_mode("H07", "P1", faulty="ranks", stored=DOCUMENT, num_blocks=24)
     def test_h07_a_request_cancelled_during_its_load_keeps_its_blocks_until_all_ranks_are_done(
         self, scene: CacheHarness
     ) -> None:
         """Ranks copy late into the blocks of a cancelled request; others want blocks, and read only their own."""
-        scene.faults_possible()
-        scene.warm(DOCUMENT)
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=4 * rank + 2)
         request = scene.request("cancelled", DOCUMENT)
         for _ in range(20):
@@ -104,16 +86,12 @@ class PromiseChecks(Suite[HarnessFactory]):
         scene.cancel("cancelled")
         others = [scene.request(f"other-{number}", prompt(7, seed=30 + number), 5) for number in range(3)]
         scene.run(*others)
-        scene.conduct = None
-        scene.rest()
 
     # A promise holds
 
-    @protects("P2", "H11")
-    @in_every_mode()
+    @kept_in_every_mode("P2", "H11", stored=DOCUMENT)
     def test_p2_a_promise_outlives_eviction_and_time(self, scene: CacheHarness) -> None:
         """A promised request waits while three times the cache's room is computed, and an hour; all of it loads."""
-        scene.warm(DOCUMENT)
         request, match = promised(scene, "waiting", DOCUMENT)
         for number in range(3):
             other = scene.request(f"other-{number}", prompt(scene.settings.num_slots, seed=30 + number), 2)
@@ -124,20 +102,13 @@ class PromiseChecks(Suite[HarnessFactory]):
         scene.pass_time(FOREVER_S)
         match = scene.probe(request)
         require(match.num_tokens > 0, f"after {FOREVER_S:g} s nothing is promised any more, though it was asked for")
-        used = scene.engine.counts.external_hits
-        scene.let_go(request)
-        scene.run(request)
-        used = scene.engine.counts.external_hits - used
-        require(used == match.num_tokens, f"{match.num_tokens} tokens were promised and {used} came")
-        scene.rest()
+        require_used(scene, request, match.num_tokens)
 
     # Probes
 
-    @protects("P3", "H02")
-    @in_every_mode()
+    @kept_in_every_mode("P3", "H02", stored=DOCUMENT)
     def test_p3_probing_again_acquires_nothing(self, scene: CacheHarness) -> None:
         """Forty probes of one request get one plan, read nothing again, and leave nothing behind."""
-        scene.warm(DOCUMENT)
         request, match = promised(scene, "asked", DOCUMENT)
         reads = sum(queue.reads for queue in scene.place.queues)
         for _ in range(40):
@@ -150,125 +121,82 @@ class PromiseChecks(Suite[HarnessFactory]):
         scene.cancel("asked")
         scene.as_good_as_new("P3", "H02")
 
-    @protects("H03", "P3")
-    @in_every_mode()
+    @kept_in_every_mode("H03", "P3", stored=LONGER)
     def test_h03_the_range_changes_between_probe_and_commit(self, scene: CacheHarness) -> None:
         """What the engine has computed grows and shrinks between probes; what is loaded follows the last one."""
         size = scene.settings.block_size
-        scene.warm(LONGER)
         request, match = promised(scene, "changing", LONGER)
         for computed in (3 * size, size, 6 * size, 0, 4 * size):
             match = scene.probe(request, computed)
             scene.step()
-        local = scene.request("local", LONGER[: 2 * size + 1])
-        scene.run(local)
-        used = scene.engine.counts.external_hits
-        scene.let_go(request)
-        scene.run(request)
-        used = scene.engine.counts.external_hits - used
+        scene.run(scene.request("local", LONGER[: 2 * size + 1]))
+        used = scene.use(request)
         wanted = 4 * size + match.num_tokens - 2 * size
         require(used == wanted, f"behind 8 computed tokens {wanted} can be had, and {used} were used")
         scene.as_good_as_new("H03")
 
     # Commits
 
-    @protects("P4", "H04")
-    @in_every_mode(quirks={"rounds_match_to_tokens": 16})
+    @kept_in_every_mode("P4", "H04", stored=DOCUMENT, quirks={"rounds_match_to_tokens": 16})
     def test_h04_a_commit_may_take_less(self, scene: CacheHarness) -> None:
         """The engine commits 16 of 28 tokens: those are loaded, and the rest is let go at once."""
-        scene.warm(DOCUMENT)
-        request, match = promised(scene, "rounded", DOCUMENT, outputs=1)
-        used = scene.engine.counts.external_hits
-        scene.let_go(request)
-        scene.run(request)
-        used = scene.engine.counts.external_hits - used
-        wanted = match.num_tokens - match.num_tokens % 16
-        require(used == wanted, f"{wanted} of {match.num_tokens} tokens were committed and {used} used")
+        commit_multiple_of(scene, 16)
         scene.as_good_as_new("P4", "H04")
 
-    @protects("P4", "H04")
-    @in_every_mode(quirks={"commits_zero": True, "local_tail_tokens": 1000})
+    @kept_in_every_mode("P4", "H04", stored=DOCUMENT, quirks={"commits_zero": True, "local_tail_tokens": 1000})
     def test_h04_a_commit_may_take_nothing(self, scene: CacheHarness) -> None:
         """The engine commits 0 tokens: nothing is loaded and nothing stays held."""
-        scene.warm(DOCUMENT)
         request, _ = promised(scene, "none", DOCUMENT)
-        scene.let_go(request)
-        scene.run(request)
-        require(scene.engine.counts.external_hits == 0, "tokens were used though none was committed")
+        require(scene.use(request) == 0, "tokens were used though none was committed")
         scene.as_good_as_new("P4", "H04")
 
-    @protects("P4", "H30")
-    @in_every_mode(quirks={"rounds_match_to_tokens": 5})
+    @kept_in_every_mode("P4", "H30", stored=DOCUMENT, quirks={"rounds_match_to_tokens": 5})
     def test_h30_a_commit_may_end_inside_a_block(self, scene: CacheHarness) -> None:
         """The engine commits 25 of 28 tokens: seven blocks are loaded, and the seventh is computed to its end."""
-        scene.warm(DOCUMENT)
-        request, match = promised(scene, "partial", DOCUMENT)
-        used = scene.engine.counts.external_hits
-        scene.let_go(request)
-        scene.run(request)
-        used = scene.engine.counts.external_hits - used
-        wanted = match.num_tokens - match.num_tokens % 5
-        require(used == wanted, f"{wanted} of {match.num_tokens} tokens were committed and {used} used")
+        commit_multiple_of(scene, 5)
         scene.as_good_as_new("P4", "H30")
 
-    @protects("P5", "H05")
-    @in_every_mode()
+    @kept_in_every_mode("P5", "H05")
     def test_h05_what_is_promised_is_loaded_whatever_its_size(self, scene: CacheHarness) -> None:
         """Matches of one block up to nine: no rule about sizes may be remembered after the promise."""
-        asked = 0
+        total = 0
         for blocks in range(1, 10):
             tokens = prompt(blocks, seed=blocks)
-            scene.warm(tokens, name=f"first-{blocks}")
+            scene.serve(f"first-{blocks}", tokens)
             request = scene.request(f"again-{blocks}", tokens, held=True)
             match = scene.probe(request)
-            used = scene.engine.counts.external_hits
-            scene.let_go(request)
-            scene.run(request)
+            require_used(scene, request, match.num_tokens)
             scene.forget_local()
-            used = scene.engine.counts.external_hits - used
-            require(used == match.num_tokens, f"{match.num_tokens} tokens were promised and {used} loaded")
-            asked += match.num_tokens > 0
-        if not asked:
+            total += match.num_tokens
+        if not total:
             raise NotObservable("the cache promises nothing of prompts that were computed before")
 
-    @protects("P5")
-    @in_every_mode()
+    @kept_in_every_mode("P5", stored=DOCUMENT)
     def test_p5_nothing_is_promised_to_a_request_that_must_compute_its_prompt(self, scene: CacheHarness) -> None:
         """`may_load` is looked at before the promise: some engines load whatever they are promised."""
-        scene.warm(DOCUMENT)
-        promised(scene, "seen", DOCUMENT)
-        scene.cancel("seen")
-        unwilling = scene.request("unwilling", DOCUMENT, may_load=False)
-        scene.run(unwilling)
+        seen(scene, DOCUMENT)
+        scene.run(scene.request("unwilling", DOCUMENT, may_load=False))
         used = scene.engine.counts.external_hits
         require(used == 0, f"{used} tokens were loaded for a request that must compute its prompt itself")
 
-    @protects("P6", "H06")
-    @in_every_mode()
+    @kept_in_every_mode("P6", "H06", stored=LONGER)
     def test_h06_the_last_token_is_left_to_compute(self, scene: CacheHarness) -> None:
         """Prompts that end with a block, or are held whole: at least one token stays to compute."""
         size = scene.settings.block_size
-        scene.warm(LONGER)
         for blocks in range(1, 9):
             for tail in (0, 1, size - 1):
                 length = blocks * size + tail
                 for computed in range(0, length, size):
-                    name = f"asked-{length}-{computed}"
-                    request = scene.request(name, LONGER[:length], held=True)
-                    scene.probe(request, computed)
-                    scene.cancel(name)
+                    scene.promised_tokens(f"asked-{length}-{computed}", LONGER[:length], computed)
         for length in (1, size - 1, size, size + 1, 8 * size):
             scene.run(scene.request(f"run-{length}", LONGER[:length]))
             scene.forget_local()
-        scene.rest()
 
     # Whose tokens
 
-    @protects("H24")
-    @in_every_mode()
+    @kept_in_every_mode("H24", stored=DOCUMENT)
     def test_h24_salt_and_adapter_and_what_is_unknown_are_kept_apart(self, scene: CacheHarness) -> None:
         """The same tokens under another salt or adapter are another prompt; with something unknown, nobody's."""
-        scene.warm(DOCUMENT)
         identities = (
             RequestIdentity(salt="tenant"),
             RequestIdentity(adapter="digest-of-weights"),
@@ -278,22 +206,21 @@ class PromiseChecks(Suite[HarnessFactory]):
             None,
         )
         for number, identity in enumerate(identities):
-            for turn in range(2):
-                scene.run(scene.request(f"other-{number}-{turn}", DOCUMENT, identity=identity))
-                scene.settle()
-                scene.forget_local()
-        scene.rest()
+            scene.serve(f"other-{number}", DOCUMENT, times=2, identity=identity)
 
-    @protects("H32")
-    @in_every_mode()
+    @kept_in_every_mode("H32", stored=DOCUMENT)
     def test_h32_nothing_is_served_after_the_weights_changed(self, scene: CacheHarness) -> None:
         """A reset forgets everything, what is being copied included; what is computed afterwards is cached again."""
-        scene.warm(DOCUMENT)
         scene.run(scene.request("just-computed", LONGER))
         while not scene.update_weights():
             scene.step()
-        for turn in range(2):
-            scene.run(scene.request(f"after-{turn}", LONGER))
-            scene.settle()
-            scene.forget_local()
+        scene.serve("after", LONGER, times=2)
         scene.as_good_as_new("H32")
+
+
+def commit_multiple_of(scene: CacheHarness, tokens: int) -> None:
+    """Of what is promised the engine commits a multiple of `tokens`. Raises Broken unless just that is used."""
+    request, match = promised(scene, "rounded", DOCUMENT)
+    used = scene.use(request)
+    wanted = match.num_tokens - match.num_tokens % tokens
+    require(used == wanted, f"{wanted} of {match.num_tokens} tokens were committed and {used} used")

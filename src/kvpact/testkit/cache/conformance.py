@@ -6,18 +6,15 @@ collects them from a subclass named `Test...`; `run_conformance` runs them witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from kvpact._moved import renamed
 from kvpact.contract import ExternalCache
-from kvpact.engine import EngineQuirks
 from kvpact.testkit.cache.checks_bounds import BoundChecks
 from kvpact.testkit.cache.checks_epochs import EpochChecks
 from kvpact.testkit.cache.checks_failures import FailureChecks
 from kvpact.testkit.cache.checks_promises import PromiseChecks
-from kvpact.testkit.cache.factory import HarnessFactory
 from kvpact.testkit.cache.subjects import CacheContext, CacheFactory, CacheUnderTest
 from kvpact.testkit.results import Check, ConformanceReport
 from kvpact.testkit.suite import run_suite
@@ -44,23 +41,6 @@ class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks):
     Each check runs in every mode of `modes`: an engine that speaks the contract, and engines that act like releases of
     vLLM. `timeout` is the longest time, in seconds of the kit's clock, that a request may wait for your cache.
     """
-
-    modes: tuple[str, ...] = tuple(EngineQuirks.presets())
-    ranks = 2
-    num_slots = 16
-    timeout = 60.0
-    plays = 4
-    """Random plays in each mode."""
-    calls = 120
-    """Calls of each random play."""
-
-    def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
-        """Your cache, made for `place`; as a `CacheUnderTest` if it shows more of itself."""
-        raise NotImplementedError(f"{type(self).__name__} must say in `make_cache` how the cache is made")
-
-    @contextmanager
-    def scene(self, directory: Path) -> Iterator[HarnessFactory]:
-        yield HarnessFactory(self, directory)
 
 
 def run_conformance(

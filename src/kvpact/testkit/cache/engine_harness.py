@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from kvpact.contract import ExternalCacheWorker, ExternalKVMatch, LoadJob, WorkerReport
 from kvpact.engine import (
@@ -25,10 +26,8 @@ from kvpact.engine import (
     SimulatedWorker,
     StepClock,
 )
-from kvpact.engine.config import NO_EXTRAS
 from kvpact.engine.simulated_worker import Job
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import RangeSet
 from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
 from kvpact.testkit.cache.monitor import ContractMonitor
@@ -40,6 +39,9 @@ from kvpact.testkit.trace import TRACE_LINES, Trace
 
 NEVER = 1 << 40
 """A step that never comes: the engine looks at a request that becomes ready in it only when told to."""
+
+PROBE_STEPS = 500
+"""Steps in which a held request's match is asked for."""
 
 REST_STEPS = 4000
 """Steps in which an engine without requests must come to rest: 40 s of its clock."""
@@ -135,7 +137,6 @@ class EngineHarness:
         """The same for its next loads alone."""
         self.conduct: Callable[[int, Job], JobBehavior] | None = None
         """How each rank treats each job, if it is to be decided for all of them."""
-        self.faulty_jobs = 0
         config = EngineConfig(
             num_blocks=settings.num_blocks,
             block_size=settings.block_size,
@@ -165,15 +166,15 @@ class EngineHarness:
             self.subject.close()
             raise NotObservable("the cache knows one KV cache group (`supports_kv_cache_groups`)")
         self.monitor = ContractMonitor(
-            self.subject.cache,
+            cache=self.subject.cache,
             block_size=settings.block_size,
             num_ranks=settings.ranks,
             clock=self.clock,
             timeout=settings.timeout,
             whole_answers=self.quirks.ignores_commit_answer,
             own_workers=bool(self.subject.workers),
-            stored=stored,
-            ever_stored=ever_stored,
+            stored=stored or {},
+            ever_stored={} if ever_stored is None else ever_stored,
             say=lambda words: self.script.note(f"    {words}"),
         )
         self.workers: list[FaultyWorker] = []
@@ -201,7 +202,6 @@ class EngineHarness:
             conduct = self.conduct(rank, job)
         if isinstance(job, LoadJob) and job.synchronous and self.quirks.trusts_sync_loads:
             conduct = replace(conduct, failed_blocks=RangeSet())
-        self.faulty_jobs += conduct != JobBehavior()
         return conduct
 
     @contextmanager
@@ -225,28 +225,22 @@ class EngineHarness:
         tokens: Sequence[int],
         outputs: int = 1,
         *,
-        salt: str = "",
-        identity: RequestIdentity | None = NO_EXTRAS,
-        priority: int = 0,
-        may_load: bool = True,
         held: bool = False,
         ready_in: int = 0,
-        encoder_tokens: int = 0,
         encoder_ready_in: int = 0,
+        **settings: Any,
     ) -> Request:
-        """Add a request. `held`: the engine does not look at it before `let_go`, so that its cache can be asked."""
-        if salt:
-            identity = RequestIdentity(salt=salt)
+        """Add a request. `held`: the engine does not look at it before `let_go`, so that its cache can be asked.
+
+        `settings` are further ones of `Request`; something is ready in so many steps.
+        """
         added = Request(
             name,
             tokens,
             outputs,
-            identity=identity,
-            priority=priority,
-            may_load=may_load,
             ready_step=NEVER if held else self.engine.scheduler.step + ready_in,
-            encoder_tokens=encoder_tokens,
             encoder_ready_step=self.engine.scheduler.step + encoder_ready_in,
+            **settings,
         )
         self.say(f"add request {name}: {len(tokens)} tokens, {outputs} to generate{', held back' if held else ''}")
         with self.judged():
@@ -266,31 +260,25 @@ class EngineHarness:
         with self.judged():
             return self.engine.cancel(request_id)
 
-    def probe(self, request: Request, computed: int = 0, steps: int = 500) -> ExternalKVMatch:
+    def probe(self, request: Request, computed: int = 0) -> ExternalKVMatch:
         """Ask for a held request's match until there is an answer. Raises Broken if there is none in time."""
-        self.say(f"ask for {request.request_id} behind {computed} tokens")
-        for _ in range(steps):
-            with self.judged():
-                match = self.monitor.prepare_external_match(request, computed)
-            if match is not None:
-                return match
-            self.step()
-        raise Broken(f"{request.request_id} is told to ask again later, {steps} times", protects=("P11", "H10"))
+        return self.probe_all([request], computed)[0]
 
-    def probe_all(self, requests: Sequence[Request], steps: int = 500) -> list[ExternalKVMatch]:
+    def probe_all(self, requests: Sequence[Request], computed: int = 0) -> list[ExternalKVMatch]:
         """Ask for all these held requests' matches, as an engine does whose head of the queue is blocked.
 
         The answers are of one step, so all promises hold at once. Raises Broken if there are none in time.
         """
-        self.say(f"ask for {', '.join(request.request_id for request in requests)} behind 0 tokens, until all answer")
-        for _ in range(steps):
+        names = ", ".join(request.request_id for request in requests)
+        self.say(f"ask for {names} behind {computed} tokens")
+        for _ in range(PROBE_STEPS):
             with self.judged():
-                matches = [self.monitor.prepare_external_match(request, 0) for request in requests]
+                matches = [self.monitor.prepare_external_match(request, computed) for request in requests]
             answers = [match for match in matches if match is not None]
             if len(answers) == len(requests):
                 return answers
             self.step()
-        raise Broken(f"some are told to ask again later, {steps} times", protects=("P11", "H10"))
+        raise Broken(f"{names}: told to ask again later, {PROBE_STEPS} times", protects=("P11", "H10"))
 
     def run(self, *requests: Request, steps: int = 2000) -> None:
         """Step until these requests have ended. Raises Broken (P11) if they do not."""
@@ -302,17 +290,43 @@ class EngineHarness:
         left = [request for request in requests if not request.has_ended]
         raise Broken(f"after {steps} steps there are still alive: {left}", protects=("P11",))
 
-    def warm(self, *prompts: Sequence[int], name: str = "first") -> None:
-        """Have prompts computed and saved, then forgotten in the engine's own prefix cache."""
-        for number, tokens in enumerate(prompts):
-            self.run(self.request(f"{name}-{number}", tokens))
-            self.settle()
-        self.forget_local()
+    def serve(
+        self, name: str, *prompts: Sequence[int], times: int = 1, apart: float = 0.0, **settings: Any
+    ) -> list[Request]:
+        """Rounds of requests, `apart` seconds before each round: every prompt is computed, and what is stored of it.
+
+        Afterwards the engine's own prefix cache has forgotten it. `settings` are those of `request`.
+        """
+        served: list[Request] = []
+        for _ in range(times):
+            if apart:
+                self.pass_time(apart)
+                self.step(2)
+            for tokens in prompts:
+                served.append(self.request(f"{name}-{len(served)}", tokens, **settings))
+                self.run(served[-1])
+                self.settle()
+                self.forget_local()
+        return served
+
+    def use(self, request: Request, steps: int = 2000) -> int:
+        """Let go of a held request and run it to the end: the tokens that were used of the external cache."""
+        before = self.engine.counts.external_hits
+        self.let_go(request)
+        self.run(request, steps=steps)
+        return self.engine.counts.external_hits - before
+
+    def promised_tokens(self, name: str, tokens: Sequence[int], computed: int = 0) -> int:
+        """What a request that is cancelled then is promised behind its `computed` tokens."""
+        promised = self.probe(self.request(name, tokens, held=True), computed).num_tokens
+        self.cancel(name)
+        return promised
 
     def forget_local(self) -> None:
-        """Empty the engine's own prefix cache; the external one is not told."""
-        self.say("the engine's own prefix cache is emptied")
-        self.engine.scheduler.kv.pool.unpublish_all()
+        """Empty the engine's own prefix cache, if it has one; the external one is not told."""
+        if self.settings.prefix_caching:
+            self.say("the engine's own prefix cache is emptied")
+            self.engine.scheduler.kv.pool.unpublish_all()
 
     def settle(self, steps: int = REST_STEPS) -> None:
         """Step until no copy and no write is under way. Raises Broken (P11) if that does not end."""
@@ -341,6 +355,11 @@ class EngineHarness:
                     queue.advance()
                 self.engine.check()
                 self.subject.check()
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes between two steps."""
+        self.say(f"{seconds:g} s pass")
+        self.clock.now += seconds
 
     def close(self) -> None:
         """Release everything, in whatever state it is."""

@@ -10,44 +10,32 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from kvpact.contract import ExternalKVMatch
+from kvpact.contract import ExternalCache, ExternalKVMatch
 from kvpact.engine import Engine, EngineConfig, EngineContext, EngineQuirks, Request
 from kvpact.errors import PactViolation
 from kvpact.testkit.cache.engine_harness import HarnessSettings
 from kvpact.testkit.cache.harness import CacheHarness
-from kvpact.testkit.cache.subjects import CacheFactory
-from kvpact.testkit.results import NotObservable
+from kvpact.testkit.cache.subjects import CacheContext, CacheUnderTest
+from kvpact.testkit.results import NotObservable, require
+from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.trace import TRACE_LINES, Trace
-
-
-class SaysHowCachesAreMade(Protocol):
-    """What a lab asks of a suite."""
-
-    ranks: int
-    num_slots: int
-    timeout: float
-
-    @property
-    def make_cache(self) -> CacheFactory:
-        """Makes the cache for a place."""
 
 
 class HarnessFactory:
     """One check's workplace; `script` are the steps of its last scene."""
 
-    def __init__(self, suite: SaysHowCachesAreMade, directory: Path) -> None:
+    def __init__(self, suite: CacheSuite, directory: Path) -> None:
         self.suite = suite
         self._directory = directory
         self.script = Trace(TRACE_LINES)
         self._opened = 0
 
-    @contextmanager
-    def scene(self, mode: str, quirks: dict[str, Any] | None = None, **settings: Any) -> Iterator[CacheHarness]:
+    def scene(self, mode: str, quirks: dict[str, Any] | None = None, **settings: Any) -> closing[CacheHarness]:
         """A new scene; `quirks` changes the mode's `EngineQuirks`, `settings` are those of `HarnessSettings`."""
         suite = self.suite
         wanted = HarnessSettings(mode, ranks=suite.ranks, num_slots=suite.num_slots, timeout=suite.timeout)
@@ -57,36 +45,64 @@ class HarnessFactory:
         self._opened += 1
         directory = self._directory / f"scene-{self._opened}"
         directory.mkdir(parents=True)
-        scene = CacheHarness(suite.make_cache, directory, replace(wanted, **settings), self.script)
-        try:
-            yield scene
-        finally:
-            scene.close()
+        return closing(CacheHarness(suite.make_cache, directory, replace(wanted, **settings), self.script))
+
+
+class CacheSuite(Suite[HarnessFactory]):
+    """Checks of a cache; what their author says of it stands in `CacheConformance`."""
+
+    modes: tuple[str, ...] = tuple(EngineQuirks.presets())
+    ranks = 2
+    num_slots = 16
+    timeout = 60.0
+    plays = 4
+    """Random plays in each mode."""
+    calls = 120
+    """Calls of each random play."""
+
+    def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
+        """Your cache, made for `place`; as a `CacheUnderTest` if it shows more of itself."""
+        raise NotImplementedError(f"{type(self).__name__} must say in `make_cache` how the cache is made")
+
+    @contextmanager
+    def scene(self, directory: Path) -> Iterator[HarnessFactory]:
+        yield HarnessFactory(self, directory)
 
 
 Check = Callable[[Any, CacheHarness], None]
 
 
-def in_every_mode(quirks: dict[str, Any] | None = None, **settings: Any) -> Callable[[Check], Callable[..., None]]:
-    """Make a method `(self, scene)` one `(self, lab)` that runs it in a new scene for each mode of the suite.
+def kept_in_every_mode(
+    *names: str,
+    faulty: str = "",
+    stored: Sequence[int] = (),
+    quirks: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Callable[[Check], Callable[[Any, Path], None]]:
+    """Make a method `(self, scene)` a check of `names` that runs in a new scene for each mode of the suite.
 
-    It is not observable if it is so in every mode.
+    `faulty` is what the kit must be able to let fail: "ranks", "tiers" or nothing. The prompt `stored` was computed and
+    saved before; after it nothing may be held. It is not observable if it is so in every mode.
     """
 
-    def decorate(method: Check) -> Callable[[Any, HarnessFactory], None]:
+    def decorate(method: Check) -> Callable[[Any, Path], None]:
         @functools.wraps(method)
         def run(self: Any, lab: HarnessFactory) -> None:
             reasons = []
             for mode in self.modes:
                 try:
                     with lab.scene(mode, quirks, **settings) as scene:
+                        scene.require_faulty(faulty)
+                        if stored:
+                            scene.serve("first", stored)
                         method(self, scene)
+                        scene.rest()
                 except NotObservable as reason:
                     reasons.append(str(reason))
             if len(reasons) == len(self.modes):
                 raise NotObservable(reasons[0])
 
-        return run
+        return protects(*names)(run)
 
     return decorate
 
@@ -102,15 +118,33 @@ def promised(
     return request, match
 
 
-def expected_outputs(scene: CacheHarness, request: Request) -> list[int]:
-    """What the request generates on an engine without a cache."""
+def seen(scene: CacheHarness, tokens: Sequence[int]) -> int:
+    """What a request for `tokens` is promised that is cancelled then. Raises NotObservable if that is nothing."""
+    request, match = promised(scene, "seen", tokens)
+    scene.cancel(request.request_id)
+    return match.num_tokens
+
+
+def require_used(scene: CacheHarness, request: Request, wanted: int) -> None:
+    """Let go of a held request; raises Broken unless `wanted` tokens of the external cache are used for it."""
+    used = scene.use(request)
+    require(used == wanted, f"{wanted} tokens were promised and {used} came")
+
+
+def require_right_outputs(scene: CacheHarness, *requests: Request) -> None:
+    """Raises Broken unless each of them generated what it generates on an engine without a cache."""
     size = scene.settings.block_size
-    length = len(request.token_ids) + request.max_output_tokens
-    engine = Engine(EngineConfig(num_blocks=length // size + 4, block_size=size, max_model_len=length + size))
-    engine.runner.weights = scene.engine.runner.weights
-    prompt = request.token_ids[: request.num_prompt_tokens]
-    alone = Request("alone", prompt, request.max_output_tokens, identity=request.identity)
-    return engine.run([alone])["alone"].output_token_ids
+    for request in requests:
+        length = len(request.token_ids) + request.max_output_tokens
+        engine = Engine(EngineConfig(num_blocks=length // size + 4, block_size=size, max_model_len=length + size))
+        engine.runner.weights = scene.engine.runner.weights
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        alone = Request("alone", prompt, request.max_output_tokens, identity=request.identity)
+        wanted = engine.run([alone])["alone"].output_token_ids
+        require(
+            request.output_token_ids == wanted,
+            f"{request.request_id} generates {request.output_token_ids}; without a cache it generates {wanted}",
+        )
 
 
 _ELSEWHERE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, EngineContext, PactViolation)

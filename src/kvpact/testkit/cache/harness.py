@@ -5,8 +5,8 @@ Owns what holds when all has ended: nothing is held, and the cache is as good as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from kvpact.errors import WeightsVersionRefused
@@ -17,10 +17,7 @@ from kvpact.testkit.results import Broken, NotObservable
 class CacheHarness(EngineHarness):
     """An engine and a cache to which anything may be done."""
 
-    def pass_time(self, seconds: float) -> None:
-        """Time passes between two steps."""
-        self.say(f"{seconds:g} s pass")
-        self.clock.now += seconds
+    is_shut_down = False
 
     def squeeze(self, leave: int = 0) -> None:
         """Somebody else takes all of the engine's free blocks but `leave`."""
@@ -86,21 +83,40 @@ class CacheHarness(EngineHarness):
         """Steps that a request may wait for the cache, and some that it needs itself."""
         return int(self.settings.timeout / self.clock.seconds_per_step) + 500
 
-    def tiers_possible(self) -> None:
-        """Raises NotObservable if the cache made no queue of a tier at its place."""
-        if not self.place.queues:
+    def require_faulty(self, what: str) -> None:
+        """Raises NotObservable if the kit cannot let the cache's "ranks" or "tiers" fail."""
+        if what == "tiers" and not self.place.queues:
             raise NotObservable("the cache has no tier whose queue it made with `CacheContext.queue`")
-
-    def faults_possible(self) -> None:
-        """Raises NotObservable if the cache brings its own workers, which the kit cannot let fail."""
-        if not self.workers:
+        if what == "ranks" and not self.workers:
             raise NotObservable("the cache brings its own workers; the kit lets only its own ones fail")
+
+    def stall_tiers(self, steps: int) -> None:
+        """The tiers do nothing for some steps; with 0 they go on."""
+        for queue in self.place.queues:
+            self.say(f"tier {queue.tier.name} " + (f"does nothing for {steps} steps" if steps else "goes on"))
+            queue.stalled_steps = steps
+
+    def silence(self, rank: int, steps: int) -> None:
+        """A rank says nothing for some steps; what it had to say comes late."""
+        self.say(f"rank {rank} falls silent for {steps} steps")
+        self.workers[rank].silent_steps = steps
+
+    def forget_jobs(self, rank: int) -> None:
+        """A rank forgets its jobs and what it had to report."""
+        self.say(f"rank {rank} forgets its jobs")
+        self.workers[rank].forget()
 
     # Judgement at the end
 
     def rest(self) -> None:
-        """Everything ends; then nothing may be held. Raises Broken (P1) naming what is."""
+        """All trouble and all else ends; then nothing may be held. Raises Broken (P1) naming what is."""
+        if self.is_shut_down:
+            return
         self.release()
+        self.place.faults.disarm()
+        self.conduct = None
+        for conducts in (*self.conducts.values(), *self.load_conducts.values()):
+            conducts.clear()
         for worker in self.workers:
             worker.silent_steps = 0
         self.settle()
@@ -111,10 +127,6 @@ class CacheHarness(EngineHarness):
         self.monitor.check_rest()
         with self.judged("P1"):
             self.engine.check_nothing_held()
-        self.nothing_held()
-
-    def nothing_held(self) -> None:
-        """What the cache shows of its holds is 0. Raises Broken (P1)."""
         left = {name: number for name, number in self.subject.held().items() if number}
         if left:
             raise Broken(f"no request is alive and the cache still holds {left}", protects=("P1", "H01"))
@@ -123,10 +135,8 @@ class CacheHarness(EngineHarness):
         """Tokens that the cache promises of a new prompt that just fits it: less than before, and something is lost."""
         blocks = min(self.settings.num_slots, self.settings.num_blocks - 3 - self.quirks.keeps_free_blocks)
         tokens = [7_000_000 + position for position in range(blocks * self.settings.block_size + 1)]
-        self.warm(tokens, name="room")
-        request = self.request("room-probe", tokens, held=True)
-        promised = self.probe(request).num_tokens
-        self.cancel("room-probe")
+        self.serve("room", tokens)
+        promised = self.promised_tokens("room-probe", tokens)
         self.settle()
         return promised
 
@@ -144,35 +154,25 @@ class CacheHarness(EngineHarness):
             )
         self.rest()
 
-    @contextmanager
-    def twin(self) -> Iterator[CacheHarness]:
+    def twin(self) -> closing[CacheHarness]:
         """A new scene with the same settings, in a place of its own."""
         directory = self.directory / "twin"
         directory.mkdir()
-        scene = CacheHarness(self.factory, directory, self.settings)
-        try:
-            yield scene
-        finally:
-            scene.close()
+        return closing(CacheHarness(self.factory, directory, self.settings))
 
-    @contextmanager
-    def neighbour(self) -> Iterator[CacheHarness]:
+    def neighbour(self) -> closing[CacheHarness]:
         """Another engine, started from the same files: it shares whatever engines can share."""
         self.say("another engine starts beside this one")
         directory = self.directory / f"neighbour-{len([*self.directory.glob('neighbour-*')])}"
         directory.mkdir()
-        with self._another(directory) as scene:
-            yield scene
+        return self._another(directory)
 
-    @contextmanager
-    def restarted(self) -> Iterator[CacheHarness]:
+    def restarted(self) -> closing[CacheHarness]:
         """After `shut_down`: the same engine, started again from its files."""
         self.say("the engine starts again")
-        with self._another(self.directory) as scene:
-            yield scene
+        return self._another(self.directory)
 
-    @contextmanager
-    def _another(self, directory: Path) -> Iterator[CacheHarness]:
+    def _another(self, directory: Path) -> closing[CacheHarness]:
         self.monitor.has_neighbours = True
         scene = CacheHarness(
             self.factory,
@@ -185,13 +185,11 @@ class CacheHarness(EngineHarness):
             clock=self.clock,
         )
         scene.monitor.has_neighbours = True
-        try:
-            yield scene
-        finally:
-            scene.close()
+        return closing(scene)
 
     def shut_down(self) -> None:
         """Take in what is executed and end the cache, as an engine does. Raises Broken if that goes wrong."""
         with self.judged():
             self.engine.shutdown()
         self.subject.close()
+        self.is_shut_down = True

@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvpact.contract import (
-    JobOutcome,
-    LoadJob,
-    LoadSettlement,
-    SaveJob,
-    SchedulerContext,
-)
+from kvpact.contract import JobOutcome, LoadJob, LoadSettlement, SaveJob, SchedulerContext
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.testkit.results import Broken
 
@@ -90,35 +84,34 @@ class Known:
     asked_since: float | None = None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class JobMonitor:
-    """The jobs of one cache. `stored` is what earlier caches of its place left to it."""
+    """The jobs of one cache. `ever_stored` is shared by all caches that were ever made for its place."""
 
-    def __init__(
-        self,
-        *,
-        block_size: int,
-        num_ranks: int,
-        own_workers: bool,
-        stored: dict[StoredBlock, int] | None,
-        ever_stored: EverStored,
-        say: Callable[[str], None],
-    ) -> None:
-        self.stored: dict[StoredBlock, int] = dict(stored or {})
-        """What ranks saved in this epoch and was not dropped since, and in which save."""
-        self.ever_stored = ever_stored
-        """With what was dropped since: a process that dies before its tiers heard of it finds it again."""
-        self.commits: dict[str, Commit] = {}
-        self.loads_failed_by_ranks = 0
-        self._of_epoch = ever_stored.setdefault("", dict(self.stored))
-        self._saves = max((save for stored in ever_stored.values() for save in stored.values()), default=0)
-        self._block_size, self._num_ranks, self._own_workers, self._say = block_size, num_ranks, own_workers, say
-        self._requests: dict[str, Known] = {}
-        self._jobs: dict[int, Job] = {}
-        self._late: list[Job] = []
-        """Loads that the engine went on without, until no rank can write to their blocks."""
-        self._context: SchedulerContext | None = None
-        self._contents: dict[int, BlockKey] = {}
-        """The engine's block -> what was last computed into it, also for requests that have ended."""
+    block_size: int
+    num_ranks: int
+    own_workers: bool = False
+    """Whether the cache brings its own workers, whose reports are not the kit's to judge."""
+    stored: dict[StoredBlock, int] = field(default_factory=dict)
+    """What earlier caches of its place left to it, and ranks saved in this epoch, in which save; nothing dropped."""
+    ever_stored: EverStored = field(default_factory=dict)
+    """With what was dropped since: a process that dies before its tiers heard of it finds it again."""
+    say: Callable[[str], None] = lambda words: None
+    """Is told the calls that matter."""
+    commits: dict[str, Commit] = field(default_factory=dict)
+    loads_failed_by_ranks: int = 0
+    _requests: dict[str, Known] = field(default_factory=dict)
+    _jobs: dict[int, Job] = field(default_factory=dict)
+    _late: list[Job] = field(default_factory=list)
+    """Loads that the engine went on without, until no rank can write to their blocks."""
+    _context: SchedulerContext | None = None
+    _contents: dict[int, BlockKey] = field(default_factory=dict)
+    """The engine's block -> what was last computed into it, also for requests that have ended."""
+
+    def __post_init__(self) -> None:
+        self.stored = dict(self.stored)
+        self._of_epoch = self.ever_stored.setdefault("", dict(self.stored))
+        self._saves = max((save for stored in self.ever_stored.values() for save in stored.values()), default=0)
 
     def _require(self, holds: bool, names: str, explanation: str) -> None:
         if not holds:
@@ -156,7 +149,7 @@ class JobMonitor:
     def _take_save(self, job: SaveJob) -> None:
         known = self._requests.get(job.request_id)
         keys = known.keys.keys if known is not None and known.keys is not None else []
-        computed = min((known.computed if known is not None else 0) // self._block_size, len(keys))
+        computed = min((known.computed if known is not None else 0) // self.block_size, len(keys))
         content = [self._contents.get(block_id) for block_id in job.block_ids] if not job.group_id else []
         if job.blocks.end > computed and len(content) == len(job.blocks) and (known is None or content == [
             *keys[job.blocks.start : job.blocks.end]
@@ -187,7 +180,7 @@ class JobMonitor:
 
     def _require_held(self) -> None:
         """What a load may still write to, though the engine went on without it, is held by the cache."""
-        for entry in [entry for entry in self._late if entry.all_said(self._num_ranks)]:
+        for entry in [entry for entry in self._late if entry.all_said(self.num_ranks)]:
             self._late.remove(entry)
             self._jobs.pop(entry.job.job_id, None)
         held = getattr(self._context, "held", None)
@@ -206,7 +199,7 @@ class JobMonitor:
         if isinstance(entry.job, LoadJob) or entry.void:
             return
         for block, content in zip(entry.job.blocks, entry.contents, strict=False):
-            if all(block in entry.said.get(rank, _SILENT)[0] for rank in range(self._num_ranks)):
+            if all(block in entry.said.get(rank, _SILENT)[0] for rank in range(self.num_ranks)):
                 self._saves += 1
                 self.stored[content] = self._of_epoch[content] = self._saves
 
@@ -215,7 +208,7 @@ class JobMonitor:
         commit = self.commits.pop(name, None)
         if commit is None:
             raise Broken(f"a load of {name} is settled that is not under way, or twice", protects=("P1", "H08"))
-        if not self._own_workers:
+        if not self.own_workers:
             self._require_covered(name, commit, "all the steps before it was settled")
         loaded, failed = set(settlement.loaded.blocks()), set(settlement.failed.blocks())
         committed = set(range(commit.start, commit.end))
@@ -240,14 +233,14 @@ class JobMonitor:
             not (settlement.late and loaded), "P7", f"blocks {sorted(loaded)} of {name} are settled as loaded, and late"
         )
         hull = set(range(min(named), max(named) + 1)) if named else set()
-        lost = [b for b in sorted(failed - hull) if self._all_said(commit, b) and not self._own_workers]
+        lost = [b for b in sorted(failed - hull) if self._all_said(commit, b) and not self.own_workers]
         self._require(
             not lost or settlement.late,
             "P2 P9",
             f"the load of blocks {lost} of {name} is settled as failed; every rank reported them as arrived",
         )
         if failed:
-            self._say(f"the load of {name} is settled; blocks {sorted(failed)} failed")
+            self.say(f"the load of {name} is settled; blocks {sorted(failed)} failed")
             known = self._requests.get(name)
             if known is not None:
                 known.failed_from = min(failed) if known.failed_from is None else min(known.failed_from, min(failed))
@@ -264,13 +257,13 @@ class JobMonitor:
             block in entry.said.get(rank, _SILENT)[0]
             for entry in commit.jobs
             if block in entry.job.blocks
-            for rank in range(self._num_ranks)
+            for rank in range(self.num_ranks)
         )
 
     def _judge(self, name: str, entry: Job, loaded: set[int]) -> None:
         """Every rank has said of every block what became of it, and what counts as loaded has arrived everywhere."""
         blocks = set(entry.job.blocks)
-        for rank in range(self._num_ranks):
+        for rank in range(self.num_ranks):
             done, failed = entry.said.get(rank, _SILENT)
             silent = sorted(blocks - done - failed)
             self._require(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from kvpact.contract import (
     BlockHolder,
@@ -29,13 +29,15 @@ from kvpact.identity.keys import BlockKeys
 from kvpact.testkit.cache.job_monitor import (
     MONITOR_NAMESPACE,
     Commit,
-    EverStored,
     JobMonitor,
     Known,
     Promise,
     StoredBlock,
 )
 from kvpact.testkit.results import Broken
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -47,66 +49,45 @@ class CallTimes:
     longest: float = 0.0
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ContractMonitor(JobMonitor, ExternalCache):
-    """A cache as the engine sees it, watched. `stored` is what earlier caches of this place left to it, and
-    `ever_stored` is shared by all that were ever made for it.
+    """A cache as the engine sees it, watched: every call goes through to it, and no answer is changed."""
 
-    `timeout` is how long, in seconds of `clock`, prepare may say "ask again later" for one request. With
-    `whole_answers` the engine counts on every token that it commits. `say` is told the calls that matter.
-    """
+    cache: ExternalCache
+    clock: Callable[[], float]
+    timeout: float
+    """How long, in seconds of `clock`, prepare may say "ask again later" for one request."""
+    whole_answers: bool
+    """Whether the engine counts on every token that it commits."""
+    has_neighbours: bool = False
+    """Whether other engines store at the same place now: what they stored may be promised too."""
+    resets: int = 0
+    times: dict[str, CallTimes] = field(default_factory=dict)
+    open: dict[str, Promise] = field(default_factory=dict)
+    _forgotten: set[StoredBlock] = field(default_factory=set)
+    """What was stored before the last reset, by this cache."""
+    _word: str = ""
+    _old_word: str = ""
+    _awaits_word: bool = False
+    _new_sync: list[str] = field(default_factory=list)
 
-    def __init__(
-        self,
-        cache: ExternalCache,
-        *,
-        block_size: int,
-        num_ranks: int,
-        clock: Callable[[], float],
-        timeout: float,
-        whole_answers: bool,
-        own_workers: bool = False,
-        stored: dict[StoredBlock, int] | None = None,
-        ever_stored: EverStored | None = None,
-        say: Callable[[str], None] = lambda words: None,
-    ) -> None:
-        super().__init__(
-            block_size=block_size,
-            num_ranks=num_ranks,
-            own_workers=own_workers,
-            stored=stored,
-            ever_stored={} if ever_stored is None else ever_stored,
-            say=say,
-        )
-        self.cache = cache
-        self.has_neighbours = False
-        """Whether other engines store at the same place now: what they stored may be promised too."""
-        self.resets = 0
-        self._forgotten: set[StoredBlock] = set()
-        """What was stored before the last reset, by this cache."""
-        self._word, self._old_word, self._awaits_word = "", "", False
-        self.times: dict[str, CallTimes] = {}
-        self.promised_tokens = 0
-        self.open: dict[str, Promise] = {}
-        self._clock, self._timeout, self._whole_answers = clock, timeout, whole_answers
-        self._new_sync: list[str] = []
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """Count the call, and whether the thread gave up the processor in it: what waits for I/O does (P11)."""
+    def _timed(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Call the cache, and count whether the thread gave up the processor in it: what waits for I/O does (P11)."""
         switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
         began = time.perf_counter()
-        yield
-        times = self.times.setdefault(name, CallTimes())
+        result = call(*args, **kwargs)
+        times = self.times.setdefault(getattr(call, "__name__", str(call)), CallTimes())
         times.calls += 1
         times.longest = max(times.longest, time.perf_counter() - began)
         times.slept += resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > switches
+        return result
 
     def _know(self, request: EngineRequest) -> Known:
         known = self._requests.get(request.request_id)
         if known is None:
             known = self._requests[request.request_id] = Known(None)
         if known.keys is None and request.identity is not None:
-            known.keys = BlockKeys(MONITOR_NAMESPACE, self._block_size, request.identity)
+            known.keys = BlockKeys(MONITOR_NAMESPACE, self.block_size, request.identity)
         return known
 
     # Promises
@@ -114,8 +95,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Every question is put twice: what was promised is promised again (P3)."""
         known = self._know(request)
-        with self._timed("prepare_external_match"):
-            match = self.cache.prepare_external_match(request, num_computed_tokens)
+        match = self._timed(self.cache.prepare_external_match, request, num_computed_tokens)
         again = self.cache.prepare_external_match(request, num_computed_tokens)
         name = request.request_id
         if match is None or match.num_tokens == 0:
@@ -140,23 +120,23 @@ class ContractMonitor(JobMonitor, ExternalCache):
         return match
 
     def _wait(self, name: str, known: Known) -> None:
-        now = self._clock()
+        now = self.clock()
         if known.asked_since is None:
             known.asked_since = now
-            self._say(f"{name} is told to ask again later")
+            self.say(f"{name} is told to ask again later")
         self._require(
-            now - known.asked_since <= self._timeout,
+            now - known.asked_since <= self.timeout,
             "P11 H10",
             f"request {name} has been told to ask again later for {now - known.asked_since:.1f} s; "
-            f"{self._timeout:g} s are the longest here",
+            f"{self.timeout:g} s are the longest here",
         )
 
     def _promise(self, request: EngineRequest, known: Known, computed: int, match: ExternalKVMatch) -> None:
-        name, tokens, size = request.request_id, match.num_tokens, self._block_size
+        name, tokens, size = request.request_id, match.num_tokens, self.block_size
         before = self.open.get(name)
         if before is not None and (before.computed, before.num_tokens) == (computed, tokens):
             return
-        self._say(f"{name} is promised {tokens} tokens behind {computed}")
+        self.say(f"{name} is promised {tokens} tokens behind {computed}")
         length = len(request.token_ids)
         self._require(
             0 < tokens <= length - 1 - computed,
@@ -177,7 +157,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         )
         groups = range(len(self._tables(name)) or 1) if self.cache.supports_kv_cache_groups else range(1)
         # Workers of the cache's own may have been told of saves in `StepWork.extra`: the oracle judges those.
-        for block in range(first, min(end, len(keys))) if not self._own_workers else ():
+        for block in range(first, min(end, len(keys))) if not self.own_workers else ():
             content = [(keys[block], group) for group in groups]
             if not any(self._is_stored(one) for one in content):
                 self._require(
@@ -190,7 +170,6 @@ class ContractMonitor(JobMonitor, ExternalCache):
                     "(or which was dropped since)",
                     protects=("P8", "H26"),
                 )
-        self.promised_tokens += tokens
         contents = [(key, group) for key in keys[:end] for group in groups]
         copies = {content: self.stored[content] for content in contents if content in self.stored}
         self.open[name] = Promise(computed, tokens, copies)
@@ -210,18 +189,17 @@ class ContractMonitor(JobMonitor, ExternalCache):
         name = request.request_id
         promise = self.open.pop(name, None) or Promise(0, num_tokens, {})
         tables = self._tables(name) if self.cache.supports_kv_cache_groups else (tuple(block_ids),)
-        with self._timed("commit_external_match"):
-            accepted = self.cache.commit_external_match(request, match, num_tokens, block_ids)
-        self._say(f"{num_tokens} of them are committed for {name}; the cache accepts {accepted}")
+        accepted = self._timed(self.cache.commit_external_match, request, match, num_tokens, block_ids)
+        self.say(f"{num_tokens} of them are committed for {name}; the cache accepts {accepted}")
         self._require(
-            accepted == num_tokens or (0 <= accepted < num_tokens and not self._whole_answers),
+            accepted == num_tokens or (0 <= accepted < num_tokens and not self.whole_answers),
             "P5 H05",
             f"{num_tokens} tokens are committed for {name}, and the engine counts on them; the cache takes {accepted}",
         )
         known = self._know(request)
         if accepted and known.keys is not None:
-            start = promise.computed // self._block_size
-            end = num_blocks_for(promise.computed + accepted, self._block_size)
+            start = promise.computed // self.block_size
+            end = num_blocks_for(promise.computed + accepted, self.block_size)
             keys = list(known.keys.extend(request.token_ids)[:end])
             self.commits[name] = Commit(start, end - start, match.load_kv_async, tables, keys, promise.copies)
             if not match.load_kv_async:
@@ -231,9 +209,8 @@ class ContractMonitor(JobMonitor, ExternalCache):
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
         """See `ExternalCache`."""
         if self.open.pop(request_id, None) is not None:
-            self._say(f"the match of {request_id} is aborted: {reason}")
-        with self._timed("abort_external_match"):
-            self.cache.abort_external_match(request_id, match, reason)
+            self.say(f"the match of {request_id} is aborted: {reason}")
+        self._timed(self.cache.abort_external_match, request_id, match, reason)
 
     # Work
 
@@ -245,23 +222,21 @@ class ContractMonitor(JobMonitor, ExternalCache):
         known.computed = num_computed_tokens
         if known.keys is not None:
             keys = known.keys.extend(request.token_ids)
-            noted = tuple(block_ids()[: min(num_computed_tokens // self._block_size, len(keys))])
+            noted = tuple(block_ids()[: min(num_computed_tokens // self.block_size, len(keys))])
             if noted != known.noted:
                 known.noted = noted
                 self._contents.update(zip(noted, keys, strict=False))
-        with self._timed("note_computed"):
-            self.cache.note_computed(request, num_computed_tokens, block_ids)
+        self._timed(self.cache.note_computed, request, num_computed_tokens, block_ids)
 
     def end_step(self) -> StepWork:
         """See `ExternalCache`."""
-        with self._timed("end_step"):
-            work = self.cache.end_step()
+        work = self._timed(self.cache.end_step)
         self._require_held()
         for job in work.loads:
             self._take_load(job)
         for save in work.saves:
             self._take_save(save)
-        if not self._own_workers:
+        if not self.own_workers:
             for name in self._new_sync:
                 if name in self.commits:
                     self._require_covered(name, self.commits[name], "the step in which it was committed")
@@ -280,14 +255,13 @@ class ContractMonitor(JobMonitor, ExternalCache):
                     entry.hear(rank, outcome)
                     heard.append(entry)
                     self._note_saved(entry)
-        with self._timed("apply_report"):
-            settlements = self.cache.apply_report(report)
+        settlements = self._timed(self.cache.apply_report, report)
         for settlement in settlements:
             self._settle(settlement)
         self._require_held()
         for entry in heard:
             entry.taken_back.clear()
-            if isinstance(entry.job, SaveJob) and entry.all_said(self._num_ranks):
+            if isinstance(entry.job, SaveJob) and entry.all_said(self.num_ranks):
                 self._jobs.pop(entry.job.job_id, None)
         return settlements
 
@@ -297,13 +271,11 @@ class ContractMonitor(JobMonitor, ExternalCache):
         """See `ExternalCache`."""
         self.open.pop(request_id, None)
         self._requests.pop(request_id, None)
-        with self._timed("request_finished"):
-            self.cache.request_finished(request_id)
+        self._timed(self.cache.request_finished, request_id)
 
     def on_new_request(self, request: EngineRequest) -> None:
         """See `ExternalCache`."""
-        with self._timed("on_new_request"):
-            self.cache.on_new_request(request)
+        self._timed(self.cache.on_new_request, request)
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """See `ExternalCache`."""
@@ -320,8 +292,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         self.open.clear()
         for entry in self._jobs.values():
             entry.void = True
-        with self._timed("reset"):
-            self.cache.reset()
+        self._timed(self.cache.reset)
 
     @property
     def knows_words(self) -> bool:
@@ -334,8 +305,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         if version == self._old_word:
             why = "it is the word from before the last reset"
         try:
-            with self._timed("set_weights_version"):
-                self.cache.set_weights_version(version)
+            self._timed(self.cache.set_weights_version, version)
         except WeightsVersionRefused:
             self._require(bool(why), "P13", f"the word {version!r} is refused, though a reset came since the last one")
             raise
@@ -368,6 +338,3 @@ class ContractMonitor(JobMonitor, ExternalCache):
 
 def _answer(match: ExternalKVMatch | None) -> str:
     return "ask again later" if match is None else f"{match.num_tokens} tokens"
-
-
-__all__ = ["CallTimes", "ContractMonitor", "EverStored", "StoredBlock"]

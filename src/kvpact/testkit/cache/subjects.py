@@ -9,8 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvpact._moved import renamed
 from kvpact.cache.cache import PactCache
@@ -73,10 +74,6 @@ class CacheContext:
         return queue
 
 
-def _nothing_held() -> Mapping[str, int]:
-    return {}
-
-
 def _nothing() -> None:
     pass
 
@@ -94,7 +91,7 @@ class CacheUnderTest:
     cache: ExternalCache
     slot_views: Sequence[Callable[[int], memoryview]] = ()
     workers: Sequence[ExternalCacheWorker] = ()
-    held: Callable[[], Mapping[str, int]] = _nothing_held
+    held: Callable[[], Mapping[str, int]] = dict
     check: Callable[[], None] = _nothing
     counts: Callable[[], Mapping[str, float]] | None = None
     close: Callable[[], None] = _nothing
@@ -169,24 +166,17 @@ def pact_cache(
     )
 
 
-def pact_cache_with_disk(place: CacheContext, **settings: Any) -> CacheUnderTest:
-    """`pact_cache` above a disk tier."""
-    return pact_cache(place, disk_slots=DISK_SLOTS, **settings)
+pact_cache_with_disk = partial(pact_cache, disk_slots=DISK_SLOTS)
+"""`pact_cache` above a disk tier."""
 
+pact_cache_with_shared = partial(pact_cache, shared=True)
+"""`pact_cache` above a shared tier."""
 
-def lazy_pact_cache(place: CacheContext, **settings: Any) -> CacheUnderTest:
-    """`pact_cache` that saves what the engine is about to evict; it takes every free block for that."""
-    return pact_cache(place, **{"save": "lazy", "lazy_window": EVERYTHING, **settings})
+pact_cache_with_all = partial(pact_cache, disk_slots=DISK_SLOTS, shared=True)
+"""`pact_cache` above a disk tier and a shared one."""
 
-
-def pact_cache_with_shared(place: CacheContext, **settings: Any) -> CacheUnderTest:
-    """`pact_cache` above a shared tier."""
-    return pact_cache(place, disk_slots=0, shared=True, **settings)
-
-
-def pact_cache_with_all(place: CacheContext, **settings: Any) -> CacheUnderTest:
-    """`pact_cache` above a disk tier and a shared one."""
-    return pact_cache(place, disk_slots=DISK_SLOTS, shared=True, **settings)
+lazy_pact_cache = partial(pact_cache, save="lazy", lazy_window=EVERYTHING)
+"""`pact_cache` that saves what the engine is about to evict; it takes every free block for that."""
 
 
 class _BoundedRecords(StoredBytes):
