@@ -218,7 +218,6 @@ many and its lines are not. Each is one thing that would be harder to read in tw
 TO_BE_SPLIT = {
     "cache.cache.PactCache": 339,
     "demo.engine": 519,
-    "testkit.cache.operations.Operations": 22,
     "testkit.tier.checks_faults.FaultChecks": 319,
     "testkit.vllm.engine.VllmEngine": 302,
     "testkit.vllm.played_engine": 411,

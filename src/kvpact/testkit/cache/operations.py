@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ MAX_ALIVE = 12
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a script: a method of `Operations` and its arguments."""
+    """One call of a script: a method of `Operations` or its scene, and its arguments."""
 
     name: str
     arguments: tuple[tuple[str, int], ...] = ()
@@ -113,23 +114,32 @@ class Operations:
             clock=self._clock,
         )
 
-    def do(self, call: Call) -> None:
-        """Carry out one call. Raises Broken, with the script so far."""
-        self.figures.calls += 1
+    @contextmanager
+    def _scripted(self) -> Iterator[None]:
+        """What is found broken has the whole play's script."""
         try:
-            getattr(self, call.name)(**dict(call.arguments))
+            yield
         except Broken as broken:
             names = broken.protects or ("P2",)  # what was read is not what was promised
             raise Broken(broken.explanation, tuple(self._script), names) from broken
 
+    def do(self, call: Call) -> None:
+        """Carry out one call, of a method here or of the scene's. Raises Broken, with the script so far."""
+        self.figures.calls += 1
+        with self._scripted():
+            getattr(self if hasattr(self, call.name) else self.scene, call.name)(**dict(call.arguments))
+
     # Requests
+
+    def _live(self) -> list[Request]:
+        self._alive = [request for request in self._alive if not request.has_ended]
+        return self._alive
 
     def arrive(
         self, prefix: int = 0, shared: int = 0, tail: int = 1, outputs: int = 1, kind: int = 0, priority: int = 0
     ) -> None:
         """A request comes: `shared` tokens of document `prefix`, then `tail` of its own."""
-        self._alive = [request for request in self._alive if not request.has_ended]
-        if len(self._alive) >= MAX_ALIVE:
+        if len(self._live()) >= MAX_ALIVE:
             return
         self._names += 1
         blocks = self.settings.num_blocks - 1 - self.scene.quirks.keeps_free_blocks
@@ -146,9 +156,8 @@ class Operations:
 
     def cancel(self, which: int = 0) -> None:
         """One of the live requests is cancelled, in whatever state it is."""
-        self._alive = [request for request in self._alive if not request.has_ended]
-        if self._alive:
-            request = self._alive[which % len(self._alive)]
+        if live := self._live():
+            request = live[which % len(live)]
             self.figures.counts[f"cancelled while {request.status.value.replace('_', ' ')}"] += 1
             self.scene.cancel(request.request_id)
 
@@ -171,10 +180,6 @@ class Operations:
         self.scene.squeeze(leave)
         self.figures.counts["squeezes"] += 1
 
-    def release(self) -> None:
-        """Blocks are no longer scarce."""
-        self.scene.release()
-
     def reset(self) -> None:
         """The prefix caches are reset."""
         self.figures.counts["resets"] += self.scene.reset()
@@ -194,10 +199,6 @@ class Operations:
         if self.scene.monitor.knows_words:
             believed = self.scene.weights_version(f"v{self.scene.engine.runner.weights}")
             self.figures.counts["words" if believed else "words refused"] += 1
-
-    def forget_local(self) -> None:
-        """The engine's own prefix cache is emptied."""
-        self.scene.forget_local()
 
     def wait(self, tenths: int = 1) -> None:
         """Time passes without steps."""
@@ -239,27 +240,21 @@ class Operations:
     def silence(self, rank: int = 0, steps: int = 1) -> None:
         """A rank says nothing for some steps; what it had to say comes late, behind what came after."""
         if self.scene.workers:
-            rank %= self.settings.ranks
-            self.scene.say(f"rank {rank} falls silent for {steps} steps")
-            self.scene.workers[rank].silent_steps = steps
+            self.scene.silence(rank % self.settings.ranks, steps)
             self.figures.counts["silent ranks"] += 1
 
     def rank_restarts(self, rank: int = 0) -> None:
         """A rank forgets its jobs and what it had to report."""
         if self.scene.workers:
-            rank %= self.settings.ranks
-            self.scene.say(f"rank {rank} forgets its jobs")
-            self.scene.workers[rank].forget()
+            self.scene.forget_jobs(rank % self.settings.ranks)
             self.figures.counts["rank failures"] += 1
 
     # Trouble with tiers
 
     def stall(self, steps: int = 1) -> None:
         """The tiers do nothing for some steps."""
-        for queue in self.scene.place.queues:
-            self.scene.say(f"tier {queue.tier.name} stalls for {steps} steps")
-            queue.stalled_steps = steps
-            self.figures.counts["stalled tiers"] += 1
+        self.scene.stall_tiers(steps)
+        self.figures.counts["stalled tiers"] += len(self.scene.place.queues)
 
     def tier_fault(self, operation: int = 0, fault: int = 0) -> None:
         """The tiers' next operation of a kind fails."""
@@ -317,16 +312,10 @@ class Operations:
 
     def finish(self) -> None:
         """All requests run to their end; then nothing may be held, and the cache has all its room. Raises Broken."""
-        try:
-            self.scene.release()
-            self.scene.place.faults.disarm()
-            for conducts in (*self.scene.conducts.values(), *self.scene.load_conducts.values()):
-                conducts.clear()
-            steps = self.scene.engine.counts.steps
+        steps = self.scene.engine.counts.steps
+        with self._scripted():
             self.scene.as_good_as_new()
-            self.figures.steps += self.scene.engine.counts.steps - steps
-        except Broken as broken:
-            raise Broken(broken.explanation, tuple(self._script), broken.protects) from broken
+        self.figures.steps += self.scene.engine.counts.steps - steps
 
     def _count(self) -> None:
         counts, engine = self.figures.counts, self.scene.engine.counts

@@ -111,7 +111,7 @@ def engine_settings(mode: str, sizes: dict[str, Any]) -> HarnessSettings:
 
 
 @st.composite
-def _call_or_end(draw: st.DrawFn) -> Call | None:
+def random_call(draw: st.DrawFn) -> Call | None:
     """A call, or, now and then, the end of a play. All arguments are one number, which shrinks in few tries."""
     name = draw(_NAMES)
     if name is None:
@@ -165,7 +165,7 @@ def random_play(
         calls: list[Call] = []
 
         def drawn() -> Iterator[Call]:
-            while len(calls) < num_calls and (call := data.draw(_call_or_end())) is not None:
+            while len(calls) < num_calls and (call := data.draw(random_call())) is not None:
                 calls.append(call)
                 yield call
 
