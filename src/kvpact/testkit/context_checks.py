@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 from kvpact.contract import SchedulerContext
 from kvpact.engine import Engine, EngineConfig, Request
 from kvpact.errors import PactViolation
-from kvpact.testkit.results import Broken
+from kvpact.testkit.results import require
 
 BLOCKS = 12
 """Blocks of a stage's pool, the null block among them."""
@@ -56,12 +56,6 @@ def check(run: ContextCheck) -> ContextCheck:
     return run
 
 
-def require(holds: bool, what: str) -> None:
-    """Raise Broken, saying `what`, if it does not hold."""
-    if not holds:
-        raise Broken(what, protects=("P1",))
-
-
 @contextmanager
 def refused(what: str) -> Iterator[None]:
     """The block must raise PactViolation with `what` in its message."""
@@ -83,14 +77,24 @@ def free_ids(stage: ContextStage, after: int | None = None) -> list[int]:
     return [view.block_id for view in stage.context.iter_free_blocks(after)]
 
 
-def published(stage: ContextStage, name: str, blocks: int, seed: int = 0) -> tuple[int, ...]:
-    """Have a prompt of so many full blocks computed and its request ended: these blocks are free, and published."""
-    stage.add(name, tokens(blocks * BLOCK + 5, seed))
-    stage.step(2)
-    held = stage.context.blocks_of(name)[0][:blocks]
+def started(stage: ContextStage, name: str, length: int, steps: int = 1) -> Sequence[int]:
+    """A request for `length` tokens arrives and the engine steps: the request's blocks."""
+    stage.add(name, tokens(length))
+    stage.step(steps)
+    return stage.context.blocks_of(name)[0]
+
+
+def ended(stage: ContextStage, name: str) -> None:
+    """A request is cancelled, and the engine has heard of it."""
     stage.cancel(name)
     stage.step()
-    return tuple(held)
+
+
+def published(stage: ContextStage, blocks: int) -> Sequence[int]:
+    """Have a prompt of so many full blocks computed and its request ended: these blocks are free, and published."""
+    held = started(stage, "r", blocks * BLOCK + 5, steps=2)[:blocks]
+    ended(stage, "r")
+    return held
 
 
 @check
@@ -118,9 +122,7 @@ def blocks_and_queues_are_shown(stage: ContextStage) -> None:
 def a_touched_block_outlives_its_request(stage: ContextStage) -> None:
     """Its owner is cancelled, others want all the room there is: the block stays as it is, until it is freed."""
     context = stage.context
-    stage.add("r", tokens(2 * BLOCK + 8))
-    stage.step(2)
-    held = context.blocks_of("r")[0][:2]
+    held = started(stage, "r", 2 * BLOCK + 8, steps=2)[:2]
     before = [context.get_block(block) for block in held]
     context.touch(held)
     require([context.get_block(block).ref_count for block in held] == [2, 2], "each is held twice")
@@ -140,9 +142,7 @@ def a_touched_block_outlives_its_request(stage: ContextStage) -> None:
 def freeing_what_was_not_touched_frees_nothing(stage: ContextStage) -> None:
     """All or none, and the message says which."""
     context = stage.context
-    stage.add("r", tokens(2 * BLOCK + 8))
-    stage.step()
-    first, second = context.blocks_of("r")[0][:2]
+    first, second = started(stage, "r", 2 * BLOCK + 8)[:2]
     context.touch([first])
     with refused(f"block {second} is freed 1 times, touched 0 times"):
         context.free_blocks([first, second])
@@ -174,10 +174,8 @@ def unknown_requests_are_refused(stage: ContextStage) -> None:
     """One that never came and one that is gone."""
     with refused("no request nobody is alive"):
         stage.context.blocks_of("nobody")
-    stage.add("r", tokens(20))
-    stage.step()
-    stage.cancel("r")
-    stage.step()
+    started(stage, "r", 20)
+    ended(stage, "r")
     with refused("no request r is alive"):
         stage.context.blocks_of("r")
     require(stage.context.waiting_requests() == (), "nobody waits")
@@ -186,7 +184,7 @@ def unknown_requests_are_refused(stage: ContextStage) -> None:
 @check
 def blocks_may_come_and_go_around_the_cursor(stage: ContextStage) -> None:
     """One ahead of it leaves, one comes back at the tail."""
-    held = published(stage, "r", 2)
+    held = published(stage, 2)
     stage.context.touch(held)
     walk = stage.context.iter_free_blocks()
     first, second, third = (next(walk).block_id for _ in range(3))
@@ -221,16 +219,14 @@ def a_cursor_that_left_the_queue_is_refused(stage: ContextStage) -> None:
 @check
 def a_cursor_that_the_engine_took_is_refused(stage: ContextStage) -> None:
     """A request hits the block that a walk stands on, ends, and the block is back at the tail."""
-    held = published(stage, "r", 2)
+    held = published(stage, 2)
     walk = stage.context.iter_free_blocks()
     for view in walk:
         if view.block_id == held[1]:
             break
-    stage.add("again", tokens(2 * BLOCK + 5))
-    stage.step()
-    require(stage.context.blocks_of("again")[0][:2] == held, "the second request uses the first one's blocks")
-    stage.cancel("again")
-    stage.step()
+    again = started(stage, "again", 2 * BLOCK + 5)
+    require(again[:2] == held, "the second request uses the first one's blocks")
+    ended(stage, "again")
     with refused("left the free queue"):
         next(walk)
 
@@ -238,7 +234,7 @@ def a_cursor_that_the_engine_took_is_refused(stage: ContextStage) -> None:
 @check
 def a_walk_goes_on_behind_a_free_block(stage: ContextStage) -> None:
     """What the cursor is for: a few blocks at a time, each once."""
-    published(stage, "r", 3)
+    published(stage, 3)
     seen: list[int] = []
     cursor = None
     while piece := [view.block_id for view in islice(stage.context.iter_free_blocks(after_block=cursor), 4)]:
@@ -251,10 +247,8 @@ def a_walk_goes_on_behind_a_free_block(stage: ContextStage) -> None:
 @check
 def what_is_freed_to_be_evicted_first_is(stage: ContextStage) -> None:
     """At the head, in the order given; what a request still holds stays with it."""
-    held = published(stage, "r", 3)
-    stage.add("user", tokens(BLOCK + 5))
-    stage.step()
-    require(stage.context.blocks_of("user")[0][0] == held[0], "the first block has a user")
+    held = published(stage, 3)
+    require(started(stage, "user", BLOCK + 5)[0] == held[0], "the first block has a user")
     stage.context.touch(held)
     stage.context.free_blocks(held[::-1], evict_first=True)
     require(free_ids(stage)[:2] == [held[2], held[1]], "those that are free are at the head, the first one first")

@@ -174,7 +174,7 @@ class Faults:
             occurrence = self.calls[operation]
             self.calls[operation] += 1
             # By what it is about and not by when it came, so that threads cannot change what happens to whom.
-            chance = _chance(self.plan.seed, operation, name, self._seen[operation, name])
+            chance = choices(self.plan.seed, str(operation), name, self._seen[operation, name])
             self._seen[operation, name] += 1
             fault = self._take_armed(operation) or _drawn(self.plan.chances.get(operation, {}), chance)
             if fault is not None:
@@ -253,17 +253,11 @@ class FaultyTier(Tier):
         buffers: Sequence[BlockBuffer],
         on_progress: Progress | None = None,
     ) -> int:
-        fault, chance = self.faults.meet(Operation.GET, _name(keys, start))
-        count = chance.randint(0, max(0, len(buffers) - 1)) if fault is not None else len(buffers)
-        if fault in (Fault.DELAY, Fault.HANG):
-            self.tier.get(keys, start, buffers[:count], on_progress)
-            self.faults.wait(fault)
-        elif fault is Fault.PARTIAL:
+        def get(count: int) -> int:
             return self.tier.get(keys, start, buffers[:count], on_progress)
-        elif fault in (Fault.ERROR, Fault.CRASH):
-            self.tier.get(keys, start, buffers[:count], on_progress)
-            _fail(fault, chance)
-        arrived = self.tier.get(keys, start, buffers, on_progress)
+
+        fault, chance, count = self._halfway(Operation.GET, _name(keys, start), len(buffers), get)
+        arrived = get(count if fault is Fault.PARTIAL else len(buffers))
         if fault is Fault.SILENT_DAMAGE and arrived:
             _flip(buffers[min(count, arrived - 1)], chance)
         elif fault is Fault.DAMAGE and count < arrived:
@@ -277,21 +271,14 @@ class FaultyTier(Tier):
     def put(
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
     ) -> int:
-        fault, chance = self.faults.meet(Operation.PUT, _name(keys, start))
-        count = chance.randint(0, max(0, len(buffers) - 1)) if fault is not None else len(buffers)
-        if fault in (Fault.DELAY, Fault.HANG):
-            self.tier.put(keys, start, buffers[:count], epoch)
-            self.faults.wait(fault)
-        elif fault is Fault.PARTIAL:
+        def put(count: int) -> int:
             return self.tier.put(keys, start, buffers[:count], epoch)
-        elif fault in (Fault.ERROR, Fault.CRASH):
-            self.tier.put(keys, start, buffers[:count], epoch)
-            _fail(fault, chance)
-        elif fault is Fault.SILENT_DAMAGE and buffers:
-            copies: list[BlockBuffer] = [[memoryview(bytearray(piece)) for piece in buffer] for buffer in buffers]
-            _flip(copies[count], chance)
-            return self.tier.put(keys, start, copies, epoch)
-        return self.tier.put(keys, start, buffers, epoch)
+
+        fault, chance, count = self._halfway(Operation.PUT, _name(keys, start), len(buffers), put)
+        if fault is Fault.SILENT_DAMAGE and buffers:
+            buffers = [[memoryview(bytearray(piece)) for piece in buffer] for buffer in buffers]
+            _flip(buffers[count], chance)
+        return put(count if fault is Fault.PARTIAL else len(buffers))
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         doomed = list(keys)
@@ -320,20 +307,34 @@ class FaultyTier(Tier):
     def _begin(self, operation: Operation, keys: Sequence[BlockKey], start: int) -> tuple[Fault | None, Random]:
         """`Faults.meet`, for operations that have no middle."""
         fault, chance = self.faults.meet(operation, _name(keys, start))
+        self._suffer(fault, chance)
+        return fault, chance
+
+    def _halfway(
+        self, operation: Operation, name: bytes, blocks: int, move: Callable[[int], object]
+    ) -> tuple[Fault | None, Random, int]:
+        """`Faults.meet`, for operations that `move` blocks: what stops one or lets it wait does so after some of them.
+
+        With the fault comes how many blocks go well; all of them without a fault.
+        """
+        fault, chance = self.faults.meet(operation, name)
+        count = chance.randint(0, max(0, blocks - 1)) if fault is not None else blocks
+        if fault in (Fault.DELAY, Fault.HANG, Fault.ERROR, Fault.CRASH):
+            move(count)
+            self._suffer(fault, chance)
+        return fault, chance, count
+
+    def _suffer(self, fault: Fault | None, chance: Random) -> None:
+        """Raise or wait, if the fault is of that kind."""
         if fault in (Fault.ERROR, Fault.CRASH):
             _fail(fault, chance)
         if fault is not None:
             self.faults.wait(fault)
-        return fault, chance
 
 
 def choices(seed: int, *parts: object) -> Random:
     """A source of choices that depends on nothing but its arguments, in every process alike."""
     return Random(int.from_bytes(blake2b(repr((seed, *parts)).encode(), digest_size=8).digest(), "little"))
-
-
-def _chance(seed: int, operation: Operation, name: bytes, occurrence: int) -> Random:
-    return choices(seed, str(operation), name, occurrence)
 
 
 def _drawn(chances: Mapping[Fault, float], chance: Random) -> Fault | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from unittest import SkipTest
 
 import msgspec
@@ -123,12 +124,7 @@ def _note(note: str) -> str:
 
 def shortened(lines: Sequence[str], limit: int = 60) -> tuple[str, ...]:
     """A script with runs of equal lines folded, and its middle left out if it is longer than `limit` lines."""
-    folded: list[tuple[str, int]] = []
-    for line in lines:
-        if folded and folded[-1][0] == line:
-            folded[-1] = (line, folded[-1][1] + 1)
-        else:
-            folded.append((line, 1))
+    folded = [(line, len([*equal])) for line, equal in groupby(lines)]
     script = [line if times == 1 else f"{line} ({times} times)" for line, times in folded]
     if len(script) > limit:
         left_out = len(script) - limit + 1
