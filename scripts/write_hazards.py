@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "hazards.md"
 TESTS = {"tests": "", "src/kvpact/testkit": "kit/"}
 """Folder of tests -> what its files are called in the page."""
-PROTECTS = ("protects", "kept_in_every_mode", "scenario")
+PROTECTS = ("protects", "kept_in_every_mode", "scenario", "scenario.on_engine")
 """Decorators whose arguments are the ids that a check or scenario of the kit protects."""
 
 HEAD = """\
@@ -38,7 +38,7 @@ def ids_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     if function.name.startswith("test_"):
         found |= {name.upper() for name in re.findall(r"(?<=_)[hpt]\d{1,2}(?=_)", function.name)}
     for decorator in function.decorator_list:
-        if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id in PROTECTS:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in PROTECTS:
             found |= {value.value for value in decorator.args if isinstance(value, ast.Constant)}
     return found
 

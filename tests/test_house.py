@@ -219,7 +219,6 @@ TO_BE_SPLIT = {
     "cache.cache.PactCache": 339,
     "demo.engine": 519,
     "testkit.tier.checks_faults.FaultChecks": 319,
-    "testkit.vllm.engine.VllmEngine": 302,
     "testkit.vllm.played_engine": 411,
     "vllm.scheduler_side": 528,
     "vllm.scheduler_side.SchedulerSide": 458,

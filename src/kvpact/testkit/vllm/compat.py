@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvpact.testkit.results import NotObservable
+
 
 def _choose_platform() -> None:
     """Have vLLM settle on the CPU and on a quiet log; it does so once, and what it read is no concern of children's."""
@@ -277,7 +279,7 @@ def _adapter_request(directory: str) -> Any:
 # Ranks
 
 
-class CollectiveNotPossible(Exception):
+class CollectiveNotPossible(NotObservable):
     """A connector's worker half talks to other ranks, which cannot be done with all ranks in one thread."""
 
 
@@ -293,7 +295,9 @@ class RankGroup:
 
     def __getattr__(self, name: str) -> Any:
         if self.world_size > 1:
-            raise CollectiveNotPossible(f"the connector uses `{name}` of its rank's process group")
+            raise CollectiveNotPossible(
+                f"the connector uses `{name}` of its rank's process group, which needs ranks of their own"
+            )
         raise AttributeError(name)
 
 

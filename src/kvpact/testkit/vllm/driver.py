@@ -17,18 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.results import Check, ConformanceReport, Verdict, Violation, shortened
+from kvpact.testkit.results import Check, ConformanceReport, NotObservable, Verdict, Violation, shortened
 from kvpact.testkit.vllm.adapters import KNOWN_ADAPTERS, ConnectorAdapter
-from kvpact.testkit.vllm.compat import CollectiveNotPossible, release
-from kvpact.testkit.vllm.engine import EngineDied
-from kvpact.testkit.vllm.harness import (
-    FOLDER,
-    FOLDER_PREFIX,
-    BrokenError,
-    ConnectorUnderTest,
-    Harness,
-    NotObservableError,
-)
+from kvpact.testkit.vllm.compat import release
+from kvpact.testkit.vllm.harness import FOLDER, FOLDER_PREFIX, ConnectorUnderTest, Harness
 from kvpact.testkit.vllm.random_ops import WALKS
 from kvpact.testkit.vllm.scenarios import Scenario
 from kvpact.testkit.vllm.scenarios_context import CONTEXTS
@@ -78,17 +70,9 @@ class VllmDriver:
         harness = Harness(self.subject)
         verdict, note = Verdict.KEPT, ""
         try:
-            scenario.run(harness)
-        except NotObservableError as reason:
+            harness.judge(scenario.run)
+        except NotObservable as reason:
             verdict, note = Verdict.NOT_OBSERVABLE, str(reason)
-        except CollectiveNotPossible as reason:
-            verdict, note = Verdict.NOT_OBSERVABLE, f"{reason}, which needs ranks of their own"
-        except BrokenError as broken:
-            harness.violations += broken.violations
-        except EngineDied:
-            pass  # the harness has noted it
-        finally:
-            harness.close()
         if harness.violations:
             verdict = Verdict.BROKEN
         return Check(

@@ -7,15 +7,14 @@ itself but what no engine survives: a hook that raises.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 from kvpact.testkit.vllm import compat
 from kvpact.testkit.vllm.compat import EngineSettings, RequestSettings
-from kvpact.testkit.vllm.oracle import VOCABULARY, TokenChain, WrongSlot
+from kvpact.testkit.vllm.observed import Observed
+from kvpact.testkit.vllm.oracle import VOCABULARY, TokenChain, continuation
 from kvpact.testkit.vllm.rank import Rank
 
 IDLE_SECONDS = 0.001
@@ -26,63 +25,13 @@ class EngineDied(Exception):
     """An exception left the scheduler or a rank: under vLLM, EngineCore ends here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One `get_num_new_matched_tokens`: what was asked and what was answered (None: ask again later)."""
-
-    step: int
-    request_id: str
-    num_tokens: int
-    """Tokens of the request at that time."""
-    computed: int
-    answer: int | None
-    asynchronous: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """One `update_state_after_alloc` with external tokens."""
-
-    step: int
-    request_id: str
-    num_tokens: int
-    block_ids: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Observed:
-    """All that passed between the engine and the connector."""
-
-    probes: list[Probe] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
-    received: Counter[str] = field(default_factory=Counter)
-    """How often each request's asynchronous load was reported finished to the scheduler."""
-    invalid_blocks: list[set[int]] = field(default_factory=list)
-    outputs: dict[str, list[int]] = field(default_factory=dict)
-    """Output tokens of each request, as its user got them."""
-    finished: dict[str, str] = field(default_factory=dict)
-    """Why each request ended, in vLLM's words."""
-    wrong_slots: list[WrongSlot] = field(default_factory=list)
-    preemptions: int = 0
-    steps: int = 0
-
-    def probes_of(self, request_id: str) -> list[Probe]:
-        """This request's probes."""
-        return [probe for probe in self.probes if probe.request_id == request_id]
-
-    def committed_tokens(self, request_id: str) -> int:
-        """Tokens committed for this request, all its commits together."""
-        return sum(commit.num_tokens for commit in self.commits if commit.request_id == request_id)
-
-
 class VllmEngine:
     """One engine. `transfer` are the fields of `KVTransferConfig` that name the connector and its configuration."""
 
     def __init__(self, settings: EngineSettings, transfer: Mapping[str, Any], journal: Callable[[str], None]) -> None:
         self.settings = settings
         self.observed = Observed()
-        self.report_delay = [0] * settings.workers
-        """Steps by which each rank's words to the scheduler come late."""
+        self._report_delay: Sequence[int] = [0] * settings.workers
         self.rewrite: Callable[[str, int], int] | None = None
         """Makes the scheduler take other numbers of tokens than it was answered: (request, answer) -> tokens."""
         self.journal = journal
@@ -96,7 +45,6 @@ class VllmEngine:
         self._late: list[deque[tuple[int, Any]]] = [deque() for _ in range(settings.workers)]
         self._in_flight: deque[tuple[Any, Any]] = deque()
         self._drafts: Any = None
-        self._said: dict[str, tuple[int, str]] = {}
         self._closed = False
         vllm_config = compat.make_vllm_config(settings, transfer)
         kv_cache_config = compat.make_kv_cache_config(settings)
@@ -106,7 +54,7 @@ class VllmEngine:
         self.connector = self.scheduler.connector
         compat.shake_hands(settings, self.connector, [rank.connector for rank in self.ranks])
         self._aggregator = compat.make_aggregator(self.connector, settings.workers)
-        self._tap()
+        self.observed.listen(self.connector, journal, self._taken)
 
     # What a scenario does
 
@@ -138,8 +86,11 @@ class VllmEngine:
             "finish_requests", lambda: self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
         )
 
-    def step(self, throttle_prefills: bool = False) -> int:
-        """One turn of the engine's loop; returns the number of tokens computed."""
+    def step(self, times: int = 1, *, throttle_prefills: bool = False) -> int:
+        """So many turns of the engine's loop; returns the number of tokens computed."""
+        return sum(self._step(throttle_prefills) for _ in range(times))
+
+    def _step(self, throttle_prefills: bool) -> int:
         self.observed.steps += 1
         output = self._guarded("schedule", lambda: self.scheduler.schedule(throttle_prefills))
         self.observed.preemptions += len(output.preempted_req_ids or ())
@@ -173,6 +124,16 @@ class VllmEngine:
         if self._drafts is not None:
             self.scheduler.update_draft_token_ids(self._drafts)
             self._drafts = None
+
+    @property
+    def report_delay(self) -> Sequence[int]:
+        """Steps by which each rank's words to the scheduler come late."""
+        return self._report_delay
+
+    @report_delay.setter
+    def report_delay(self, steps: Sequence[int]) -> None:
+        self._report_delay = steps
+        self.journal(f"workers' reports come {list(steps)} steps late")
 
     def run(self, until: Callable[[], bool], *, steps: int = 20_000, seconds: float = 20.0) -> bool:
         """Step until `until()`, at most so many steps and seconds; whether it came true."""
@@ -258,10 +219,7 @@ class VllmEngine:
     def expected(self, request_id: str) -> list[int]:
         """The output that this request must get, whatever happens to loads."""
         wanted = self._wanted[request_id]
-        chain = TokenChain(self._identities[request_id], wanted.prompt)
-        for _ in range(wanted.max_tokens):
-            chain.extend([chain.next_token()])
-        return chain.tokens[len(wanted.prompt) :]
+        return continuation(self._identities[request_id], wanted.prompt, wanted.max_tokens)
 
     @property
     def requests(self) -> list[str]:
@@ -330,45 +288,13 @@ class VllmEngine:
         """This rank's words that are due now: those of `report_delay` steps ago, in their order, at most one a step."""
         late = self._late[rank]
         if words is not None and not words.is_empty():
-            late.append((self.observed.steps + self.report_delay[rank], words))
+            late.append((self.observed.steps + self._report_delay[rank], words))
         if late and late[0][0] <= self.observed.steps:
             return late.popleft()[1]
         return None
 
-    def _tap(self) -> None:
-        """Note what the scheduler asks its half of the connector and what it is told."""
-        probe, commit = self.connector.get_num_new_matched_tokens, self.connector.update_state_after_alloc
-
-        @wraps(probe)
-        def noted_probe(request: Any, computed: int) -> tuple[int | None, bool]:
-            answer, asynchronous = probe(request, computed)
-            self.observed.probes.append(
-                Probe(self.observed.steps, request.request_id, request.num_tokens, computed, answer, asynchronous)
-            )
-            self._note_promise(request.request_id, computed, answer, asynchronous)
-            if self.rewrite is not None and answer:
-                answer = self.rewrite(request.request_id, answer)
-            return answer, asynchronous and bool(answer)
-
-        @wraps(commit)
-        def noted_commit(request: Any, blocks: Any, num_tokens: int) -> None:
-            if num_tokens:
-                self.journal(f"    vLLM takes {num_tokens} tokens for {request.request_id}")
-                (block_ids,) = blocks.get_block_ids()
-                self.observed.commits.append(
-                    Commit(self.observed.steps, request.request_id, num_tokens, tuple(block_ids))
-                )
-            commit(request, blocks, num_tokens)
-
-        self.connector.get_num_new_matched_tokens = noted_probe
-        self.connector.update_state_after_alloc = noted_commit
-
-    def _note_promise(self, request_id: str, computed: int, answer: int | None, asynchronous: bool) -> None:
-        """Into the journal, unless it was the same the last time."""
-        said = f"{answer} tokens{' later' if asynchronous else ''}" if answer is not None else "'ask again later'"
-        if self._said.get(request_id) != (computed, said):
-            self._said[request_id] = (computed, said)
-            self.journal(f"    asked for {request_id} behind {computed} tokens, the connector promises {said}")
+    def _taken(self, request_id: str, answer: int) -> int:
+        return self.rewrite(request_id, answer) if self.rewrite is not None else answer
 
     def _guarded(self, where: str, call: Callable[[], Any]) -> Any:
         try:

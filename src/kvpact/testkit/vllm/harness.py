@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.results import Violation
+from kvpact.testkit.results import NotObservable, Violation
+from kvpact.testkit.trace import Trace
 from kvpact.testkit.vllm.adapters import ConnectorAdapter
-from kvpact.testkit.vllm.compat import CollectiveNotPossible, EngineSettings
+from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.engine import EngineDied, VllmEngine
 from kvpact.vllm.compat.objects import connectors_of
 
@@ -51,14 +52,15 @@ class ConnectorUnderTest:
         }
 
 
+def named(connector: type) -> dict[str, Any]:
+    """The fields of `KVTransferConfig` that name this connector."""
+    return {"kv_connector": connector.__name__, "kv_connector_module_path": connector.__module__}
+
+
 def under_multi_connector(*children: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `KVTransferConfig` that put these connectors, in this order, under vLLM's MultiConnector."""
     connectors = [{**child, "kv_role": "kv_both"} for child in children]
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
-
-
-class NotObservableError(Exception):
-    """The situation did not come about; the message says why."""
 
 
 class BrokenError(Exception):
@@ -79,7 +81,7 @@ class Harness:
 
     def __init__(self, subject: ConnectorUnderTest) -> None:
         self.subject = subject
-        self.journal: list[str] = []
+        self.journal = Trace()
         self.violations: list[Violation] = []
         self.notes: list[str] = []
         self.started = False
@@ -99,7 +101,7 @@ class Harness:
         """
         wanted = EngineSettings(block_size=BLOCK, **settings)
         shown = ", ".join(f"{name}={value}" for name, value in settings.items())
-        self.journal.append(f"start an engine{' with ' + shown if shown else ''}")
+        self.journal.note(f"start an engine{' with ' + shown if shown else ''}")
         engine = self._start(wanted, transfer or self.subject.transfer(self.folder))
         try:
             yield engine
@@ -118,25 +120,39 @@ class Harness:
     def _start(self, settings: EngineSettings, transfer: Mapping[str, Any]) -> VllmEngine:
         """An engine that does not start with what an earlier one left behind is dead; else it cannot be driven here."""
         try:
-            engine = VllmEngine(settings, transfer, self.journal.append)
-        except CollectiveNotPossible:
+            engine = VllmEngine(settings, transfer, self.journal.note)
+        except NotObservable:
             raise
         except Exception as error:
             what = f"the engine does not start: {type(error).__name__}: {error}"[:500]
             if self.started:
                 raise BrokenError("H13", what) from error
-            raise NotObservableError(what) from error
+            raise NotObservable(what) from error
         self.started = True
         return engine
 
     # What scenarios do again and again
 
-    def store(self, engine: VllmEngine, *prompts: Sequence[int], **settings: Any) -> None:
+    def store(self, engine: VllmEngine, *prompts: list[int], **settings: Any) -> tuple[list[int], ...]:
         """Have these prompts computed one after the other, then forget them in the engine's own prefix cache."""
         for number, tokens in enumerate(prompts):
             engine.add(f"first{number}", tokens, **settings)
             self.finish(engine, f"first{number}")
         self.forget(engine)
+        return prompts
+
+    def add(self, engine: VllmEngine, name: str, *prompts: Sequence[int], **settings: Any) -> list[str]:
+        """Requests with these prompts arrive: a single one is called `name`, of several each has its number too."""
+        names = [name] if len(prompts) == 1 else [f"{name}{number}" for number in range(len(prompts))]
+        for request_id, tokens in zip(names, prompts, strict=True):
+            engine.add(request_id, tokens, **settings)
+        return names
+
+    def load(self, engine: VllmEngine, name: str, *prompts: Sequence[int], **settings: Any) -> None:
+        """Run requests, named as by `add`; the connector must promise a token for one of them at least."""
+        names = self.add(engine, name, *prompts, **settings)
+        self.finish(engine)
+        self.require_promise(engine, *names)
 
     def forget(self, engine: VllmEngine) -> None:
         """Let everything be saved, then empty the engine's own prefix cache."""
@@ -161,7 +177,17 @@ class Harness:
         for probe in engine.observed.probes:
             if probe.answer and (not request_ids or probe.request_id in request_ids):
                 return
-        raise NotObservableError("the connector promised no token for a prompt that was computed before")
+        raise NotObservable("the connector promised no token for a prompt that was computed before")
+
+    def require_sound(self, engine: VllmEngine) -> None:
+        """Nothing wrong may be in the engine's own prefix cache."""
+        if wrong := engine.wrong_published():
+            raise BrokenError("P8", wrong[0])
+
+    def abandon(self, engine: VllmEngine) -> None:
+        """The connector was broken beyond repair: only what was read and answered is judged, not what stays held."""
+        engine.abandoned = True
+        self.violations += [*self.reads(engine), *self.answers(engine)]
 
     def held(self, engine: VllmEngine) -> dict[str, int]:
         """What the connector's adapter counts as held, without zeros."""
@@ -172,22 +198,16 @@ class Harness:
                 counts[name] = counts.get(name, 0) + count
         return {name: count for name, count in counts.items() if count}
 
-    def start_over(self) -> None:
-        """What was done so far is over and has left nothing behind: it is not part of the script."""
-        self.journal.clear()
-
-    def attempt(self, situation: Callable[[Harness], None]) -> Harness:
-        """Try a situation in a harness of its own; the harness that comes back has what was found."""
-        harness = Harness(self.subject)
+    def judge(self, situation: Callable[[Harness], None]) -> None:
+        """Bring it about; `violations` say what is broken then. Raises NotObservable if it does not come about."""
         try:
-            situation(harness)
+            situation(self)
         except BrokenError as broken:
-            harness.violations += broken.violations
+            self.violations += broken.violations
         except EngineDied:
             pass  # noted already
         finally:
-            harness.close()
-        return harness
+            self.close()
 
     # The rules
 

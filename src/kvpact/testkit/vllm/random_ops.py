@@ -55,7 +55,6 @@ def act(engine: VllmEngine, seed: int) -> None:
         engine.pause(dice.random() < 0.5)
     elif choice < 0.54:
         engine.report_delay = [dice.randrange(4) for _ in engine.ranks]
-        engine.journal(f"workers' reports come {engine.report_delay} steps late")
     else:
         engine.journal("step")
         engine.step()
@@ -67,7 +66,7 @@ def everything_at_once(harness: Harness) -> None:
     for number, (overlap, ranks) in enumerate(product((False, True), (1, 2))):
         found = _broken_walk(harness, ranks, overlap, random.Random(number))
         if found is not None:
-            harness.journal[:] = found.journal
+            harness.journal = found.journal
             harness.violations += found.violations
             raise BrokenError
 
@@ -81,7 +80,8 @@ def _broken_walk(harness: Harness, ranks: int, overlap: bool, dice: random.Rando
         nonlocal end
         if time.monotonic() > end:
             return False
-        walked = harness.attempt(lambda harness: _walk(harness, ranks, overlap, seeds))
+        walked = Harness(harness.subject)
+        walked.judge(lambda harness: _walk(harness, ranks, overlap, seeds))
         if walked.violations:
             end = min(end, time.monotonic() + SHRINK_SECONDS)
             found.append(walked)

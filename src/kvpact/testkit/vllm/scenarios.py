@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvpact.testkit.vllm.harness import Harness
+
+Situation = TypeVar("Situation", bound=Callable[..., None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +22,39 @@ class Scenario:
 
 
 class Scenarios(list[Scenario]):
-    """Scenarios in the order in which they run. Calling it makes the decorator that adds one."""
+    """Scenarios in the order in which they run. Its methods make decorators that add one.
 
-    def __call__(self, *protects: str) -> Callable[[Callable[[Harness], None]], Callable[[Harness], None]]:
-        """Add a function as a scenario for these properties and hazards; its docstring says what it shows."""
+    The decorated function's name is the scenario's, its docstring says what the scenario shows.
+    """
 
-        def add(run: Callable[[Harness], None]) -> Callable[[Harness], None]:
-            self.append(Scenario(run.__name__, protects, " ".join((run.__doc__ or "").split()), run))
-            return run
+    def __call__(self, *protects: str) -> Callable[[Situation], Situation]:
+        """Add a function of the harness, which starts its engines itself, for these properties and hazards."""
+
+        def add(situation: Situation) -> Situation:
+            self._add(protects, situation, situation)
+            return situation
 
         return add
+
+    def on_engine(
+        self, *protects: str, each: Sequence[Any] | None = None, **settings: Any
+    ) -> Callable[[Situation], Situation]:
+        """Add a function of the harness and an engine of these `EngineSettings`.
+
+        With `each` it runs once for each of those values, which is its third argument, on an engine of its own.
+        """
+
+        def add(situation: Situation) -> Situation:
+            def run(harness: Harness) -> None:
+                for value in [()] if each is None else [(one,) for one in each]:
+                    harness.journal.clear()  # what was done before has left nothing behind
+                    with harness.engine(**settings) as engine:
+                        situation(harness, engine, *value)
+
+            self._add(protects, situation, run)
+            return situation
+
+        return add
+
+    def _add(self, protects: tuple[str, ...], described: Callable[..., None], run: Callable[[Harness], None]) -> None:
+        self.append(Scenario(described.__name__, protects, " ".join((described.__doc__ or "").split()), run))

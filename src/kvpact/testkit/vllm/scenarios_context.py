@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 from kvpact.contract import SchedulerContext
 from kvpact.testkit.context_checks import BLOCKS, CHECKS, ContextCheck
-from kvpact.testkit.results import Broken
+from kvpact.testkit.results import Broken, NotObservable
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BrokenError, Harness, NotObservableError
+from kvpact.testkit.vllm.harness import BrokenError, Harness
 from kvpact.testkit.vllm.scenarios import Scenario, Scenarios
 
 CONTEXTS = Scenarios()
 
 
 class VllmStage:
-    """vLLM's scheduler, as a `ContextStage`. Raises NotObservableError if the connector shows no context."""
+    """vLLM's scheduler, as a `ContextStage`. Raises NotObservable if the connector shows no context."""
 
     def __init__(self, engine: VllmEngine) -> None:
         context = getattr(engine.connector, "scheduler_context", None)
         if not isinstance(context, SchedulerContext):
-            raise NotObservableError("the connector shows no SchedulerContext as `scheduler_context`")
+            raise NotObservable("the connector shows no SchedulerContext as `scheduler_context`")
         self.engine = engine
         self.context: SchedulerContext = context
 
@@ -34,8 +34,7 @@ class VllmStage:
 
     def step(self, times: int = 1) -> None:
         """See `ContextStage`."""
-        for _ in range(times):
-            self.engine.step()
+        self.engine.step(times)
 
     def finish(self, name: str) -> None:
         """See `ContextStage`."""

@@ -12,9 +12,11 @@ from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
+from kvpact.testkit.results import NotObservable
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, BrokenError, Harness, NotObservableError, prompt, under_multi_connector
+from kvpact.testkit.vllm.harness import BLOCK, Harness, named, prompt, under_multi_connector
 from kvpact.testkit.vllm.scenarios import Scenarios
+from kvpact.testkit.vllm.scenarios_loads import fail_a_load
 from kvpact.testkit.vllm.simple_connector import HesitantConnector
 
 scenario = EXITS = Scenarios()
@@ -25,7 +27,7 @@ SILENT_STEPS = 12
 def _switch(engine: VllmEngine, name: str, value: object) -> None:
     """Set a field of the scheduler that only some models or releases use."""
     if not hasattr(engine.scheduler, name):
-        raise NotObservableError(f"this release's scheduler has no {name}")
+        raise NotObservable(f"this release's scheduler has no {name}")
     setattr(engine.scheduler, name, value)
     engine.journal(f"the scheduler's {name} is {value if isinstance(value, (int, bool)) else 'set'}")
 
@@ -39,23 +41,19 @@ def _dropped(engine: VllmEngine, request_id: str) -> int:
 def _require_dropped(harness: Harness, engine: VllmEngine, request_id: str) -> None:
     dropped = _dropped(engine, request_id)
     if not dropped:
-        raise NotObservableError("the match was taken in the step in which it was promised")
+        raise NotObservable("the match was taken in the step in which it was promised")
     harness.notes.append(f"{dropped} promises dropped")
 
 
-@scenario("P1", "P2", "H01")
-def draft_model_wants_the_rest_of_the_prompt(harness: Harness) -> None:
+@scenario.on_engine("P1", "P2", "H01", token_budget=2 * BLOCK)
+def draft_model_wants_the_rest_of_the_prompt(harness: Harness, engine: VllmEngine) -> None:
     """A drafter that looks ahead lets no chunk end just before the prompt does: the promise waits for a wider step."""
-    with harness.engine(token_budget=2 * BLOCK) as engine:
-        tokens = prompt(1, 5, tail=BLOCK - 1)
-        harness.store(engine, tokens)
-        _switch(engine, "num_prefill_lookahead", BLOCK)
-        engine.add("beside", prompt(2, 1, tail=2), max_tokens=1)
-        engine.add("other", prompt(3, 1, tail=1), max_tokens=1)  # leaves 14 of 15 tokens that are missing
-        engine.add("late", tokens)
-        harness.finish(engine)
-        harness.require_promise(engine, "late")
-        _require_dropped(harness, engine, "late")
+    (tokens,) = harness.store(engine, prompt(1, 5, tail=BLOCK - 1))
+    _switch(engine, "num_prefill_lookahead", BLOCK)
+    engine.add("beside", prompt(2, 1, tail=2), max_tokens=1)
+    engine.add("other", prompt(3, 1, tail=1), max_tokens=1)  # leaves 14 of 15 tokens that are missing
+    harness.load(engine, "late", tokens)
+    _require_dropped(harness, engine, "late")
 
 
 class _EncoderConnector:
@@ -71,186 +69,150 @@ class _EncoderConnector:
         return lambda *_, **__: None
 
 
-@scenario("P1", "P3", "H02")
-def encoder_outputs_are_on_their_way(harness: Harness) -> None:
+@scenario.on_engine("P1", "P3", "H02")
+def encoder_outputs_are_on_their_way(harness: Harness, engine: VllmEngine) -> None:
     """A request is passed over, after its lookup, as long as outputs of an encoder elsewhere have not arrived."""
-    with harness.engine() as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("waiting", tokens)
-        request = engine.scheduler.requests["waiting"]
-        place = SimpleNamespace(offset=len(tokens) - 1, length=1, is_embed=None)  # behind all that can be loaded
-        picture = SimpleNamespace(identifier="picture", modality="image", data=UserDict(), mm_position=place)
-        features, request.mm_features = request.mm_features, [picture]
-        _switch(engine, "ec_connector", _EncoderConnector())
-        until = time.monotonic() + 1.0  # a connector may have to read the picture first
-        while not _dropped(engine, "waiting") and time.monotonic() < until:
-            engine.step()
-        for _ in range(SILENT_STEPS):
-            engine.step()
-        _switch(engine, "ec_connector", None)
-        request.mm_features = features
-        _require_dropped(harness, engine, "waiting")
-        harness.finish(engine)
-        harness.require_promise(engine, "waiting")
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    engine.add("waiting", tokens)
+    request = engine.scheduler.requests["waiting"]
+    place = SimpleNamespace(offset=len(tokens) - 1, length=1, is_embed=None)  # behind all that can be loaded
+    picture = SimpleNamespace(identifier="picture", modality="image", data=UserDict(), mm_position=place)
+    features, request.mm_features = request.mm_features, [picture]
+    _switch(engine, "ec_connector", _EncoderConnector())
+    until = time.monotonic() + 1.0  # a connector may have to read the picture first
+    while not _dropped(engine, "waiting") and time.monotonic() < until:
+        engine.step()
+    engine.step(SILENT_STEPS)
+    _switch(engine, "ec_connector", None)
+    request.mm_features = features
+    _require_dropped(harness, engine, "waiting")
+    harness.finish(engine)
+    harness.require_promise(engine, "waiting")
 
 
-@scenario("P4", "H04")
-def window_is_computed_again(harness: Harness) -> None:
+@scenario.on_engine("P4", "H04")
+def window_is_computed_again(harness: Harness, engine: VllmEngine) -> None:
     """Sliding windows are replayed: a match is cut to whole blocks, its end computed again, a short one dropped."""
-    with harness.engine() as engine:
-        tokens, short = prompt(1, 10), prompt(2, 2)
-        harness.store(engine, tokens, short)
-        _switch(engine, "prefix_replay_tokens", 3 * BLOCK)
-        engine.add("long", tokens)
-        harness.finish(engine, "long")
-        engine.add("short", short)
-        harness.finish(engine)
-        harness.require_promise(engine, "short")
-        if engine.observed.committed_tokens("short"):
-            raise NotObservableError("the short match was taken")
-        harness.notes.append("a match of two blocks was dropped")
+    tokens, short = harness.store(engine, prompt(1, 10), prompt(2, 2))
+    _switch(engine, "prefix_replay_tokens", 3 * BLOCK)
+    engine.add("long", tokens)
+    harness.finish(engine, "long")
+    harness.load(engine, "short", short)
+    if engine.observed.committed_tokens("short"):
+        raise NotObservable("the short match was taken")
+    harness.notes.append("a match of two blocks was dropped")
 
 
-@scenario("P1", "P2", "H01", "H11")
-def as_many_run_as_may(harness: Harness) -> None:
+@scenario.on_engine("P1", "P2", "H01", "H11", num_blocks=21, max_num_seqs=2, by_priority=True)
+def as_many_run_as_may(harness: Harness, engine: VllmEngine) -> None:
     """A request with a promise is overtaken; then as many run as may, and it is not even looked up for a while."""
-    with harness.engine(num_blocks=21, max_num_seqs=2, by_priority=True) as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("wall", prompt(2, 9), max_tokens=30)
-        engine.step()
-        engine.add("silent", tokens, priority=5)
-        engine.run(lambda: any(probe.answer for probe in engine.observed.probes_of("silent")), steps=20)
-        engine.add("urgent", prompt(3, 2), max_tokens=SILENT_STEPS + 4, priority=0)
-        _stay_silent(engine, "silent")
-        harness.finish(engine)
-        harness.require_promise(engine, "silent")
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    engine.add("wall", prompt(2, 9), max_tokens=30)
+    engine.step()
+    engine.add("silent", tokens, priority=5)
+    engine.run(lambda: any(probe.answer for probe in engine.observed.probes_of("silent")), steps=20)
+    engine.add("urgent", prompt(3, 2), max_tokens=SILENT_STEPS + 4, priority=0)
+    _stay_silent(engine, "silent")
+    harness.finish(engine)
+    harness.require_promise(engine, "silent")
 
 
-@scenario("P1", "P2", "H01", "H11")
-def budget_of_the_step_is_spent(harness: Harness) -> None:
+@scenario.on_engine("P1", "P2", "H01", "H11", num_blocks=41, token_budget=BLOCK, by_priority=True)
+def budget_of_the_step_is_spent(harness: Harness, engine: VllmEngine) -> None:
     """A request with a promise waits while a running one takes the whole budget, step after step."""
-    with harness.engine(num_blocks=41, token_budget=BLOCK, by_priority=True) as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("wall", prompt(2, 31), max_tokens=2)
-        engine.step()
-        engine.step()
-        engine.add("silent", tokens, priority=5)
-        _stay_silent(engine, "silent")
-        harness.finish(engine)
-        harness.require_promise(engine, "silent")
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    engine.add("wall", prompt(2, 31), max_tokens=2)
+    engine.step(2)
+    engine.add("silent", tokens, priority=5)
+    _stay_silent(engine, "silent")
+    harness.finish(engine)
+    harness.require_promise(engine, "silent")
 
 
 def _stay_silent(engine: VllmEngine, request_id: str) -> None:
     asked = len(engine.observed.probes_of(request_id))
-    for _ in range(SILENT_STEPS):
-        engine.step()
+    engine.step(SILENT_STEPS)
     if len(engine.observed.probes_of(request_id)) > asked + 1:
-        raise NotObservableError("the request is looked up all the time")
+        raise NotObservable("the request is looked up all the time")
 
 
-@scenario("P1", "P2", "H01")
-def preemption_closes_the_queue(harness: Harness) -> None:
+@scenario.on_engine("P1", "P2", "H01", num_blocks=31)
+def preemption_closes_the_queue(harness: Harness, engine: VllmEngine) -> None:
     """In a step in which a running request is preempted nobody who waits is looked at, whatever he was promised."""
-    with harness.engine(num_blocks=31) as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        for seed in range(2, 5):
-            engine.add(f"wall{seed}", prompt(seed, 9, tail=BLOCK - 2), max_tokens=60)
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    harness.add(engine, "wall", *(prompt(seed, 9, tail=BLOCK - 2) for seed in range(2, 5)), max_tokens=60)
+    engine.step()
+    engine.add("silent", tokens)
+    closed = 0
+    while not engine.ended("silent") and engine.observed.steps < 2000:
+        before, asked = engine.observed.preemptions, len(engine.observed.probes_of("silent"))
+        waiting = engine.status("silent") == "WAITING"
         engine.step()
-        engine.add("silent", tokens)
-        closed = 0
-        while not engine.ended("silent") and engine.observed.steps < 2000:
-            before, asked = engine.observed.preemptions, len(engine.observed.probes_of("silent"))
-            waiting = engine.status("silent") == "WAITING"
-            engine.step()
-            silent = len(engine.observed.probes_of("silent")) == asked
-            closed += waiting and silent and engine.observed.preemptions > before
-        harness.finish(engine)
-        harness.require_promise(engine, "silent")
-        if not closed:
-            raise NotObservableError("nobody was preempted while the request waited")
-        harness.notes.append(f"{closed} steps with a preemption")
+        silent = len(engine.observed.probes_of("silent")) == asked
+        closed += waiting and silent and engine.observed.preemptions > before
+    harness.finish(engine)
+    harness.require_promise(engine, "silent")
+    if not closed:
+        raise NotObservable("nobody was preempted while the request waited")
+    harness.notes.append(f"{closed} steps with a preemption")
 
 
 @scenario("P1", "P3", "H02")
 def another_connector_asks_for_time(harness: Harness) -> None:
     """Under MultiConnector one that says 'ask again later' takes every promise of the step with it."""
-    first = {"kv_connector": "HesitantConnector", "kv_connector_module_path": HesitantConnector.__module__}
-    transfer = under_multi_connector(harness.subject.transfer(harness.folder), first)
-    harness.journal.append("MultiConnector with this connector before one that hesitates")
+    transfer = under_multi_connector(harness.subject.transfer(harness.folder), named(HesitantConnector))
+    harness.journal.note("MultiConnector with this connector before one that hesitates")
     with harness.engine(transfer) as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("again", tokens)
-        harness.finish(engine)
-        harness.require_promise(engine)
+        (tokens,) = harness.store(engine, prompt(1, 10))
+        harness.load(engine, "again", tokens)
         if not any(probe.answer is None for probe in engine.observed.probes_of("again")):
-            raise NotObservableError("the other connector did not hesitate")
+            raise NotObservable("the other connector did not hesitate")
 
 
-@scenario("P8", "P9", "H28")
-def h28_failed_load_of_a_request_that_is_preempted(harness: Harness) -> None:
+@scenario.on_engine("P8", "P9", "H28", each=(0, 3))
+def h28_failed_load_of_a_request_that_is_preempted(harness: Harness, engine: VllmEngine, good_blocks: int) -> None:
     """A load fails and its request is preempted before it recomputes: nothing that did not arrive is served."""
-    for good_blocks in (0, 3):
-        harness.start_over()
-        with harness.engine() as engine:
-            tokens = prompt(1, 10)
-            harness.store(engine, tokens)
-            if not harness.subject.adapter.fail_loads(engine, good_blocks):
-                raise NotObservableError("no adapter makes this connector's loads fail")
-            engine.journal(f"from now on loads fail behind {good_blocks} blocks")
-            engine.add("victim", tokens, max_tokens=4)
-            engine.run(lambda: bool(engine.observed.invalid_blocks) or engine.ended("victim"), steps=50)
-            harness.require_promise(engine, "victim")
-            if not engine.observed.invalid_blocks:
-                raise NotObservableError("the failed load was not reported as invalid blocks")
-            engine.run(lambda: engine.status("victim") == "RUNNING", steps=50)
-            _preempt(engine, "victim")
-            if wrong := engine.wrong_published():
-                raise BrokenError("P8", wrong[0])
-            engine.add("next", tokens, max_tokens=4)
-            harness.finish(engine)
+    tokens = fail_a_load(harness, engine, good_blocks)
+    engine.run(lambda: engine.status("victim") == "RUNNING", steps=50)
+    _preempt(engine, "victim")
+    harness.require_sound(engine)
+    engine.add("next", tokens, max_tokens=4)
+    harness.finish(engine)
 
 
 def _preempt(engine: VllmEngine, request_id: str) -> None:
     """Preempt a running request, as the scheduler does for want of blocks."""
     request = engine.scheduler.requests.get(request_id)
     if request not in engine.scheduler.running:
-        raise NotObservableError(f"{request_id} does not run any more")
+        raise NotObservable(f"{request_id} does not run any more")
     engine.journal(f"preempt {request_id}")
     engine.scheduler.running.remove(request)
     engine.scheduler._preempt_request(request, time.monotonic())
 
 
-@scenario("P1", "P2", "H01", "H07")
-def commits_come_with_the_next_output(harness: Harness) -> None:
+@scenario.on_engine("P1", "P2", "H01", "H07", overlap=True, num_blocks=65)
+def commits_come_with_the_next_output(harness: Harness, engine: VllmEngine) -> None:
     """Release 0.33 may put an asynchronous load off until the running step's output is in; some users are gone then."""
-    with harness.engine(overlap=True, num_blocks=65) as engine:
-        _switch(engine, "defer_async_loads", True)
-        _switch(engine, "defer_block_free", True)
-        prompts = [prompt(seed, 10) for seed in range(1, 5)]
-        harness.store(engine, *prompts)
-        put_off: set[str] = set()
-        start = engine.scheduler._drain_deferred_loads
+    _switch(engine, "defer_async_loads", True)
+    _switch(engine, "defer_block_free", True)
+    prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 5)))
+    put_off: set[str] = set()
+    start = engine.scheduler._drain_deferred_loads
 
-        def note_and_start() -> None:
-            put_off.update(engine.scheduler.deferred_loads)
-            start()
+    def note_and_start() -> None:
+        put_off.update(engine.scheduler.deferred_loads)
+        start()
 
-        engine.scheduler._drain_deferred_loads = note_and_start
-        engine.add("running", prompt(9, 2), max_tokens=60)
-        for _ in range(3):
-            engine.step()
-        for number, tokens in enumerate(prompts):
-            engine.add(f"again{number}", tokens, max_tokens=4)
-            if number % 2:
-                engine.abort(f"again{number}", during_step=True)  # after the load was put off, before it began
-            engine.step()
-        harness.finish(engine)
-        harness.require_promise(engine)
-        if not put_off:
-            raise NotObservableError("no load was put off")
-        harness.notes.append(f"{len(put_off)} loads put off")
+    engine.scheduler._drain_deferred_loads = note_and_start
+    engine.add("running", prompt(9, 2), max_tokens=60)
+    engine.step(3)
+    for number, tokens in enumerate(prompts):
+        engine.add(f"again{number}", tokens, max_tokens=4)
+        if number % 2:
+            engine.abort(f"again{number}", during_step=True)  # after the load was put off, before it began
+        engine.step()
+    harness.finish(engine)
+    harness.require_promise(engine)
+    if not put_off:
+        raise NotObservable("no load was put off")
+    harness.notes.append(f"{len(put_off)} loads put off")

@@ -4,284 +4,221 @@ from __future__ import annotations
 
 import time
 
+from kvpact.testkit.results import NotObservable
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, BrokenError, Harness, NotObservableError, prompt, under_multi_connector
+from kvpact.testkit.vllm.harness import BLOCK, BrokenError, Harness, named, prompt, under_multi_connector
 from kvpact.testkit.vllm.scenarios import Scenarios
 from kvpact.testkit.vllm.simple_connector import SimpleConnector
 
 scenario = PROMISES = Scenarios()
 
 
-@scenario("P2", "H05")
-def stores_and_loads(harness: Harness) -> None:
+@scenario.on_engine("P2", "H05")
+def stores_and_loads(harness: Harness, engine: VllmEngine) -> None:
     """A prompt computed once is loaded the second time, and every slot of it holds what it must."""
-    with harness.engine() as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens, max_tokens=4)
-        engine.add("again", tokens, max_tokens=4)
-        harness.finish(engine)
-        harness.require_promise(engine)
-        harness.notes.append(f"{engine.observed.committed_tokens('again')} of {len(tokens)} tokens loaded")
+    (tokens,) = harness.store(engine, prompt(1, 10), max_tokens=4)
+    harness.load(engine, "again", tokens, max_tokens=4)
+    harness.notes.append(f"{engine.observed.committed_tokens('again')} of {len(tokens)} tokens loaded")
 
 
-@scenario("P5", "H05")
-def h05_small_matches_are_loaded(harness: Harness) -> None:
+@scenario.on_engine("P5", "H05")
+def h05_small_matches_are_loaded(harness: Harness, engine: VllmEngine) -> None:
     """Matches of one, two and three blocks are either not promised or really loaded."""
-    with harness.engine() as engine:
-        prompts = [prompt(size, size) for size in (1, 2, 3)]
-        harness.store(engine, *prompts)
-        for size, tokens in enumerate(prompts, start=1):
-            engine.add(f"again{size}", tokens)
-        harness.finish(engine)
-        harness.require_promise(engine)
+    harness.load(engine, "again", *harness.store(engine, *(prompt(size, size) for size in (1, 2, 3))))
 
 
-@scenario("P1", "P3", "H01")
-def h01_lookups_that_are_not_committed(harness: Harness) -> None:
+@scenario.on_engine("P1", "P3", "H01", num_blocks=21)
+def h01_lookups_that_are_not_committed(harness: Harness, engine: VllmEngine) -> None:
     """Eight requests queue for room for one: each is looked up step after step, and nothing stays held."""
-    with harness.engine(num_blocks=21) as engine:
-        prompts = [prompt(seed, 10) for seed in range(1, 9)]
-        harness.store(engine, *prompts, max_tokens=4)
-        for seed, tokens in enumerate(prompts):
-            engine.add(f"r{seed}", tokens, max_tokens=20)
-        harness.finish(engine)
-        harness.require_promise(engine)
-        positive = sum(bool(probe.answer) for probe in engine.observed.probes)
-        harness.notes.append(f"{positive} positive lookups, {len(engine.observed.commits)} commits")
+    prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 9)), max_tokens=4)
+    harness.load(engine, "r", *prompts, max_tokens=20)
+    positive = sum(bool(probe.answer) for probe in engine.observed.probes)
+    harness.notes.append(f"{positive} positive lookups, {len(engine.observed.commits)} commits")
 
 
 def _blocked(harness: Harness, engine: VllmEngine, **settings: object) -> None:
     """A request with a stored prefix waits behind a running one that leaves it no room."""
-    tokens = prompt(1, 10)
-    harness.store(engine, tokens)
+    (tokens,) = harness.store(engine, prompt(1, 10))
     engine.add("wall", prompt(2, 10), max_tokens=25)
     engine.step()
     engine.add("blocked", tokens, **settings)
     engine.run(lambda: any(probe.answer for probe in engine.observed.probes_of("blocked")), steps=20)
     harness.require_promise(engine, "blocked")
     if engine.ended("wall") or engine.observed.committed_tokens("blocked"):
-        raise NotObservableError("there was room for the request at once")
+        raise NotObservable("there was room for the request at once")
 
 
-@scenario("P3", "H02")
-def h02_repeated_lookups_acquire_nothing(harness: Harness) -> None:
+@scenario.on_engine("P3", "H02", num_blocks=21)
+def h02_repeated_lookups_acquire_nothing(harness: Harness, engine: VllmEngine) -> None:
     """The blocked head of the queue is looked up every step: the answer stays, and nothing more is held."""
-    with harness.engine(num_blocks=21) as engine:
-        _blocked(harness, engine)
-        counts = []
-        for _ in range(15):
-            engine.step()
-            counts.append(sum(harness.held(engine).values()))
-        # Saves of the request that runs come and go; what lookups acquire stays.
-        first, last = max(counts[:5]), min(counts[-5:])
-        answers = {(probe.computed, probe.answer) for probe in engine.observed.probes_of("blocked") if probe.answer}
-        if len(answers) > 1 and len({computed for computed, _ in answers}) == 1:
-            raise BrokenError("P3", f"the same lookup was answered with {sorted(answers)} (computed, promised)")
-        if last >= first + 5:
-            raise BrokenError("P3", f"in 15 more lookups what the connector holds grows: {counts}")
-
-
-@scenario("P3", "H03")
-def h03_local_hit_changes_between_lookups(harness: Harness) -> None:
-    """While a request waits, the engine computes part of its prefix: the match must begin behind what is there now."""
-    with harness.engine(num_blocks=19, chunk=2 * BLOCK) as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("wall", prompt(2, 7), max_tokens=30)
+    _blocked(harness, engine)
+    counts = []
+    for _ in range(15):
         engine.step()
-        engine.add("twin", [*tokens[: 6 * BLOCK], *prompt(3, 0, 9)], prompt_logprobs=True, max_tokens=30)
-        engine.add("blocked", tokens, max_tokens=4)
-        harness.finish(engine)
-        harness.require_promise(engine, "blocked")
-        starts = sorted({probe.computed for probe in engine.observed.probes_of("blocked")})
-        if len(starts) < 2:
-            raise NotObservableError(f"the local hit never changed: {starts}")
-        harness.notes.append(f"lookups behind {starts} computed tokens")
+        counts.append(sum(harness.held(engine).values()))
+    # Saves of the request that runs come and go; what lookups acquire stays.
+    first, last = max(counts[:5]), min(counts[-5:])
+    answers = {(probe.computed, probe.answer) for probe in engine.observed.probes_of("blocked") if probe.answer}
+    if len(answers) > 1 and len({computed for computed, _ in answers}) == 1:
+        raise BrokenError("P3", f"the same lookup was answered with {sorted(answers)} (computed, promised)")
+    if last >= first + 5:
+        raise BrokenError("P3", f"in 15 more lookups what the connector holds grows: {counts}")
 
 
-@scenario("P4", "H04")
-def h04_fewer_tokens_are_committed(harness: Harness) -> None:
+@scenario.on_engine("P3", "H03", num_blocks=19, chunk=2 * BLOCK)
+def h03_local_hit_changes_between_lookups(harness: Harness, engine: VllmEngine) -> None:
+    """While a request waits, the engine computes part of its prefix: the match must begin behind what is there now."""
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    engine.add("wall", prompt(2, 7), max_tokens=30)
+    engine.step()
+    engine.add("twin", [*tokens[: 6 * BLOCK], *prompt(3, 0, 9)], prompt_logprobs=True, max_tokens=30)
+    harness.load(engine, "blocked", tokens, max_tokens=4)
+    starts = sorted({probe.computed for probe in engine.observed.probes_of("blocked")})
+    if len(starts) < 2:
+        raise NotObservable(f"the local hit never changed: {starts}")
+    harness.notes.append(f"lookups behind {starts} computed tokens")
+
+
+@scenario.on_engine("P4", "H04")
+def h04_fewer_tokens_are_committed(harness: Harness, engine: VllmEngine) -> None:
     """vLLM takes one block less than was promised, then nothing: the rest is not held, what is taken is right."""
-    with harness.engine() as engine:
-        tokens, others = prompt(1, 10), prompt(2, 10)
-        harness.store(engine, tokens, others)
-        engine.journal("vLLM takes one block less than it is promised")
-        engine.rewrite = lambda _, answer: answer - BLOCK
-        engine.add("less", tokens)
-        harness.finish(engine)
-        engine.journal("vLLM takes nothing of what it is promised")
-        engine.rewrite = lambda _, answer: 0
-        engine.add("nothing", others)
-        harness.finish(engine)
-        harness.require_promise(engine)
+    tokens, others = harness.store(engine, prompt(1, 10), prompt(2, 10))
+    engine.journal("vLLM takes one block less than it is promised")
+    engine.rewrite = lambda _, answer: answer - BLOCK
+    engine.add("less", tokens)
+    harness.finish(engine)
+    engine.journal("vLLM takes nothing of what it is promised")
+    engine.rewrite = lambda _, answer: 0
+    engine.add("nothing", others)
+    harness.finish(engine)
+    harness.require_promise(engine)
 
 
-@scenario("P4", "H04")
-def h04_prompt_logprobs_need_the_whole_prompt(harness: Harness) -> None:
+@scenario.on_engine("P4", "H04")
+def h04_prompt_logprobs_need_the_whole_prompt(harness: Harness, engine: VllmEngine) -> None:
     """A request that must compute its prompt itself loads nothing, also where vLLM leaves that to the connector."""
-    with harness.engine() as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("logprobs", tokens, prompt_logprobs=True)
-        harness.finish(engine)
-        if taken := engine.observed.committed_tokens("logprobs"):
-            raise BrokenError("P4", f"{taken} tokens are loaded whose log-probabilities were asked for")
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    engine.add("logprobs", tokens, prompt_logprobs=True)
+    harness.finish(engine)
+    if taken := engine.observed.committed_tokens("logprobs"):
+        raise BrokenError("P4", f"{taken} tokens are loaded whose log-probabilities were asked for")
 
 
 @scenario("P4", "H04")
 def h04_another_connector_wins(harness: Harness) -> None:
     """Under MultiConnector the first that has a match loads; the other one's match is dropped without a word."""
-    first = {"kv_connector": "SimpleConnector", "kv_connector_module_path": SimpleConnector.__module__}
-    transfer = under_multi_connector(first, harness.subject.transfer(harness.folder))
-    harness.journal.append("MultiConnector with a simple connector before this one")
+    transfer = under_multi_connector(named(SimpleConnector), harness.subject.transfer(harness.folder))
+    harness.journal.note("MultiConnector with a simple connector before this one")
     with harness.engine(transfer) as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("again", tokens)
-        harness.finish(engine)
-        harness.require_promise(engine)
+        (tokens,) = harness.store(engine, prompt(1, 10))
+        harness.load(engine, "again", tokens)
 
 
-@scenario("P6", "H06")
-def h06_match_of_the_whole_prompt(harness: Harness) -> None:
+@scenario.on_engine("P6", "H06")
+def h06_match_of_the_whole_prompt(harness: Harness, engine: VllmEngine) -> None:
     """A prompt of exactly ten blocks that is stored whole: one token is left to compute."""
-    with harness.engine() as engine:
-        tokens = prompt(1, 10, tail=0)
-        harness.store(engine, [*tokens, 5], tokens)
-        engine.add("again", tokens)
-        engine.add("longer", [*tokens, 5])
-        harness.finish(engine)
-        harness.require_promise(engine)
+    tokens = prompt(1, 10, tail=0)
+    harness.store(engine, [*tokens, 5], tokens)
+    harness.load(engine, "again", tokens, [*tokens, 5])
 
 
-@scenario("P1", "H01")
-def cancelled_before_it_is_seen(harness: Harness) -> None:
+@scenario.on_engine("P1", "H01")
+def cancelled_before_it_is_seen(harness: Harness, engine: VllmEngine) -> None:
     """A request is cancelled before the scheduler has looked at it."""
-    with harness.engine() as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("gone", tokens)
-        engine.abort("gone")
-        harness.rest(engine)
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    engine.add("gone", tokens)
+    engine.abort("gone")
+    harness.rest(engine)
 
 
-@scenario("P1", "H01")
-def cancelled_while_blocked(harness: Harness) -> None:
+@scenario.on_engine("P1", "H01", num_blocks=21)
+def cancelled_while_blocked(harness: Harness, engine: VllmEngine) -> None:
     """A request is cancelled after a positive lookup that was never committed."""
-    with harness.engine(num_blocks=21) as engine:
-        _blocked(harness, engine)
-        engine.abort("blocked")
-        engine.step()
-        if held := harness.held(engine).get("leases"):
-            raise BrokenError("P1", f"{held} leases are held for a request that is gone")
+    _blocked(harness, engine)
+    engine.abort("blocked")
+    engine.step()
+    if held := harness.held(engine).get("leases"):
+        raise BrokenError("P1", f"{held} leases are held for a request that is gone")
 
 
-@scenario("P1", "H07")
-def cancelled_in_every_step(harness: Harness) -> None:
+@scenario.on_engine("P1", "H07", each=(False, True), chunk=3 * BLOCK)
+def cancelled_in_every_step(harness: Harness, engine: VllmEngine, during_step: bool) -> None:
     """A request is cancelled while its first, second, ... sixth step computes, or right after it."""
-    for during_step in (False, True):
-        harness.start_over()
-        with harness.engine(chunk=3 * BLOCK) as engine:
-            tokens = prompt(1, 10)
-            harness.store(engine, tokens)
-            for steps in range(1, 7):
-                request_id = f"gone{steps}"
-                engine.add(request_id, [*tokens, *prompt(steps + 10, 6)], max_tokens=3)
-                for _ in range(steps):
-                    engine.step()
-                if not engine.ended(request_id):
-                    engine.abort(request_id, during_step=during_step)
-                engine.add(f"next{steps}", prompt(steps + 30, 12))
-                harness.finish(engine, f"next{steps}")
-            harness.require_promise(engine)
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    for steps in range(1, 7):
+        request_id = f"gone{steps}"
+        engine.add(request_id, [*tokens, *prompt(steps + 10, 6)], max_tokens=3)
+        engine.step(steps)
+        if not engine.ended(request_id):
+            engine.abort(request_id, during_step=during_step)
+        engine.add(f"next{steps}", prompt(steps + 30, 12))
+        harness.finish(engine, f"next{steps}")
+    harness.require_promise(engine)
 
 
-@scenario("P1", "P9")
-def preempted_after_a_load(harness: Harness) -> None:
+@scenario.on_engine("P1", "P9", num_blocks=35)
+def preempted_after_a_load(harness: Harness, engine: VllmEngine) -> None:
     """Requests outgrow the KV memory and are preempted, looked up again and loaded again."""
-    with harness.engine(num_blocks=35) as engine:
-        prompts = [prompt(seed, 10) for seed in range(1, 4)]
-        harness.store(engine, *prompts)
-        for seed, tokens in enumerate(prompts):
-            engine.add(f"r{seed}", tokens, max_tokens=60)
-        harness.finish(engine)
-        harness.require_promise(engine)
-        if not engine.observed.preemptions:
-            raise NotObservableError("nothing was preempted")
-        harness.notes.append(f"{engine.observed.preemptions} preemptions")
+    prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 4)))
+    harness.load(engine, "r", *prompts, max_tokens=60)
+    if not engine.observed.preemptions:
+        raise NotObservable("nothing was preempted")
+    harness.notes.append(f"{engine.observed.preemptions} preemptions")
 
 
-@scenario("P1", "P2")
-def overtaken_by_priority(harness: Harness) -> None:
+@scenario.on_engine("P1", "P2", num_blocks=21, by_priority=True)
+def overtaken_by_priority(harness: Harness, engine: VllmEngine) -> None:
     """A blocked request with a promise is overtaken by urgent ones that fill the cache; its promise holds."""
-    with harness.engine(num_blocks=21, by_priority=True) as engine:
-        _blocked(harness, engine, priority=5)
-        for seed in range(6):
-            engine.add(f"urgent{seed}", prompt(seed + 20, 7), priority=0)
-        harness.finish(engine)
+    _blocked(harness, engine, priority=5)
+    harness.add(engine, "urgent", *(prompt(seed, 7) for seed in range(20, 26)), priority=0)
+    harness.finish(engine)
 
 
-@scenario("P1", "P2", "H11")
-def paused_with_a_promise(harness: Harness) -> None:
+@scenario.on_engine("P1", "P2", "H11", num_blocks=21)
+def paused_with_a_promise(harness: Harness, engine: VllmEngine) -> None:
     """The engine takes no new requests for a while; a promise made before is still good, or is not committed."""
-    with harness.engine(num_blocks=21) as engine:
-        _blocked(harness, engine)
-        engine.pause(True)
-        engine.abort("wall")
-        for _ in range(5):
-            engine.step()
-            time.sleep(0.02)
-        engine.pause(False)
-        harness.finish(engine)
+    _blocked(harness, engine)
+    engine.pause(True)
+    engine.abort("wall")
+    for _ in range(5):
+        engine.step()
+        time.sleep(0.02)
+    engine.pause(False)
+    harness.finish(engine)
 
 
-@scenario("P1", "H01")
-def prompt_exceeds_the_step(harness: Harness) -> None:
+@scenario.on_engine("P1", "H01", chunked_prefill=False, token_budget=300)
+def prompt_exceeds_the_step(harness: Harness, engine: VllmEngine) -> None:
     """Without chunked prefill a prompt waits until a step has room for it; the lookup before was for nothing."""
-    with harness.engine(chunked_prefill=False, token_budget=300) as engine:
-        prompts = [prompt(seed, 16) for seed in range(1, 4)]
-        harness.store(engine, *prompts)
-        for seed, tokens in enumerate(prompts):
-            engine.add(f"r{seed}", [*tokens[: 4 * BLOCK], *prompt(seed + 10, 12)])
-        harness.finish(engine)
-        harness.require_promise(engine)
+    prompts = harness.store(engine, *(prompt(seed, 16) for seed in range(1, 4)))
+    harness.load(engine, "r", *([*tokens[: 4 * BLOCK], *prompt(seed, 12)] for seed, tokens in enumerate(prompts, 10)))
 
 
-@scenario("P1", "H01")
-def prefills_are_throttled(harness: Harness) -> None:
+@scenario.on_engine("P1", "H01")
+def prefills_are_throttled(harness: Harness, engine: VllmEngine) -> None:
     """Data-parallel balancing holds prefills back after their lookup."""
-    with harness.engine() as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("running", prompt(2, 4), max_tokens=30)
-        for _ in range(3):
-            engine.step()
-        engine.add("held back", [*tokens, *prompt(3, 3)])
-        engine.journal("five steps in which prefills are throttled")
-        for _ in range(5):
-            engine.step(throttle_prefills=True)
-        harness.finish(engine)
-        harness.require_promise(engine)
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    engine.add("running", prompt(2, 4), max_tokens=30)
+    engine.step(3)
+    engine.add("held back", [*tokens, *prompt(3, 3)])
+    engine.journal("five steps in which prefills are throttled")
+    engine.step(5, throttle_prefills=True)
+    harness.finish(engine)
+    harness.require_promise(engine)
 
 
-@scenario("P1", "P9")
-def draft_tokens_take_the_room(harness: Harness) -> None:
+@scenario.on_engine("P1", "P9", draft_tokens=3, token_budget=64, num_blocks=41)
+def draft_tokens_take_the_room(harness: Harness, engine: VllmEngine) -> None:
     """With speculative decoding a match of all but one token is padded with draft tokens."""
-    with harness.engine(draft_tokens=3, token_budget=64, num_blocks=41) as engine:
-        prompts = [prompt(seed, 3, tail=1) for seed in range(1, 7)]
-        harness.store(engine, *prompts, max_tokens=4)
-        for seed, tokens in enumerate(prompts):
-            engine.add(f"r{seed}", tokens, max_tokens=12)
-        harness.finish(engine)
-        harness.require_promise(engine)
+    prompts = harness.store(engine, *(prompt(seed, 3, tail=1) for seed in range(1, 7)), max_tokens=4)
+    harness.load(engine, "r", *prompts, max_tokens=12)
 
 
 @scenario("P1", "H01")
 def adapters_wait_for_each_other(harness: Harness) -> None:
     """One adapter runs at a time: a request with another one is not even looked up, its promise just goes silent."""
-    adapters = [_adapter(harness, "calm", b"a"), _adapter(harness, "wild", b"b")]
+    adapters, tokens = [_adapter(harness, "calm", b"a"), _adapter(harness, "wild", b"b")], prompt(1, 10)
     with harness.engine(adapters=1, num_blocks=33) as engine:
-        tokens = prompt(1, 10)
         _store_with_adapters(harness, engine, tokens, adapters)
         for index, adapter in enumerate([*adapters, *adapters]):
             engine.add(f"r{index}", tokens, adapter=adapter, max_tokens=6)
@@ -292,9 +229,8 @@ def adapters_wait_for_each_other(harness: Harness) -> None:
 @scenario("H24")
 def h24_adapters_of_one_name(harness: Harness) -> None:
     """Two adapters of the same name with other weights, and none: what one computed is not served to another."""
-    adapters = [_adapter(harness, "one/style", b"a"), _adapter(harness, "two/style", b"b")]
+    adapters, tokens = [_adapter(harness, "one/style", b"a"), _adapter(harness, "two/style", b"b")], prompt(1, 10)
     with harness.engine(adapters=2, num_blocks=65) as engine:
-        tokens = prompt(1, 10)
         _store_with_adapters(harness, engine, tokens, adapters[:1])
         for index, adapter in enumerate([adapters[1], None, adapters[0]]):
             engine.evict_computed()  # releases before 0.30 mix them up in vLLM's own prefix cache
@@ -323,59 +259,51 @@ def _adapter(harness: Harness, name: str, weights: bytes) -> str:
     return str(folder)
 
 
-@scenario("P1", "P8", "H32")
-def reset_while_requests_run(harness: Harness) -> None:
+@scenario.on_engine("P1", "P8", "H32")
+def reset_while_requests_run(harness: Harness, engine: VllmEngine) -> None:
     """The whole cache is reset under running requests, which are preempted and computed anew."""
-    with harness.engine() as engine:
-        tokens = prompt(1, 10)
-        harness.store(engine, tokens)
-        engine.add("running", prompt(2, 8), max_tokens=12)
-        engine.add("loaded", tokens, max_tokens=12)
-        engine.run(lambda: engine.status("loaded") == "RUNNING", steps=50)
-        harness.require_promise(engine, "loaded")
-        engine.step()
-        if not engine.run(lambda: engine.reset(running=True, connector=True), seconds=harness.subject.timeout):
-            raise BrokenError("P11", "vLLM refuses every reset, because blocks stay held")
-        harness.finish(engine)
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    engine.add("running", prompt(2, 8), max_tokens=12)
+    engine.add("loaded", tokens, max_tokens=12)
+    engine.run(lambda: engine.status("loaded") == "RUNNING", steps=50)
+    harness.require_promise(engine, "loaded")
+    engine.step()
+    if not engine.run(lambda: engine.reset(running=True, connector=True), seconds=harness.subject.timeout):
+        raise BrokenError("P11", "vLLM refuses every reset, because blocks stay held")
+    harness.finish(engine)
 
 
-@scenario("H32")
-def h32_new_weights_make_old_blocks_useless(harness: Harness) -> None:
+@scenario.on_engine("H32")
+def h32_new_weights_make_old_blocks_useless(harness: Harness, engine: VllmEngine) -> None:
     """After a reset for new weights nothing of before is served, also not what was being saved just then."""
-    with harness.engine() as engine:
-        tokens, saving = prompt(1, 10), prompt(2, 10)
-        harness.store(engine, tokens)
-        engine.add("saving", saving, max_tokens=1)
-        engine.finish("saving")
-        if not engine.run(lambda: engine.reset(running=False, connector=True), steps=500):
-            raise NotObservableError("vLLM says that the cache could not be reset")
-        engine.new_weights()
-        engine.add("again", tokens)
-        engine.add("saved again", saving)
-        harness.finish(engine)
+    (tokens,), saving = harness.store(engine, prompt(1, 10)), prompt(2, 10)
+    engine.add("saving", saving, max_tokens=1)
+    engine.finish("saving")
+    if not engine.run(lambda: engine.reset(running=False, connector=True), steps=500):
+        raise NotObservable("vLLM says that the cache could not be reset")
+    engine.new_weights()
+    engine.add("again", tokens)
+    engine.add("saved again", saving)
+    harness.finish(engine)
 
 
-@scenario("H62", "H13")
-def h62_requests_without_names_cost_only_themselves(harness: Harness) -> None:
+@scenario.on_engine("H62", "H13")
+def h62_requests_without_names_cost_only_themselves(harness: Harness, engine: VllmEngine) -> None:
     """Token ids below 0 and above 2^32 run beside a stored prompt and a new one: both keep their hits and answers."""
-    with harness.engine() as engine:
-        stored, new = prompt(1, 10), prompt(2, 10)
-        harness.store(engine, stored)
-        sick = [[*prompt(seed, 6), token, *prompt(seed, 4)] for seed, token in ((3, -1), (4, 2**32), (5, 2**40))]
-        engine.add("again", stored, max_tokens=8)
-        engine.add("new", new, max_tokens=8)
-        for number, tokens in enumerate(sick):
-            engine.add(f"sick{number}", tokens, max_tokens=8)
-        harness.finish(engine)
-        harness.require_promise(engine, "again")
-        if engine.observed.invalid_blocks:
-            raise BrokenError("H62", f"blocks {engine.observed.invalid_blocks} are not loaded beside them")
-        harness.forget(engine)
-        engine.add("new again", new)
-        for number, tokens in enumerate(sick):
-            engine.add(f"sick again{number}", tokens, max_tokens=8)
-        harness.finish(engine)
-        for name in ("again", "new again"):
-            found = engine.observed.committed_tokens(name)
-            if found < 10 * BLOCK:
-                raise BrokenError("H62", f"{name} loads {found} tokens of {10 * BLOCK} beside requests without names")
+    (stored,), new = harness.store(engine, prompt(1, 10)), prompt(2, 10)
+    sick = [[*prompt(seed, 6), token, *prompt(seed, 4)] for seed, token in ((3, -1), (4, 2**32), (5, 2**40))]
+    engine.add("again", stored, max_tokens=8)
+    engine.add("new", new, max_tokens=8)
+    harness.add(engine, "sick", *sick, max_tokens=8)
+    harness.finish(engine)
+    harness.require_promise(engine, "again")
+    if engine.observed.invalid_blocks:
+        raise BrokenError("H62", f"blocks {engine.observed.invalid_blocks} are not loaded beside them")
+    harness.forget(engine)
+    engine.add("new again", new)
+    harness.add(engine, "sick again", *sick, max_tokens=8)
+    harness.finish(engine)
+    for name in ("again", "new again"):
+        found = engine.observed.committed_tokens(name)
+        if found < 10 * BLOCK:
+            raise BrokenError("H62", f"{name} loads {found} tokens of {10 * BLOCK} beside requests without names")
