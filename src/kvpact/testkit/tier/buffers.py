@@ -6,9 +6,9 @@ Owns nothing but them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import overload
+from typing import Any
 
 from kvpact.testkit.results import Broken
 from kvpact.testkit.sample_blocks import CANARY, fill
@@ -50,14 +50,7 @@ class _ToldPieces(Sequence[memoryview]):
     def __len__(self) -> int:
         return len(self._pieces)
 
-    @overload
-    def __getitem__(self, index: int) -> memoryview: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
-    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
+    def __getitem__(self, index: Any) -> Any:
         piece = self._pieces[index]
         self._tell()
         return piece
-
-    def __iter__(self) -> Iterator[memoryview]:
-        return (self[index] for index in range(len(self)))

@@ -40,7 +40,7 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
         tier.check_accounts(*documents)
 
     def _require_bound(self, tier: MonitoredTier, documents: list[Document]) -> None:
-        held = held_keys(tier, documents)
+        held = len(tier.within_reach(documents))
         require(held <= CAPACITY, f"{held} blocks are held, in a tier with room for {CAPACITY}")
         said = tier.tier.capacity()
         used = sum(path.stat().st_size for path in tier.place.directory.rglob("*") if path.is_file())
@@ -71,12 +71,7 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
         for number in range(12):
             documents.append(first.branch(f"branch {number}", number % 4 + 1, CAPACITY // 2 + number % 3))
             tier.put(documents[-1])
-            reached = held_keys(tier, documents)
+            reached = len(tier.within_reach(documents))
             if tier.tier.exclusive:
                 expect("blocks held that can be reached from a first block", reached, tier.tier.capacity().blocks)
         tier.check_accounts(*documents)
-
-
-def held_keys(tier: MonitoredTier, documents: list[Document]) -> int:
-    """How many different blocks of `documents` can be looked up."""
-    return len({key for wanted in documents for key in wanted.keys[: tier.tier.lookup(wanted.keys)]})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import thread as executors
 from functools import partial
 
@@ -19,6 +19,7 @@ from kvpact.testkit.tier.buffers import give_back, require_untouched, told_buffe
 from kvpact.testkit.tier.context import Damage, TierOptions
 from kvpact.testkit.tier.harness import Background, TierHarness
 from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
+from kvpact.tiers.base import BlockBuffer
 
 PROBE_S = 0.05
 """Real seconds for a look at a tier that is in the middle of something; if it is locked so long, nothing is visible."""
@@ -36,11 +37,15 @@ def _is_waited_for(thread: threading.Thread) -> bool:
     return not thread.daemon or thread in getattr(executors, "_threads_queues", ())
 
 
+def _read_or_write(tier: MonitoredTier, operation: Operation, buffers: Sequence[BlockBuffer]) -> Callable[[], int]:
+    """A call in which the store does that: a read of the first 6 blocks, or a write of those behind them."""
+    if operation is Operation.READ:
+        return partial(tier.get, DOCUMENT, 0, 6, buffers=buffers)
+    return partial(tier.put, DOCUMENT, 6, 8)
+
+
 class FaultChecks(TierOptions, Suite[TierHarness]):
     """What holds on a bad day."""
-
-    gives_up_after = 0.5
-    """Real seconds after which the tier has given up a call of a store that hangs, if it does."""
 
     @protects("H22", "T6")
     def test_h22_damage_is_a_miss_counted_and_dropped(self, scene: TierHarness) -> None:
@@ -57,8 +62,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         possible = False
         for how in Damage:
             tier = scene.open(scene.other_place(how.name.lower()), label=how.name.lower())
-            store(tier, DOCUMENT)
-            store(tier, BRANCH)
+            store(tier, DOCUMENT, BRANCH)
             before = tier.tier.counts().damaged
             if not scene.damage(tier, DOCUMENT, 4, how):
                 tier.close()
@@ -85,8 +89,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
     @protects("H26", "P8")
     def test_h26_a_block_is_not_visible_before_the_tier_has_its_bytes(self, scene: TierHarness) -> None:
         """While `put` takes bytes from the buffers, `lookup` and `get` know only of blocks that it has in full."""
-        tier = scene.open()
-        store(tier, DOCUMENT, end=2)
+        tier = scene.open_with(DOCUMENT, end=2)
         taken: set[int] = set()
         seen: list[str] = []
         probes: list[Background[None]] = []
@@ -115,8 +118,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
     def test_h26_what_is_visible_while_the_store_is_written_is_sound(self, scene: TierHarness) -> None:
         """`put` is stopped at each of its writes to the store; what `lookup` knows then, `get` serves."""
         scene.require_store_calls()
-        tier = scene.open()
-        store(tier, DOCUMENT, end=2)
+        tier = scene.open_with(DOCUMENT, end=2)
 
         def look() -> None:
             visible = tier.tier.lookup(DOCUMENT.keys)
@@ -145,8 +147,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         scene.require_store_calls()
         for persistent in (False, True):
             for point in range(POINTS):
-                tier = scene.open(scene.other_place(f"write {point} {persistent}"))
-                store(tier, DOCUMENT, end=2)
+                tier = scene.open_with(DOCUMENT, place=scene.other_place(f"write {point} {persistent}"), end=2)
                 scene.faults.arm(Operation.WRITE, Fault.ERROR, after=point, times=1000 if persistent else 1)
                 injected = len(scene.faults.history)
                 tier.say(f"write {point}{' and all after it' if persistent else ''} of the store will fail")
@@ -193,11 +194,8 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
         Only `delete` and `clear` may raise TierError."""
         scene.require_store_calls()
-        tier = scene.open()
-        store(tier, DOCUMENT)
-        for operation in (Operation.READ, Operation.WRITE):
-            scene.faults.arm(operation, Fault.ERROR, times=1_000_000)
-        tier.say("every read and write of the store fails from now on")
+        tier = scene.open_with(DOCUMENT)
+        scene.let_all_fail(tier)
         before = len(scene.faults.history)
         tier.lookup(DOCUMENT)
         tier.get(DOCUMENT)
@@ -220,9 +218,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         for name, left in (("delete", 2), ("clear", 0)):
             tier = scene.open(scene.other_place(name), label=name)
             store(tier, DOCUMENT)
-            for operation in (Operation.READ, Operation.WRITE):
-                scene.faults.arm(operation, Fault.ERROR, times=1_000_000)
-            tier.say("every read and write of the store fails from now on")
+            scene.let_all_fail(tier)
             self._forget(tier, left)
             scene.faults.disarm()
             tier.say("the store works again")
@@ -251,8 +247,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
     @protects("H21")
     def test_h21_a_read_that_ended_early_writes_no_more(self, scene: TierHarness) -> None:
         """When `get` has returned because nobody wants more, nothing writes to its buffers."""
-        tier = scene.open()
-        store(tier, DOCUMENT)
+        tier = scene.open_with(DOCUMENT)
         for _ in range(3):
             buffers = tier.empty(8)
             tier.get(DOCUMENT, buffers=buffers, on_progress=lambda arrived: False)
@@ -264,8 +259,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         """The store hangs in a read. If the tier gives up, the buffers are its caller's, and stay as they are when the
         store goes on."""
         scene.require_store_calls()
-        tier = scene.open()
-        store(tier, DOCUMENT)
+        tier = scene.open_with(DOCUMENT)
         for point in (0, 2):
             buffers = tier.empty(8)
             scene.faults.arm(Operation.READ, Fault.HANG, after=point, times=1000)
@@ -289,21 +283,12 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         """`close` ends although a read and a write hang; those end once the store goes on, and harm nothing."""
         scene.require_store_calls()
         for operation in (Operation.READ, Operation.WRITE):
-            tier = scene.open(scene.other_place(f"hanging {operation}"))
-            store(tier, DOCUMENT, end=6)
+            tier = scene.open_with(DOCUMENT, place=scene.other_place(f"hanging {operation}"), end=6)
             buffers = tier.empty(6)
-            scene.faults.arm(operation, Fault.HANG)
-            reads = operation is Operation.READ
-            call = partial(tier.get, DOCUMENT, 0, 6, buffers=buffers) if reads else partial(tier.put, DOCUMENT, 6, 8)
-            running = Background(call)
-            hangs = scene.faults.until_waiting(1, self.gives_up_after)
-            tier.say(f"the store hangs in a {operation}")
-            Background(tier.close).result()
-            expect("lookup after close", tier.lookup(DOCUMENT), 0)
-            scene.faults.disarm()
-            scene.faults.release()
-            running.result()
-            if hangs and reads:
+            with scene.hanging(tier, operation, _read_or_write(tier, operation, buffers)) as hangs:
+                Background(tier.close).result()
+                expect("lookup after close", tier.lookup(DOCUMENT), 0)
+            if hangs and operation is Operation.READ:
                 give_back(buffers)
                 require_untouched(buffers)
             if self.reopens:
@@ -315,43 +300,29 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         scene.require_store_calls()
         for operation in (Operation.READ, Operation.WRITE):
             before = set(threading.enumerate())
-            tier = scene.open(scene.other_place(f"hanging {operation}"))
-            store(tier, DOCUMENT, end=6)
-            scene.faults.arm(operation, Fault.HANG)
-            reads = operation is Operation.READ
-            running = Background(partial(tier.get, DOCUMENT, 0, 6) if reads else partial(tier.put, DOCUMENT, 6, 8))
-            scene.faults.until_waiting(1, self.gives_up_after)
-            time.sleep(REGISTERED_S)
-            tier.say(f"the store hangs in a {operation}")
-            stays = [thread.name for thread in set(threading.enumerate()) - before if _is_waited_for(thread)]
-            scene.faults.disarm()
-            scene.faults.release()
-            running.result()
+            tier = scene.open_with(DOCUMENT, place=scene.other_place(f"hanging {operation}"), end=6)
+            with scene.hanging(tier, operation, _read_or_write(tier, operation, tier.empty(6))):
+                time.sleep(REGISTERED_S)
+                stays = [thread.name for thread in set(threading.enumerate()) - before if _is_waited_for(thread)]
             require(not stays, f"the process would not end before {', '.join(stays)}; start daemon threads yourself")
 
     @protects("P11", "H58")
     def test_h58_lookup_never_waits_for_the_store(self, scene: TierHarness) -> None:
         """In a tier of one engine alone, `lookup` makes no call of the store, and answers while the store hangs."""
         scene.require_store_calls()
-        tier = scene.open()
+        tier = scene.open_with(DOCUMENT)
         if not tier.tier.exclusive:
             raise NotObservable("the tier is shared: its lookup may ask the store, and is not called by schedulers")
-        store(tier, DOCUMENT)
         before = scene.faults.calls.total()
         for wanted in (DOCUMENT, BRANCH, document("never stored", 40)):
             for _ in range(20):
                 tier.tier.lookup(wanted.keys)
         expect("calls of the store in 60 lookups", scene.faults.calls.total() - before, 0)
         for operation in (Operation.READ, Operation.WRITE):
-            scene.faults.arm(operation, Fault.HANG)
             reads = operation is Operation.READ
-            waits = Background(partial(tier.get, DOCUMENT) if reads else partial(tier.put, document("slow", 4)))
-            scene.faults.until_waiting(1, self.gives_up_after)
-            tier.say(f"the store hangs in a {operation}")
-            looking = Background(lambda: tier.lookup(DOCUMENT))
-            if not looking.ended(4 * self.gives_up_after):
-                raise Broken(f"lookup waits while a {operation} of the store hangs")
-            expect("lookup while the store hangs", looking.result(), 8)
-            scene.faults.disarm()
-            scene.faults.release()
-            waits.result()
+            call = partial(tier.get, DOCUMENT) if reads else partial(tier.put, document("slow", 4))
+            with scene.hanging(tier, operation, call):
+                looking = Background(lambda: tier.lookup(DOCUMENT))
+                if not looking.ended(4 * self.gives_up_after):
+                    raise Broken(f"lookup waits while a {operation} of the store hangs")
+                expect("lookup while the store hangs", looking.result(), 8)

@@ -41,16 +41,13 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
     def test_h59_a_restart_finds_what_was_stored(self, scene: TierHarness) -> None:
         """Everything that `put` said is held is held by the next tier at the same place."""
         scene.require_reopening()
-        tier = scene.open()
-        for wanted in DOCUMENTS:
-            store(tier, wanted)
+        tier = scene.open_with(*DOCUMENTS)
         for _ in range(2):
             tier = scene.reopen(tier)
             for wanted in DOCUMENTS:
                 expect(f"blocks of {wanted.name} held after a restart", tier.held(wanted), len(wanted))
             tier.check_accounts(*DOCUMENTS)
-            damaged = tier.tier.counts().damaged
-            require(damaged == 0, f"after an orderly restart {damaged} records are damaged")
+            tier.require_undamaged("after an orderly restart")
 
     @protects("H22", "H26", "H59")
     def test_a_crash_at_any_write_loses_and_damages_nothing(self, scene: TierHarness) -> None:
@@ -61,8 +58,7 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
         for point in range(CRASH_POINTS):
             place = scene.other_place(f"crash {point}")
             scene.script.clear()
-            tier = scene.open(place)
-            store(tier, DOCUMENT, end=4)
+            tier = scene.open_with(DOCUMENT, place=place, end=4)
             life = _Life(held=set(DOCUMENT.keys[:4]))
             tier.say(f"the process will die at write {point} from here")
             scene.faults.arm(Operation.WRITE, Fault.CRASH, after=point)
@@ -82,18 +78,15 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
         threads = [Background(_work(tier, seed)) for seed in range(4)]
         for thread in threads:
             thread.result(WRITERS_SECONDS)
-        for wanted in DOCUMENTS:
-            tier.held(wanted)
+        tier.prefixes(DOCUMENTS)
         tier.check_accounts(*DOCUMENTS)
-        damaged = tier.tier.counts().damaged
-        require(damaged == 0, f"{damaged} blocks were damaged by threads that work at once")
+        tier.require_undamaged("by threads that work at once")
 
     @protects("T7", "T8")
     def test_closing_while_threads_work_harms_nothing(self, scene: TierHarness) -> None:
         """`close` in the middle of reads and writes: those end, nothing raises, and what is served is sound."""
         for seed in range(5):
-            tier = scene.open(scene.other_place(f"closed {seed}"))
-            store(tier, DOCUMENT)
+            tier = scene.open_with(DOCUMENT, place=scene.other_place(f"closed {seed}"))
             threads = [Background(_work(tier, seed)) for seed in range(3)]
             threads[0].ended(0.002 * seed)
             Background(tier.close).result()
@@ -102,10 +95,8 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
             expect("lookup after close", tier.lookup(DOCUMENT), 0)
             if self.reopens:
                 again = scene.open(tier.place)
-                for wanted in DOCUMENTS:
-                    again.held(wanted)
-                damaged = again.tier.counts().damaged
-                require(damaged == 0, f"{damaged} records are damaged after a close in the middle of work")
+                again.prefixes(DOCUMENTS)
+                again.require_undamaged("after a close in the middle of work")
                 again.close()
 
     @protects("T8", "H22")
@@ -142,8 +133,7 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
             _work(tier, 2)()
             for process in working:
                 process.result(WRITERS_SECONDS)
-        damaged = tier.tier.counts().damaged
-        require(damaged == 0, f"{damaged} blocks were damaged by processes that work at once")
+        tier.require_undamaged("by processes that work at once")
         tier.clear()
         store(tier, DOCUMENT)
         expect("blocks held at last", tier.held(DOCUMENT), 8)
@@ -202,9 +192,7 @@ class _Life:
 
     def require_survives(self, tier: MonitoredTier) -> None:
         """The next process finds what was stored, and nothing else."""
-        now: set[bytes] = set()
-        for wanted in DOCUMENTS:
-            now.update(wanted.keys[: tier.held(wanted)])
+        now = tier.prefixes(DOCUMENTS)
         lost = len(self.must - now)
         require(not lost, f"{lost} blocks that were stored before the process died are gone")
         back = len(now - self.may)

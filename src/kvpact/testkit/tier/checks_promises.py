@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from kvpact.testkit.results import NotObservable, require
-from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, content, document, fill, first_difference
+from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, content, document, first_difference
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.context import TierOptions
 from kvpact.testkit.tier.harness import FOREIGN, TierHarness
@@ -58,8 +58,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
     @protects("H20")
     def test_h20_only_the_unbroken_prefix_counts(self, scene: TierHarness) -> None:
         """A block behind a missing one is not counted: neither by `lookup` nor by `get`, whatever is stored."""
-        tier = scene.open()
-        store(tier, DOCUMENT, end=2)
+        tier = scene.open_with(DOCUMENT, end=2)
         tier.put(DOCUMENT, 4, 8)
         expect("lookup, with blocks 2 and 3 missing", tier.lookup(DOCUMENT), 2)
         expect("blocks served, with blocks 2 and 3 missing", tier.get(DOCUMENT), 2)
@@ -81,12 +80,9 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
     @protects("T3")
     def test_what_is_held_is_not_written_again(self, scene: TierHarness) -> None:
         """`put` counts blocks that are held already, and leaves them as they are."""
-        tier = scene.open()
-        store(tier, DOCUMENT, end=5)
-        garbage = tier.empty(6)
-        for block in range(5, 8):
-            fill(garbage[block - 2], content(DOCUMENT.keys[block], scene.place.slot_bytes))
+        tier = scene.open_with(DOCUMENT, end=5)
         # Buffers of blocks 2 to 4 hold something else: to be seen if they are written.
+        garbage = [*tier.empty(3), *tier.filled(DOCUMENT.keys[5:])]
         expect("put of blocks 2 to 7, of which 3 are held, counts", tier.put(DOCUMENT, 2, 8, buffers=garbage), 6)
         expect("blocks held", tier.held(DOCUMENT), 8)
         expect("put of what is all held counts", tier.put(DOCUMENT), 8)
@@ -95,8 +91,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
     @protects("P11")
     def test_progress_is_told_in_order_and_may_end_a_read(self, scene: TierHarness) -> None:
         """`on_progress` hears of blocks that are in their buffers and sound; if it answers False the read ends."""
-        tier = scene.open()
-        store(tier, DOCUMENT)
+        tier = scene.open_with(DOCUMENT)
         told: list[int] = []
 
         def tell(blocks: int) -> bool:
@@ -126,46 +121,29 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         In a shared store nobody can know what else others have put behind a block, so there it may go alone: what is
         behind it cannot be reached, until it is stored again.
         """
-        tier = scene.open()
-        store(tier, DOCUMENT)
-        store(tier, BRANCH)
+        tier = scene.open_with(DOCUMENT, BRANCH)
         deleted = tier.delete(DOCUMENT, 5)
-        if deleted == 1 and not tier.tier.exclusive:
-            self._deletes_alone(tier)
-            return
-        expect("deleted with block 5 of the document", deleted, 3)
-        expect("blocks of the document that are left", tier.held(DOCUMENT), 5)
-        expect("blocks of its branch that are left", tier.held(BRANCH), 6)
-        expect("deleted with block 2, which both need", tier.delete(DOCUMENT, 2), 6)
-        expect("blocks of the document that are left", tier.held(DOCUMENT), 2)
-        expect("blocks of its branch that are left", tier.held(BRANCH), 2)
+        alone = deleted == 1 and not tier.tier.exclusive
+        expect("deleted with block 5 of the document", deleted, 1 if alone else 3)
+        self._require_held(tier, 5, 6)
+        expect("deleted with block 2, which both need", tier.delete(DOCUMENT, 2), 1 if alone else 6)
+        self._require_held(tier, 2, 2)
         expect("deleted once more", tier.delete(DOCUMENT, 2), 0)
+        if alone:
+            expect("put behind the deleted block stores", tier.put(DOCUMENT, 5, 8), 0)
         expect("put of block 2 alone stores", tier.put(DOCUMENT, 2, 3), 1)
-        expect("blocks of the document", tier.held(DOCUMENT), 3)
-        expect("blocks of its branch", tier.held(BRANCH), 3)
+        self._require_held(tier, *((5, 6) if alone else (3, 3)))
         tier.check_accounts(DOCUMENT, BRANCH)
         expect("deleted, of blocks that were never stored", tier.delete(document("never stored", 3), 0, 2), 0)
 
-    def _deletes_alone(self, tier: MonitoredTier) -> None:
-        expect("blocks of the document that can be reached", tier.held(DOCUMENT), 5)
-        expect("blocks of its branch that can be reached", tier.held(BRANCH), 6)
-        expect("deleted with block 2, which both need", tier.delete(DOCUMENT, 2), 1)
-        expect("blocks of the document that can be reached", tier.held(DOCUMENT), 2)
-        expect("blocks of its branch that can be reached", tier.held(BRANCH), 2)
-        expect("deleted once more", tier.delete(DOCUMENT, 2), 0)
-        expect("put behind the deleted block stores", tier.put(DOCUMENT, 5, 8), 0)
-        expect("put of block 2 alone stores", tier.put(DOCUMENT, 2, 3), 1)
-        expect("blocks of the document, without block 5", tier.held(DOCUMENT), 5)
-        expect("blocks of its branch", tier.held(BRANCH), 6)
-        tier.check_accounts(DOCUMENT, BRANCH)
-        expect("deleted, of blocks that were never stored", tier.delete(document("never stored", 3), 0, 2), 0)
+    def _require_held(self, tier: MonitoredTier, of_document: int, of_branch: int) -> None:
+        expect("blocks of the document that can be reached", tier.held(DOCUMENT), of_document)
+        expect("blocks of its branch that can be reached", tier.held(BRANCH), of_branch)
 
     @protects("T4", "H32")
     def test_clearing_is_for_good(self, scene: TierHarness) -> None:
         """After `clear` nothing is held, also after a restart, and the tier goes on."""
-        tier = scene.open()
-        store(tier, DOCUMENT)
-        store(tier, BRANCH)
+        tier = scene.open_with(DOCUMENT, BRANCH)
         tier.clear()
         expect("blocks held after clear", tier.held(DOCUMENT) + tier.held(BRANCH), 0)
         tier.check_accounts(DOCUMENT, BRANCH)
@@ -179,29 +157,24 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
     def test_h23_namespaces_share_nothing(self, scene: TierHarness) -> None:
         """Under another namespace nothing of this one is visible, or can be overwritten, or cleared."""
         mine = scene.open(label="mine")
-        both_open = True
         store(mine, DOCUMENT)
         foreign = replace(scene.place, namespace=FOREIGN)
         theirs = scene.open_or_none(foreign, label="theirs")
+        both_open = theirs is not None
         if theirs is None:
             mine.close()
-            both_open = False
             theirs = scene.open_or_none(foreign, label="theirs")
         if theirs is None:
             raise NotObservable("the tier does not open a second namespace at the same place")
         expect("blocks that another namespace sees", theirs.lookup(DOCUMENT), 0)
         expect("blocks that another namespace is served", theirs.tier.get(DOCUMENT.keys, 0, theirs.empty(8)), 0)
-        size = scene.place.slot_bytes
-        others = [content(key[::-1], size) for key in DOCUMENT.keys]
-        buffers = theirs.empty(8)
-        for buffer, data in zip(buffers, others, strict=True):
-            fill(buffer, data)
-        stored = theirs.put(DOCUMENT, buffers=buffers)
+        others = [key[::-1] for key in DOCUMENT.keys]
+        stored = theirs.put(DOCUMENT, buffers=theirs.filled(others))
         taken = theirs.empty(8)
         arrived = theirs.tier.get(DOCUMENT.keys, 0, taken)
         expect("blocks that the other namespace holds of its own", arrived, stored)
         for block in range(arrived):
-            wrong = first_difference(taken[block], others[block])
+            wrong = first_difference(taken[block], content(others[block], scene.place.slot_bytes))
             require(not wrong, f"block {block} of the other namespace is not what it stored: {wrong}")
         if both_open:
             expect("blocks held in the first namespace", mine.held(DOCUMENT), 8)
@@ -216,8 +189,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         """`scan`, `capacity`, `counts` and `health` agree with what is served."""
         tier = scene.open()
         tier.check_accounts(DOCUMENT, BRANCH)
-        store(tier, DOCUMENT)
-        store(tier, BRANCH)
+        store(tier, DOCUMENT, BRANCH)
         tier.check_accounts(DOCUMENT, BRANCH)
         tier.delete(DOCUMENT, 6)
         tier.check_accounts(DOCUMENT, BRANCH)
@@ -229,8 +201,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
     @protects("T7")
     def test_a_closed_tier_answers_nothing(self, scene: TierHarness) -> None:
         """After `close`, which may come twice, every method answers as if nothing were held, and none raises."""
-        tier = scene.open()
-        store(tier, DOCUMENT)
+        tier = scene.open_with(DOCUMENT)
         tier.close()
         tier.close()
         expect("lookup after close", tier.lookup(DOCUMENT), 0)

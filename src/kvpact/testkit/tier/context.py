@@ -77,6 +77,9 @@ class TierOptions:
     several_writers = False
     seal: ClassVar[RecordMac] = UNSEALED
 
+    gives_up_after = 0.5
+    """Real seconds after which the tier has given up a call of a store that hangs, if it does."""
+
     def open_tier(self, place: StoreContext) -> Tier:
         """Your tier, opened at `place`: again what is there, if it was opened there before. May raise TierError."""
         raise NotImplementedError(f"{type(self).__name__} must say in `open_tier` how the tier is opened")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -31,18 +31,14 @@ class DictionaryStore(RecordStore):
         self._lock = threading.Lock()
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        with self._reported():
-            self.faults.before_read()
-        with self._lock:
+        with self._call(self.faults.before_read):
             return [name in self.records for name in names]
 
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
         return [self._read(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
 
     def _read(self, name: str, buffer: RecordBuffer) -> bool:
-        with self._reported():
-            self.faults.before_read(name.encode())
-        with self._lock:
+        with self._call(self.faults.before_read, name):
             record = self.records.get(name)
         if record is None or len(record) != sum(piece.nbytes for piece in buffer):
             return False
@@ -54,41 +50,30 @@ class DictionaryStore(RecordStore):
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         for name, pieces in zip(names, records, strict=True):
-            with self._reported():
-                self.faults.before_write(name.encode())
-            record = b"".join(pieces)
-            with self._lock:
-                self.records[name] = record
+            with self._call(self.faults.before_write, name):
+                self.records[name] = b"".join(pieces)
 
     def remove(self, names: Sequence[str]) -> int:
         removed = 0
         for name in names:
-            with self._reported():
-                self.faults.before_write(name.encode())
-            with self._lock:
+            with self._call(self.faults.before_write, name):
                 removed += self.records.pop(name, None) is not None
         return removed
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
-        with self._reported():
-            self.faults.before_read()
-        with self._lock:
+        with self._call(self.faults.before_read):
             records = [self.records.get(name) for name in names]
         return [record if record is None else record[:HEADER_BYTES] for record in records]
 
     def names(self, group: str = "") -> Iterator[StoredRecord]:
-        with self._reported():
-            self.faults.before_read()
-        with self._lock:
+        with self._call(self.faults.before_read):
             sizes = {name: len(record) for name, record in self.records.items()}
         return (
             StoredRecord(name, size) for name, size in sizes.items() if not group or name.partition("/")[0] == group
         )
 
     def size(self, name: str) -> int | None:
-        with self._reported():
-            self.faults.before_read()
-        with self._lock:
+        with self._call(self.faults.before_read):
             record = self.records.get(name)
         return record if record is None else len(record)
 
@@ -104,9 +89,11 @@ class DictionaryStore(RecordStore):
         return "a dictionary"
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """A fault becomes what a store's client would make of it."""
+    def _call(self, announce: Callable[[bytes], None], name: str = "") -> Iterator[None]:
+        """A call of the store: a fault becomes what its client would make of it; within, nobody else makes one."""
         try:
-            yield
+            announce(name.encode())
         except OSError as error:
             raise StoreError(f"{self.place}: {errno.errorcode.get(error.errno or 0, 'error')}") from error
+        with self._lock:
+            yield

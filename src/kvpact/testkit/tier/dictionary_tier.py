@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -94,13 +94,9 @@ class DictionaryTier(Tier):
 
     def _read(self, key: BlockKey, buffer: BlockBuffer) -> bool:
         """Copy one block; whether it is sound. If not it is dropped."""
-        try:
-            self.faults.before_read(key)
-        except OSError as error:
-            self._trouble = f"cannot read: {error.strerror}"
+        if not self._met("read", self.faults.before_read, key):
             self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
             return False
-        self._trouble = ""
         with self._lock:
             record = self.records.get((self.namespace, key))
         if record is None:
@@ -120,13 +116,9 @@ class DictionaryTier(Tier):
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
     ) -> int:
         for block in range(max(start, self.lookup(keys)), start + len(buffers)):
-            try:
-                self.faults.before_write(keys[block])
-            except OSError as error:
-                self._trouble = f"cannot write: {error.strerror}"
+            if not self._met("write", self.faults.before_write, keys[block]):
                 self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + 1)
                 break
-            self._trouble = ""
             if not self._write(keys, block, bytearray().join(buffers[block - start]), epoch):
                 break
         held = self.lookup(keys)
@@ -172,11 +164,17 @@ class DictionaryTier(Tier):
         return self._drop(keys)
 
     def _require_store(self) -> None:
+        if not self._met("delete", self.faults.before_write, b""):
+            raise TierError(self._trouble)
+
+    def _met(self, verb: str, announce: Callable[[bytes], None], key: BlockKey) -> bool:
+        """Announce a call of the store; whether it works."""
+        self._trouble = ""
         try:
-            self.faults.before_write()
+            announce(key)
         except OSError as error:
-            self._trouble = f"cannot delete: {error.strerror}"
-            raise TierError(self._trouble) from error
+            self._trouble = f"cannot {verb}: {error.strerror}"
+        return not self._trouble
 
     def _drop(self, keys: Iterable[BlockKey]) -> int:
         with self._lock:

@@ -6,19 +6,19 @@ Owns the script of what was asked of them. Decides no check.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
-from kvpact.testkit.faults import Crash, Faults
+from kvpact.testkit.faults import Crash, Fault, Faults, Operation
 from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.sample_blocks import Document
 from kvpact.testkit.tier.context import Damage, StoreContext, TierOptions
-from kvpact.testkit.tier.monitor import MonitoredTier
+from kvpact.testkit.tier.monitor import MonitoredTier, store
 from kvpact.testkit.trace import Trace
 from kvpact.tiers.base import Tier
 
@@ -81,6 +81,14 @@ class TierHarness:
         watched.say(f"open(room for {place.capacity_blocks} blocks)")
         return watched
 
+    def open_with(
+        self, *documents: Document, place: StoreContext | None = None, end: int | None = None
+    ) -> MonitoredTier:
+        """A tier at `place`, by default the scene's own, in which the first `end` blocks of `documents` are stored."""
+        tier = self.open(place)
+        store(tier, *documents, end=end)
+        return tier
+
     def open_or_none(self, place: StoreContext, label: str = "") -> MonitoredTier | None:
         """As `open`; None if the tier refuses with a TierError."""
         try:
@@ -117,6 +125,24 @@ class TierHarness:
         if done:
             self.script.note(f"the store's record of {wanted.name}, block {block}, is damaged: {how}")
         return done
+
+    @contextmanager
+    def hanging(self, tier: MonitoredTier, operation: Operation, call: Callable[[], object]) -> Iterator[bool]:
+        """Within, `call` is under way on a thread, and the store hangs in its first `operation`, if that is True."""
+        self.faults.arm(operation, Fault.HANG)
+        running = Background(call)
+        hangs = self.faults.until_waiting(1, self.suite.gives_up_after)
+        tier.say(f"the store hangs in a {operation}")
+        yield hangs
+        self.faults.disarm()
+        self.faults.release()
+        running.result()
+
+    def let_all_fail(self, tier: MonitoredTier) -> None:
+        """From now on no call of the store works."""
+        for operation in (Operation.READ, Operation.WRITE):
+            self.faults.arm(operation, Fault.ERROR, times=1_000_000)
+        tier.say("every read and write of the store fails from now on")
 
     def require_store_calls(self) -> None:
         """Raises NotObservable if the suite does not show the tier's calls of its store."""

@@ -5,6 +5,8 @@ Owns the steps and the model. Needs hypothesis, which shrinks a failing history 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -55,7 +57,7 @@ class TierMachine(RuleBasedStateMachine):
         """After something that may have cost blocks: what is held now is the model, if it may be held at all."""
         self.scene.faults.disarm()
         with self.scene.script.paused():
-            held = {key for wanted in DOCUMENTS for key in wanted.keys[: self.tier.held(wanted)]}
+            held = self.tier.prefixes(DOCUMENTS)
         if not self.tier.tier.exclusive:  # behind a hole, only scan sees what may be within reach again one day
             held |= {header.key for header in self.tier.tier.scan()}
         unexpected = len(held - may_be_held)
@@ -97,19 +99,24 @@ class TierMachine(RuleBasedStateMachine):
     @rule(wanted=st.sampled_from(DOCUMENTS), block=st.integers(0, 6))
     def delete(self, wanted: Document, block: int) -> None:
         block = min(block, len(wanted) - 1)
-        before = set(self.stored)
-        self.forget(wanted.keys[block])
-        try:
+        with self.dropping() as before:
+            self.forget(wanted.keys[block])
             dropped = self.tier.delete(wanted, block)
+            if not self.faulty:
+                expect("blocks dropped", dropped, len(before - self.stored))
+
+    @contextmanager
+    def dropping(self) -> Iterator[set[bytes]]:
+        """Within, what was stored is dropped, or the process dies; gives what was stored before.
+
+        An exclusive tier forgets at once, whatever its store does; a shared store that fails keeps its blocks.
+        """
+        before = set(self.stored)
+        try:
+            yield before
         except Crash:
             self.bury(before)
             return
-        if not self.faulty:
-            expect("blocks dropped", dropped, len(before - self.stored))
-        self.take_over_what_was_not_dropped(before)
-
-    def take_over_what_was_not_dropped(self, before: set[bytes]) -> None:
-        """An exclusive tier forgets at once, whatever its store does; a shared store that fails keeps its blocks."""
         if self.faulty and not self.tier.tier.exclusive:
             self.take_over(before)
 
@@ -123,14 +130,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        before = set(self.stored)
-        self.stored.clear()
-        try:
+        with self.dropping():
+            self.stored.clear()
             self.tier.clear()
-        except Crash:
-            self.bury(before)
-            return
-        self.take_over_what_was_not_dropped(before)
 
     @precondition(lambda self: self.scene.suite.reopens)
     @rule()

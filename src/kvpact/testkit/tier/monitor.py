@@ -5,7 +5,7 @@ Owns the judgement of every byte that a tier serves. Decides no check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvpact.errors import TierError
@@ -117,6 +117,19 @@ class MonitoredTier:
         require(arrived == held, f"lookup says that {held} blocks of {wanted.name} are held, get serves {arrived}")
         return held
 
+    def prefixes(self, documents: Iterable[Document]) -> set[bytes]:
+        """The keys of all blocks that are held and really served, as by `held`."""
+        return {key for wanted in documents for key in wanted.keys[: self.held(wanted)]}
+
+    def within_reach(self, documents: Iterable[Document]) -> set[bytes]:
+        """The keys of all blocks that can be looked up."""
+        return {key for wanted in documents for key in wanted.keys[: self.tier.lookup(wanted.keys)]}
+
+    def require_undamaged(self, when: str) -> None:
+        """No block may have been found damaged; `when` says after or by what."""
+        damaged = self.tier.counts().damaged
+        require(damaged == 0, f"{damaged} blocks are damaged {when}")
+
     def empty(self, count: int, pieces: int | None = None) -> list[BlockBuffer]:
         """Fresh buffers for `count` blocks."""
         return empty_buffers(count, self.place.slot_bytes, pieces or self._ranks)
@@ -127,7 +140,7 @@ class MonitoredTier:
 
     def check_accounts(self, *documents: Document) -> None:
         """What the tier says of itself must agree with what it serves of `documents`, which are all that was stored."""
-        held = {key for wanted in documents for key in wanted.keys[: self.tier.lookup(wanted.keys)]}
+        held = self.within_reach(documents)
         headers = {header.key: header for header in self.tier.scan()}
         capacity = self.tier.capacity()
         say = f"{len(held)} blocks can be looked up"
@@ -166,7 +179,8 @@ def expect(what: str, found: int, right: int) -> None:
     require(found == right, f"{what}: {found}, not {right}")
 
 
-def store(tier: MonitoredTier, wanted: Document, *, end: int | None = None) -> None:
+def store(tier: MonitoredTier, *documents: Document, end: int | None = None) -> None:
     """Put the first `end` blocks, by default all, where nothing hinders it. Raises Broken if they do not stay."""
-    end = len(wanted) if end is None else end
-    expect(f"put of {end} blocks of {wanted.name} stores", tier.put(wanted, 0, end), end)
+    for wanted in documents:
+        blocks = len(wanted) if end is None else end
+        expect(f"put of {blocks} blocks of {wanted.name} stores", tier.put(wanted, 0, blocks), blocks)

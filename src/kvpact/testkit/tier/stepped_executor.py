@@ -35,11 +35,14 @@ _INSTANT = 1e-6
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    op_id: OpId
     run: Callable[[], Done]
     given_up: Done
     since: float
     write_bytes: int = 0
+
+    @property
+    def op_id(self) -> OpId:
+        return self.given_up.op_id
 
 
 class SteppedExecutor(TierExecutor):
@@ -82,10 +85,11 @@ class SteppedExecutor(TierExecutor):
         self._write_bytes -= task.write_bytes
         self._finished.append(done)
 
-    def _task(self, op_id: OpId, run: Callable[[], Done], given_up: Done, write_bytes: int = 0) -> _Task:
-        if any(task.op_id == op_id for task in (*self._gets, *self._puts)):
-            raise PactViolation(f"ticket {op_id!r} is under way already; a ticket names one read or write")
-        return _Task(op_id, run, given_up, self._clock(), write_bytes)
+    def _accept(self, tasks: deque[_Task], given_up: Done, run: Callable[[], Done], write_bytes: int = 0) -> None:
+        if any(task.op_id == given_up.op_id for task in (*self._gets, *self._puts)):
+            raise PactViolation(f"ticket {given_up.op_id!r} is under way already; a ticket names one read or write")
+        self._write_bytes += write_bytes
+        tasks.append(_Task(run, given_up, self._clock(), write_bytes))
 
     def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey]) -> None:
         """See `TierExecutor`."""
@@ -94,7 +98,7 @@ class SteppedExecutor(TierExecutor):
             held = checked_answer(self.tier.lookup(keys), len(keys))
             return LookupDone(op_id, held, self.tier.health().readable, _INSTANT)
 
-        self._gets.append(self._task(op_id, run, LookupDone(op_id, 0)))
+        self._accept(self._gets, LookupDone(op_id, 0), run)
 
     def submit_get(self, op_id: OpId, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
         """See `TierExecutor`."""
@@ -104,7 +108,7 @@ class SteppedExecutor(TierExecutor):
             arrived = checked_answer(self.tier.get(keys, start, buffers, lambda arrived: True), len(buffers))
             return GetDone(op_id, arrived, self.tier.health().readable, _INSTANT)
 
-        self._gets.append(self._task(op_id, run, GetDone(op_id, 0)))
+        self._accept(self._gets, GetDone(op_id, 0), run)
 
     def submit_put(
         self,
@@ -122,8 +126,7 @@ class SteppedExecutor(TierExecutor):
         def run() -> Done:
             return PutDone(op_id, checked_answer(self.tier.put(keys, start, buffers, epoch), len(buffers)))
 
-        self._write_bytes += nbytes
-        self._puts.append(self._task(op_id, run, PutDone(op_id, 0), nbytes))
+        self._accept(self._puts, PutDone(op_id, 0), run, nbytes)
         return True
 
     def submit_control(self, op_id: OpId, operation: Callable[[Tier], object]) -> None:
@@ -133,7 +136,7 @@ class SteppedExecutor(TierExecutor):
             operation(self.tier)
             return ControlDone(op_id, True, _INSTANT)
 
-        self._puts.append(self._task(op_id, run, ControlDone(op_id, False)))
+        self._accept(self._puts, ControlDone(op_id, False), run)
 
     def overdue(self, seconds: float) -> Overdue:
         """See `TierExecutor`: a tier is busy between two steps only while it is stalled, with all it was told."""
@@ -185,16 +188,17 @@ class SteppedExecutor(TierExecutor):
 
     def drop(self) -> None:
         """The process dies: nothing that waits is done any more."""
-        for task in (*self._gets, *self._puts):
+        self._give_up(self._gets)
+        self._give_up(self._puts)
+
+    def _give_up(self, tasks: deque[_Task]) -> None:
+        while tasks:
+            task = tasks.popleft()
             self._end(task, task.given_up)
-        self._gets.clear()
-        self._puts.clear()
 
     def close(self, timeout: float) -> bool:
         """See `TierExecutor`; a stalled tier is given up on at once."""
-        for task in self._gets:
-            self._end(task, task.given_up)
-        self._gets.clear()
+        self._give_up(self._gets)
         flushed = not self.stalled_steps
         if flushed:
             self.advance()
