@@ -20,21 +20,10 @@ class Batches:
 
     def __init__(self, servers: Servers, pool: Pool, place: str, timeout: float) -> None:
         """Takes over `pool`. `place` is for messages; a call ends `timeout` seconds after it began."""
-        self._servers = servers
-        self._pool = pool
+        self.servers = servers
+        self.pool = pool
         self._timeout = timeout
         self.place = place
-
-    def servers(self, deadline: float) -> list[Address]:
-        """Every server that has keys."""
-        return self._servers.all(deadline)
-
-    def ask(self, server: Address, deadline: float, *words: bytes) -> Reply:
-        """One server's reply to one command."""
-        return self._pool.ask(server, deadline, *words)
-
-    def close(self) -> None:
-        self._pool.close()
 
     def each(
         self,
@@ -49,7 +38,7 @@ class Batches:
         """
         moved = self._each_once(range(len(keys)), keys, send, receive, deadline)
         if moved:
-            self._servers.forget()
+            self.servers.forget()
             if self._each_once(moved, keys, send, receive, deadline):
                 raise StoreError("keys move from server to server")
 
@@ -76,12 +65,12 @@ class Batches:
         """Which of the keys were not there any more."""
         of_server: dict[Address, list[int]] = defaultdict(list)
         for index in indexes:
-            of_server[self._servers.of(keys[index], deadline)].append(index)
+            of_server[self.servers.of(keys[index], deadline)].append(index)
         moved = []
         with ExitStack() as connections:
             asked = []
             for server, its_indexes in of_server.items():
-                connection = connections.enter_context(self._pool.connection(server, deadline))
+                connection = connections.enter_context(self.pool.connection(server, deadline))
                 for index in its_indexes:
                     send(connection, index)
                 connection.flush()
@@ -101,7 +90,7 @@ class Batches:
         try:
             yield time.monotonic() + self._timeout
         except Exception as error:
-            self._servers.forget()
+            self.servers.forget()
             match error:
                 case StoreError():
                     message = str(error)

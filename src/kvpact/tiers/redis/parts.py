@@ -6,9 +6,9 @@ Owns that format. Believes nothing that a head claims: parts are named a few at 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvpact.tiers.base import HEADER_BYTES
 
@@ -24,6 +24,15 @@ has none costs no more than one that has a few (P14)."""
 _SPLIT: Final = struct.Struct("<8s16sQQ")
 SPLIT_MAGIC: Final = b"kvpactSP"
 SPLIT_BYTES: Final = _SPLIT.size + HEADER_BYTES
+
+
+class Part(NamedTuple):
+    """Part `number` of a record, which is named by its place in a batch: the part's key and its length."""
+
+    record: int
+    number: int
+    key: bytes
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +67,27 @@ class SplitHead:
         """How many parts there are."""
         return -(-self.nbytes // self.part_bytes)
 
-    def part(self, name: bytes, number: int) -> tuple[bytes, int]:
-        """A part's key and length."""
-        key = b"%b%b:%b:%d" % (_PART_PREFIX, name, self.nonce.hex().encode(), number)
-        return key, min(self.part_bytes, self.nbytes - number * self.part_bytes)
+    def part(self, record: int, key: bytes, number: int) -> Part:
+        """A part of the record under `key`."""
+        its_key = b"%b%b:%b:%d" % (_PART_PREFIX, key, self.nonce.hex().encode(), number)
+        return Part(record, number, its_key, min(self.part_bytes, self.nbytes - number * self.part_bytes))
 
 
-def stages(heads: dict[int, SplitHead]) -> Iterator[list[tuple[int, int]]]:
-    """Parts as (record, number), a few of each record at first; those of records that leave `heads` do not follow."""
+def without_missing(
+    keys: Sequence[bytes], heads: Mapping[int, SplitHead], missing: Callable[[list[Part]], Iterable[int]]
+) -> Collection[int]:
+    """The records of which `missing` names none. It is given a few parts of each record at first, then more."""
+    left = dict(heads)
     first, count = 0, _FIRST_PARTS
-    while stage := [
-        (index, number)
-        for index, head in heads.items()
+    while parts := [
+        head.part(record, keys[record], number)
+        for record, head in left.items()
         for number in range(first, min(first + count, head.part_count))
     ]:  # fmt: skip
-        yield stage
+        for record in missing(parts):
+            left.pop(record, None)
         first, count = first + count, 4 * count
+    return left.keys()
 
 
 def cut_into_parts(pieces: Iterable[bytes | memoryview], nbytes: int) -> list[list[memoryview]]:

@@ -24,11 +24,10 @@ class Servers(ABC):
     def of(self, key: bytes, deadline: float) -> Address:
         """The server that has `key`."""
 
-    @abstractmethod
     def all(self, deadline: float) -> list[Address]:
         """Every server that has keys."""
+        return [self.of(b"", deadline)]
 
-    @abstractmethod
     def forget(self) -> None:
         """What is known may be wrong."""
 
@@ -39,12 +38,6 @@ class OneServer(Servers):
 
     def of(self, key: bytes, deadline: float) -> Address:
         return self._address
-
-    def all(self, deadline: float) -> list[Address]:
-        return [self._address]
-
-    def forget(self) -> None:
-        pass
 
 
 class _SeedNodes:
@@ -83,9 +76,6 @@ class Sentinels(Servers):
             _, reply = self._seed_nodes.ask(b"SENTINEL", b"get-master-addr-by-name", self._name, deadline=deadline)
             master = self._master = _address(reply)
         return master
-
-    def all(self, deadline: float) -> list[Address]:
-        return [self.of(b"", deadline)]
 
     def forget(self) -> None:
         self._master = None

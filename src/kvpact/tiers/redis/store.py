@@ -7,13 +7,13 @@ nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.redis.batches import Batches, ignore_reply
 from kvpact.tiers.redis.connections import Address, Connection, ErrorReply, length_of
-from kvpact.tiers.redis.parts import SPLIT_BYTES, SPLIT_MAGIC, SplitHead, cut_into_parts, stages
+from kvpact.tiers.redis.parts import SPLIT_BYTES, SPLIT_MAGIC, Part, SplitHead, cut_into_parts, without_missing
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreUsage, copy_into
 
 ORPHAN_SECONDS: Final = 600
@@ -77,48 +77,42 @@ class RedisStore(RecordStore):
 
     def _read_parts(
         self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], heads: dict[int, SplitHead], deadline: float
-    ) -> set[int]:
+    ) -> Collection[int]:
         """Read split records; which of them were there in full."""
-        whole = dict(heads)
         pieces = {index: cut_into_parts(buffers[index], head.part_bytes) for index, head in heads.items()}
-        for stage in stages(whole):
-            parts = [
-                (index, heads[index].part(keys[index], number)[0], pieces[index][number]) for index, number in stage
-            ]
-            self._read_stage(parts, whole, deadline)
-        return set(whole)
 
-    def _read_stage(
-        self, parts: Sequence[tuple[int, bytes, list[memoryview]]], whole: dict[int, SplitHead], deadline: float
-    ) -> None:
-        """Read some parts; records of which one is missing leave `whole`."""
+        def read(parts: Sequence[Part]) -> set[int]:
+            missing: set[int] = set()
 
-        def send(connection: Connection, at: int) -> None:
-            _, key, pieces = parts[at]
-            connection.send(b"GETRANGE", key, b"0", b"%d" % length_of(pieces))
-            self._prolong(connection, key)
+            def send(connection: Connection, at: int) -> None:
+                connection.send(b"GETRANGE", parts[at].key, b"0", b"%d" % parts[at].nbytes)
+                self._prolong(connection, parts[at].key)
 
-        def receive(connection: Connection, at: int) -> None:
-            index, _, pieces = parts[at]
-            value = connection.value_into(pieces)
-            self._prolonged(connection)
-            if not value:
-                whole.pop(index, None)
+            def receive(connection: Connection, at: int) -> None:
+                value = connection.value_into(pieces[parts[at].record][parts[at].number])
+                self._prolonged(connection)
+                if not value:
+                    missing.add(parts[at].record)
 
-        self._batches.each([key for _, key, _ in parts], send, receive, deadline)
+            self._batches.each([part.key for part in parts], send, receive, deadline)
+            return missing
+
+        return without_missing(keys, heads, read)
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         with self._batches.call() as deadline:
             keys = _keys(names)
             heads = {index: head for index, record in enumerate(records) if (head := self._split(record)) is not None}
             parts = [
-                (head.part(keys[index], number)[0], pieces)
+                (head.part(index, keys[index], number).key, pieces)
                 for index, head in heads.items()
                 for number, pieces in enumerate(cut_into_parts(records[index], head.part_bytes))
             ]
             self._write_parts(parts, deadline)
             outdated = self._write_heads(keys, records, heads, deadline)
-            self._keep_parts([key for key, _ in parts], deadline)
+            # Parts that a record names are no orphans any more.
+            kept = (b"PEXPIRE", self._lifetime) if self._lifetime else (b"PERSIST",)
+            self._batches.replies([key for key, _ in parts], *kept, deadline=deadline)
             self._unlink_parts(keys, outdated, deadline)
 
     def _split(self, record: RecordPieces) -> SplitHead | None:
@@ -164,11 +158,6 @@ class RedisStore(RecordStore):
         self._batches.each(keys, send, receive, deadline)
         return outdated
 
-    def _keep_parts(self, parts: Sequence[bytes], deadline: float) -> None:
-        """Parts that a record names are no orphans any more."""
-        command = (b"PEXPIRE", self._lifetime) if self._lifetime else (b"PERSIST",)
-        self._batches.replies(parts, *command, deadline=deadline)
-
     def remove(self, names: Sequence[str]) -> int:
         removed = 0
         heads: dict[int, SplitHead] = {}
@@ -192,16 +181,14 @@ class RedisStore(RecordStore):
 
     def _unlink_parts(self, keys: Sequence[bytes], heads: dict[int, SplitHead], deadline: float) -> None:
         """Remove the parts of records, some at a time, as long as there are any."""
-        left = dict(heads)
-        for stage in stages(left):
-            parts = [(index, heads[index].part(keys[index], number)[0]) for index, number in stage]
-            for index in left.keys() - self._unlink(parts, deadline):
-                del left[index]
 
-    def _unlink(self, parts: Sequence[tuple[int, bytes]], deadline: float) -> set[int]:
-        """Remove some parts; the records of which there were any."""
-        removed = self._batches.replies([key for _, key in parts], b"UNLINK", deadline=deadline)
-        return {index for (index, _), reply in zip(parts, removed, strict=True) if reply == 1}
+        def unlink(parts: Sequence[Part]) -> set[int]:
+            replies = self._batches.replies([part.key for part in parts], b"UNLINK", deadline=deadline)
+            return {part.record for part in parts} - {
+                part.record for part, reply in zip(parts, replies, strict=True) if reply == 1
+            }
+
+        without_missing(keys, heads, unlink)
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
         with self._batches.call() as deadline:
@@ -214,7 +201,7 @@ class RedisStore(RecordStore):
         pattern = _PREFIX + (f"{group}/*".encode() if group else b"*")
         seen: set[bytes] = set()  # SCAN may tell of a key twice
         with self._batches.call() as deadline:
-            servers = self._batches.servers(deadline)
+            servers = self._batches.servers.all(deadline)
         for server in servers:
             cursor = b"0"
             while True:
@@ -230,7 +217,7 @@ class RedisStore(RecordStore):
                     break
 
     def _scan(self, server: Address, cursor: bytes, pattern: bytes, deadline: float) -> tuple[bytes, list[bytes]]:
-        match self._batches.ask(server, deadline, b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000"):
+        match self._batches.pool.ask(server, deadline, b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000"):
             case [bytes(after), list(page)]:
                 return after, [key for key in page if isinstance(key, bytes)]
             case _:
@@ -240,8 +227,8 @@ class RedisStore(RecordStore):
         used: list[int] = []
         capacity: list[int] = []
         with self._batches.call() as deadline:
-            for server in self._batches.servers(deadline):
-                reply = self._batches.ask(server, deadline, b"INFO", b"memory")
+            for server in self._batches.servers.all(deadline):
+                reply = self._batches.pool.ask(server, deadline, b"INFO", b"memory")
                 lines = reply.decode(errors="replace").splitlines() if isinstance(reply, bytes) else []
                 told = dict(line.split(":", 1) for line in lines if ":" in line)
                 used.append(int(told.get("used_memory", 0)))
@@ -249,7 +236,7 @@ class RedisStore(RecordStore):
         return StoreUsage(sum(used), sum(capacity) if all(capacity) else 0)
 
     def close(self) -> None:
-        self._batches.close()
+        self._batches.pool.close()
 
     @property
     def place(self) -> str:
@@ -271,27 +258,17 @@ class RedisStore(RecordStore):
                 sizes[index] = None  # another has removed or replaced it since; it is not a record cut short
             elif (head := SplitHead.decode(raw or b"")) is not None:
                 heads[index] = head
-        for index, nbytes in self._split_sizes(keys, heads, deadline).items():
-            sizes[index] = nbytes
-        return sizes
 
-    def _split_sizes(
-        self, keys: Sequence[bytes], heads: dict[int, SplitHead], deadline: float
-    ) -> dict[int, int | None]:
-        """What is claimed; None where a part is missing. Nothing is asked of what is no record of this length."""
-        sizes: dict[int, int | None] = {index: head.nbytes for index, head in heads.items()}
+        def in_part(parts: Sequence[Part]) -> set[int]:
+            found = self._batches.replies([part.key for part in parts], b"STRLEN", deadline=deadline, lenient=True)
+            return {part.record for part, length in zip(parts, found, strict=True) if length != part.nbytes}
+
+        # What is no record of this length has the one that it claims, and nothing is asked of it.
         asked = {index: head for index, head in heads.items() if self.record_bytes in (None, head.nbytes)}
-        for stage in stages(asked):
-            parts = [(index, *asked[index].part(keys[index], number)) for index, number in stage]
-            for index in self._in_part(parts, deadline):
-                sizes[index] = None
-                del asked[index]
+        whole = without_missing(keys, asked, in_part)
+        for index, head in heads.items():
+            sizes[index] = None if index in asked and index not in whole else head.nbytes
         return sizes
-
-    def _in_part(self, parts: Sequence[tuple[int, bytes, int]], deadline: float) -> set[int]:
-        """Which of the records are not there in full, by these parts."""
-        lengths = self._batches.replies([key for _, key, _ in parts], b"STRLEN", deadline=deadline, lenient=True)
-        return {index for (index, _, nbytes), length in zip(parts, lengths, strict=True) if length != nbytes}
 
     def _beginnings(self, keys: Sequence[bytes], deadline: float) -> list[bytes | None]:
         """The first bytes of what stands under each key, enough to know a split head; None where nothing is."""
