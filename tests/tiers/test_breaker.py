@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpact.tiers.breaker import FAILURES_IN_A_ROW, JITTER, LONGEST_PAUSE_S, Breaker
-from kvpact.tiers.costs import FORGET_SECONDS, PrefillRate, new_tier_costs
+from kvpact.tiers.costs import FORGET_SECONDS, PrefillRate, TierCosts
 
 LONGEST = LONGEST_PAUSE_S * (1 + JITTER)
 
@@ -67,7 +67,7 @@ def test_failures_of_what_was_under_way_do_not_put_the_next_try_off() -> None:
 
 
 def test_what_is_computed_sooner_than_it_arrives_is_not_worth_loading() -> None:
-    costs, prefill = new_tier_costs(), PrefillRate(least_tokens=64)
+    costs, prefill = TierCosts(), PrefillRate(least_tokens=64)
     assert costs.seconds_for(1000, now=0.0) is None
     assert not prefill.is_faster(1000, costs.seconds_for(1000, now=0.0)), "without a measurement it is loaded"
     prefill.note_step(1000, now=0.0)
@@ -92,7 +92,7 @@ def test_small_steps_and_pauses_say_nothing_about_prefill() -> None:
 
 
 def test_averages_follow_what_happens_now() -> None:
-    costs = new_tier_costs()
+    costs = TierCosts()
     for _ in range(50):
         costs.note_read(1000, 1.0, now=0.0)
     for _ in range(20):

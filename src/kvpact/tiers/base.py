@@ -13,40 +13,18 @@ from typing import TypeAlias
 from kvpact._moved import renamed
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
-from kvpact.tiers.record import (
-    HEADER_BYTES,
-    NO_SLOT,
-    RECORD_FORMAT,
-    RECORD_MAGIC,
-    UNSEALED,
-    BlockBuffer,
-    RecordError,
-    RecordHeader,
-    RecordMac,
-    is_empty_header,
-    payload_digest,
-    written_in_older_format,
-)
-
-__all__ = [
-    "HEADER_BYTES",
-    "NO_SLOT",
-    "RECORD_FORMAT",
-    "RECORD_MAGIC",
-    "UNSEALED",
-    "BlockBuffer",
-    "Progress",
-    "RecordError",
-    "RecordHeader",
-    "RecordMac",
-    "Tier",
-    "TierCapacity",
-    "TierCounts",
-    "TierHealth",
-    "is_empty_header",
-    "payload_digest",
-    "written_in_older_format",
-]
+from kvpact.tiers.record import HEADER_BYTES as HEADER_BYTES
+from kvpact.tiers.record import NO_SLOT as NO_SLOT
+from kvpact.tiers.record import RECORD_FORMAT as RECORD_FORMAT
+from kvpact.tiers.record import RECORD_MAGIC as RECORD_MAGIC
+from kvpact.tiers.record import UNSEALED as UNSEALED
+from kvpact.tiers.record import BlockBuffer as BlockBuffer
+from kvpact.tiers.record import RecordError as RecordError
+from kvpact.tiers.record import RecordHeader as RecordHeader
+from kvpact.tiers.record import RecordMac as RecordMac
+from kvpact.tiers.record import is_empty_header as is_empty_header
+from kvpact.tiers.record import payload_digest as payload_digest
+from kvpact.tiers.record import written_in_older_format as written_in_older_format
 
 Progress: TypeAlias = Callable[[int], bool]
 """Told how many blocks have arrived and been verified so far; answers False to end the read early."""

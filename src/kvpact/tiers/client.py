@@ -17,7 +17,7 @@ from kvpact.identity.keys import BlockKey
 from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.base import BlockBuffer, TierCapacity, TierCounts
 from kvpact.tiers.breaker import Breaker
-from kvpact.tiers.costs import TierCosts, new_tier_costs
+from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
 from kvpact.tiers.executor import ControlDone, GetDone, LookupDone, OpId, PutDone, TierExecutor, checked_answer
 from kvpact.tiers.log_once import LogOnce
@@ -86,7 +86,7 @@ class TierClient:
         self.name = TierName.of(executor.tier.name)
         self.shared = not executor.tier.exclusive
         """Whether others write and evict there, so that only the tier itself can say what it holds."""
-        self.costs: TierCosts = new_tier_costs()
+        self.costs = TierCosts()
         self._slots = lent
         self._timeout = timeout
         self._clock = clock

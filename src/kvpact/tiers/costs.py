@@ -6,7 +6,7 @@ says "load".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 DECAY: Final = 0.8
@@ -36,10 +36,10 @@ class DecayingRate:
 
 @dataclass(slots=True)
 class TierCosts:
-    """What one tier costs."""
+    """What one tier costs; at first nothing is known."""
 
-    latency: DecayingRate
-    bandwidth: DecayingRate
+    latency: DecayingRate = field(default_factory=DecayingRate)
+    bandwidth: DecayingRate = field(default_factory=DecayingRate)
     read_at: float = 0.0
 
     @property
@@ -66,11 +66,6 @@ class TierCosts:
         if not self.bytes_per_second or now > self.read_at + FORGET_SECONDS:
             return None
         return nbytes / self.bytes_per_second
-
-
-def new_tier_costs() -> TierCosts:
-    """Costs of a tier that nothing is known of."""
-    return TierCosts(DecayingRate(), DecayingRate())
 
 
 class PrefillRate:

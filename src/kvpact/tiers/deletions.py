@@ -8,14 +8,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from math import inf
 from typing import Final
 
 from kvpact.identity.keys import BlockKey
-from kvpact.tiers.base import Tier
 from kvpact.tiers.executor import ControlDone, OpId, TierExecutor
 
 logger = logging.getLogger(__name__)
@@ -30,14 +27,6 @@ MIN_DELETED_KEYS: Final = 1 << 16
 """As many blocks as the longest prompt has may be waiting to be deleted."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Deletion:
-    """Blocks that the tier is to forget; `everything` is all it has."""
-
-    keys: tuple[BlockKey, ...]
-    everything: bool = False
-
-
 class Deletions:
     """Blocks that a tier is to forget. Lives on the thread of the tier's user; waits for nothing."""
 
@@ -48,7 +37,8 @@ class Deletions:
         self._clock = clock
         self._max_keys = max(max_keys, MIN_DELETED_KEYS)
         self._tickets = count(1)
-        self._under_way: dict[OpId, _Deletion] = {}
+        self._under_way: dict[OpId, tuple[BlockKey, ...] | None] = {}
+        """The blocks of each deletion; None is all that the tier has."""
         self._keys: Counter[BlockKey] = Counter()
         """Blocks that the tier may not have forgotten yet, and how many deletions each is named in."""
         self._refused: dict[BlockKey, None] = {}
@@ -71,7 +61,7 @@ class Deletions:
         if len(self._keys) > self._max_keys:
             self._lose_count()
         elif len(self._under_way) < MAX_DELETIONS:
-            self._submit(_Deletion(tuple(keys)))
+            self._submit(tuple(keys))
         else:
             self._refuse(keys)
 
@@ -83,16 +73,16 @@ class Deletions:
         had_lost_count, self.lost_count = self.lost_count, True
         self._keys.clear()
         self._refused.clear()
-        self._under_way = dict.fromkeys(self._under_way, _Deletion(()))
+        self._under_way = dict.fromkeys(self._under_way, ())
         if not had_lost_count and not self._executor.tier.exclusive:
             logger.error("kvpact: the %s tier does not delete what it must; it is not used any more", self._name)
         elif not had_lost_count:
-            self._submit(_Deletion((), everything=True))
+            self._submit(None)
 
-    def _submit(self, deletion: _Deletion) -> None:
+    def _submit(self, keys: tuple[BlockKey, ...] | None) -> None:
         op_id = ("delete", next(self._tickets))
-        self._under_way[op_id] = deletion
-        self._executor.submit_control(op_id, partial(_carry_out, deletion))
+        self._under_way[op_id] = keys
+        self._executor.submit_control(op_id, lambda tier: tier.clear() if keys is None else tier.delete(keys))
 
     def _refuse(self, keys: Sequence[BlockKey]) -> None:
         """The tier still has these blocks, for all that is known: it is to be asked again."""
@@ -108,31 +98,24 @@ class Deletions:
         """Ask once more for what was refused."""
         self._repeat_at = inf
         exclusive = self._executor.tier.exclusive
-        if self.lost_count and exclusive and not any(one.everything for one in self._under_way.values()):
-            self._submit(_Deletion((), everything=True))
+        if self.lost_count and exclusive and None not in self._under_way.values():
+            self._submit(None)
         elif self._refused:
             keys, self._refused = tuple(self._refused), {}
-            self._submit(_Deletion(keys))
+            self._submit(keys)
 
     def end(self, done: ControlDone) -> tuple[BlockKey, ...]:
         """A deletion has ended; which blocks the tier does not have any more."""
-        deletion = self._under_way.pop(done.op_id)
+        keys = self._under_way.pop(done.op_id)
         if not done.ok:
-            self._refuse(deletion.keys)
+            self._refuse(keys or ())
             return ()
-        if deletion.everything:
+        if keys is None:
             self.lost_count = False
             self._keys.clear()
-        else:
-            self._keys.subtract(deletion.keys)
-            for key in deletion.keys:
-                if self._keys[key] <= 0:
-                    del self._keys[key]
-        return deletion.keys
-
-
-def _carry_out(deletion: _Deletion, tier: Tier) -> None:
-    if deletion.everything:
-        tier.clear()
-    else:
-        tier.delete(deletion.keys)
+            return ()
+        self._keys.subtract(keys)
+        for key in keys:
+            if self._keys[key] <= 0:
+                del self._keys[key]
+        return keys
