@@ -333,6 +333,37 @@ def test_h66_deletions_that_are_refused_for_long_are_bounded_and_lose_nothing(
     one.close(1.0)
 
 
+def test_h36_a_block_that_is_to_be_dropped_twice_is_forgotten_once_it_is_dropped() -> None:
+    tier = NamedTier()
+    tier.sick.add("delete")
+    one = a_client(tier)
+    for _ in range(2):
+        one.delete([bytes(32)])
+        drained(one)
+        one.deletions.check()
+    tier.sick.clear()
+    one.check(time.monotonic() + 2 * REPEAT_SECONDS)
+    drained(one)
+    one.deletions.check()
+    assert one.undeleted == 0
+    one.close(1.0)
+
+
+def test_h66_a_tier_of_which_count_is_lost_twice_is_used_again_once_it_is_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deletions, "MIN_DELETED_KEYS", 100)
+    one = a_client(NamedTier())
+    for first in (0, 101):
+        one.delete([number.to_bytes(32, "big") for number in range(first, first + 101)])
+        one.deletions.check()
+    assert not one.may_write
+    drained(one)
+    one.deletions.check()
+    assert one.may_write
+    one.close(1.0)
+
+
 class RefusingStore(DictionaryStore):
     """A store that can refuse to remove anything."""
 

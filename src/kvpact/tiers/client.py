@@ -101,7 +101,8 @@ class TierClient:
         self._block_bytes = 0
         self._lent_reads: dict[OpId, int] = {}
         self._lent_writes: dict[OpId, int] = {}
-        self._deletions = Deletions(executor, self.name, clock, max_deleted_keys)
+        self.deletions = Deletions(executor, self.name, clock, max_deleted_keys)
+        """What the tier is still to forget."""
         self._warned = LogOnce(logger)
         self._capacity, self._counts = TierCapacity(0, 0, 0), TierCounts()
         lent.join(self)
@@ -111,16 +112,16 @@ class TierClient:
     @property
     def is_open(self) -> bool:
         """Whether the tier is left alone, but for a try now and then."""
-        return self._lookups.is_open or self._reads.is_open or self._stuck or self._deletions.lost_count
+        return self._lookups.is_open or self._reads.is_open or self._stuck or self.deletions.lost_count
 
     def may_read(self, now: float) -> bool:
         """Whether what the tier holds can be used at `now`."""
-        return not (self._stuck or self._deletions.lost_count) and self._reads.is_ready(now)
+        return not (self._stuck or self.deletions.lost_count) and self._reads.is_ready(now)
 
     @property
     def may_write(self) -> bool:
         """Whether the tier is offered blocks. Reads that fail are no reason against it."""
-        return not (self._stuck or self._deletions.lost_count or self._lookups.is_open)
+        return not (self._stuck or self.deletions.lost_count or self._lookups.is_open)
 
     @property
     def lent(self) -> int:
@@ -145,7 +146,7 @@ class TierClient:
             self.executor.cancel_waiting_reads()
         if self._writes_stuck:
             self._take_back_writes()
-        self._deletions.repeat_if_due(now)
+        self.deletions.repeat_if_due(now)
 
     def _take_back_writes(self) -> None:
         """The newest writes that have not begun are dropped, down to the slots that the tier may have."""
@@ -205,11 +206,11 @@ class TierClient:
             self._warn_once("lookup", error)
             self._fail(self._reads, now)
             return 0
-        return self._deletions.first_among(keys, held)
+        return self.deletions.first_among(keys, held)
 
     def readable(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
         """Up to where the first `held` of `keys` may be read: not from an ill tier, or one that is to forget them."""
-        return self._deletions.first_among(keys, held) if self.may_read(now) else 0
+        return self.deletions.first_among(keys, held) if self.may_read(now) else 0
 
     def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], now: float) -> bool:
         """See `TierExecutor`; False, and nothing happens, if the tier is not to be asked now."""
@@ -263,7 +264,7 @@ class TierClient:
             now = self._clock()
             if isinstance(done, ControlDone):
                 was_open = self.is_open
-                keys = self._deletions.end(done)
+                keys = self.deletions.end(done)
                 self._say_whether_open(was_open)
                 yield Deleted(keys)
                 continue
@@ -292,7 +293,7 @@ class TierClient:
         What it refuses, or raises at, is repeated.
         """
         was_open = self.is_open
-        self._deletions.add(keys)
+        self.deletions.add(keys)
         self._say_whether_open(was_open)
 
     # Telling
@@ -312,7 +313,7 @@ class TierClient:
 
         `poll` still tells what became of what was submitted.
         """
-        self._deletions.repeat()
+        self.deletions.repeat()
         flushed = self.executor.close(timeout)
         self._contained("close", self.tier.close, None)
         return flushed
@@ -320,7 +321,7 @@ class TierClient:
     @property
     def undeleted(self) -> int:
         """Blocks that the tier was to forget and, for all that is known, has not."""
-        return len(self._deletions)
+        return len(self.deletions)
 
     def _contained(self, what: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
         """What a call of the tier answers, or `otherwise` if it raises; the first time is logged."""

@@ -12,6 +12,7 @@ from itertools import count
 from math import inf
 from typing import Final
 
+from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.executor import ControlDone, OpId, TierExecutor
 
@@ -70,14 +71,17 @@ class Deletions:
 
         An exclusive tier is emptied. What others own is not; a shared tier is not used any more.
         """
-        had_lost_count, self.lost_count = self.lost_count, True
+        self._forget_all()
+        if self._executor.tier.exclusive:
+            self._submit(None)
+        elif not self.lost_count:
+            logger.error("kvpact: the %s tier does not delete what it must; it is not used any more", self._name)
+        self.lost_count = True
+
+    def _forget_all(self) -> None:
         self._keys.clear()
         self._refused.clear()
         self._under_way = dict.fromkeys(self._under_way, ())
-        if not had_lost_count and not self._executor.tier.exclusive:
-            logger.error("kvpact: the %s tier does not delete what it must; it is not used any more", self._name)
-        elif not had_lost_count:
-            self._submit(None)
 
     def _submit(self, keys: tuple[BlockKey, ...] | None) -> None:
         op_id = ("delete", next(self._tickets))
@@ -85,7 +89,8 @@ class Deletions:
         self._executor.submit_control(op_id, lambda tier: tier.clear() if keys is None else tier.delete(keys))
 
     def _refuse(self, keys: Sequence[BlockKey]) -> None:
-        """The tier still has these blocks, for all that is known: it is to be asked again."""
+        """The tier still has these blocks, for all that is known: it is to be asked again, once for each."""
+        self._keys.subtract(key for key in keys if key in self._refused)
         self._refused.update(dict.fromkeys(keys))
         self._repeat_at = min(self._repeat_at, self._clock() + REPEAT_SECONDS)
 
@@ -112,10 +117,17 @@ class Deletions:
             return ()
         if keys is None:
             self.lost_count = False
-            self._keys.clear()
+            self._forget_all()
             return ()
         self._keys.subtract(keys)
         for key in keys:
             if self._keys[key] <= 0:
                 del self._keys[key]
         return keys
+
+    def check(self) -> None:
+        """Verify what is counted, for tests. Raises PactViolation."""
+        named = Counter(key for keys in self._under_way.values() for key in keys or ())
+        named.update(self._refused.keys())
+        if named != self._keys:
+            raise PactViolation(f"{len(self._keys)} blocks are to be deleted, and deletions name {len(named)}")
