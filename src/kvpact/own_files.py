@@ -14,7 +14,8 @@ import secrets
 import stat
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -200,6 +201,15 @@ def open_own(path: Path, flags: int, mode: int = 0) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
+@contextmanager
+def closing(descriptor: int) -> Iterator[int]:
+    """The descriptor, which is closed at the end."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def replace_own(
     path: Path, content: bytes, access: Access = PRIVATE, *, beside: Path | None = None, durable: bool = False
 ) -> None:
@@ -228,12 +238,8 @@ def replace_own(
 
 def sync_folder(path: Path) -> None:
     """When this returns, a power cut takes back no name in the folder, where its file system can promise that."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as descriptor:
+        os.fsync(descriptor)
 
 
 def _make_named(path: Path) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvpact.own_files import Access
+from kvpact.own_files import Access, closing
 from kvpact.tiers.directory import files
 
 LEASE_SECONDS: Final = 10.0
@@ -62,10 +62,8 @@ class EvictorLock:
                     return False
                 self._path.unlink(missing_ok=True)
             else:
-                try:
+                with closing(descriptor):
                     os.write(descriptor, self._writer.encode())
-                finally:
-                    os.close(descriptor)
                 self._renewed = time.monotonic()
                 return True
         return False

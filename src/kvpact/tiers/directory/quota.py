@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from kvpact.own_files import Access, replace_own, sync_folder
+from kvpact.own_files import Access, closing, replace_own, sync_folder
 from kvpact.tiers.directory import files
 from kvpact.tiers.directory.evictor_lock import EvictorLock, died_here, new_writer
 from kvpact.tiers.shared.store import key_of
@@ -145,13 +145,10 @@ class Quota:
             self._reserved += min(reserved, 0)
             counter = _COUNTER.pack(self._reserved + max(reserved, 0), self._settled)
             # Opened anew each time: closing is what makes a file's content visible to the other hosts of an NFS.
-            descriptor = self._access.open(self._counters / self.writer, os.O_WRONLY)
-            try:
+            with closing(self._access.open(self._counters / self.writer, os.O_WRONLY)) as descriptor:
                 os.pwrite(descriptor, counter, 0)
                 if reserved > 0:  # what is written now counts, also after a power cut
                     os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
             if reserved > 0 and not self._reserved:
                 sync_folder(self._counters)
             self._reserved += max(reserved, 0)

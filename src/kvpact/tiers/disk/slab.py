@@ -21,11 +21,10 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import xxhash
@@ -33,7 +32,8 @@ import xxhash
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import PRIVATE, Access, sync_folder
-from kvpact.tiers.base import HEADER_BYTES, BlockBuffer
+from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
+from kvpact.tiers.vectored import VectoredCall, completely
 
 PAGE_BYTES = 4096
 """What O_DIRECT asks of memory, offsets and lengths on every file system in use."""
@@ -49,9 +49,6 @@ _TABLE_ROOM = 4
 """The table is made for this many times the slots, so that the capacity can grow without losing the blocks. The room is
 a hole in the file, but counted as if it were filled: 1 KiB for each slot of usually a MiB."""
 
-_Vectored: TypeAlias = Callable[[int, list[memoryview], int], int]
-
-_IOV_MAX = 1024
 _FIXED = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
 _OWNER = struct.Struct("<QQ")
@@ -103,6 +100,10 @@ class Superblock:
             slots -= 1
             layout = cls(slot_bytes, max(1, _TABLE_ROOM * slots), namespace)
         return layout
+
+    def header(self, slot: int, raw: bytes | memoryview) -> RecordHeader:
+        """The header in `raw`, of the record in `slot`. Raises RecordError."""
+        return RecordHeader.decode(raw, namespace=self.namespace.digest, length=self.slot_bytes, slot=slot)
 
     def encode(self) -> bytes:
         """One page. Raises TierError if the namespace's description does not fit."""
@@ -286,7 +287,7 @@ class Slab:
                 os.close(descriptor)
         self._direct, self._buffered = None, -1
 
-    def _transfer(self, call: _Vectored, views: list[memoryview], offset: int) -> int:
+    def _transfer(self, call: VectoredCall, views: list[memoryview], offset: int) -> int:
         """Past the page cache if that works with this memory, through it if not; the kernel keeps both coherent."""
         if self._direct is not None:
             try:
@@ -297,10 +298,10 @@ class Slab:
         return call(self._buffered, views, offset)
 
     def _read(self, descriptor: int, views: list[memoryview], offset: int) -> int:
-        return _completely(self.preadv, descriptor, views, offset)
+        return completely(self.preadv, descriptor, views, offset)
 
     def _write(self, descriptor: int, views: list[memoryview], offset: int) -> int:
-        return _completely(self.pwritev, descriptor, views, offset)
+        return completely(self.pwritev, descriptor, views, offset)
 
 
 def occupied(table: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
@@ -318,37 +319,6 @@ def runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
         if index == len(slots) or slots[index] != slots[index - 1] + 1:
             yield first, index - first
             first = index
-
-
-def _completely(call: _Vectored, descriptor: int, views: list[memoryview], offset: int) -> int:
-    """Repeat `call` until all of `views` is moved or the file ends; return the bytes moved. Uses up `views`."""
-    moved = 0
-    views.reverse()
-    while views:
-        count = call(descriptor, views[: -_IOV_MAX - 1 : -1], offset + moved)
-        if count == 0:
-            break
-        moved += count
-        while views and count >= views[-1].nbytes:
-            count -= views.pop().nbytes
-        if count:
-            views[-1] = views[-1][count:]
-    return moved
-
-
-class Digests:
-    """The digest of each slot's payload, all in one piece of memory."""
-
-    _BYTES = 16
-
-    def __init__(self, slots: int) -> None:
-        self._memory = bytearray(self._BYTES * slots)
-
-    def __getitem__(self, slot: int) -> bytes:
-        return bytes(self._memory[slot * self._BYTES : (slot + 1) * self._BYTES])
-
-    def __setitem__(self, slot: int, digest: bytes) -> None:
-        self._memory[slot * self._BYTES : (slot + 1) * self._BYTES] = digest
 
 
 def _open_direct(buffered: int) -> int | None:

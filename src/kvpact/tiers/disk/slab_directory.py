@@ -11,14 +11,14 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
-from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, open_own
+from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own
 from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, SuperblockError, is_locked, lock_file
 
 logger = logging.getLogger(__name__)
@@ -91,15 +91,13 @@ class SlabDirectory:
         """
         with OwnFolder.again(self.named, self.access) as folder:
             descriptor = self.access.open(folder.held / LOCK_FILE, os.O_RDWR)
-        try:
+        with closing(descriptor):
             deadline = time.monotonic() + timeout
             while not lock_file(descriptor):
                 if time.monotonic() >= deadline:
                     raise TierError(f"disk tier: another process has held {self.path} locked for {timeout:g} s")
                 time.sleep(_RETRY_S)
             yield
-        finally:
-            os.close(descriptor)
 
     def slab_paths(self) -> list[Path]:
         """Every slab file, by name."""
@@ -158,15 +156,12 @@ def look_at(path: Path) -> Neighbour | None:
         descriptor = open_own(path, os.O_RDONLY)
     except OSError:
         return None
-    try:
+    with closing(descriptor):
         status = os.fstat(descriptor)
-        try:
+        superblock = None
+        with suppress(TierError, OSError):
             superblock = Superblock.read(descriptor, path)
-        except (TierError, OSError):
-            superblock = None
         return Neighbour(path, superblock, is_locked(descriptor), status.st_size, status.st_mtime)
-    finally:
-        os.close(descriptor)
 
 
 def open_slab(room: SlabDirectory, namespace: Namespace, slot_bytes: int, timeout: float) -> Slab:

@@ -17,6 +17,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
@@ -33,7 +35,7 @@ from kvpact.tiers.base import (
     TierHealth,
     payload_digest,
 )
-from kvpact.tiers.disk.slab import PAGE_BYTES, Digests, Slab, occupied
+from kvpact.tiers.disk.slab import PAGE_BYTES, Slab, occupied
 from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, SlabDirectory, open_slab
 from kvpact.tiers.disk.two_threads import groups_of, on_two_threads, read_verified
 from kvpact.tiers.log_once import LastErrors
@@ -70,7 +72,7 @@ class DiskTier(Tier):
         self._namespace = slab.superblock.namespace.digest
         self._lock, self._header_lock, self._growth_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._index = BlockIndex(slot_limit)
-        self._digests = Digests(slot_limit)
+        self._digests = np.zeros(slot_limit, "V16")
         self._used: dict[int, float] = {}
         self._counts = TierCounts()
         self._last_errors = LastErrors(logger, "disk tier")
@@ -135,7 +137,7 @@ class DiskTier(Tier):
                 pin = self._index.pin(wanted[-1])
                 self._index.touch(wanted[-1])
                 slots = self._index.slots_of(wanted)
-                digests = [self._digests[slot] for slot in slots]
+                digests = self._digests[slots].tolist()
                 self._used[slots[-1]] = time.time()
             try:
                 arrived, reason = read_verified(self._read, slots, digests, buffers, on_progress)

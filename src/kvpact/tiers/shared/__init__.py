@@ -2,8 +2,8 @@
 
 from kvpact._moved import moved_names
 
-_TIER_NAMES = ("SharedTier", "GROUP_BYTES")
-_STORE_NAMES = (
+_IN_TIER = ("SharedTier", "GROUP_BYTES")
+_IN_STORE = (
     "RecordStore",
     "StoredRecord",
     "StoreError",
@@ -14,9 +14,7 @@ _STORE_NAMES = (
     "record_name",
 )
 
-_of_tier = moved_names(__name__, "kvpact.tiers.shared.tier", *_TIER_NAMES)
-_of_store = moved_names(__name__, "kvpact.tiers.shared.store", *_STORE_NAMES)
-
 
 def __getattr__(name: str) -> object:
-    return (_of_tier if name in _TIER_NAMES else _of_store)(name)
+    module = "tier" if name in _IN_TIER else "store"
+    return moved_names(__name__, f"{__name__}.{module}", *_IN_TIER, *_IN_STORE)(name)
