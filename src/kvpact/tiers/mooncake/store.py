@@ -12,9 +12,10 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,15 +196,12 @@ class MooncakeStore(RecordStore):
 
     def usage(self) -> StoreUsage:
         """See `RecordStore`: of the whole pool, whoever uses it."""
-        try:
+        usage = StoreUsage()
+        with suppress(StoreError, KeyError, ValueError):
             numbers = dict(line.rsplit(" ", 1) for line in self.ask_master("/metrics").splitlines() if " " in line)
-        except StoreError:
-            return StoreUsage()
-        with suppress(KeyError, ValueError):
-            return StoreUsage(
-                int(float(numbers["master_allocated_bytes"])), int(float(numbers["master_total_capacity_bytes"]))
-            )
-        return StoreUsage()
+            used, capacity = numbers["master_allocated_bytes"], numbers["master_total_capacity_bytes"]
+            usage = StoreUsage(int(float(used)), int(float(capacity)))
+        return usage
 
     def close(self) -> None:
         """See `RecordStore`. Calls that were given up are waited for in the background, and the client with them.
@@ -233,14 +231,24 @@ class MooncakeStore(RecordStore):
             raise StoreError(
                 f"cannot {what} in {self.place}: {GIVEN_UP_CALLS} calls have not ended; is the master well?"
             )
-        call = _Call[Result](function, self._running.release)
-        call.thread.start()
-        call.thread.join(self._timeout)
-        if call.thread.is_alive():
-            raise StoreError(f"cannot {what} in {self.place}: no answer within {self._timeout:g} s")
-        if call.error is not None:
-            raise StoreError(f"cannot {what} in {self.place}: {type(call.error).__name__}: {call.error}") from None
-        return call.results[0]
+        answer: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except Exception as error:
+                answer.set_exception(error)
+            finally:
+                self._running.release()
+
+        threading.Thread(target=run, name="kvpact-mooncake", daemon=True).start()
+        try:
+            return answer.result(self._timeout)
+        except TimeoutError:
+            reason = f"no answer within {self._timeout:g} s"
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        raise StoreError(f"cannot {what} in {self.place}: {reason}")
 
     def _require(self, what: str, codes: Sequence[int]) -> None:
         worst = min(codes, default=0)
@@ -265,25 +273,6 @@ class MooncakeStore(RecordStore):
             ) from None
         finally:
             connection.close()
-
-
-class _Call(Generic[Result]):
-    """One native call on a thread of its own, which holds all that the call may touch."""
-
-    def __init__(self, function: Callable[[], Result], ended: Callable[[], None]) -> None:
-        self.results: list[Result] = []
-        self.error: Exception | None = None
-        self._function = function
-        self._ended = ended
-        self.thread = threading.Thread(target=self._run, name="kvpact-mooncake", daemon=True)
-
-    def _run(self) -> None:
-        try:
-            self.results.append(self._function())
-        except Exception as error:
-            self.error = error
-        finally:
-            self._ended()
 
 
 def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
