@@ -502,8 +502,12 @@ def test_h51_what_is_remembered_of_objects_is_bounded() -> None:
     memory = PackMemory(limit=100)
     for number in range(50):
         memory.learn(Pack(f"g/{number}", {f"g/{number}-{block}": (block, 1) for block in range(10)}))
+        memory.check()
         assert len(memory) <= 100
     assert memory.holders("g/0-0") == ()
     assert memory.holders("g/49-9") == ("g/49",)
+    memory.learn(Pack("g/48", {"g/49-9": (0, 1), "g/48-0": (1, 1)}))
     memory.forget("g/49")
-    assert memory.locate(["g/49-9"]) == {}
+    memory.check()
+    assert memory.holders("g/49-9") == ("g/48",)
+    assert memory.locate(["g/49-8", "g/48-1"]) == {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -104,29 +104,26 @@ class Bucket:
         Raises ObjectChanged if it is there in another `version`.
         """
         options: dict[str, object] = {"range": {"offset": start} if end is None else (start, end)}
-        if version is not None and version.e_tag is not None:
-            options["if_match"] = version.e_tag
+        if version and "e_tag" in version:
+            options["if_match"] = version["e_tag"]
         try:
             result = self._api.get(self.client, name, options=options)
             meta = result.meta
-            return Part(memoryview(result.bytes()), meta["size"], PackVersion(meta["e_tag"], meta["version"]))
+            return Part(memoryview(result.bytes()), meta["size"], _version(meta))
         except self._changed:
             raise ObjectChanged(name) from None
         except self._failures as error:
             if re.search(r"InvalidRange|[Rr]ange was invalid", str(error)):  # it ends before `start`
-                return Part(memoryview(b""), 0, PackVersion())
+                return Part(memoryview(b""), 0, {})
             if self._gone(error):
                 return None
             raise self._told(error) from None
 
     def put(self, name: str, data: bytes, replaced: PackVersion | None = None) -> PackVersion | None:
         """Store an object that is not there, or instead of the version `replaced`; None if that is not so."""
-        mode: str | dict[str, str] = "create"
+        mode: str | PackVersion = "create"
         if replaced is not None:
-            known = {"e_tag": replaced.e_tag, "version": replaced.version}
-            mode = {key: text for key, text in known.items() if text is not None}
-            if not mode or self._folder is not None:
-                mode = "overwrite"
+            mode = replaced if replaced and self._folder is None else "overwrite"
         try:
             if self._folder is not None:
                 self._folder.access.make_parents(self._folder.path / name, self._folder.path)
@@ -134,7 +131,7 @@ class Bucket:
             if self._folder is not None:
                 with suppress(FileNotFoundError):  # somebody has removed it since
                     self._folder.access.settle(self._folder.path / name, self._folder.access.file_mode)
-            return PackVersion(result["e_tag"], result["version"])
+            return _version(result)
         except (self._changed, self._exists):
             return None
         except self._failures as error:
@@ -201,6 +198,10 @@ class Bucket:
         if re.search(r"kind: (Connect|Request)|error sending request", text):
             return StoreError(f"{self.place} cannot be reached")
         return StoreError(f"{self.place}: the answer is unusable ({answer})")
+
+
+def _version(told: Mapping[str, Any]) -> PackVersion:
+    return {key: told[key] for key in ("e_tag", "version") if told[key] is not None}
 
 
 _NO_BUCKET: Final = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
@@ -288,13 +289,9 @@ def _client(stores: Any, url: TierURL, timeout: float) -> Any:
     }
     if url.options.get("anonymous") == "true":
         common["skip_signature"] = True
-    endpoint = url.options.get("endpoint")
-    if url.scheme == "gs":
-        return stores.GCSStore(url.host, **common, **({"base_url": endpoint} if endpoint else {}))
-    if endpoint:
-        common["endpoint"] = endpoint
-    if url.scheme == "az":
-        return stores.AzureStore(url.host, **common)
-    if "region" in url.options:
+    if endpoint := url.options.get("endpoint"):
+        common["base_url" if url.scheme == "gs" else "endpoint"] = endpoint
+    if "region" in url.options and url.scheme == "s3":
         common["region"] = url.options["region"]
-    return stores.S3Store(url.host, **common)
+    make = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[url.scheme]
+    return make(url.host, **common)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 import xxhash
 
+from kvpact.errors import PactViolation
 from kvpact.tiers.shared.store import RecordPieces
 
 PACK_MAGIC: Final = b"kvpactPK"
@@ -31,16 +32,12 @@ REMEMBERED_RECORDS: Final = 65_536
 """Places of records that are remembered: some 20 MB of memory, for tens of gigabytes of blocks. No pack has more."""
 
 
+PackVersion: TypeAlias = Mapping[str, str]
+"""What a store calls one version of an object, its "e_tag" and "version", to read and replace that one and no other."""
+
+
 class PackError(ValueError):
     """An object is no pack of this format, or its table is damaged: it holds nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackVersion:
-    """What a store calls one version of an object, to read and replace that one and no other."""
-
-    e_tag: str | None = None
-    version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Pack:
     name: str
     """Of the object: that of the first record it was written for, which it need not hold any more."""
     records: Mapping[str, tuple[int, int]]
-    version: PackVersion = PackVersion()
+    version: PackVersion = field(default_factory=dict)
 
 
 def encode_pack(records: Mapping[str, RecordPieces]) -> bytes:
@@ -163,15 +160,23 @@ class PackMemory:
     def __len__(self) -> int:
         return self._records
 
+    def check(self) -> None:
+        """Verify that packs and holders name the same records, for tests. Raises PactViolation."""
+        with self._lock:
+            held = {(record, pack.name) for pack in self._packs.values() for record in pack.records}
+            told = {(record, pack) for record, packs in self._holders.items() for pack in packs}
+            if held != told or len(held) != self._records:
+                raise PactViolation(f"{self._records} records counted, {len(held)} in packs, {len(told)} with holders")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Span:
     """Neighbouring bytes of one pack that are read at once, and the records in them."""
 
     pack: Pack
     start: int
     end: int
-    names: Sequence[str]
+    names: list[str]
 
 
 def spans(wanted: Mapping[str, Pack], *, gap: int, head: int | None = None) -> list[Span]:
@@ -181,16 +186,12 @@ def spans(wanted: Mapping[str, Pack], *, gap: int, head: int | None = None) -> l
         by_pack.setdefault(id(pack), (pack, []))[1].append(name)
     found: list[Span] = []
     for pack, names in by_pack.values():
-        start, end, run = 0, -1, list[str]()
+        last: Span | None = None
         for name in sorted(names, key=lambda name: pack.records[name][0]):
             offset, length = pack.records[name]
-            length = length if head is None else min(length, head)
-            if run and offset - end <= gap:
-                end = offset + length
-                run.append(name)
-                continue
-            if run:
-                found.append(Span(pack, start, end, run))
-            start, end, run = offset, offset + length, [name]
-        found.append(Span(pack, start, end, run))
+            if last is None or offset - last.end > gap:
+                last = Span(pack, offset, offset, [])
+                found.append(last)
+            last.end = offset + (length if head is None else min(length, head))
+            last.names.append(name)
     return found
