@@ -6,6 +6,7 @@ retries, unpickles nothing, and shows no credential.
 
 from __future__ import annotations
 
+import io
 import select
 import threading
 import time
@@ -44,6 +45,28 @@ class Moved(ErrorReply):
     """Another server of the Cluster has this key by now."""
 
 
+class _Stream(io.RawIOBase):
+    """A socket of which every call ends at `deadline`."""
+
+    def __init__(self, socket: Any) -> None:
+        self.socket = socket
+        self.deadline = 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, memory: Any) -> int:
+        self.socket.settimeout(seconds_until(self.deadline))
+        received: int = self.socket.recv_into(memory)
+        if not received:
+            raise ConnectionError("the server ended the connection")
+        return received
+
+    def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        self.socket.settimeout(seconds_until(self.deadline))
+        self.socket.sendall(data)
+
+
 class Connection:
     """One connection: requests go out together, replies are read in order, and all of it ends at `deadline`.
 
@@ -52,20 +75,17 @@ class Connection:
     """
 
     def __init__(self, connection: Any) -> None:
-        self.deadline = 0.0
+        self.stream = _Stream(connection._sock)  # redis-py has no public name for it
         self.unanswered = 0
         """Commands that were sent, and whose replies nobody has read yet."""
         self._connection = connection
-        self._socket: Any = connection._sock  # redis-py has no public name for it
         self._out = bytearray()
-        self._received = bytearray(_RECEIVE_BYTES)
-        self._in = memoryview(self._received)
-        self._at = self._end = 0
+        self._in = io.BufferedReader(self.stream, _RECEIVE_BYTES)
 
     def is_usable(self) -> bool:
         """Whether it is as quiet as it was left: a server that went away has ended it, or will say so."""
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
+        poll.register(self.stream.socket, select.POLLIN)
         return not poll.poll(0)
 
     def close(self) -> None:
@@ -84,24 +104,15 @@ class Connection:
             for piece in pieces:
                 if len(piece) > _SMALL_BYTES:
                     self.flush()
-                    self._send_all(piece)
+                    self.stream.send_all(piece)
                 else:
                     self._out += piece
             self._out += b"\r\n"
 
     def flush(self) -> None:
         if self._out:
-            self._send_all(self._out)
+            self.stream.send_all(self._out)
             self._out = bytearray()
-
-    def _send_all(self, data: bytes | bytearray | memoryview) -> None:
-        self._socket.settimeout(self._left())
-        self._socket.sendall(data)
-
-    def _left(self) -> float:
-        if (left := self.deadline - time.monotonic()) <= 0:
-            raise TimeoutError
-        return left
 
     # In
 
@@ -144,7 +155,7 @@ class Connection:
             self._skip(nbytes + 2 if nbytes >= 0 else 0)
             return False
         for piece in buffer:
-            self._fill(piece)
+            self._in.readinto(piece)
         self._skip(2)
         return True
 
@@ -160,47 +171,19 @@ class Connection:
         if nbytes > _MAX_REPLY:
             self._skip(nbytes + 2)
             return b""
-        value = bytearray(nbytes)
-        self._fill(memoryview(value))
+        value = self._in.read(nbytes)
         self._skip(2)
-        return bytes(value)
+        return value
 
     def _line(self) -> bytes:
-        line = bytearray()
-        while not line.endswith(b"\r\n"):
-            if self._at == self._end:
-                self._receive()
-            upto = self._received.find(b"\n", self._at, self._end) + 1 or self._end
-            line += self._in[self._at : upto]
-            self._at = upto
-            if len(line) > _RECEIVE_BYTES:
-                raise ErrorReply("no Redis server: its answer has no end")
-        return bytes(line[:-2])
-
-    def _receive(self) -> None:
-        self._at, self._end = 0, self._receive_into(self._in)
-
-    def _receive_into(self, memory: memoryview) -> int:
-        self._socket.settimeout(self._left())
-        received: int = self._socket.recv_into(memory)
-        if not received:
-            raise ConnectionError("the server ended the connection")
-        return received
-
-    def _fill(self, memory: memoryview) -> None:
-        done = min(memory.nbytes, self._end - self._at)
-        memory[:done] = self._in[self._at : self._at + done]
-        self._at += done
-        while done < memory.nbytes:
-            done += self._receive_into(memory[done:])
+        line = self._in.readline(_RECEIVE_BYTES)
+        if not line.endswith(b"\r\n"):
+            raise ErrorReply("no Redis server: its answer has no end")
+        return line[:-2]
 
     def _skip(self, nbytes: int) -> None:
         while nbytes:
-            if self._at == self._end:
-                self._receive()
-            step = min(nbytes, self._end - self._at)
-            self._at += step
-            nbytes -= step
+            nbytes -= len(self._in.read(min(nbytes, _RECEIVE_BYTES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +261,8 @@ class Pool:
         """A connection for one batch; after an error it is ended, since nobody knows what is still to come from it."""
         connection = self._idle_one(address) if known else None
         if connection is None:
-            if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError
-            connection = self._access.connect(address, left, known=known)
-        connection.deadline = deadline
+            connection = self._access.connect(address, seconds_until(deadline), known=known)
+        connection.stream.deadline = deadline
         try:
             yield connection
         except BaseException:
@@ -316,6 +297,13 @@ class Pool:
             self._idle.clear()
         for connection in connections:
             connection.close()
+
+
+def seconds_until(deadline: float) -> float:
+    """Raises TimeoutError if there are none left."""
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left
 
 
 def length_of(pieces: Iterable[bytes | memoryview]) -> int:
