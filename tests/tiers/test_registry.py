@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvpact
 from kvpact.config import load_config
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
@@ -79,6 +81,17 @@ def test_every_kind_has_a_series_of_its_own_in_the_metrics() -> None:
     kinds = [DiskTier.name, *(store.kind for store in (DirectoryStore, RedisStore, ObjectStore, MooncakeStore))]
     assert [TierName.of(kind) for kind in kinds] == kinds == [backend.label for backend in BACKENDS]
     assert TierName.of("what others bring") is TierName.OTHER
+
+
+def test_a_kind_of_tier_is_one_folder_and_a_word_in_the_table() -> None:
+    """Its options, label and opener are there; outside, only who looks into slabs, or tests with them, names a kind."""
+    source = Path(kvpact.__file__).parent
+    kinds = {file.parent.name for file in source.glob("tiers/*/__init__.py") if "BACKEND = " in file.read_text()}
+    assert sorted(kinds) == sorted(backend.opener.split(".")[2] for backend in BACKENDS)
+    imported = re.compile(rf"kvpact\.tiers\.({'|'.join(kinds)})\b")
+    naming = {file.relative_to(source) for file in source.rglob("*.py") if imported.search(file.read_text())}
+    outside = {str(file) for file in naming if file.parts[0] != "tiers" or file.parts[1] not in kinds}
+    assert outside == {"cli/slabs.py", "cli/stores.py", "testkit/cache/subjects.py"}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class UseCount:
@@ -20,34 +20,25 @@ class UseCount:
         self.stopped = False
         """Whether no further use begins."""
 
-    @contextmanager
-    def one(self) -> Iterator[bool]:
+    def one(self) -> AbstractContextManager[bool]:
         """Whether it may be used until the end of this."""
+        return self._use(last=False)
+
+    def the_last(self) -> AbstractContextManager[bool]:
+        """No further use begins, but this one; False if it was stopped before. At its end the others are waited for."""
+        return self._use(last=True)
+
+    @contextmanager
+    def _use(self, *, last: bool) -> Iterator[bool]:
         with self._lock:
             begun = not self.stopped
+            self.stopped = self.stopped or last
             self._count += begun
         try:
             yield begun
         finally:
-            if begun:
-                self._end()
-
-    @contextmanager
-    def the_last(self) -> Iterator[bool]:
-        """No further use begins, but this one; False if it was stopped before. At its end the others are waited for."""
-        with self._lock:
-            first = not self.stopped
-            self.stopped = True
-            self._count += first
-        try:
-            yield first
-        finally:
-            if first:
-                self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            self._count -= 1
-            last = self.stopped and self._count == 0
-        if last:
-            self._let_go()
+            with self._lock:
+                self._count -= begun
+                ended = begun and self.stopped and self._count == 0
+            if ended:
+                self._let_go()
