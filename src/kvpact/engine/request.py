@@ -6,6 +6,7 @@ Owns the counts of a request, each with one meaning; the scheduler moves them. I
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 
 from kvpact.engine.config import NO_EXTRAS
@@ -28,6 +29,7 @@ class RequestStatus(StrEnum):
 ENDED = frozenset({RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED})
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """A prompt and what has become of it.
 
@@ -36,100 +38,59 @@ class Request:
     then); `encoder_tokens` must fit into one step's encoder budget, from `encoder_ready_step` on.
     """
 
-    __slots__ = (
-        "arrival",
-        "arrival_step",
-        "block_hashes",
-        "block_ids",
-        "capacity",
-        "encoder_ready_step",
-        "encoder_tokens",
-        "epoch",
-        "identity",
-        "loaded_ahead",
-        "max_output_tokens",
-        "may_load",
-        "num_computed_tokens",
-        "num_expected_tokens",
-        "num_inflight_external_tokens",
-        "num_own_tokens",
-        "num_prompt_tokens",
-        "num_published_blocks",
-        "num_scheduled_tokens",
-        "priority",
-        "probe_is_open",
-        "publish_at",
-        "ready_step",
-        "request_id",
-        "row",
-        "status",
-        "stop_at",
-        "token_ids",
-    )
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    max_output_tokens: int = 1
+    _: KW_ONLY
+    priority: int = 0
+    identity: RequestIdentity | None = NO_EXTRAS
+    arrival_step: int = 0
+    may_load: bool = True
+    ready_step: int = 0
+    encoder_tokens: int = 0
+    encoder_ready_step: int = 0
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        max_output_tokens: int = 1,
-        *,
-        priority: int = 0,
-        identity: RequestIdentity | None = NO_EXTRAS,
-        arrival_step: int = 0,
-        may_load: bool = True,
-        ready_step: int = 0,
-        encoder_tokens: int = 0,
-        encoder_ready_step: int = 0,
-    ) -> None:
-        if not prompt_token_ids or max_output_tokens < 1:
-            raise ConfigError(f"request {request_id} needs at least 1 prompt token and 1 output token")
-        self.request_id = request_id
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
-        self.max_output_tokens = max_output_tokens
-        self.stop_at = self.num_prompt_tokens + max_output_tokens
-        self.priority = priority
-        self.identity = identity
-        self.arrival_step = arrival_step
-        self.arrival = 0
-        """Order of arrival among all requests of the engine."""
-        self.may_load = may_load
-        self.ready_step = ready_step
-        self.encoder_tokens = encoder_tokens
-        self.encoder_ready_step = encoder_ready_step
+    token_ids: list[int] = field(init=False)
+    """Prompt and outputs known so far."""
+    num_prompt_tokens: int = field(init=False)
+    stop_at: int = field(init=False)
+    """Prompt and output tokens at which the request is finished."""
+    arrival: int = field(default=0, init=False)
+    """Order of arrival among all requests of the engine."""
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    """Tokens whose keys and values are in the request's blocks, on all ranks."""
+    num_inflight_external_tokens: int = field(default=0, init=False)
+    """Tokens after the computed ones that a load is bringing; they count as nothing else meanwhile."""
+    num_own_tokens: int = field(default=0, init=False)
+    """Tokens at the start that the engine's own prefix cache had when the request was admitted: not loaded ones."""
+    num_scheduled_tokens: int = field(default=0, init=False)
+    """How far the steps handed out reach; differs from computed only while one is being executed."""
+    num_expected_tokens: int = field(init=False)
+    """Tokens known when all steps handed out are done; more than `token_ids` while one is being executed."""
+    loaded_ahead: list[tuple[int, int]] = field(default_factory=list, init=False)
+    """Token ranges after a failed one that did arrive, ascending: skipped once the hole is computed."""
+    epoch: int = field(default=0, init=False)
+    """Raised when work handed out for the request becomes void: results of an older epoch are dropped."""
+    block_ids: list[list[int]] = field(default_factory=list, init=False)
+    """One list a KV cache group; empty if the request holds nothing."""
+    capacity: int = field(default=0, init=False)
+    """Tokens that the blocks have room for."""
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    num_published_blocks: int = field(default=0, init=False)
+    publish_at: int = field(default=0, init=False)
+    """The number of computed tokens at which the next block is complete."""
+    row: int = field(default=-1, init=False)
+    """Where the model runner keeps the request; -1 for nowhere."""
+    probe_is_open: bool = field(default=False, init=False)
+    """Whether the cache answered "ask again later" last."""
 
-        self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        """Tokens whose keys and values are in the request's blocks, on all ranks."""
-        self.num_inflight_external_tokens = 0
-        """Tokens behind the computed ones that a load is bringing; they count as nothing else meanwhile."""
-        self.num_own_tokens = 0
-        """Tokens at the start that the engine's own prefix cache had when the request was admitted: not loaded ones."""
-        self.num_scheduled_tokens = 0
-        """How far the steps handed out reach; differs from computed only while one is being executed."""
-        self.num_expected_tokens = self.num_prompt_tokens
-        """Tokens known when all steps handed out are done; more than `token_ids` while one is being executed."""
-        self.loaded_ahead: list[tuple[int, int]] = []
-        """Token ranges behind a failed one that did arrive, ascending: skipped once the hole is computed."""
-        self.epoch = 0
-        """Raised when work handed out for the request becomes void: results of an older epoch are dropped."""
-        self.block_ids: list[list[int]] = []
-        """One list a KV cache group; empty if the request holds nothing."""
-        self.capacity = 0
-        """Tokens that the blocks have room for."""
-        self.block_hashes: list[bytes] = []
-        self.num_published_blocks = 0
-        self.publish_at = 0
-        """The number of computed tokens at which the next block is complete."""
-        self.row = -1
-        """Where the model runner keeps the request; -1 for nowhere."""
-        self.probe_is_open = False
-        """Whether the cache answered "ask again later" last."""
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt."""
-        return self.token_ids[: self.num_prompt_tokens]
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids or self.max_output_tokens < 1:
+            raise ConfigError(f"request {self.request_id} needs at least 1 prompt token and 1 output token")
+        self.token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = self.num_expected_tokens = len(self.token_ids)
+        self.stop_at = self.num_prompt_tokens + self.max_output_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
