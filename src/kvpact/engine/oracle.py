@@ -78,18 +78,17 @@ def position_extras(identity: RequestIdentity | None, length: int, block_size: i
     return extras
 
 
-def contributions(tokens: Tokens, positions: Tokens, root: Digests | np.uint64) -> Digests:
-    """What each token adds to the digests of its own and all later positions."""
-    return mix(tokens.view(np.uint64) * _TOKEN + (positions.view(np.uint64) + np.uint64(1)) * _POSITION + root)
+def contributions(tokens: Tokens, extras: Digests, positions: Tokens, root: Digests | np.uint64) -> Digests:
+    """What each token adds to the digests of its own and all later positions; `extras` as of `position_extras`."""
+    places = (positions.view(np.uint64) + np.uint64(1)) * _POSITION
+    return mix(tokens.view(np.uint64) * _TOKEN + places + root + extras)
 
 
-def digests_of(tokens: Tokens, root: np.uint64, extras: Digests | None = None) -> tuple[Digests, np.uint64]:
-    """The digest of every position of a sequence, and the sum from which the next one goes on."""
-    added = contributions(tokens, np.arange(len(tokens), dtype=np.int64), root)
-    if extras is not None:
-        added = mix(added + extras)
-    sums = np.cumsum(added, dtype=np.uint64)
-    return mix(sums ^ root), sums[-1]
+def digests_of(tokens: Tokens, extras: Digests, root: np.uint64, start: int = 0) -> tuple[Digests, np.uint64]:
+    """The digest of every position of a sequence from `start` on, and the sum from which the next one goes on."""
+    positions = np.arange(start, start + len(tokens), dtype=np.int64)
+    sums = np.cumsum(contributions(tokens, extras, positions, root), dtype=np.uint64)
+    return mix(sums ^ root), sums[-1] if len(sums) else np.uint64(0)
 
 
 def masks(num_ranks: int, num_layers: int, num_groups: int) -> Digests:

@@ -42,19 +42,19 @@ class ModelRunner:
         self.wrong_reads: list[WrongRead] = []
         self._offsets = np.arange(size, dtype=np.int64)
         self._plane_masks = [mask[:, None] for mask in self.masks]
-        self._free_rows: list[int] = []
-        self._requests: list[Request | None] = []
         self._past: deque[tuple[str, Digests]] = deque(maxlen=HISTORY)
-        length = config.max_blocks * size
-        # One row a request: tokens, their digests, and per group the first slot of each of its blocks.
-        self._tokens = np.zeros((0, length), np.int64)
-        self._truth = np.zeros((0, length), np.uint64)
-        self._tables = np.zeros((len(config.groups), 0, config.max_blocks), np.int64)
-        self._known = np.zeros(0, np.int64)
-        self._digested = np.zeros(0, np.int64)
-        self._sums = np.zeros(0, np.uint64)
-        self._roots = np.zeros(0, np.uint64)
-        self._extras: dict[int, Digests] = {}
+        # One row a running request: tokens, their digests, and per group the first slot of each of its blocks.
+        rows, length = config.max_running, config.max_blocks * size
+        self._free_rows = list(range(rows))
+        self._requests: list[Request | None] = [None] * rows
+        self._tokens = np.zeros((rows, length), np.int64)
+        self._extras = np.zeros((rows, length), np.uint64)
+        self._truth = np.zeros((rows, length), np.uint64)
+        self._tables = np.zeros((len(config.groups), rows, config.max_blocks), np.int64)
+        self._known = np.zeros(rows, np.int64)
+        self._digested = np.zeros(rows, np.int64)
+        self._sums = np.zeros(rows, np.uint64)
+        self._roots = np.zeros(rows, np.uint64)
 
     def pages(self, rank: int) -> dict[str, npt.NDArray[np.uint8]]:
         """One rank's KV memory as a connector's worker gets it: layer name -> `[num_blocks, page_bytes]` bytes."""
@@ -84,23 +84,15 @@ class ModelRunner:
             self.memory.reshape(len(self.memory), self.config.num_blocks, -1)[:, block_ids] = 0
 
     def _start(self, request: Request) -> None:
-        if not self._free_rows:
-            self._add_rows(max(8, len(self._requests)))
         row = self._free_rows.pop()
         request.row = row
         self._requests[row] = request
         count = len(request.token_ids)
-        tokens = self._tokens[row, :count]
-        tokens[:] = request.token_ids
-        root = oracle.root_of(request.identity, request.request_id, self.weights)
-        identity = request.identity
-        if identity is not None and (identity.media or identity.embeddings):
-            self._extras[row] = oracle.position_extras(identity, self._tokens.shape[1], self.config.block_size)
-        extras = self._extras.get(row)
-        truth, self._sums[row] = oracle.digests_of(tokens, root, None if extras is None else extras[:count])
-        self._truth[row, :count] = truth
-        self._roots[row] = root
+        self._tokens[row, :count] = request.token_ids
+        self._extras[row] = oracle.position_extras(request.identity, self._extras.shape[1], self.config.block_size)
+        self._roots[row] = oracle.root_of(request.identity, request.request_id, self.weights)
         self._known[row] = self._digested[row] = count
+        self._digest_from(row, 0)
         self._copy_tables(request, 0)
         if self.carries_over:
             self._adopt_own(row, request)
@@ -132,15 +124,16 @@ class ModelRunner:
 
     def _go_on_from(self, row: int, start: int) -> None:
         """The row's tokens from `start` on are computed by the weights of now, on top of what others computed."""
+        self._roots[row] = oracle.word("carried over", int(self._truth[row, start - 1]), self.weights)
+        self._digest_from(row, start)
+
+    def _digest_from(self, row: int, start: int) -> None:
+        """Digest the row's tokens from `start` on anew, as if only its root stood before them."""
         end = int(self._digested[row])
-        root = np.uint64(oracle.word("carried over", int(self._truth[row, start - 1]), self.weights))
-        positions = np.arange(start, end, dtype=np.int64)
-        added = oracle.contributions(self._tokens[row, start:end], positions, root)
-        if row in self._extras:
-            added = oracle.mix(added + self._extras[row][start:end])
-        sums = np.cumsum(added, dtype=np.uint64)
-        self._truth[row, start:end] = oracle.mix(sums ^ root)
-        self._roots[row], self._sums[row] = root, sums[-1] if len(sums) else np.uint64(0)
+        truth, self._sums[row] = oracle.digests_of(
+            self._tokens[row, start:end], self._extras[row, start:end], self._roots[row], start
+        )
+        self._truth[row, start:end] = truth
 
     def _copy_tables(self, request: Request, first: int) -> None:
         size = self.config.block_size
@@ -152,24 +145,7 @@ class ModelRunner:
         if request is not None:
             self._past.append((request.request_id, self._truth[row, : self._digested[row]].copy()))
         self._requests[row] = None
-        self._extras.pop(row, None)
         self._free_rows.append(row)
-
-    def _add_rows(self, count: int) -> None:
-        rows = len(self._requests)
-        self._free_rows = list(range(rows + count - 1, rows - 1, -1))
-        self._requests.extend([None] * count)
-
-        def wider(array: npt.NDArray[np.int64], axis: int = 0) -> npt.NDArray[np.int64]:
-            shape = list(array.shape)
-            shape[axis] = count
-            return np.concatenate([array, np.zeros(shape, array.dtype)], axis)
-
-        self._tokens, self._tables = wider(self._tokens), wider(self._tables, 1)
-        self._known, self._digested = wider(self._known), wider(self._digested)
-        self._truth, self._sums, self._roots = (
-            wider(array.view(np.int64)).view(np.uint64) for array in (self._truth, self._sums, self._roots)
-        )
 
     # The forward pass
 
@@ -200,12 +176,8 @@ class ModelRunner:
             rows, positions = rows[fresh], positions[fresh]
         if len(rows):
             roots = self._roots[rows]
-            added = oracle.contributions(self._tokens[rows, positions], positions, roots)
-            for index, row in enumerate(rows.tolist() if self._extras else ()):
-                if row in self._extras:
-                    at = slice(index, index + 1)
-                    added[at] = oracle.mix(added[at] + self._extras[row][positions[at]])
-            sums = self._sums[rows] + added
+            tokens, extras = self._tokens[rows, positions], self._extras[rows, positions]
+            sums = self._sums[rows] + oracle.contributions(tokens, extras, positions, roots)
             self._sums[rows] = sums
             self._truth[rows, positions] = oracle.mix(sums ^ roots)
             self._digested[rows] = positions + 1
@@ -297,12 +269,10 @@ class ModelRunner:
 
     def truth_of(self, request: Request) -> Digests:
         """The digests of all tokens of a request, from its tokens alone."""
-        identity = request.identity
-        extras = None
-        if identity is not None and (identity.media or identity.embeddings):
-            extras = oracle.position_extras(identity, len(request.token_ids), self.config.block_size)
-        root = oracle.root_of(identity, request.request_id, self.weights)
-        return oracle.digests_of(np.array(request.token_ids, np.int64), root, extras)[0]
+        tokens = np.array(request.token_ids, np.int64)
+        extras = oracle.position_extras(request.identity, len(tokens), self.config.block_size)
+        root = oracle.root_of(request.identity, request.request_id, self.weights)
+        return oracle.digests_of(tokens, extras, root)[0]
 
     def explain(self, wrong: WrongRead) -> str:
         """One wrong read in words."""
