@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -30,7 +30,7 @@ MOVED: Final = {
     "kvpact.testkit.vllm_driver": "kvpact.testkit.vllm.driver",
     "kvpact.testkit.vllm_engine": "kvpact.testkit.vllm.engine",
     "kvpact.testkit.vllm_lab": "kvpact.testkit.vllm.harness",
-    "kvpact.testkit.vllm.scenarios": "kvpact.testkit.vllm.scenarios",
+    "kvpact.testkit.vllm_scenarios": "kvpact.testkit.vllm.scenarios",
     "kvpact.testkit.vllm_releases": "kvpact.testkit.vllm.releases",
     "kvpact.testkit.vllm_seams": "kvpact.testkit.vllm.compat",
 }
@@ -54,24 +54,22 @@ class _Redirect(MetaPathFinder, Loader):
 
 def moved_names(package: str, home: str, *names: str) -> Callable[[str], object]:
     """A `__getattr__` for a package that was a module with these names, which are now `home`'s."""
-
-    def find(name: str) -> object:
-        if name not in names:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        warnings.warn(f"{package}.{name} is {home}.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(home), name)
-
-    return find
+    return _found_elsewhere(package, {name: f"{home}.{name}" for name in names})
 
 
 def renamed(module: str, **names: str) -> Callable[[str], object]:
     """A `__getattr__` for a module in which names changed: old name -> new name."""
+    return _found_elsewhere(module, {old: f"{module}.{new}" for old, new in names.items()})
 
+
+def _found_elsewhere(module: str, places: Mapping[str, str]) -> Callable[[str], object]:
     def find(name: str) -> object:
-        if name not in names:
+        if name not in places:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"{module}.{name} is {names[name]} now", DeprecationWarning, stacklevel=2)
-        return getattr(sys.modules[module], names[name])
+        home, _, new = places[name].rpartition(".")
+        shown = new if home == module else places[name]
+        warnings.warn(f"{module}.{name} is {shown} now", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(home), new)
 
     return find
 

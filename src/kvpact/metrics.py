@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 from threading import Lock
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from kvpact.errors import PactViolation
 
@@ -196,12 +196,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._values: Snapshot = {
-            series(metric.name, label): 0
-            for metric in METRICS
-            if metric.kind != "histogram"
-            for label in metric.label_values
-        }
+        self._values: Snapshot = dict.fromkeys([*_KEYS["counter"].values(), *_KEYS["gauge"].values()], 0)
         self._buckets = [0] * (len(STEP_BOUNDS) + 1)
         self._seconds = 0.0
         self._refused: str | None = None
@@ -253,7 +248,7 @@ class Metrics:
 
     def delta(self, since: Mapping[str, float]) -> Snapshot:
         """What was counted since the snapshot `since`; gauges as they are now."""
-        gauges = {series(m.name, label) for m in METRICS if m.kind == "gauge" for label in m.label_values}
+        gauges = set(_KEYS["gauge"].values())
         return {key: now if key in gauges else now - since.get(key, 0) for key, now in self.snapshot().items()}
 
     def check(self) -> None:
@@ -268,21 +263,12 @@ class Metrics:
 
     def expose(self, registry: CollectorRegistry) -> Collector:
         """Show every metric as `kvpact_<name>` in `registry`; return the collector, which `unregister` takes."""
-        from prometheus_client.registry import Collector
-
-        metrics = self
-
-        class PactCollector(Collector):
-            """Reads the counts when Prometheus asks, so that counting costs nothing more."""
-
-            def collect(self) -> Iterator[PrometheusFamily]:
-                return metrics._families()
-
-        collector = PactCollector()
+        collector = cast("Collector", self)  # of which a registry wants nothing but `collect`
         registry.register(collector)
         return collector
 
-    def _families(self) -> Iterator[PrometheusFamily]:
+    def collect(self) -> Iterator[PrometheusFamily]:
+        """All metrics now, for Prometheus: read when it asks, so that counting costs nothing more."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         with self._lock:

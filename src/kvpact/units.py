@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Final
 
-_BYTES_PER_UNIT: Final = {"b": 1} | {
-    f"{letter}{suffix}": base**power
+_BYTES_PER_UNIT: Final = {"b": Fraction(1)} | {
+    f"{letter}{suffix}": Fraction(base**power)
     for power, letter in enumerate("kmgtp", start=1)
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
@@ -30,21 +31,9 @@ def parse_size(value: object) -> int:
         ValueError: not a size; "4G" is refused because tools disagree on what it means.
     """
     right = 'a size such as "4GiB", "500MB" or a number of bytes is needed'
-    if isinstance(value, bool):
+    if isinstance(value, float) and not value.is_integer():  # JSON and TOML may write 4e9
         raise ValueError(right)
-    if isinstance(value, int | float) and math.isfinite(value) and value == int(value) and value >= 0:
-        return int(value)  # JSON and TOML may write 4e9
-    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(right)
-    number, unit = match[1], match[2].lower()
-    if unit and f"{unit}b" in _BYTES_PER_UNIT:
-        letter = unit[0].upper()
-        raise ValueError(f'write "{number}{letter}iB" (1024-based) or "{number}{letter}B" (1000-based)')
-    bytes_per_unit = _BYTES_PER_UNIT.get(unit or "b")
-    if bytes_per_unit is None:
-        raise ValueError(right)
-    return int(Fraction(number) * bytes_per_unit)
+    return int(_parse(value, _BYTES_PER_UNIT, "b", right))
 
 
 def parse_duration(value: object) -> float:
@@ -54,15 +43,21 @@ def parse_duration(value: object) -> float:
         ValueError: not a finite time of 0 or more.
     """
     right = 'a time such as "2s", "50ms", "1m" or a number of seconds is needed'
-    if isinstance(value, bool):
-        raise ValueError(right)
-    if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
-        return float(value)
+    return float(_parse(value, _SECONDS_PER_UNIT, "s", right))
+
+
+def _parse(value: object, units: Mapping[str, Fraction], base: str, right: str) -> Fraction:
+    """The quantity in `base` units; ValueError, which says what is `right`, for anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+        return Fraction(value)
     match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
-    seconds_per_unit = _SECONDS_PER_UNIT.get(match[2].lower() or "s") if match else None
-    if match is None or seconds_per_unit is None:
+    unit = (match[2].lower() or base) if match else ""
+    if match and f"{unit}b" in units:
+        number, letter = match[1], unit[0].upper()
+        raise ValueError(f'write "{number}{letter}iB" (1024-based) or "{number}{letter}B" (1000-based)')
+    if match is None or unit not in units:
         raise ValueError(right)
-    return float(Fraction(match[1]) * seconds_per_unit)
+    return Fraction(match[1]) * units[unit]
 
 
 def format_size(num_bytes: int) -> str:
