@@ -10,6 +10,7 @@ from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from kvpact.contract import num_blocks_for
 from kvpact.engine.block_pool import NULL_BLOCK, BlockPool
 from kvpact.engine.config import EngineConfig, KVCacheGroup
 from kvpact.engine.oracle import position_extras
@@ -68,11 +69,8 @@ class KVCacheManager:
             return self._no_hit
         hashes = self.extend_hashes(request)
         limit = (len(request.token_ids) - 1) // self.block_size
-        for group_id, group in enumerate(self.groups):
-            if group.sliding_window is None:
-                limit = self._unbroken(hashes, group_id, limit)
         while limit > 0:
-            shorter = min(self._windowed(hashes, g, group, limit) for g, group in enumerate(self.groups))
+            shorter = min(self._longest(hashes, g, group, limit) for g, group in enumerate(self.groups))
             if shorter == limit:
                 break
             limit = shorter
@@ -85,19 +83,11 @@ class KVCacheManager:
             blocks.append((NULL_BLOCK,) * first + tuple(block for block in found if block is not None))
         return LocalHit(limit * self.block_size, tuple(blocks))
 
-    def _unbroken(self, hashes: list[bytes], group_id: int, limit: int) -> int:
-        for block in range(limit):
-            if self.pool.find(hashes[block], group_id) is None:
-                return block
-        return limit
-
-    def _windowed(self, hashes: list[bytes], group_id: int, group: KVCacheGroup, limit: int) -> int:
-        """The longest hit of at most `limit` blocks that this group may allow: `limit` if its window there is held."""
-        first = group.first_live_token(limit * self.block_size) // self.block_size
-        for block in range(limit - 1, first - 1, -1):
-            if self.pool.find(hashes[block], group_id) is None:
-                return block
-        return limit
+    def _longest(self, hashes: list[bytes], group_id: int, group: KVCacheGroup, limit: int) -> int:
+        """The longest hit of at most `limit` blocks that this group may allow: `limit` if it holds all it reads."""
+        needed = range(group.first_live_token(limit * self.block_size) // self.block_size, limit)
+        order = needed if group.sliding_window is None else reversed(needed)
+        return next((block for block in order if self.pool.find(hashes[block], group_id) is None), limit)
 
     # Allocation
 
@@ -109,7 +99,7 @@ class KVCacheManager:
         """
         size = self.block_size
         first_live = [group.first_live_token(live_position) // size for group in self.groups]
-        total = -(-num_tokens // size)
+        total = num_blocks_for(num_tokens, size)
         adopted = [
             [NULL_BLOCK if index < first else block for index, block in enumerate(blocks)]
             for blocks, first in zip(hit.blocks, first_live, strict=True)

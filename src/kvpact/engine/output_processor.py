@@ -38,17 +38,13 @@ class ResultIntake:
             return finished
         if scheduler.late_commits:
             scheduler.commit_late()
-        everything = range(len(sampled))
-        certain = [i for i in everything if output.requests[i].request_id not in scheduler.loads]
+        certain: list[int] = []
         if scheduler.quirks.finishes_before_report:
-            self._apply(output, sampled, certain, finished)
+            certain = [i for i, request in enumerate(output.requests) if request.request_id not in scheduler.loads]
+        self._apply(output, sampled, certain, finished)
         for settlement in scheduler.cache.apply_report(report):
             self._settle(settlement)
-        if scheduler.quirks.finishes_before_report:
-            everything_else = sorted(set(everything) - set(certain))
-            self._apply(output, sampled, everything_else, finished)
-        else:
-            self._apply(output, sampled, everything, finished)
+        self._apply(output, sampled, sorted(set(range(len(sampled))).difference(certain)), finished)
         return finished
 
     def _apply(

@@ -312,7 +312,7 @@ class Scheduler:
         hit, external = self._rewrite(request, hit, match)
         local, asynchronous = hit.num_tokens, match.load_kv_async and external > 0
         known = len(request.token_ids)
-        if self._waits_for_encoder(request):
+        if request.encoder_ready_step > self.step:
             return self._decline(request, match, "encoder transfer", Admission.SKIPPED)
         tokens = 0
         if not asynchronous:
@@ -402,9 +402,6 @@ class Scheduler:
         if hit.num_tokens + external <= quirks.drops_hit_within_tokens:
             return LocalHit(0, tuple(() for _ in hit.blocks)), 0
         return hit, external
-
-    def _waits_for_encoder(self, request: Request) -> bool:
-        return request.encoder_ready_step > self.step
 
     def _obstacle(self, request: Request, tokens: int, budget: int) -> str | None:
         quirks = self.quirks
