@@ -250,6 +250,72 @@ def test_files_and_classes_are_small_and_the_exceptions_only_shrink() -> None:
     print(f"larger than others: {too_large}")
 
 
+FOR_TESTS = re.compile(r"(^|_)(tests?|testing|fakes?|faults?|mocks?|debug|pretend|simulated?)(_|$)")
+"""Names of parameters and fields that only a test would set."""
+
+THERE_FOR_TESTS: set[str] = set()
+"""Those that are left. May only shrink."""
+
+
+def test_the_product_has_no_parameter_for_tests() -> None:
+    found = set()
+    for module, path in modules().items():
+        if module.split(".")[0] in {"testkit", "demo"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.Lambda):
+                names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names = [node.target.id]
+            else:
+                continue
+            found |= {f"{module}: {name}" for name in names if FOR_TESTS.search(name)}
+    assert found == THERE_FOR_TESTS
+
+
+HAVE_CHECK = {
+    "cache.cache.PactCache",
+    "cache.lazy_offload.LazyOffload",
+    "cache.ledger.Ledger",
+    "engine.block_pool.BlockPool",
+    "engine.engine.Engine",
+    "engine.reference.ReferenceCache",
+    "index.block_index.BlockIndex",
+}
+"""Classes whose structures must agree with one another: `check` says whether they do."""
+
+CHECKED_ELSEWHERE = {
+    "engine.scheduler.Scheduler": "Engine.check verifies its queues and loads",
+    "engine.simulated_worker.SimulatedWorker": "does what it is told, wrong things included; the caches are checked",
+    "engine.v1_connector.V1ConnectorWorker": "what it keeps is the connector's, which nobody can look into",
+}
+"""Classes with as many structures and without `check`, and why. May only shrink."""
+
+MANY_STRUCTURES = 4
+GROWING = {"Counter", "OrderedDict", "defaultdict", "deque", "dict", "list", "set"}
+
+
+def grows(value: ast.expr | None) -> bool:
+    """Whether the expression makes something that is filled later."""
+    is_made = isinstance(value, ast.Call) and ast.unparse(value.func) in GROWING
+    return is_made or isinstance(value, ast.Dict | ast.List | ast.Set)
+
+
+def test_every_class_whose_structures_must_agree_can_check_that_they_do() -> None:
+    checked, many = set(), set()
+    for module, path in modules().items():
+        if module.split(".")[0] not in {"cache", "engine", "index", "memory"}:
+            continue
+        for owner in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+            methods = {part.name: part for part in owner.body if isinstance(part, ast.FunctionDef)}
+            body = ast.walk(methods["__init__"]) if "__init__" in methods else ()
+            made = sum(isinstance(node, ast.Assign | ast.AnnAssign) and grows(node.value) for node in body)
+            checked |= {f"{module}.{owner.name}"} if "check" in methods else set()
+            many |= {f"{module}.{owner.name}"} if made >= MANY_STRUCTURES else set()
+    assert checked >= HAVE_CHECK
+    assert many - checked == CHECKED_ELSEWHERE.keys()
+
+
 READS_THE_CLOCK = {
     "cache.turns",
     "vllm.base_weights",

@@ -6,7 +6,7 @@ for use: it knows no lower tier.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -31,7 +31,7 @@ from kvpact.engine.config import EngineConfig
 from kvpact.engine.engine import Engine
 from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.simulated_worker import ByteSegment, Job, JobBehavior, SimulatedWorker
-from kvpact.errors import ConfigError
+from kvpact.errors import ConfigError, PactViolation
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.ranges import RangeSet
@@ -81,6 +81,7 @@ class ReferenceCache(ExternalCache):
         self, block_size: int, num_slots: int, *, num_ranks: int = 1, num_groups: int = 1, asynchronous: bool = True
     ) -> None:
         self.entries: OrderedDict[EntryKey, Entry] = OrderedDict()
+        self._num_slots = num_slots
         self.free_slots = list(range(num_slots))
         self.plans: dict[str, ReferencePlan] = {}
         self.loading: dict[str, ReferencePlan] = {}
@@ -363,6 +364,18 @@ class ReferenceCache(ExternalCache):
     def has_pending_work(self) -> bool:
         """While blocks are copied out."""
         return bool(self._saves or self.loading or self.late)
+
+    def check(self) -> None:
+        """Verify that each slot is free or one block's, and each hold a plan's or a save's; raises PactViolation."""
+        plans = (*self.plans.values(), *self.loading.values(), *self.late)
+        held = [entry for plan in plans for block in plan.entries for entry in block]
+        held += [entry for _, _, saved in self._saves.values() for _, entry in saved]
+        holds = Counter(map(id, held))
+        known = {id(entry): entry for entry in (*self.entries.values(), *held)}
+        if sorted([*self.free_slots, *(entry.slot for entry in known.values())]) != list(range(self._num_slots)):
+            raise PactViolation(f"slots do not add up: {sorted(self.free_slots)} are free, {self.entries} are in use")
+        if wrong := [entry for name, entry in known.items() if entry.holds != holds[name]]:
+            raise PactViolation(f"blocks are not held by as many plans and saves as they count: {wrong}")
 
     def set_weights_version(self, version: str) -> None:
         """See `ExternalCache`; what was stored since the reset stays, for there is no store to share."""

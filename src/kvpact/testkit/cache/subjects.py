@@ -213,4 +213,4 @@ def reference_cache(place: CacheContext, *, asynchronous: bool = True) -> CacheU
         holds = sum(entry.holds for entry in cache.entries.values())
         return {"plans": len(cache.plans), "loads": len(cache.loading), "holds": holds}
 
-    return CacheUnderTest(cache, held=held)
+    return CacheUnderTest(cache, held=held, check=cache.check)
