@@ -1,4 +1,4 @@
-"""The embedded engine: the contract made executable, with an oracle in the place of the model.
+"""The embedded engine: the contract made executable, with an oracle instead of a model.
 
 A small engine in the shape of vLLM's V1: requests, a block pool with prefix caching, a scheduler, simulated ranks. It
 calls the cache as `contract.py` says, or as a stock vLLM release would (`EngineQuirks`). Needs numpy only.

@@ -1,7 +1,7 @@
-"""The engine's KV blocks: who holds them, which are published for reuse, and which is given away next.
+"""The engine's KV blocks: references, blocks published for reuse, and the order of eviction.
 
-Owns reference counts, the free queue in eviction order and the published hashes. Never looks at tokens or at what is
-written in a block.
+Owns reference counts, the free queue in eviction order and the published hashes. Never reads tokens or
+a block's content.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from kvpact.contract import KVCacheBlockView
 from kvpact.errors import PactViolation
 
 NULL_BLOCK = 0
-"""Stands in a block table where a block is not needed (out of a sliding window). Never written, read or given away."""
+"""The entry of a block table where no block is needed (out of a sliding window). Never written, read or allocated."""
 
 
 class BlockPool:
     """`num_blocks` blocks, the null block included, shared by `num_groups` KV cache groups.
 
-    A block with references is in use; without, it waits in the free queue, still published, until it is given away.
+    A block with references is in use. Without references it is in the free queue, still published, until it is
+    allocated again.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
@@ -37,10 +38,10 @@ class BlockPool:
         self.num_free = num_blocks - 1
         self.evictions = 0
 
-    # Taking and giving back
+    # References
 
     def allocate(self, count: int, group_id: int) -> list[int]:
-        """Take `count` blocks from the head of the free queue; what was published in them is forgotten."""
+        """Take `count` blocks from the head of the free queue and unpublish them."""
         if count > self.num_free:
             raise PactViolation(f"{count} blocks wanted, {self.num_free} are free; ask for no more than `num_free`")
         taken = []
@@ -56,15 +57,15 @@ class BlockPool:
         return taken
 
     def touch(self, block: int) -> None:
-        """One more reference; a free block leaves the free queue with what is in it."""
+        """Add a reference; a free block leaves the free queue and keeps its content."""
         if block != NULL_BLOCK:
             if self.ref_count[block] == 0:
                 self._unlink(block)
             self.ref_count[block] += 1
 
     def free(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
-        """One reference less; blocks without any go to the queue's tail in the order given: the first is evicted
-        first. With `evict_first` they go to its head, in the same order."""
+        """Drop a reference of each block. Blocks without references go to the queue's tail in the order given: the
+        first is evicted first. With `evict_first` they go to its head, in the same order."""
         place = self._sentinel if evict_first else None
         for block in blocks:
             if block == NULL_BLOCK:
@@ -83,7 +84,7 @@ class BlockPool:
         return self.published[group_id].get(block_hash)
 
     def publish(self, block: int, block_hash: bytes) -> bool:
-        """Offer a block in use for reuse. False if another block has the hash already: this one stays private."""
+        """Offer a block in use for reuse. False if another block has the hash already: this one is not published."""
         owner = self.published[self.group_of[block]].setdefault(block_hash, block)
         if owner == block:
             if self.block_hash[block] not in (None, block_hash):
@@ -92,14 +93,14 @@ class BlockPool:
         return owner == block
 
     def unpublish(self, block: int) -> None:
-        """Take the offer back; harmless if there is none."""
+        """Withdraw a block from reuse. Does nothing for a block that is not published."""
         block_hash = self.block_hash[block]
         if block_hash is not None:
             del self.published[self.group_of[block]][block_hash]
             self.block_hash[block] = None
 
     def unpublish_all(self) -> None:
-        """Nothing is reused from now on."""
+        """Withdraw all blocks from reuse."""
         for published in self.published:
             for block in published.values():
                 self.block_hash[block] = None
@@ -108,7 +109,7 @@ class BlockPool:
     # The free queue
 
     def view(self, block: int) -> KVCacheBlockView:
-        """The block as a connector may see it. Raises PactViolation for a block that is not there."""
+        """The block as a connector may see it. Raises PactViolation for an unknown block id."""
         if not 0 <= block < self.num_blocks:
             raise no_such_block(block, self.num_blocks)
         return KVCacheBlockView(
@@ -116,14 +117,14 @@ class BlockPool:
         )
 
     def is_free(self, block: int) -> bool:
-        """Whether the block waits in the free queue."""
+        """Whether the block is in the free queue."""
         return block != NULL_BLOCK and self.ref_count[block] == 0
 
     def iter_free(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
-        """The free queue from its head, or from behind `after_block`, in eviction order.
+        """The free queue in eviction order, from its head or from the block after `after_block`.
 
-        Blocks may come and go while iterating, except the one handed out last: it is the cursor. If it left the queue,
-        even if it is back at the tail, there is no place to go on from, and the next step raises PactViolation.
+        The queue may change while a caller iterates, except for the block returned last: it is the cursor. If that
+        block left the queue, even if it is back at the tail, the next step raises PactViolation.
         """
         if after_block is None:
             cursor = self._sentinel
@@ -145,23 +146,24 @@ class BlockPool:
             yield self.view(cursor)
 
     def _insert(self, block: int, before: int) -> None:
-        """Put the block into the queue, behind `before`."""
-        behind = self._next[before]
+        """Insert the block into the queue after `before`."""
+        after = self._next[before]
         self._next[before] = block
         self._previous[block] = before
-        self._next[block] = behind
-        self._previous[behind] = block
+        self._next[block] = after
+        self._previous[after] = block
         self._entries[block] += 1
         self.num_free += 1
 
     def _unlink(self, block: int) -> None:
-        before, behind = self._previous[block], self._next[block]
-        self._next[before] = behind
-        self._previous[behind] = before
+        before, after = self._previous[block], self._next[block]
+        self._next[before] = after
+        self._previous[after] = before
         self.num_free -= 1
 
     def check(self, references: dict[int, int]) -> None:
-        """Verify the pool against `references`, how many each block has by its holders' own account; PactViolation."""
+        """Verify the pool against `references`: block id -> references that its holders know of. Raises
+        PactViolation."""
         walked = [view.block_id for view in self.iter_free()]
         if len(walked) != self.num_free or len(set(walked)) != len(walked):
             raise PactViolation(f"the free queue has {len(walked)} entries, {self.num_free} blocks are counted as free")

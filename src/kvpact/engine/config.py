@@ -1,4 +1,4 @@
-"""What an embedded engine is made of: sizes, groups and policies. Owns no behaviour."""
+"""The configuration of an embedded engine: sizes, groups and policies. Owns no behaviour."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes are in tokens and blocks. `num_blocks` counts the null block, which no request gets.
+    """Sizes are in tokens and blocks. `num_blocks` includes the null block, which no request gets.
 
-    `oracle` says how much each step's attention reads check: "full" all tokens of all scheduled requests, "incremental"
-    all tokens of requests that start, resume or received external tokens, and of the others what the step before wrote
-    (and all tokens again when they finish). `on_violation` "record" keeps going with wrong outputs, as a real engine
-    would.
+    `oracle` decides what each step checks: "full" all tokens of all scheduled requests; "incremental" all tokens of
+    requests that start, resume or received external tokens, of other requests what the previous step wrote, and all
+    tokens of a request again when it finishes. With `on_violation` "record" the engine continues with wrong outputs, as
+    a real engine would.
     """
 
     num_blocks: int = 256

@@ -1,7 +1,7 @@
-"""The scheduler's block pool and queues as a connector may see them (`contract.SchedulerContext`).
+"""The scheduler's block pool and queues as connectors see them (`contract.SchedulerContext`).
 
-Owns what connectors hold by `touch`, apart from what requests hold, so that misuse is an error with a message and a
-leak has an owner. Never hands out the engine's own structures.
+Counts the references that connectors take by `touch` apart from those of requests, so that misuse raises an error and
+a leak has an owner. Never hands out the engine's own structures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EngineContext:
 
     @property
     def held(self) -> Mapping[int, int]:
-        """Block id -> how many times it is held through this context."""
+        """Block id -> references taken through this context."""
         return self._holds.counts
 
     def get_block(self, block_id: int) -> KVCacheBlockView:

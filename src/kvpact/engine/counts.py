@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Counts since the engine began; tokens unless a name says otherwise.
+    """Counts since the engine was made, in tokens unless the name has another unit.
 
-    `promised >= committed >= loaded` holds over all matches; `external_hits` are tokens that requests really skipped,
-    those of the worker's hook included (P7).
+    `promised >= committed >= loaded` holds over all matches (P7). `external_hits` are tokens that requests skipped,
+    those that workers supplied in `before_update_states` included.
     """
 
     steps: int = 0
@@ -27,9 +27,9 @@ class EngineCounts:
     loaded: int = 0
     failed: int = 0
     aborts: Counter[str] = field(default_factory=Counter)
-    """Aborts told to the cache, by reason."""
+    """Calls of `abort_external_match`, by reason."""
     declined: Counter[str] = field(default_factory=Counter)
-    """Matches that were not used, by what stood in their way, told to the cache or not."""
+    """Matches that were not used, by obstacle, whether or not the cache was called."""
     hook_hits: int = 0
     preemptions: int = 0
     failed_loads: int = 0

@@ -1,7 +1,6 @@
-"""The embedded engine: scheduler, ranks and cache joined into steps, with the oracle watching.
+"""The embedded engine: runs scheduler, ranks and cache step by step and checks every read with the oracle.
 
-Owns the order of calls within a step and the verdict on what attention read. Decides nothing that the scheduler
-decides.
+Owns the order of calls within a step and decides which wrong reads count. Takes no scheduling decision.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvpact.engine.context import EngineContext
 from kvpact.engine.counts import EngineCounts
 from kvpact.engine.oracle import Digests, OracleViolation, WrongRead
 from kvpact.engine.output import SchedulerOutput
-from kvpact.engine.output_processor import ResultIntake
+from kvpact.engine.output_processor import OutputProcessor
 from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.request import Request
 from kvpact.engine.runner import ModelRunner
@@ -38,8 +37,7 @@ def _first_group(request: Request) -> Sequence[int]:
 
 
 class StepClock:
-    """Seconds that pass with the engine's steps and never otherwise; give the same one to a cache that wants a
-    clock."""
+    """Seconds that advance with the engine's steps only; pass the same object to a cache that needs a clock."""
 
     def __init__(self, seconds_per_step: float = 0.01) -> None:
         self.seconds_per_step = seconds_per_step
@@ -51,7 +49,7 @@ class StepClock:
 
 
 class Engine:
-    """Requests in, tokens out, one `step` at a time. `workers` are the cache's, one a rank, in rank order."""
+    """Requests in, tokens out, one `step` at a time. `workers` are the cache's, one per rank, in rank order."""
 
     def __init__(
         self,
@@ -72,9 +70,9 @@ class Engine:
         self.context = EngineContext(self.scheduler)
         self.finished: dict[str, Request] = {}
         self.recorded: list[str] = []
-        """Wrong reads in words, where `on_violation` is "record"."""
+        """Descriptions of wrong reads, with `on_violation` "record"."""
         incremental = self.config.oracle == "incremental"
-        self._intake = ResultIntake(self.scheduler, self._check_whole if incremental else None)
+        self._processor = OutputProcessor(self.scheduler, self._check_whole if incremental else None)
         self._executed: deque[Executed] = deque()
         self._arrivals: list[tuple[int, int, Request]] = []
         self._added = 0
@@ -92,7 +90,7 @@ class Engine:
     # Requests
 
     def add_request(self, request: Request) -> Request:
-        """Queue a request now, or in its `arrival_step`."""
+        """Queue a request now, or in step `arrival_step`."""
         if request.arrival_step > self.scheduler.step:
             heapq.heappush(self._arrivals, (request.arrival_step, self._added, request))
             self._added += 1
@@ -101,18 +99,18 @@ class Engine:
         return request
 
     def cancel(self, request_id: str) -> bool:
-        """End a request in any state; False if it is not alive."""
+        """End a request in any state; returns False if no such request is alive."""
         return self.scheduler.cancel(request_id)
 
     def reset(self) -> None:
-        """Reset all prefix caches, the external one too; running requests begin anew. See `Scheduler.reset`."""
+        """Reset all prefix caches, the external one too; running requests restart. See `Scheduler.reset`."""
         self.reset_prefix_cache(reset_connector=True, reset_running_requests=True)
 
     def reset_prefix_cache(self, *, reset_connector: bool = False, reset_running_requests: bool = False) -> bool:
-        """As vLLM's: the engine's own published blocks are forgotten, unless somebody holds a block; False then.
+        """As vLLM's: unpublish the engine's blocks, unless a block is in use; returns whether they were unpublished.
 
-        With `reset_connector` the external cache is reset in either case: requests that run then go on with what is in
-        their blocks. With `reset_running_requests` they are preempted and begin anew, and all blocks are forgotten.
+        With `reset_connector` the external cache is reset in either case; running requests continue with the content of
+        their blocks. With `reset_running_requests` they are preempted and restart, and all blocks are unpublished.
         """
         if reset_running_requests:
             self._drain()
@@ -128,19 +126,19 @@ class Engine:
         return emptied
 
     def reset_connector(self) -> None:
-        """Reset the external cache and nothing else: the engine and its requests go on with what they have."""
+        """Reset the external cache only: the engine's blocks and requests stay as they are."""
         if self.scheduler.late_commits:
-            self._drain()  # a match is committed before the cache that promised it is reset
+            self._drain()  # commit a match before the cache that promised it is reset
         if self.cache is not None:
             self.cache.reset()
 
     def update_weights(self, weights: int | None = None, *, clear_cache: bool = True) -> None:
-        """Put other weights in place between two steps, by default ones never seen, and reset the external cache.
+        """Install other weights between two steps, by default weights never used before, and reset the external cache.
 
         From now on nothing computed before may come from the external cache (H32). Without `clear_cache` running
-        requests go on with the keys and values in their blocks, and the engine's own prefix cache stays: that is the
-        engine's own business. Raises ConfigError for that with several KV cache groups: their blocks may be of
-        different weights, and the oracle has one truth for a token.
+        requests keep the keys and values in their blocks, and the engine's own prefix cache stays. With several KV
+        cache groups that raises ConfigError: their blocks may be of different weights, and the oracle knows one value
+        for each token.
         """
         if not clear_cache and len(self.config.groups) > 1:
             raise ConfigError(f"{len(self.config.groups)} KV cache groups: weights change with cleared caches only")
@@ -151,34 +149,34 @@ class Engine:
             self.reset_connector()
 
     def change_weights(self, weights: int) -> None:
-        """Put other weights in place between two steps; nobody is told."""
+        """Install other weights between two steps without notifying the cache."""
         self.scheduler.keep_what_is_there()
         self.runner.change_weights(weights)
 
     def pause(self) -> None:
-        """Admit nobody until `unpause`."""
+        """Admit no requests until `unpause`."""
         self.scheduler.paused = True
 
     def unpause(self) -> None:
-        """Admit again."""
+        """Admit requests again."""
         self.scheduler.paused = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is alive or to come, a load is under way, or the cache wants to be stepped."""
+        """Whether a request is alive or expected, a load is under way, or the cache needs another step."""
         pending = self.cache is not None and self.cache.has_pending_work
         return bool(self.scheduler.has_work or self._arrivals or pending or self.has_executed)
 
     @property
     def has_executed(self) -> bool:
-        """Whether a step with requests in it is executed and not taken in."""
+        """Whether a step with requests was executed and its results are not applied yet."""
         return any(step[0].requests for step in self._executed)
 
     # Steps
 
     def step(self) -> list[Request]:
-        """Schedule, execute and take in one step (with asynchronous scheduling: the one before); returns what it
-        finished.
+        """Schedule and execute one step and apply its results (with asynchronous scheduling: those of the step before);
+        returns the requests that finished.
 
         Raises OracleViolation for a wrong read whose result would have counted, PactViolation for a broken contract.
         """
@@ -192,12 +190,12 @@ class Engine:
         self._executed.append(self._execute(output))
         finished: list[Request] = []
         if len(self._executed) > self.quirks.async_scheduling:
-            finished = self._take_in()
+            finished = self._process()
         return finished
 
     def run(self, requests: Iterable[Request] = (), max_steps: int = 10_000) -> dict[str, Request]:
-        """Step until nothing is left to do; all requests finished so far by id. Raises PactViolation beyond
-        `max_steps`."""
+        """Step until no work is left; returns all finished requests by id. Raises PactViolation after `max_steps`
+        steps."""
         for request in requests:
             self.add_request(request)
         for _ in range(max_steps):
@@ -239,9 +237,9 @@ class Engine:
             report = report.aggregate(worker.report())
         return output, sampled, report, wrong_reads
 
-    def _take_in(self) -> list[Request]:
+    def _process(self) -> list[Request]:
         output, sampled, report, wrong_reads = self._executed.popleft()
-        finished = self._intake.take_in(output, sampled, report)
+        finished = self._processor.process(output, sampled, report)
         for request in finished:
             self.finished[request.request_id] = request
         if wrong_reads or self.runner.wrong_reads:
@@ -250,16 +248,17 @@ class Engine:
 
     def _drain(self) -> None:
         while self._executed:
-            self._take_in()
+            self._process()
 
-    # The oracle's verdict
+    # The oracle
 
     def _check_whole(self, request: Request) -> None:
         rows, ends = np.array([request.row]), np.array([request.num_computed_tokens])
         self.runner.check_rows(rows, ends - 1, ends)
 
     def _judge(self, wrong_reads: list[WrongRead]) -> None:
-        """A wrong read does not count if the step's report named its load as failed: the result was voided."""
+        """Raise or record wrong reads. One does not count if the report named its load as failed: its result is
+        void."""
         wrong_reads += self.runner.wrong_reads
         self.runner.wrong_reads = []
         for wrong in wrong_reads:
@@ -296,7 +295,7 @@ class Engine:
         self._check_published()
 
     def _check_published(self) -> None:
-        """P8: what is offered for reuse is valid, on all ranks."""
+        """P8: every published block is valid on all ranks."""
         runner, size = self.runner, self.config.block_size
         truths: dict[int, Digests] = {}
         for group, published in enumerate(self.scheduler.kv.pool.published):
@@ -320,7 +319,7 @@ class Engine:
                     raise OracleViolation(f"P8: a published block is not valid: {runner.explain(read)}")
 
     def check_nothing_held(self) -> None:
-        """P1 at rest: no request, no load, no hold, all blocks free. Raises PactViolation naming what is left."""
+        """P1 at rest: no request, no load, no reference, all blocks free. Raises PactViolation naming what is left."""
         left = [*self.scheduler.requests, *self.scheduler.loads]
         if left or self.context.held or self.scheduler.kv.pool.num_free != self.config.num_blocks - 1:
             raise PactViolation(
@@ -330,7 +329,7 @@ class Engine:
         self.check()
 
     def shutdown(self) -> None:
-        """Take in what is executed, and end the cache and its workers."""
+        """Apply the results of executed steps, and shut down the cache and its workers."""
         self._drain()
         for worker in self.workers:
             worker.shutdown()

@@ -1,7 +1,7 @@
 """Block tables of requests: local prefix hits, allocation over KV cache groups, publication, sliding windows.
 
-Owns which blocks a request holds and when one is offered for reuse. Never decides who is scheduled, and never publishes
-more than the scheduler calls valid.
+Owns the blocks of each request and when they are published. Never decides which request is scheduled, and publishes at
+most what the scheduler calls valid.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class KVCacheManager:
         self._hash_seed = config.hash_seed
         self._no_hit = LocalHit(0, tuple(() for _ in config.groups))
         self.publishers: dict[int, tuple[Request, int]] = {}
-        """Whose block, and which of its blocks, is published: the oracle's word for what must be in it."""
+        """Published block id -> request and block index: from these the oracle knows what the block must hold."""
 
     # Names
 
     def extend_hashes(self, request: Request) -> list[bytes]:
-        """The engine's own names of the request's full blocks; opaque, and different for every `hash_seed`."""
+        """The engine's own hashes of the request's full blocks; opaque, and different for every `hash_seed`."""
         size, hashes, tokens = self.block_size, request.block_hashes, request.token_ids
         for block in range(len(hashes), len(tokens) // size):
             if hashes:
@@ -64,7 +64,7 @@ class KVCacheManager:
     # Hits
 
     def find_hit(self, request: Request) -> LocalHit:
-        """The longest prefix that all groups hold, without the last token; nothing is held yet."""
+        """The longest prefix that all groups have, without the last token. Takes no references."""
         if not self._prefix_caching:
             return self._no_hit
         hashes = self.extend_hashes(request)
@@ -84,7 +84,7 @@ class KVCacheManager:
         return LocalHit(limit * self.block_size, tuple(blocks))
 
     def _longest(self, hashes: list[bytes], group_id: int, group: KVCacheGroup, limit: int) -> int:
-        """The longest hit of at most `limit` blocks that this group may allow: `limit` if it holds all it reads."""
+        """The group's longest hit of at most `limit` blocks: `limit` if it has all blocks that it reads there."""
         needed = range(group.first_live_token(limit * self.block_size) // self.block_size, limit)
         order = needed if group.sliding_window is None else reversed(needed)
         return next((block for block in order if self.pool.find(hashes[block], group_id) is None), limit)
@@ -92,10 +92,11 @@ class KVCacheManager:
     # Allocation
 
     def admit(self, request: Request, hit: LocalHit, num_tokens: int, live_position: int, keep_free: int = 0) -> bool:
-        """Give the request the hit's blocks and new ones up to `num_tokens`; False, and nothing changed, without room.
+        """Give the request the hit's blocks and new ones up to `num_tokens`; without room returns False, changing
+        nothing.
 
-        Sliding-window groups get no blocks that the query at `live_position` and later ones do not read. `keep_free`
-        blocks must be left in the pool.
+        Sliding-window groups get only blocks that the query at `live_position` or a later one reads. At least
+        `keep_free` blocks stay in the pool.
         """
         size = self.block_size
         first_live = [group.first_live_token(live_position) // size for group in self.groups]
@@ -122,8 +123,8 @@ class KVCacheManager:
         return True
 
     def grow(self, request: Request, num_tokens: int, keep_free: int = 0) -> bool:
-        """Add blocks up to `num_tokens`; False, and nothing changed, without room. Dead window blocks are given back
-        first."""
+        """Add blocks up to `num_tokens`; without room returns False, changing nothing. Frees blocks out of the
+        window first."""
         if self.has_windows:
             self.free_out_of_window(request, request.num_computed_tokens)
         missing = -(-(num_tokens - request.capacity) // self.block_size)
@@ -136,7 +137,7 @@ class KVCacheManager:
         return True
 
     def free_out_of_window(self, request: Request, position: int) -> None:
-        """Give back blocks that no query from `position` on reads."""
+        """Free blocks that no query at `position` or later reads."""
         for group, blocks in zip(self.groups, request.block_ids, strict=True):
             dead = []
             for index in range(group.first_live_token(position) // self.block_size - 1, -1, -1):
@@ -148,7 +149,7 @@ class KVCacheManager:
                 self.pool.free(dead)
 
     def free(self, request: Request) -> None:
-        """Give back everything, the end of the request first: it is evicted first."""
+        """Free all of the request's blocks, the last one first: it is evicted first."""
         for blocks in request.block_ids:
             self.pool.free(blocks[::-1])
         request.block_ids = []
@@ -158,8 +159,7 @@ class KVCacheManager:
     # Publication
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Offer the request's full blocks up to `num_tokens` for reuse: the caller knows them to be valid on all
-        ranks."""
+        """Publish the request's full blocks up to `num_tokens`; the caller knows that they are valid on all ranks."""
         if self._prefix_caching:
             hashes = self.extend_hashes(request)
             end = min(num_tokens // self.block_size, len(hashes))
@@ -172,7 +172,7 @@ class KVCacheManager:
         request.publish_at = (num_tokens // self.block_size + 1) * self.block_size
 
     def unpublish_from(self, request: Request, block: int) -> None:
-        """Take back the offer of the request's blocks from `block` on."""
+        """Unpublish the request's blocks from `block` on."""
         for blocks in request.block_ids:
             for block_id in blocks[block:]:
                 self.pool.unpublish(block_id)

@@ -1,6 +1,6 @@
-"""Several caches behind one engine: the longest match wins, the others are told at once that they lost.
+"""Several caches for one engine: the longest match is used, and the other caches' matches are aborted at once.
 
-Owns the choice and the numbering of jobs over caches. Never holds anything itself: each cache keeps its own pact.
+Owns the choice and the numbering of jobs over caches. Has no blocks and no plans: each cache keeps its own.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class MultiCache(ExternalCache):
             raise ConfigError("a MultiCache needs at least one cache")
         self.caches = tuple(caches)
         self._winners: dict[str, tuple[int, int]] = {}
-        """Request id -> which cache its open match is of, and from which token on."""
+        """Request id -> index of the cache whose match is open, and the token at which the match starts."""
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """See `ExternalCache`. While one cache says "ask again later", so does this one; the others keep their
-        plans."""
+        """See `ExternalCache`. As long as one cache answers "ask again later", so does this one; the others
+        keep their plans."""
         index, start = self._winners.get(request.request_id, (0, -1))
         if start == num_computed_tokens:
             match = self.caches[index].prepare_external_match(request, num_computed_tokens)
@@ -139,7 +139,7 @@ class MultiCache(ExternalCache):
             cache.reset()
 
     def set_weights_version(self, version: str) -> None:
-        """See `ExternalCache`: refused if any cache refuses it; the others are told all the same."""
+        """See `ExternalCache`: refused if any cache refuses it, after all caches were called."""
         refused = None
         for cache in self.caches:
             try:
@@ -151,12 +151,12 @@ class MultiCache(ExternalCache):
 
     @property
     def supports_kv_cache_groups(self) -> bool:
-        """If all caches do."""
+        """Whether all caches do."""
         return all(cache.supports_kv_cache_groups for cache in self.caches)
 
     @property
     def has_pending_work(self) -> bool:
-        """If a cache has."""
+        """Whether a cache has."""
         return any(cache.has_pending_work for cache in self.caches)
 
     def shutdown(self) -> None:
@@ -173,7 +173,7 @@ def _choice(match: ExternalKVMatch) -> tuple[int, ExternalKVMatch]:
 
 
 class MultiWorker(ExternalCacheWorker):
-    """One rank's half: hands each worker its jobs, under the numbers that its cache gave them."""
+    """One rank's half: gives each worker its jobs, with the numbers that its cache assigned."""
 
     def __init__(self, workers: Sequence[ExternalCacheWorker]) -> None:
         self.workers = tuple(workers)
@@ -184,7 +184,7 @@ class MultiWorker(ExternalCacheWorker):
             worker.register_kv_caches(kv_caches)
 
     def before_update_states(self, scheduler_output: object) -> Mapping[str, int]:
-        """See `ExternalCacheWorker`; where several supply tokens of a request, the most."""
+        """See `ExternalCacheWorker`; where several workers supply tokens of a request, the largest number."""
         hits: dict[str, int] = {}
         for worker in self.workers:
             for request_id, hit in worker.before_update_states(scheduler_output).items():

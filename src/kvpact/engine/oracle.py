@@ -1,7 +1,8 @@
 """The oracle: what every KV slot must hold, as a digest of exactly the tokens, position and prefix it belongs to.
 
-Owns the digests and the words for a wrong one. Each token's digest covers all tokens before it, adapter, salt, media
-and the weights; each rank, layer and group stores it under a mask of its own, so no two of them are interchangeable.
+Owns the digests and the description of a wrong one. Each token's digest covers all tokens before it, adapter, salt,
+media and the weights; each rank, layer and group stores it under a mask of its own, so no two of them are
+interchangeable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 class OracleViolation(PactViolation):
-    """An attention read found something else than what belongs there."""
+    """An attention read did not find the digest that belongs there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,15 @@ def word(*parts: object) -> int:
 
 
 def root_of(identity: RequestIdentity | None, request_id: str, weights: int) -> np.uint64:
-    """What stands before a request's first token: adapter, salt, weights; an unknown identity shares with nobody."""
+    """The state before a request's first token: adapter, salt, weights. A request of unknown identity shares no
+    digest."""
     if identity is None:
         return np.uint64(word("unknown", request_id, weights))
     return np.uint64(word(identity.adapter, identity.salt, weights))
 
 
 def position_extras(identity: RequestIdentity | None, length: int, block_size: int) -> Digests:
-    """What stands in place of tokens, per position: media, prompt embeddings; 0 for a plain token."""
+    """Content that replaces tokens, per position: media, prompt embeddings; 0 for a plain token."""
     extras = np.zeros(length, np.uint64)
     if identity is not None:
         for span in identity.media:
@@ -85,14 +87,14 @@ def contributions(tokens: Tokens, extras: Digests, positions: Tokens, root: Dige
 
 
 def digests_of(tokens: Tokens, extras: Digests, root: np.uint64, start: int = 0) -> tuple[Digests, np.uint64]:
-    """The digest of every position of a sequence from `start` on, and the sum from which the next one goes on."""
+    """The digest of every position of a sequence from `start` on, and the running sum for the next one."""
     positions = np.arange(start, start + len(tokens), dtype=np.int64)
     sums = np.cumsum(contributions(tokens, extras, positions, root), dtype=np.uint64)
     return mix(sums ^ root), sums[-1] if len(sums) else np.uint64(0)
 
 
 def masks(num_ranks: int, num_layers: int, num_groups: int) -> Digests:
-    """`[groups, ranks * layers]`: what is added to a digest where it is stored."""
+    """`[groups, ranks * layers]`: the mask added to a digest when it is stored."""
     table = [
         [word("mask", group, rank, layer) for rank in range(num_ranks) for layer in range(num_layers)]
         for group in range(num_groups)
@@ -101,8 +103,7 @@ def masks(num_ranks: int, num_layers: int, num_groups: int) -> Digests:
 
 
 def describe(stored: int, mask_table: Digests, num_layers: int, known: Iterable[tuple[str, Digests]]) -> str:
-    """Say what a stored word is: never written, some request's token (perhaps another rank's or layer's), or nothing
-    known."""
+    """Describe a stored word: never written, a request's token (perhaps of another rank or layer), or unknown."""
     if stored == 0:
         return "nothing: the slot was never written"
     candidates = np.uint64(stored) - mask_table

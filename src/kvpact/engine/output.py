@@ -1,4 +1,4 @@
-"""What the scheduler hands to the ranks for one step. Owns no behaviour; a hook works on copies, never on this."""
+"""The scheduler's output for the ranks in one step. A hook works on copies, never on this object."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class SchedulerOutput:
     """Parallel lists: request i computes tokens `starts[i] <= token < starts[i] + counts[i]`.
 
     `epochs` are the requests' epochs when scheduled. `started` are requests new to the ranks (or back after
-    preemption), `grown` those with new blocks, from which block on. `released_rows` are rows of requests that left.
-    `external_hits` are tokens per request id that a worker supplied in `before_update_states`; `starts` and `counts`
-    are then without them.
+    preemption), `grown` those with new blocks and the first new block. `released_rows` are the rows of requests that
+    are not running any more. `external_hits` are tokens per request id that a worker supplied in
+    `before_update_states`; `starts` and `counts` are then without them.
     """
 
     step: int

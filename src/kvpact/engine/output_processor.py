@@ -1,7 +1,7 @@
 """Taking in what a step brought: sampled tokens, and the settlement of loads, exact to the block.
 
-Owns the rule that a token counts as computed only when its keys and values are there: a load short of what was
-committed keeps its valid prefix, voids what was computed on top, and publishes nothing that did not arrive.
+Owns the rule that a token counts as computed only when its keys and values are there. After a load that did not arrive
+in full, the valid prefix stays, results computed on top are void, and blocks that did not arrive are not published.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from kvpact.errors import PactViolation
 from kvpact.ranges import BlockRange, RangeSet
 
 
-class ResultIntake:
-    """Applies each step's results to the scheduler's requests. `before_finish` sees a request before its blocks go."""
+class OutputProcessor:
+    """Applies each step's results to the scheduler's requests. `before_finish` is called before a request's blocks are
+    freed."""
 
     def __init__(self, scheduler: Scheduler, before_finish: Callable[[Request], None] | None = None) -> None:
         self._scheduler = scheduler
         self._before_finish = before_finish
 
-    def take_in(self, output: SchedulerOutput, sampled: list[int], report: WorkerReport) -> list[Request]:
+    def process(self, output: SchedulerOutput, sampled: list[int], report: WorkerReport) -> list[Request]:
         """Apply one step; returns the requests that it finished."""
         scheduler = self._scheduler
         finished: list[Request] = []
@@ -75,10 +76,10 @@ class ResultIntake:
                     scheduler.counts.finished += 1
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether results on top of a synchronous load count although no rank has confirmed it.
+        """Whether results on top of a synchronous load count before all ranks have reported it.
 
-        Stock engines take it as loaded. The contract does not: the results are void, and the request waits for the
-        report as if the load were asynchronous.
+        In stock engines they do. By the contract they are void, and the request waits for the report as for an
+        asynchronous load.
         """
         scheduler = self._scheduler
         load = scheduler.loads[request.request_id]
@@ -115,8 +116,8 @@ class ResultIntake:
             self._failed(request, load, valid, arrived, late=settlement.late)
 
     def _account(self, load: Load, settlement: LoadSettlement) -> tuple[int, list[tuple[int, int]]]:
-        """Check that the settlement names every committed block once (P7); the valid prefix in tokens, all that
-        arrived."""
+        """Check that the settlement names every committed block once (P7); returns the valid prefix in tokens, and all
+        token ranges that arrived."""
         scheduler = self._scheduler
         size = scheduler.config.block_size
         blocks = BlockRange(load.start // size, num_blocks_for(load.num_tokens, size))
@@ -135,7 +136,7 @@ class ResultIntake:
         return valid, arrived
 
     def _let_go(self, request: Request) -> None:
-        """Nobody wants the load any more; nothing writes to its blocks from here on."""
+        """Free the blocks of a void load: no rank writes to them any more."""
         if request.has_ended or request.status is RequestStatus.WAITING_FOR_LOAD:
             self._scheduler.kv.free(request)
         if request.status is RequestStatus.WAITING_FOR_LOAD:
@@ -152,12 +153,13 @@ class ResultIntake:
         request.num_inflight_external_tokens = 0
 
     def _failed(self, request: Request, load: Load, valid: int, arrived: list[tuple[int, int]], *, late: bool) -> None:
-        """Compute what did not arrive: into other blocks, from the start on, if the load may still write to these."""
+        """Recompute what did not arrive; if the load may still write to its blocks, recompute all, into other
+        blocks."""
         scheduler, quirks = self._scheduler, self._scheduler.quirks
         several_groups = len(scheduler.config.groups) > 1 or scheduler.kv.has_windows
         trusted = quirks.trusts_sync_loads and not load.asynchronous
         if trusted and several_groups:
-            return  # stock engines have no way to take this in: the request goes on with what is in its blocks
+            return  # stock engines cannot handle this: the request continues with its blocks as they are
         if quirks.load_failure == "fail":
             scheduler.kv.unpublish_from(request, (load.start + valid) // scheduler.config.block_size)
             scheduler.end(request, RequestStatus.FAILED)
@@ -177,6 +179,6 @@ class ResultIntake:
         scheduler.resume(request)
 
     def _unlist(self, request: Request) -> None:
-        """Out of the running queue and off the ranks; what was computed on top of the load is void."""
+        """Remove the request from the running queue and the ranks; what was computed on top of the load is void."""
         self._scheduler.running.remove(request)
         self._scheduler.release_row(request)

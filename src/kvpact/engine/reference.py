@@ -1,7 +1,7 @@
-"""The smallest cache that keeps the pact: dictionaries over a fixed number of slots.
+"""The smallest cache that keeps the contract: dictionaries over a fixed number of slots.
 
-Owns plans, slots and the index of a `ReferenceCache`, with which the engine and the test kit are tested themselves. Not
-for use: it knows no lower tier.
+Owns the plans, slots and index of a `ReferenceCache`, which tests of the engine and of the test kit use. It has no tier
+below memory.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.ranges import RangeSet
 
 PLAN_LIFETIME_STEPS = 4
-"""Steps after which a plan neither renewed nor committed ends: engines may drop a match without a word."""
+"""A plan that is neither renewed nor committed for this many steps ends: engines may drop a match silently."""
 
 INQUIRY_STEPS = 16
-"""Every so many steps the ranks are asked what became of jobs that are not settled."""
+"""Number of steps between two queries to the ranks about jobs that are not settled."""
 
 LOAD_STEPS = 200
-"""Steps after which the engine goes on without a load; ranks may still write to its blocks, which are held then."""
+"""Steps after which the engine continues without a load; its blocks are then held, as ranks may still write to them."""
 
 EntryKey = tuple[BlockKey, int]
 
 
 @dataclass(slots=True)
 class Entry:
-    """One stored block of one group: where, and by how many plans and saves it is held. `stored` once all ranks wrote
-    it."""
+    """One block of one group: its slot, and the number of plans and saves that hold it. `stored` is set once all
+    ranks have written it."""
 
     slot: int
     holds: int = 0
@@ -71,11 +71,12 @@ class ReferencePlan:
     jobs: dict[int, tuple[LoadJob, JobTally]] = field(default_factory=dict)
     outcomes: list[JobOutcome] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
-    """The engine's blocks that are held because the load is overdue."""
+    """The engine's blocks, held because the load is overdue."""
 
 
 class ReferenceCache(ExternalCache):
-    """Blocks of `num_groups` groups in `num_slots` slots, written by `num_ranks` ranks; loads are all of one kind."""
+    """Blocks of `num_groups` groups in `num_slots` slots, written by `num_ranks` ranks. All loads are `asynchronous`,
+    or none is."""
 
     def __init__(
         self, block_size: int, num_slots: int, *, num_ranks: int = 1, num_groups: int = 1, asynchronous: bool = True
@@ -86,7 +87,7 @@ class ReferenceCache(ExternalCache):
         self.plans: dict[str, ReferencePlan] = {}
         self.loading: dict[str, ReferencePlan] = {}
         self.late: list[ReferencePlan] = []
-        """Loads that the engine went on without."""
+        """Overdue loads that the engine no longer waits for."""
         self._block_size, self._num_ranks, self._num_groups = block_size, num_ranks, num_groups
         self._asynchronous = asynchronous
         self._keys: dict[str, BlockKeys] = {}
@@ -94,9 +95,9 @@ class ReferenceCache(ExternalCache):
         self._epochs = Epochs()
         self._resets = 0
         self._written_after: dict[int, int] = {}
-        """Engine block -> how many resets came before it was filled last."""
+        """Engine block -> number of resets before it was last filled."""
         self._filled: dict[str, int] = {}
-        """Request id -> how many of its blocks were filled or begun when it was last looked at."""
+        """Request id -> number of its blocks that were filled, in part or whole, at the last check."""
         self._saves: dict[int, tuple[SaveJob, JobTally, list[tuple[EntryKey, Entry]]]] = {}
         self._job_ids, self._step = count(1), 0
         self._loads_to_do: list[LoadJob] = []
@@ -105,11 +106,11 @@ class ReferenceCache(ExternalCache):
 
     @property
     def supports_kv_cache_groups(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
-        """Blocks are held while they are copied out; the whole `SchedulerContext` is needed."""
+        """Blocks are held while they are copied out. Raises ConfigError for less than a `SchedulerContext`."""
         if not isinstance(context, SchedulerContext):
             raise ConfigError(f"a ReferenceCache needs a whole SchedulerContext, not {type(context).__name__}")
         self._context = context
@@ -225,7 +226,7 @@ class ReferenceCache(ExternalCache):
                     self._saves_to_do.append(job)
 
     def _note_filled(self, request_id: str, groups: Sequence[Sequence[int]], num_computed_tokens: int) -> int:
-        """How many of a request's blocks in a row were filled after the last reset: only these may be saved (H38)."""
+        """Length of the request's first run of blocks filled since the last reset: only these may be saved (H38)."""
         first = self._filled.get(request_id, 0)
         end = self._filled[request_id] = max(first, num_blocks_for(num_computed_tokens, self._block_size))
         for ids in groups:
@@ -255,7 +256,7 @@ class ReferenceCache(ExternalCache):
         return work
 
     def _overdue(self) -> tuple[int, ...]:
-        """Jobs that have taken too long by now: their blocks are held before the engine hears of it."""
+        """Ids of loads that have become overdue; their blocks are held before the engine learns of it."""
         if self._context is None:
             return ()
         overdue = [plan for plan in self.loading.values() if self._step - plan.seen == LOAD_STEPS]
@@ -265,7 +266,7 @@ class ReferenceCache(ExternalCache):
         return tuple(job_id for plan in overdue for job_id in plan.jobs)
 
     def _inquiries(self) -> list[JobQuery]:
-        """Every so often, all jobs that the ranks have known for a step: a report may have been lost."""
+        """Queries about all jobs older than this step, every `INQUIRY_STEPS` steps: a report may have been lost."""
         if self._step % INQUIRY_STEPS:
             return []
         jobs: list[Job] = [job for plan in self.loading.values() for job, _ in plan.jobs.values()]
@@ -303,14 +304,14 @@ class ReferenceCache(ExternalCache):
             plan.outcomes.append(plan.jobs.pop(job_id)[1].loaded())
 
     def _go_on_without(self, request_id: str, plan: ReferencePlan) -> LoadSettlement:
-        """The load is overdue; what is stored is not at fault, but is not promised to this request again."""
+        """Settle an overdue load: its blocks stay stored, but are not promised to this request again."""
         self.late.append(self.loading.pop(request_id))
         self._failed_from[request_id] = plan.start
         blocks = RangeSet.span(plan.start, plan.start + plan.num_blocks)
         return LoadSettlement(request_id, RangeSet(), blocks, self._asynchronous, late=True)
 
     def _let_go_of(self, plan: ReferencePlan) -> None:
-        """No rank reads the plan's slots any more, or writes the engine's blocks."""
+        """Release the plan's slots and the engine's blocks: no rank uses them any more."""
         self._drop(plan.entries)
         if self._context is not None:
             self._context.free_blocks(plan.held)
@@ -378,12 +379,12 @@ class ReferenceCache(ExternalCache):
             raise PactViolation(f"blocks are not held by as many plans and saves as they count: {wrong}")
 
     def set_weights_version(self, version: str) -> None:
-        """See `ExternalCache`; what was stored since the reset stays, for there is no store to share."""
+        """See `ExternalCache`; what was stored since the reset stays, as no store is shared."""
         self._epochs.name(version)
 
 
 def _runs(blocks: Iterator[int] | list[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as half-open runs."""
+    """The runs of ascending numbers, half-open."""
     for _, run in groupby(enumerate(blocks), lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in run]
         yield numbers[0], numbers[-1] + 1
@@ -397,7 +398,7 @@ def reference_engine(
     asynchronous: bool = True,
     conduct: Callable[[int, Job], JobBehavior] | None = None,
 ) -> Engine:
-    """An engine with a `ReferenceCache` and one `SimulatedWorker` a rank."""
+    """An engine with a `ReferenceCache` and one `SimulatedWorker` per rank."""
     config = config or EngineConfig()
     cache = ReferenceCache(
         config.block_size,

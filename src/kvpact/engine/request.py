@@ -1,4 +1,4 @@
-"""One request of the embedded engine: its tokens, its blocks, and how far it has come.
+"""One request of the embedded engine: its tokens, its blocks and its progress.
 
 Owns the counts of a request, each with one meaning; the scheduler moves them. Implements `contract.EngineRequest`.
 """
@@ -15,7 +15,7 @@ from kvpact.identity.keys import RequestIdentity
 
 
 class RequestStatus(StrEnum):
-    """Where a request is in its life."""
+    """The state of a request."""
 
     WAITING = "waiting"
     WAITING_FOR_LOAD = "waiting_for_load"
@@ -31,11 +31,11 @@ ENDED = frozenset({RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatu
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """A prompt and what has become of it.
+    """A prompt, its outputs and its state in the engine.
 
-    `identity` None means that something about the request is unknown: no cache may store or serve it, and the engine
-    does not share its blocks. `ready_step` is the first step in which it may be admitted (a grammar is compiled until
-    then); `encoder_tokens` must fit into one step's encoder budget, from `encoder_ready_step` on.
+    With `identity` None, something about the request is unknown: no cache may store or serve it, and the engine does
+    not share its blocks. `ready_step` is the first step in which it may be admitted (until then a grammar is compiled);
+    `encoder_tokens` must fit into one step's encoder budget, from `encoder_ready_step` on.
     """
 
     request_id: str
@@ -61,19 +61,19 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)
     """Tokens whose keys and values are in the request's blocks, on all ranks."""
     num_inflight_external_tokens: int = field(default=0, init=False)
-    """Tokens after the computed ones that a load is bringing; they count as nothing else meanwhile."""
+    """Tokens after the computed ones that a load is to supply; they are not computed until it has."""
     num_own_tokens: int = field(default=0, init=False)
-    """Tokens at the start that the engine's own prefix cache had when the request was admitted: not loaded ones."""
+    """Tokens at the start that the engine's own prefix cache supplied at admission, without loaded ones."""
     num_scheduled_tokens: int = field(default=0, init=False)
-    """How far the steps handed out reach; differs from computed only while one is being executed."""
+    """Tokens covered by the steps scheduled so far; more than computed only while a step is executed."""
     num_expected_tokens: int = field(init=False)
-    """Tokens known when all steps handed out are done; more than `token_ids` while one is being executed."""
+    """Tokens known once all scheduled steps have run; more than `token_ids` only while a step is executed."""
     loaded_ahead: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """Token ranges after a failed one that did arrive, ascending: skipped once the hole is computed."""
+    """Token ranges after a failed range that arrived, ascending: they are skipped once the failed range is computed."""
     epoch: int = field(default=0, init=False)
-    """Raised when work handed out for the request becomes void: results of an older epoch are dropped."""
+    """Incremented when scheduled work becomes void: results of an older epoch are dropped."""
     block_ids: list[list[int]] = field(default_factory=list, init=False)
-    """One list a KV cache group; empty if the request holds nothing."""
+    """One list per KV cache group; empty if the request has no blocks."""
     capacity: int = field(default=0, init=False)
     """Tokens that the blocks have room for."""
     block_hashes: list[bytes] = field(default_factory=list, init=False)
@@ -81,9 +81,9 @@ class Request:
     publish_at: int = field(default=0, init=False)
     """The number of computed tokens at which the next block is complete."""
     row: int = field(default=-1, init=False)
-    """Where the model runner keeps the request; -1 for nowhere."""
+    """The request's row in the model runner; -1 for none."""
     probe_is_open: bool = field(default=False, init=False)
-    """Whether the cache answered "ask again later" last."""
+    """Whether the cache's last answer was "ask again later"."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids or self.max_output_tokens < 1:
@@ -94,7 +94,7 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """What was generated so far."""
+        """The outputs so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -108,7 +108,7 @@ class Request:
         return self.status in ENDED
 
     def rewind(self, num_computed_tokens: int) -> None:
-        """Void all work handed out; go on from `num_computed_tokens`."""
+        """Void all scheduled work; continue from `num_computed_tokens`."""
         self.epoch += 1
         self.num_computed_tokens = num_computed_tokens
         self.num_scheduled_tokens = num_computed_tokens

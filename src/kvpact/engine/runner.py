@@ -1,7 +1,7 @@
-"""The model of the embedded engine: it writes each token's digest and checks every digest that attention would read.
+"""The model of the embedded engine: it writes each token's digest and checks every digest that attention reads.
 
-Owns the ranks' KV memory and the ranks' own copy of tokens and block tables (`rows`), like a model runner. Takes
-nothing from the scheduler but its output; vectorised over requests, ranks and layers.
+Owns the ranks' KV memory and the ranks' own copy of tokens and block tables (`rows`), like a model runner. Uses
+only the scheduler's output; vectorised over requests, ranks and layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpact.engine.request import Request
 NO_TOKEN = -1
 VOCABULARY_BITS = 15
 HISTORY = 64
-"""Sequences of past requests kept so that a wrong read can be named."""
+"""Number of past requests whose sequences are kept to describe wrong reads."""
 
 Slots = npt.NDArray[np.int64]
 
@@ -36,14 +36,14 @@ class ModelRunner:
         self.memory = np.zeros((planes, config.num_blocks * size), np.uint64)
         self.masks = oracle.masks(config.num_ranks, config.num_layers, len(config.groups))
         self.weights = 0
-        """Names the weights that compute now; what others computed has other digests, and yields other tokens."""
+        """The number of the current weights; other weights give other digests and other tokens."""
         self.carries_over = False
-        """Whether the engine's own blocks may be of weights before these: they are then right as they are."""
+        """Whether the engine's own blocks may be of earlier weights; they then count as right."""
         self.wrong_reads: list[WrongRead] = []
         self._offsets = np.arange(size, dtype=np.int64)
         self._plane_masks = [mask[:, None] for mask in self.masks]
         self._past: deque[tuple[str, Digests]] = deque(maxlen=HISTORY)
-        # One row a running request: tokens, their digests, and per group the first slot of each of its blocks.
+        # One row per running request: tokens, their digests, and per group the first slot of each of its blocks.
         rows, length = config.max_running, config.max_blocks * size
         self._free_rows = list(range(rows))
         self._requests: list[Request | None] = [None] * rows
@@ -69,7 +69,7 @@ class ModelRunner:
     # The state update
 
     def update_states(self, output: SchedulerOutput) -> None:
-        """Forget the rows of requests that left, take in those that start, and new blocks."""
+        """Release the rows of requests that left; add requests that start, and new blocks."""
         for row in output.released_rows:
             self._release(row)
         for request in output.started:
@@ -79,7 +79,7 @@ class ModelRunner:
                 self._copy_tables(request, first)
 
     def zero(self, block_ids: list[int]) -> None:
-        """Clear new blocks, as engines do; whatever a worker loaded into them before is gone (H93)."""
+        """Clear new blocks, as engines do; what a worker loaded into them before is lost (H93)."""
         if block_ids:
             self.memory.reshape(len(self.memory), self.config.num_blocks, -1)[:, block_ids] = 0
 
@@ -100,8 +100,8 @@ class ModelRunner:
     # Other weights under running requests
 
     def change_weights(self, weights: int) -> None:
-        """These compute from now on. Running requests keep what is in their blocks, as vLLM's do; what they compute on
-        top of it is neither what the old weights nor what the new ones would have computed alone."""
+        """Use other weights from now on. Running requests keep their blocks, as in vLLM; what they compute on top of
+        them differs from what the old or the new weights would have computed alone."""
         self.weights = weights
         self.carries_over = True
         for row, request in enumerate(self._requests):
@@ -109,7 +109,7 @@ class ModelRunner:
                 self._go_on_from(row, request.num_scheduled_tokens)
 
     def _adopt_own(self, row: int, request: Request) -> None:
-        """Blocks of the engine's own are taken as they are, by their first plane; loaded ones must be of these
+        """Accept the content of the engine's own blocks, by their first plane; loaded blocks must be of these
         weights."""
         size, own = self.config.block_size, min(request.num_own_tokens, request.num_computed_tokens)
         positions = np.arange(own, dtype=np.int64)
@@ -123,12 +123,12 @@ class ModelRunner:
             self._go_on_from(row, request.num_computed_tokens + request.num_inflight_external_tokens)
 
     def _go_on_from(self, row: int, start: int) -> None:
-        """The row's tokens from `start` on are computed by the weights of now, on top of what others computed."""
+        """The current weights compute the row's tokens from `start` on, on top of what other weights computed."""
         self._roots[row] = oracle.word("carried over", int(self._truth[row, start - 1]), self.weights)
         self._digest_from(row, start)
 
     def _digest_from(self, row: int, start: int) -> None:
-        """Digest the row's tokens from `start` on anew, as if only its root stood before them."""
+        """Digest the row's tokens from `start` on again, with the row's root as the only state before them."""
         end = int(self._digested[row])
         truth, self._sums[row] = oracle.digests_of(
             self._tokens[row, start:end], self._extras[row, start:end], self._roots[row], start
@@ -150,7 +150,7 @@ class ModelRunner:
     # The forward pass
 
     def execute(self, output: SchedulerOutput) -> list[int]:
-        """Compute the step's tokens; the next token of each request, NO_TOKEN where a prompt is not at its end yet."""
+        """Compute the step's tokens; returns the next token of each request, NO_TOKEN before a prompt's end."""
         if not output.requests:
             return []
         rows = np.array([request.row for request in output.requests], np.int64)
@@ -170,7 +170,7 @@ class ModelRunner:
         return self._sample(rows, ends)
 
     def _digest(self, rows: Slots, positions: Slots) -> None:
-        """Digest the one token that a request may have got since it was last looked at."""
+        """Digest the token that a request may have got since the last step."""
         fresh = self._digested[rows] == positions
         if not fresh.all():
             rows, positions = rows[fresh], positions[fresh]
@@ -212,7 +212,7 @@ class ModelRunner:
                 return
 
     def check_rows(self, rows: Slots, starts: Slots, ends: Slots) -> None:
-        """Check all that the queries `starts[i] <= q < ends[i]` of each row read; wrong reads are kept in
+        """Check all that the queries `starts[i] <= q < ends[i]` of each row read; wrong reads are appended to
         `wrong_reads`."""
         if not len(rows):
             return
@@ -258,24 +258,24 @@ class ModelRunner:
         self._known[rows] = ends + 1
         return tokens.tolist()
 
-    # Looking back
+    # Describing wrong reads
 
     def known_sequences(self) -> Iterator[tuple[str, Digests]]:
-        """The digests of requests that are or were here, by request id, for naming what was found."""
+        """Request id and digests of present and past requests, to describe a wrong read."""
         for row, request in enumerate(self._requests):
             if request is not None:
                 yield request.request_id, self._truth[row, : self._digested[row]]
         yield from self._past
 
     def truth_of(self, request: Request) -> Digests:
-        """The digests of all tokens of a request, from its tokens alone."""
+        """The digests of all tokens of a request, computed from its tokens and identity alone."""
         tokens = np.array(request.token_ids, np.int64)
         extras = oracle.position_extras(request.identity, len(tokens), self.config.block_size)
         root = oracle.root_of(request.identity, request.request_id, self.weights)
         return oracle.digests_of(tokens, extras, root)[0]
 
     def explain(self, wrong: WrongRead) -> str:
-        """One wrong read in words."""
+        """A description of one wrong read."""
         found = oracle.describe(wrong.stored, self.masks, self.config.num_layers, self.known_sequences())
         return (
             f"request {wrong.request_id} reads token {wrong.position} in block {wrong.block_id} "

@@ -1,7 +1,7 @@
-"""The scheduler: which request computes which tokens, and every call to the cache at its exact place.
+"""The scheduler: decides which request computes which tokens, and calls the cache.
 
-Owns the queues, the step's budget and the exits between a match and its commit. What comes back from a step is taken in
-by `output_processor.py`; how an engine may differ from the contract is in `quirks.py`.
+Owns the queues, the step's budget and the exits between a match and its commit. `output_processor.py` applies a step's
+results; `quirks.py` lists how an engine may differ from the contract.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvpact.metrics import EndReason
 
 @dataclass(slots=True)
 class Load:
-    """A committed match until its settlement: `num_tokens` behind the request's first `start` tokens.
+    """A committed match until its settlement: `num_tokens` after the request's first `start` tokens.
 
-    `void` is set when the request went on without it (cancelled, preempted, reset): the blocks are then only kept until
-    nothing writes to them any more.
+    `void` is set when the request no longer uses it (cancelled, preempted, reset): its blocks are then kept only until
+    no rank writes to them any more.
     """
 
     request: Request
@@ -40,7 +40,7 @@ class Load:
 
 
 class Admission(Enum):
-    """What became of the request at the head of the queue."""
+    """The result of an attempt to admit a waiting request."""
 
     ADMITTED = auto()
     SKIPPED = auto()
@@ -48,7 +48,7 @@ class Admission(Enum):
 
 
 class Scheduler:
-    """One engine's queues over one block table. `cache` None: no external cache, and no cost for one."""
+    """One engine's queues over one block table. With `cache` None there is no external cache and no cost for one."""
 
     def __init__(
         self, config: EngineConfig, quirks: EngineQuirks, cache: ExternalCache | None, counts: EngineCounts
@@ -63,19 +63,19 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        """Sorted by `_rank`: arrival, behind priority where that is the policy."""
+        """Sorted by `_rank`: by arrival, with policy "priority" by priority first."""
         self.loads: dict[str, Load] = {}
-        """Committed matches that are not settled yet, also of requests that have ended."""
+        """Committed matches that are not settled yet, including those of ended requests."""
         self.late_commits: list[tuple[Request, ExternalKVMatch, Load]] = []
         self._arrivals = count()
         self._released_rows: list[int] = []
         self._by_priority = config.policy == "priority"
         self._encoder_budget = 0
 
-    # Requests come and go
+    # Requests
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ConfigError for one that could never run here, or whose id is taken."""
+        """Queue a request. Raises ConfigError if it could never run here, or if its id is in use."""
         tokens = request.stop_at
         blocks = -(-tokens // self.config.block_size) * len(self.config.groups)
         usable = self.config.num_blocks - 1 - self.quirks.keeps_free_blocks
@@ -93,7 +93,7 @@ class Scheduler:
             self.cache.on_new_request(request)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request in whatever state it is; False if it has ended already."""
+        """End a request in any state; returns False if it has ended already."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -102,7 +102,7 @@ class Scheduler:
         return True
 
     def end(self, request: Request, status: RequestStatus) -> None:
-        """Take the request out of its queue and give its blocks back, unless a load still writes to them."""
+        """Remove the request from its queue and free its blocks, unless a load still writes to them."""
         was, request.status = request.status, status
         if was is RequestStatus.RUNNING:
             self.running.remove(request)
@@ -111,7 +111,7 @@ class Scheduler:
         self.release_row(request)
         self._close_probe(request, EndReason.REQUEST_FINISHED)
         if self.cache is not None:
-            self.cache.request_finished(request.request_id)  # its blocks can still be seen and held
+            self.cache.request_finished(request.request_id)  # which can still see and hold its blocks
         del self.requests[request.request_id]
         request.epoch += 1
         self._void_load(request)
@@ -119,7 +119,7 @@ class Scheduler:
             self.kv.free(request)
 
     def reset(self) -> None:
-        """Preempt everything; nothing that is held counts as computed. Loads under way end without effect.
+        """Preempt all requests; nothing in their blocks counts as computed. Loads under way become void.
 
         Raises RuntimeError, as some releases do, if `reset_refuses_loading` and an asynchronous load is under way.
         """
@@ -137,9 +137,9 @@ class Scheduler:
             load.void = True
 
     def keep_what_is_there(self) -> None:
-        """Other weights come: what requests have in their blocks, and what is being loaded, is theirs as it is.
+        """Before a change of weights: requests keep what is in their blocks and what is being loaded.
 
-        What arrived behind a failed block is computed again: it would stand on what other weights computed.
+        What arrived after a failed block is computed again: the failed block is computed by other weights.
         """
         for request in self.requests.values():
             request.loaded_ahead = []
@@ -149,7 +149,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether stepping on can change anything."""
+        """Whether a further step can have any effect."""
         return bool(self.requests or self.loads)
 
     def _rank(self, request: Request) -> tuple[int, int]:
@@ -159,18 +159,18 @@ class Scheduler:
         insort(self.waiting, request, key=self._rank)
 
     def resume(self, request: Request) -> None:
-        """Back into the queue, with the blocks that it has."""
+        """Put the request back into the queue; it keeps its blocks."""
         request.status = RequestStatus.WAITING
         self._enqueue(request)
 
     def release_row(self, request: Request) -> None:
-        """The ranks forget the request with the next step."""
+        """Release the request's row on the ranks with the next step."""
         if request.row >= 0:
             self._released_rows.append(request.row)
             request.row = -1
 
     def preempt(self, request: Request) -> None:
-        """Give a running request's blocks back; it is computed again from the start. The caller unlists it."""
+        """Free a running request's blocks; it restarts from its first token. The caller removes it from `running`."""
         request.rewind(0)
         self.release_row(request)
         self._void_load(request)
@@ -189,7 +189,7 @@ class Scheduler:
     # One step
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step. `cache.end_step` is the caller's to call."""
+        """Decide the next step. The caller calls `cache.end_step`."""
         self.step += 1
         self.counts.steps += 1
         output = SchedulerOutput(self.step)
@@ -241,11 +241,11 @@ class Scheduler:
         return budget
 
     def _up_to_loaded(self, request: Request, tokens: int) -> int:
-        """Skip what arrived behind a hole once the hole is computed; never compute into it before."""
+        """Skip ranges that arrived after a failed one once that is computed; until then never compute them."""
         start = request.num_scheduled_tokens
         while request.loaded_ahead and request.loaded_ahead[0][0] <= start:
             if request.num_computed_tokens < start:
-                return 0  # the hole is being computed in this very moment
+                return 0  # the failed range is being computed
             end = min(request.loaded_ahead.pop(0)[1], len(request.token_ids) - 1)
             if end > start:
                 self.counts.external_hits += end - start
@@ -256,7 +256,7 @@ class Scheduler:
         return tokens
 
     def _make_room(self, request: Request, num_tokens: int, output: SchedulerOutput) -> int:
-        """Grow the request, preempting the least important running ones, perhaps itself; returns budget given back."""
+        """Grow the request, preempting the least important running requests, possibly itself; returns budget freed."""
         given_back = 0
         while not self.kv.grow(request, num_tokens):
             victim = max(self.running, key=self._rank) if self._by_priority else self.running[-1]
@@ -296,7 +296,7 @@ class Scheduler:
         return request.identity.adapter not in loaded and len(loaded) >= self.config.max_adapters
 
     def _is_still_loading(self, request: Request) -> bool:
-        """A preempted request whose load is not settled waits for that: one plan per request at a time."""
+        """Whether a preempted request waits for its load's settlement: a request has one plan at a time."""
         return request.request_id in self.loads and not self.quirks.trusts_sync_loads
 
     # One admission, from the match to the commit
@@ -392,7 +392,7 @@ class Scheduler:
         return match
 
     def _rewrite(self, request: Request, hit: LocalHit, match: ExternalKVMatch) -> tuple[LocalHit, int]:
-        """Change the number behind the cache's back, where the engine is of that kind."""
+        """The match as the engine uses it: some quirks change the number without telling the cache."""
         quirks, external = self.quirks, match.num_tokens
         if not request.may_load and not quirks.loads_unwilling_requests:
             external = 0
@@ -426,7 +426,7 @@ class Scheduler:
         return True
 
     def _reclaim(self, wanting: Request) -> bool:
-        """With nobody else running, queued requests that hold loaded blocks give way, so that none waits for ever."""
+        """If no other request runs, free the loaded blocks of a queued request, so that no request waits forever."""
         if any(request is not wanting for request in self.running):
             return False
         for holder in reversed(self.waiting):
@@ -437,7 +437,7 @@ class Scheduler:
         return False
 
     def _commit(self, request: Request, match: ExternalKVMatch, local: int, external: int, asynchronous: bool) -> int:
-        """Tell the cache what is taken of its match; returns how many tokens it will load."""
+        """Commit `external` tokens of the match; returns how many tokens the cache will load."""
         if self.cache is None or match.num_tokens == 0:
             return 0
         if external == 0 and not self.quirks.commits_zero:
@@ -463,7 +463,7 @@ class Scheduler:
         return accepted
 
     def commit_late(self) -> None:
-        """The asynchronous commits that were put off until the step's results are taken in."""
+        """Make the asynchronous commits that were delayed until the step's results are applied."""
         late, self.late_commits = self.late_commits, []
         for request, match, load in late:
             if load.void or self.cache is None:
@@ -478,14 +478,14 @@ class Scheduler:
             self.counts.committed += load.num_tokens
 
     def _decline(self, request: Request, match: ExternalKVMatch, reason: str, verdict: Admission) -> Admission:
-        """The request is not admitted; what it was promised is given up."""
+        """Count the reason why the request is not admitted, and abort its match."""
         if match.num_tokens:
             self.counts.declined[reason] += 1
             self.abort(request, match, EndReason.DECLINED)
         return verdict
 
     def abort(self, request: Request, match: ExternalKVMatch | None, reason: EndReason) -> None:
-        """Tell the cache that a match is not used; stock engines do not."""
+        """Tell the cache that a match is not used. Stock engines do not (`silent_aborts`)."""
         if self.cache is not None and not self.quirks.silent_aborts:
             self.cache.abort_external_match(request.request_id, match, reason)
             self.counts.aborts[reason] += 1

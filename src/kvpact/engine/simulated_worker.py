@@ -1,7 +1,7 @@
-"""Simulated ranks: a worker that copies pages of KV memory to and from slots, as fast and as reliably as it is told.
+"""Simulated ranks: a worker that copies pages of KV memory to and from slots, with configured delays and faults.
 
-Owns the copies and what is reported of them, and when. Faults come from outside as a `JobBehavior` per rank and job;
-this module knows no chance and no clock but the engine's steps.
+Owns the copies and their reports. The caller supplies faults as a `JobBehavior` per rank and job; this module uses no
+random numbers, and no clock but the engine's steps.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Job: TypeAlias = LoadJob | SaveJob
 
 @dataclass(frozen=True, slots=True)
 class JobBehavior:
-    """How one rank carries out one job. All off: at once, whole, reported once with the step that carried it.
+    """How one rank carries out one job. By default at once, completely, and reported once in the step that ordered it.
 
-    Steps count from the one that carried the job. A synchronous load is always copied in its step.
+    Steps count from the one that ordered the job. A synchronous load is always copied in its step.
     """
 
     copy_after_steps: int = 0
     report_after_steps: int = 0
-    """Further steps between the copy and the report."""
+    """Steps between the copy and the report."""
     failed_blocks: RangeSet = field(default_factory=RangeSet)
-    """Blocks, in the request's numbering, that fail: torn, and reported as failed."""
+    """Blocks, in the request's numbering, that are copied in part and reported as failed."""
     times_reported: int = 1
-    """0: the report is lost; 2: it comes again in the next step."""
+    """0: the report is lost; 2: it is repeated in the next step."""
     block_by_block: bool = False
-    """Whether the report comes in pieces, one block a step, the last block first."""
+    """Whether one block is reported per step, the last block first."""
     damaged_blocks: RangeSet = field(default_factory=RangeSet)
-    """Blocks that are torn and reported as done: what a correct worker never does."""
+    """Blocks that are copied in part and reported as done, which a correct worker never does."""
 
 
 FAITHFUL = JobBehavior()
@@ -46,11 +46,11 @@ NEVER = 1 << 40
 """As `copy_after_steps`: a copy that hangs until `SimulatedWorker.go_on`."""
 
 REMEMBERED_JOBS = 1024
-"""Finished jobs of which a worker can still say what became of them; more than any cache has open."""
+"""Number of finished jobs whose outcome a worker remembers; more than any cache has open."""
 
 
 class ByteSegment:
-    """An arena segment without shared memory: `num_slots` pieces of `rank_slot_bytes`, in this process."""
+    """An arena segment in this process, without shared memory: `num_slots` pieces of `rank_slot_bytes` bytes."""
 
     def __init__(self, num_slots: int, rank_slot_bytes: int) -> None:
         self.num_slots = num_slots
@@ -70,7 +70,8 @@ class _Task:
 
 
 class SimulatedWorker(ExternalCacheWorker):
-    """One rank's worker. `slot_view` gives the rank's piece of an arena slot; `conduct` how it treats each job.
+    """One rank's worker. `slot_view` gives the rank's piece of an arena slot; `conduct` decides
+    how it treats each job.
 
     `supply` answers `before_update_states`, and may write to `layers` itself: layer name -> `[num_blocks, page_bytes]`.
     """
@@ -120,8 +121,8 @@ class SimulatedWorker(ExternalCacheWorker):
             (self._synchronous if job.synchronous else self._tasks).append(self._take(job))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See `ExternalCacheWorker`: the layer is copied here, so an engine that does not wait reads what was there
-        before."""
+        """See `ExternalCacheWorker`: the layer is copied here, so an engine that does not wait reads the old
+        content."""
         layer = list(self.layers).index(layer_name)
         for task in self._synchronous:
             self._copy(task, layer)
@@ -133,7 +134,7 @@ class SimulatedWorker(ExternalCacheWorker):
         self._tasks.extend(self._take(job) for job in work.saves)
 
     def report(self) -> WorkerReport:
-        """See `ExternalCacheWorker`; copies that are due are made first."""
+        """See `ExternalCacheWorker`; makes the copies that are due first."""
         waiting = []
         for task in self._tasks:
             if task.copy_at > self._step:
@@ -154,17 +155,17 @@ class SimulatedWorker(ExternalCacheWorker):
         return WorkerReport({self.rank: outcomes})
 
     def go_on(self) -> None:
-        """Copies that hang, or that were to be made later, are made with the next report."""
+        """Make all hanging and delayed copies with the next report."""
         for task in self._tasks:
             task.copy_at = self._step
 
     def _under_way(self, job_ids: Sequence[int]) -> list[int]:
-        """Those of these jobs that are still to be copied."""
+        """The jobs among these that are not copied yet."""
         waiting = {task.job.job_id for task in self._tasks}
         return [job_id for job_id in job_ids if job_id in waiting]
 
     def _answer(self, inquiry: JobQuery) -> None:
-        """Say again what became of a job; a job that is still to be copied is reported when it is."""
+        """Report a finished job's outcome again; a job that is not copied yet is reported after its copy."""
         if all(task.job.job_id != inquiry.job_id for task in self._tasks):
             unknown = JobOutcome(failed=RangeSet.of(inquiry.blocks))
             self._reports.append((self._step, inquiry.job_id, self._said.get(inquiry.job_id, unknown)))

@@ -1,7 +1,7 @@
-"""Tokens that workers supply before a step's state update: how ranks agree, and what that does to the step.
+"""Tokens that workers supply before a step's state update: how ranks agree, and how the step changes.
 
-Owns the rule of `before_update_states`: the minimum over ranks, at least one token left to compute, and never an edit
-in place (an edited output made a preempted request vanish for good: H90).
+Owns the rules of `before_update_states`: the minimum over ranks counts, at least one token is left to compute, and the
+output is never edited in place (an edited output made a preempted request vanish: H90).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def agree_on_hits(hits_of_ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def apply_external_hits(scheduler_output: SchedulerOutput, hits: Mapping[str, int]) -> SchedulerOutput:
-    """The step without the tokens in `hits`, which lie at the start of each request's part; the given output stays as
-    it is.
+    """The step without the tokens in `hits`, which are the first ones of each request's part; the given output is not
+    changed.
 
-    Of every request at least one token is left. Without hits the very same object comes back. Raises PactViolation for
+    Of every request at least one token is left. Without hits, returns the same object. Raises PactViolation for
     a request that the step does not compute, and for a negative number.
     """
     if not hits:

@@ -1,8 +1,8 @@
-"""A connector of the tuple API (vLLM's KVConnectorBase_V1) under the contract, unchanged.
+"""An unchanged connector of the tuple API (vLLM's KVConnectorBase_V1) as a cache of the contract.
 
 Owns the translation in both halves: lookups to matches, allocations to commits, "finished" sets to settled jobs. Adds
-what the old API lacks as far as one can from outside: an open match is not looked up twice, a whole prompt is never
-promised. What it cannot say to the connector is that a match was dropped; the connector sees silence, as it always did.
+what is possible from outside: an open match is not looked up twice, a whole prompt is never promised. It cannot tell
+the connector that a match was dropped, as the tuple API has no call for that.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ NO_MATCH = ExternalKVMatch(0)
 
 
 class TupleConnectorScheduler(Protocol):
-    """The scheduler half of the tuple API, as far as it is called here."""
+    """The part of the tuple API's scheduler half that is called here."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens the connector has beyond those computed, and whether it loads them asynchronously."""
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request was admitted, with so many external tokens."""
+        """The request was admitted, with `num_external_tokens` external tokens."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """What this step's workers must know."""
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; True if its blocks must be kept until it is reported as sent."""
+        """The request ended; True if its blocks must be kept until the workers report it as sent."""
 
 
 class TupleConnectorWorker(Protocol):
-    """The worker half of the tuple API, as far as it is called here."""
+    """The part of the tuple API's worker half that is called here."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The engine's KV memory."""
@@ -61,7 +61,7 @@ class TupleConnectorWorker(Protocol):
         """The step begins."""
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
+        """The step has ended."""
 
     def start_load_kv(self, forward_context: Any) -> None:
         """Begin the step's loads."""
@@ -76,14 +76,14 @@ class TupleConnectorWorker(Protocol):
         """Return when the layers given to `save_kv_layer` may be overwritten."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks are sent, and received, since asked last."""
+        """Requests whose blocks were sent, and received, since the last call."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose load failed, since asked last."""
+        """Blocks whose load failed since the last call."""
 
 
 class V1ConnectorRequest:
-    """A request under the names that tuple connectors use."""
+    """A request with the attribute names that tuple connectors use."""
 
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
@@ -111,13 +111,13 @@ class V1ConnectorRequest:
 
 
 class V1ConnectorBlocks:
-    """A request's blocks under the names that tuple connectors use."""
+    """A request's blocks with the method that tuple connectors use."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = tuple(list(ids) for ids in groups)
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """The block ids, one list a KV cache group."""
+        """The block ids, one list per KV cache group."""
         return self._groups
 
 
@@ -125,11 +125,11 @@ class V1ConnectorBlocks:
 class _Record:
     request: V1ConnectorRequest
     computed: int = 0
-    """Tokens that the connector believes to be computed before the next step."""
+    """Tokens computed before the next step, as the connector knows."""
     known_blocks: int = 0
     plan: tuple[int, ExternalKVMatch] | None = None
     announced: bool = False
-    """Whether the connector heard of the request's admission."""
+    """Whether the connector was told of the request's admission."""
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Step:
-    """What is gathered of one step for `build_connector_meta`."""
+    """What is collected in one step for `build_connector_meta`."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
@@ -167,7 +167,7 @@ class V1ConnectorCache(ExternalCache):
         self._step = _Step()
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
-        """Blocks of ended requests are held while the connector still sends them."""
+        """Blocks of ended requests are held while the connector sends them."""
         if not isinstance(context, SchedulerContext):
             raise ConfigError(f"a tuple connector needs a whole SchedulerContext, not {type(context).__name__}")
         self._context = context
@@ -178,7 +178,7 @@ class V1ConnectorCache(ExternalCache):
         return self._records[request.request_id]
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """See `ExternalCache`. One lookup for as long as the match is open and begins at the same token."""
+        """See `ExternalCache`. Looks up once while the match is open and starts at the same token."""
         if request.identity is None:
             return NO_MATCH
         record = self._record(request)
@@ -222,7 +222,7 @@ class V1ConnectorCache(ExternalCache):
         record.announced = True
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
-        """See `ExternalCache`. The connector has no ear for it."""
+        """See `ExternalCache`. The tuple API has no call for it."""
         record = self._records.get(request_id)
         if record is not None:
             record.plan = None
@@ -230,7 +230,8 @@ class V1ConnectorCache(ExternalCache):
     def note_computed(
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """See `ExternalCache`. A request of unknown identity is kept from the connector: it cannot tell it apart."""
+        """See `ExternalCache`. The connector does not see a request of unknown identity, which it could not tell from
+        others."""
         if request.identity is None:
             return
         record = self._record(request)
@@ -306,7 +307,7 @@ class V1ConnectorCache(ExternalCache):
         return LoadSettlement(load.job.request_id, outcome.done, outcome.failed, not load.job.synchronous)
 
     def request_finished(self, request_id: str) -> None:
-        """See `ExternalCache`. Blocks that the connector still sends are held until all ranks have reported."""
+        """See `ExternalCache`. Blocks that the connector is sending are held until all ranks have reported."""
         record = self._records.pop(request_id, None)
         if record is None or self._context is None:
             return
@@ -321,7 +322,7 @@ class V1ConnectorCache(ExternalCache):
 
     @property
     def has_pending_work(self) -> bool:
-        """While the connector receives or sends."""
+        """Whether the connector is receiving or sending."""
         return bool(self._loads or self._sends or self._step.saves)
 
 
