@@ -114,7 +114,7 @@ class SkipsSmallLoads(ReferenceCache):
         small = {
             job_id: JobOutcome(done=RangeSet.of(job.blocks))
             for plan in self.loading.values()
-            for job_id, (job, _) in plan.jobs.items()
+            for job_id, job in plan.jobs.items()
             if len(job.blocks) <= 2
         }
         return super().apply_report(
@@ -166,7 +166,7 @@ class ShowsBlocksAtOnce(ReferenceCache):
     """A block counts as stored when its copy is ordered."""
 
     def end_step(self) -> StepWork:
-        for _, _, saved in self._saves.values():
+        for _, _, saved in self._saves.by_id.values():
             for _, entry in saved:
                 entry.stored = True
         return super().end_step()
@@ -245,7 +245,7 @@ class SavesAsOneRange(ReferenceCache):
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         def closed(job_id: int, outcome: JobOutcome) -> JobOutcome:
-            if job_id not in self._saves:
+            if job_id not in self._saves.by_id:
                 return outcome
             done = hull([outcome.done])
             return JobOutcome(done, outcome.failed.difference(done))
@@ -422,10 +422,10 @@ class DropsSavesOfEndedRequests(ReferenceCache):
 
     def request_finished(self, request_id: str) -> None:
         super().request_finished(request_id)
-        for job_id in [job_id for job_id, (job, _, _) in self._saves.items() if job.request_id == request_id]:
-            job, _, saved = self._saves[job_id]
+        for job_id in [job_id for job_id, (job, _, _) in self._saves.by_id.items() if job.request_id == request_id]:
+            job, _, saved = self._saves.by_id[job_id]
             lost = JobTally(job.blocks, 0)
-            self._saves[job_id] = job, _LostTally(lost), saved  # type: ignore[assignment]
+            self._saves.by_id[job_id] = job, _LostTally(lost), saved  # type: ignore[assignment]
 
 
 class _LostTally:

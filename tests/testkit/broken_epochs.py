@@ -137,7 +137,7 @@ class StoreCache(ReferenceCache):
     ) -> None:
         super().note_computed(request, num_computed_tokens, block_ids)
         keys = self._keys_of(request)
-        for job_id, (job, _, _) in self._saves.items():
+        for job_id, (job, _, _) in self._saves.by_id.items():
             if job.request_id == request.request_id and job_id not in self._chains:
                 self._chains[job_id] = keys[: job.blocks.end]
         self._write(keys[: num_computed_tokens // self._block_size])

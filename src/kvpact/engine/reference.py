@@ -29,6 +29,7 @@ from kvpact.contract import (
 )
 from kvpact.engine.config import EngineConfig
 from kvpact.engine.engine import Engine
+from kvpact.engine.open_jobs import OpenJobs
 from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.simulated_worker import ByteSegment, Job, JobBehavior, SimulatedWorker
 from kvpact.errors import ConfigError, PactViolation
@@ -68,15 +69,15 @@ class ReferencePlan:
     keys: list[BlockKey]
     num_blocks: int = 0
     """Blocks committed; 0 while the plan is open."""
-    jobs: dict[int, tuple[LoadJob, JobTally]] = field(default_factory=dict)
+    jobs: dict[int, LoadJob] = field(default_factory=dict)
+    """Those that are not complete yet."""
     outcomes: list[JobOutcome] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     """The engine's blocks, held because the load is overdue."""
 
 
 class ReferenceCache(ExternalCache):
-    """Blocks of `num_groups` groups in `num_slots` slots, written by `num_ranks` ranks. All loads are `asynchronous`,
-    or none is."""
+    """Blocks of `num_groups` groups in `num_slots` slots of `num_ranks` ranks. `asynchronous` is true of all loads."""
 
     def __init__(
         self, block_size: int, num_slots: int, *, num_ranks: int = 1, num_groups: int = 1, asynchronous: bool = True
@@ -98,7 +99,8 @@ class ReferenceCache(ExternalCache):
         """Engine block -> number of resets before it was last filled."""
         self._filled: dict[str, int] = {}
         """Request id -> number of its blocks that were filled, in part or whole, at the last check."""
-        self._saves: dict[int, tuple[SaveJob, JobTally, list[tuple[EntryKey, Entry]]]] = {}
+        self._loads: OpenJobs[LoadJob, ReferencePlan] = OpenJobs(num_ranks)
+        self._saves: OpenJobs[SaveJob, list[tuple[EntryKey, Entry]]] = OpenJobs(num_ranks)
         self._job_ids, self._step = count(1), 0
         self._loads_to_do: list[LoadJob] = []
         self._saves_to_do: list[SaveJob] = []
@@ -173,7 +175,8 @@ class ReferenceCache(ExternalCache):
                 slots = tuple(plan.entries[i - plan.start][group].slot for i in range(first, last))
                 where = (next(self._job_ids), request.request_id, first, slots, tuple(ids[first:last]))
                 job = LoadJob(*where, not match.load_kv_async, group)
-                plan.jobs[job.job_id] = job, JobTally(job.blocks, self._num_ranks)
+                plan.jobs[job.job_id] = job
+                self._loads.add(job, plan)
                 self._loads_to_do.append(job)
         return num_tokens
 
@@ -222,7 +225,7 @@ class ReferenceCache(ExternalCache):
                 if saved:
                     self.entries.update(saved)
                     self._context.touch(taken)
-                    self._saves[job.job_id] = job, JobTally(job.blocks, self._num_ranks), saved
+                    self._saves.add(job, saved)
                     self._saves_to_do.append(job)
 
     def _note_filled(self, request_id: str, groups: Sequence[Sequence[int]], num_computed_tokens: int) -> int:
@@ -261,7 +264,7 @@ class ReferenceCache(ExternalCache):
             return ()
         overdue = [plan for plan in self.loading.values() if self._step - plan.seen == LOAD_STEPS]
         for plan in overdue:
-            plan.held = [block for job, _ in plan.jobs.values() for block in job.block_ids]
+            plan.held = [block for job in plan.jobs.values() for block in job.block_ids]
             self._context.touch(plan.held)
         return tuple(job_id for plan in overdue for job_id in plan.jobs)
 
@@ -269,39 +272,28 @@ class ReferenceCache(ExternalCache):
         """Queries about all jobs older than this step, every `INQUIRY_STEPS` steps: a report may have been lost."""
         if self._step % INQUIRY_STEPS:
             return []
-        jobs: list[Job] = [job for plan in self.loading.values() for job, _ in plan.jobs.values()]
-        jobs += [job for job, _, _ in self._saves.values()]
+        jobs: list[Job] = [job for plan in self.loading.values() for job in plan.jobs.values()]
+        jobs += [job for job, _, _ in self._saves.by_id.values()]
         new = {job.job_id for job in self._loads_to_do} | {job.job_id for job in self._saves_to_do}
         return [JobQuery(job.job_id, job.blocks) for job in jobs if job.job_id not in new]
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
-        told = [(rank, job_id, outcome) for rank, jobs in report.ranks.items() for job_id, outcome in jobs.items()]
+        for load, tally, plan in self._loads.complete(report):
+            plan.outcomes.append(tally.loaded())
+            plan.jobs.pop(load.job_id, None)
+        for save, tally, saved in self._saves.complete(report):
+            self._settle_save(save, tally, saved)
         settled = []
         for request_id, plan in list(self.loading.items()):
-            self._hear(plan, told)
             if not plan.jobs:
                 settled.append(self._settle(request_id, plan))
             elif plan.held:
                 settled.append(self._go_on_without(request_id, plan))
-        for plan in list(self.late):
-            self._hear(plan, told)
-            if not plan.jobs:
-                self.late.remove(plan)
-                self._let_go_of(plan)
-        for rank, job_id, outcome in told:
-            if job_id in self._saves:
-                self._saves[job_id][1].add(rank, outcome)
-                if self._saves[job_id][1].complete:
-                    self._settle_save(*self._saves.pop(job_id))
+        for plan in [plan for plan in self.late if not plan.jobs]:
+            self.late.remove(plan)
+            self._let_go_of(plan)
         return settled
-
-    def _hear(self, plan: ReferencePlan, told: Sequence[tuple[int, int, JobOutcome]]) -> None:
-        for rank, job_id, outcome in told:
-            if job_id in plan.jobs:
-                plan.jobs[job_id][1].add(rank, outcome)
-        for job_id in [job_id for job_id, (_, tally) in plan.jobs.items() if tally.complete]:
-            plan.outcomes.append(plan.jobs.pop(job_id)[1].loaded())
 
     def _go_on_without(self, request_id: str, plan: ReferencePlan) -> LoadSettlement:
         """Settle an overdue load: its blocks stay stored, but are not promised to this request again."""
@@ -364,13 +356,13 @@ class ReferenceCache(ExternalCache):
     @property
     def has_pending_work(self) -> bool:
         """While blocks are copied out."""
-        return bool(self._saves or self.loading or self.late)
+        return bool(self._saves.by_id or self.loading or self.late)
 
     def check(self) -> None:
         """Verify that each slot is free or one block's, and each hold a plan's or a save's; raises PactViolation."""
         plans = (*self.plans.values(), *self.loading.values(), *self.late)
         held = [entry for plan in plans for block in plan.entries for entry in block]
-        held += [entry for _, _, saved in self._saves.values() for _, entry in saved]
+        held += [entry for _, _, saved in self._saves.by_id.values() for _, entry in saved]
         holds = Counter(map(id, held))
         known = {id(entry): entry for entry in (*self.entries.values(), *held)}
         if sorted([*self.free_slots, *(entry.slot for entry in known.values())]) != list(range(self._num_slots)):
@@ -400,13 +392,8 @@ def reference_engine(
 ) -> Engine:
     """An engine with a `ReferenceCache` and one `SimulatedWorker` per rank."""
     config = config or EngineConfig()
-    cache = ReferenceCache(
-        config.block_size,
-        num_slots,
-        num_ranks=config.num_ranks,
-        num_groups=len(config.groups),
-        asynchronous=asynchronous,
-    )
-    segments = [ByteSegment(num_slots, config.num_layers * config.page_bytes) for _ in range(config.num_ranks)]
+    size, ranks, groups = config.block_size, config.num_ranks, len(config.groups)
+    cache = ReferenceCache(size, num_slots, num_ranks=ranks, num_groups=groups, asynchronous=asynchronous)
+    segments = [ByteSegment(num_slots, config.num_layers * config.page_bytes) for _ in range(ranks)]
     workers = [SimulatedWorker(rank, segment.slot_view, conduct) for rank, segment in enumerate(segments)]
     return Engine(config, quirks, cache, workers)

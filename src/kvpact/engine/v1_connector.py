@@ -29,6 +29,7 @@ from kvpact.contract import (
     WorkerReport,
     num_blocks_for,
 )
+from kvpact.engine.open_jobs import OpenJobs
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.ranges import BlockRange, RangeSet
 
@@ -133,14 +134,6 @@ class _Record:
 
 
 @dataclass(slots=True)
-class _Load:
-    job: LoadJob
-    tally: JobTally
-    start: int
-    num_tokens: int
-
-
-@dataclass(slots=True)
 class _Step:
     """What is collected in one step for `build_connector_meta`."""
 
@@ -158,11 +151,11 @@ class V1ConnectorCache(ExternalCache):
     def __init__(self, connector: TupleConnectorScheduler, block_size: int, num_ranks: int = 1) -> None:
         self.connector = connector
         self._block_size = block_size
-        self._num_ranks = num_ranks
         self._context: SchedulerContext | None = None
         self._records: dict[str, _Record] = {}
-        self._loads: dict[int, _Load] = {}
-        self._sends: dict[int, tuple[SaveJob, JobTally]] = {}
+        self._loads: OpenJobs[LoadJob, tuple[int, int]] = OpenJobs(num_ranks)
+        """With the first token and the number of tokens."""
+        self._sends: OpenJobs[SaveJob, None] = OpenJobs(num_ranks)
         self._job_ids = count(1)
         self._step = _Step()
 
@@ -212,7 +205,7 @@ class V1ConnectorCache(ExternalCache):
             job = LoadJob(
                 next(self._job_ids), request.request_id, first, (0,) * len(blocks), blocks, not match.load_kv_async
             )
-            self._loads[job.job_id] = _Load(job, JobTally(job.blocks, self._num_ranks), start, num_tokens)
+            self._loads.add(job, (start, num_tokens))
             self._step.loads.append(job)
             record.computed = start + num_tokens
         return num_tokens
@@ -281,30 +274,20 @@ class V1ConnectorCache(ExternalCache):
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
-        for rank, jobs in report.ranks.items():
-            for job_id, outcome in jobs.items():
-                if job_id in self._loads:
-                    self._loads[job_id].tally.add(rank, outcome)
-                if job_id in self._sends:
-                    self._sends[job_id][1].add(rank, outcome)
-        complete = [job_id for job_id, load in self._loads.items() if load.tally.complete]
-        settled = [self._settle(self._loads.pop(job_id)) for job_id in complete]
-        for job_id in [job_id for job_id, (_, tally) in self._sends.items() if tally.complete]:
-            job = self._sends.pop(job_id)[0]
+        settled = [self._settle(*load) for load in self._loads.complete(report)]
+        for job, _, _ in self._sends.complete(report):
             if self._context is not None:
                 self._context.free_blocks(job.block_ids)
         return settled
 
-    def _settle(self, load: _Load) -> LoadSettlement:
-        outcome = load.tally.loaded()
-        record = self._records.get(load.job.request_id)
-        if record is not None:
-            arrived = outcome.done.prefix_from(load.job.start_block) * self._block_size
-            valid = load.start + min(arrived, load.num_tokens)
-            if not load.job.synchronous or outcome.failed.ranges:
-                record.computed, record.known_blocks = valid, 0
-                record.announced = load.job.synchronous
-        return LoadSettlement(load.job.request_id, outcome.done, outcome.failed, not load.job.synchronous)
+    def _settle(self, job: LoadJob, tally: JobTally, span: tuple[int, int]) -> LoadSettlement:
+        outcome, (start, num_tokens) = tally.loaded(), span
+        record = self._records.get(job.request_id)
+        if record is not None and (not job.synchronous or outcome.failed.ranges):
+            arrived = outcome.done.prefix_from(job.start_block) * self._block_size
+            record.computed, record.known_blocks = start + min(arrived, num_tokens), 0
+            record.announced = job.synchronous
+        return LoadSettlement(job.request_id, outcome.done, outcome.failed, not job.synchronous)
 
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Blocks that the connector is sending are held until all ranks have reported."""
@@ -317,13 +300,13 @@ class V1ConnectorCache(ExternalCache):
         if keep and blocks:
             self._context.touch(blocks)
             job = SaveJob(next(self._job_ids), request_id, 0, (0,) * len(blocks), blocks)
-            self._sends[job.job_id] = job, JobTally(job.blocks, self._num_ranks)
+            self._sends.add(job, None)
             self._step.saves.append(job)
 
     @property
     def has_pending_work(self) -> bool:
         """Whether the connector is receiving or sending."""
-        return bool(self._loads or self._sends or self._step.saves)
+        return bool(self._loads.by_id or self._sends.by_id or self._step.saves)
 
 
 class V1ConnectorWorker(ExternalCacheWorker):
