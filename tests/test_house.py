@@ -221,7 +221,6 @@ TO_BE_SPLIT = {
     "testkit.vllm.played_engine": 411,
     "vllm.scheduler_side": 528,
     "vllm.scheduler_side.SchedulerSide": 458,
-    "worker.worker.CacheWorker": 347,
 }
 """As `LARGER`, but for no good reason."""
 

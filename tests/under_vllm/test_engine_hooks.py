@@ -62,7 +62,14 @@ def part(engine: PlayedEngine, name: str) -> Any:
     """The object of kvpact that `name` begins with."""
     side = engine.connector.scheduler_side
     worker = engine.worker.cache_worker
-    return {"scheduler": side, "cache": side.cache, "worker": worker, "transfer": worker.transfers}[name]
+    parts = {
+        "scheduler": side,
+        "cache": side.cache,
+        "worker": worker,
+        "jobs": worker.jobs,
+        "transfer": worker.transfers,
+    }
+    return parts[name]
 
 
 def assert_right(engine: PlayedEngine, prompt: list[int], cached_blocks: int | None = None) -> None:
@@ -101,9 +108,9 @@ WORKER_METHODS = [
     "worker.wait_for_layer_load",
     "worker.start_saves",
     "worker.poll",
-    "worker.take_invalid_blocks",
+    "jobs.take_invalid_blocks",
     "worker.report",
-    "worker.report_broken",
+    "jobs.report_broken",
     "transfer.start_loads",
     "transfer.wait_for_loads",
     "transfer.start_saves",
@@ -388,7 +395,7 @@ def test_h13_orders_that_cannot_be_encoded_are_a_broken_step_and_hold_nothing(
 
 # Everything at once
 
-LAST_WORDS = {"worker.report_broken", "worker.take_invalid_blocks"}
+LAST_WORDS = {"jobs.report_broken", "jobs.take_invalid_blocks"}
 """These only name what failed. Should they fail beside another fault, nothing is left to say so."""
 NAMES = sorted({*SCHEDULER_METHODS, *WORKER_METHODS, "engine.scatter", "engine.gather"} - LAST_WORDS)
 
@@ -513,7 +520,7 @@ def test_h44_what_a_step_reports_that_ends_its_request_is_stored(
     def save_at_once() -> None:
         save()
         until = time.monotonic() + 10.0
-        while worker._jobs:
+        while worker.jobs.open:
             assert time.monotonic() < until
             worker.poll()
 

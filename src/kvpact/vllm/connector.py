@@ -204,18 +204,18 @@ class PactConnector(KVConnectorBase_V1):
         """Requests whose asynchronous load ended, each once."""
         with self.cache_worker.giving_up_loads():  # in the next step it would be too late to say so
             self.cache_worker.poll()
-        return None, self.cache_worker.take_arrived() or None
+        return None, self.cache_worker.jobs.take_arrived() or None
 
     @guarded(lambda: transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The same, and those of them to which nothing of their load is to count. Releases from 0.30 on ask so."""
         _, arrived = self.get_finished(finished_req_ids)
-        return transfer_results(arrived or set(), self.cache_worker.take_lost() if arrived else set())
+        return transfer_results(arrived or set(), self.cache_worker.jobs.take_lost() if arrived else set())
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were to be loaded and were not."""
-        return self.cache_worker.take_invalid_blocks()
+        return self.cache_worker.jobs.take_invalid_blocks()
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

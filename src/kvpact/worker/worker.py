@@ -1,7 +1,7 @@
 """The worker's half of the connector: one rank's KV memory, its arena segment, and the copies between them.
 
-Owns the rank's memory segment and transfer threads. Decides nothing: it copies what the scheduler's half orders and
-says what it did, exactly once a job.
+Owns the rank's memory segment and transfer threads. Decides nothing: it copies what the scheduler's half orders; what
+became of it, `kvpact.worker.jobs` keeps.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment, slots_for
 from kvpact.memory.prefault import START_SECONDS
-from kvpact.ranges import RangeSet
-from kvpact.wire import AdapterUsed, StepMessage, UnorderedLoad, WorkerHandshake
+from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import transfer_engine_for
+from kvpact.worker.jobs import RankJobs
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.step_reader import StepReader, Wanted
 from kvpact.worker.transfer import RankTransfers
-
-ENDED_JOBS = 4096
-"""Ended jobs whose outcome can be said again: far more than can end before a lost report is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +71,8 @@ class CacheWorker(ExternalCacheWorker):
         """Request -> the load of all that was found for the step, and the token at which its first block begins."""
         self._step_loads: tuple[LoadJob, ...] = ()
         """Loads of what this step does not compute: found by this side, and not to be lost."""
-        self._filled: dict[int, RangeSet] = {}
-        """Save job -> its blocks whose slots were filled from a tier, and must not be saved there again."""
-        self._jobs: dict[int, LoadJob | SaveJob] = {}
-        """What was ordered and has not been reported."""
-        self._recalled: set[int] = set()
-        """Loads under way whose blocks are of other weights than the engine's."""
-        self._outcomes: dict[int, JobOutcome] = {}
-        self._ended: dict[int, JobOutcome] = {}
-        self._left: set[int] = set()
-        """Loads without which the engine goes on, though this rank may still write to their blocks."""
-        self._arrived: set[str] = set()
-        self._lost: set[str] = set()
-        """Of those that arrived, requests that are to compute everything, in other blocks."""
-        self._invalid_blocks: set[int] = set()
+        self.jobs = RankJobs()
+        """What was ordered, and what the engine has not been told of it."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Set up the arena segment for these layers. Raises ConfigError if `memory` does not fit in this machine."""
@@ -125,7 +110,7 @@ class CacheWorker(ExternalCacheWorker):
             or store is None
             or not message.work.lookups
             or self._is_outdated(message)
-            or self._left
+            or self.jobs.left
         ):
             return {}
         saves = {job.job_id: job for job in message.work.saves}
@@ -154,7 +139,7 @@ class CacheWorker(ExternalCacheWorker):
             blocks = -(-(computed + tokens) // self._block_size) - load.start_block
             load = replace(load, slots=load.slots[:blocks], block_ids=load.block_ids[:blocks])
             loads.append(load)
-            self._filled[load_id(load.job_id)] = RangeSet.of(load.blocks)
+            self.jobs.note_filled(load_id(load.job_id), load.blocks)
         self._step_loads = tuple(loads)
 
     def _keep(self, slot: int, part: memoryview) -> None:
@@ -165,7 +150,7 @@ class CacheWorker(ExternalCacheWorker):
     def _require_step_loads(self) -> None:
         """Raise StepLoadLost if a step's own loads did not all arrive: other requests would read what is not there."""
         for load in self._step_loads:
-            outcome = self._ended.get(load.job_id)
+            outcome = self.jobs.outcome(load.job_id)
             if outcome is None or outcome.failed.ranges:
                 raise StepLoadLost(
                     f"rank {self.place.rank}: blocks from {load.start_block} on of request {load.request_id} were "
@@ -199,7 +184,7 @@ class CacheWorker(ExternalCacheWorker):
         """
         try:
             self._adapters_used = message.adapters
-            self.report_broken(message.broken)
+            self.jobs.report_broken(message.broken)
             if self._is_outdated(message):
                 self._give_up((*message.work.loads, *message.work.saves))
             self.start_loads(self._usable_work(message))
@@ -236,15 +221,12 @@ class CacheWorker(ExternalCacheWorker):
             self._segment.use([slot for job in jobs for slot in job.slots])
         work = replace(work, loads=(*work.loads, *self._step_loads))
         self._synchronous = tuple(job for job in work.loads if job.synchronous)
-        self._jobs.update((job.job_id, job) for job in work.loads)
+        self.jobs.order(work.loads)
         if work.loads and self.transfers is not None:
             self.transfers.start_loads(work.loads)
-        self._recalled.update(job_id for job_id in work.recalls if job_id in self._jobs)
-        for inquiry in work.inquiries:
-            if inquiry.job_id in self._ended:
-                self._outcomes[inquiry.job_id] = self._ended[inquiry.job_id]
-            elif inquiry.job_id not in self._jobs:
-                self._outcomes[inquiry.job_id] = JobOutcome(failed=RangeSet.of(inquiry.blocks))
+        self.jobs.recall(work.recalls)
+        for query in work.inquiries:
+            self.jobs.answer(query)
 
     def _go_on_without(self, overdue: Iterable[int], spoilt: Mapping[int, tuple[int, ...]]) -> None:
         """Of these loads the engine waits no longer for those that have not ended by now.
@@ -256,27 +238,14 @@ class CacheWorker(ExternalCacheWorker):
         self.transfers.leave(tuple(overdue))
         self._take_ended()
         for job_id in overdue:
-            job = self._jobs.get(job_id)
-            if isinstance(job, LoadJob) and job_id not in self._left and not job.synchronous:
-                self._left.add(job_id)
-                self._arrived.add(job.request_id)
-                self._invalid_blocks.update(spoilt.get(job_id, ()))
-                if job_id not in spoilt:
-                    self._lost.add(job.request_id)
+            self.jobs.leave_overdue(job_id, spoilt.get(job_id))
 
     def _check_adapters(self) -> None:
         """The step has run: blocks whose adapter was another one by then are invalid, and so is what it answered."""
         used, self._adapters_used = self._adapters_used, ()
         for one in used:
             if self.adapters is not None and self.adapters.stamp(one.number) not in (None, one.stamp):
-                self._invalid_blocks.update(one.block_ids)
-
-    def report_broken(self, broken: tuple[UnorderedLoad, ...]) -> None:
-        """Report loads as failed that nobody will carry out, so that the engine recomputes them."""
-        for load in broken:
-            self._invalid_blocks.update(load.block_ids)
-            if not load.synchronous:
-                self._arrived.add(load.request_id)
+                self.jobs.report_invalid(one.block_ids)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See `ExternalCacheWorker`."""
@@ -292,19 +261,13 @@ class CacheWorker(ExternalCacheWorker):
         if self._step_loads:
             self.poll()
             self._require_step_loads()
-        if not work.saves:
-            return
-        self._jobs.update((job.job_id, job) for job in work.saves)
-        saves = []
-        for job in work.saves:
-            filled = len(self._filled.get(job.job_id, ()))
-            if filled == len(job.slots):
-                self._end(job, JobOutcome())
-            else:
-                first, slots, block_ids = job.start_block + filled, job.slots[filled:], job.block_ids[filled:]
-                saves.append(replace(job, start_block=first, slots=slots, block_ids=block_ids) if filled else job)
-        if saves:
-            self.transfers.start_saves(tuple(saves))
+        self.jobs.order(work.saves)
+        saves = [self.jobs.unfilled(job) for job in work.saves]
+        for job in saves:
+            if not job.slots:
+                self.jobs.end(job.job_id, JobOutcome())
+        if copied := [job for job in saves if job.slots]:
+            self.transfers.start_saves(copied)
 
     def _give_up(self, jobs: Iterable[LoadJob | SaveJob]) -> None:
         """Report these jobs as failed, whatever comes of them: a hook went wrong before they were sure to be done.
@@ -312,19 +275,12 @@ class CacheWorker(ExternalCacheWorker):
         One that is being copied is reported when the copy ends: until then it writes to its blocks or its slots.
         """
         for job in jobs:
-            self._jobs[job.job_id] = job
             if self.transfers is None or not self.transfers.is_open(job.job_id):
-                self._end(job, JobOutcome(failed=RangeSet.of(job.blocks)))
+                self.jobs.fail(job)
             elif isinstance(job, LoadJob) and job.synchronous:
-                self._go_on_now(job)
+                self.jobs.leave_synchronous(job)
             else:
-                self._recalled.add(job.job_id)
-
-    def _go_on_now(self, job: LoadJob) -> None:
-        """The step does not wait for this synchronous load any longer."""
-        if job.job_id in self._jobs and job.job_id not in self._left:
-            self._left.add(job.job_id)
-            self._invalid_blocks.update(job.block_ids)
+                self.jobs.recall((job.job_id,))
 
     def poll(self) -> None:
         """The step is over: take in what the transfer threads finished."""
@@ -334,51 +290,17 @@ class CacheWorker(ExternalCacheWorker):
         self._segment.step_ended()
         self._take_ended()
         for job in self._synchronous:
-            self._go_on_now(job)
+            self.jobs.leave_synchronous(job)
 
     def _take_ended(self) -> None:
         if self.transfers is not None:
             for job_id, outcome in self.transfers.poll().items():
-                if (job := self._jobs.get(job_id)) is not None:
-                    self._end(job, outcome)
-
-    def _end(self, job: LoadJob | SaveJob, outcome: JobOutcome) -> None:
-        """The one end of a job (H08)."""
-        del self._jobs[job.job_id]
-        outcome = JobOutcome(done=self._filled.pop(job.job_id, RangeSet())).merge(outcome)
-        left = job.job_id in self._left
-        if left or job.job_id in self._recalled:
-            self._left.discard(job.job_id)
-            self._recalled.discard(job.job_id)
-            outcome = JobOutcome(failed=RangeSet.of(job.blocks))
-        self._outcomes[job.job_id] = self._ended[job.job_id] = outcome
-        if len(self._ended) > ENDED_JOBS:
-            del self._ended[next(iter(self._ended))]
-        if isinstance(job, LoadJob) and not left:  # else the engine has been told
-            self._invalid_blocks.update(job.block_ids[block - job.start_block] for block in outcome.failed.blocks())
-            if not job.synchronous:
-                self._arrived.add(job.request_id)
-
-    def take_arrived(self) -> set[str]:
-        """Requests whose asynchronous load ended, in whatever way; each is named once (H08)."""
-        arrived, self._arrived = self._arrived, set()
-        return arrived
-
-    def take_lost(self) -> set[str]:
-        """Requests of `take_arrived` to which nothing of their load is to count."""
-        lost, self._lost = self._lost, set()
-        return lost
-
-    def take_invalid_blocks(self) -> set[int]:
-        """The engine's blocks that were to be loaded and were not."""
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
-        return invalid
+                self.jobs.end(job_id, outcome)
 
     def report(self) -> WorkerReport:
         """See `ExternalCacheWorker`."""
-        outcomes, self._outcomes = self._outcomes, {}
         reads = self._reader.take_reads() if self._reader is not None and self.place.rank == 0 else ()
-        return WorkerReport({self.place.rank: outcomes}, reads)
+        return WorkerReport({self.place.rank: self.jobs.take_outcomes()}, reads)
 
     def shutdown(self) -> None:
         """See `ExternalCacheWorker`."""
@@ -386,11 +308,9 @@ class CacheWorker(ExternalCacheWorker):
             self._reader.close(self._config.shutdown_timeout)
         if self.transfers is not None:
             self.transfers.shutdown(self._config.shutdown_timeout)
-        if self.notices is not None:
-            self.notices.close()
-            self.notices = None
-        if self.adapters is not None:
-            self.adapters.close()
-            self.adapters = None
+        for writer in (self.notices, self.adapters):
+            if writer is not None:
+                writer.close()
+        self.notices = self.adapters = None
         if self._segment is not None:
             self._segment.close()
