@@ -217,7 +217,6 @@ many and its lines are not. Each is one thing that would be harder to read in tw
 
 TO_BE_SPLIT = {
     "cache.cache.PactCache": 339,
-    "demo.engine": 519,
     "testkit.vllm.played_engine": 411,
     "vllm.scheduler_side": 528,
     "vllm.scheduler_side.SchedulerSide": 458,

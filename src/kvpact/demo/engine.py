@@ -1,7 +1,7 @@
 """A real vLLM engine in a process of its own, driven over a pipe and killable at any moment.
 
-Owns the process, its log and the wire between the two sides; `kvpact.demo.host` is the other side. Never imports vLLM
-itself, so a demonstration or a test holds several engines and survives the death of each.
+Owns the process and its log; `kvpact.demo.messages` has what goes over the pipe, and `kvpact.demo.host` is the other
+side. Never imports vLLM itself, so a demonstration or a test holds several engines and survives the death of each.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import msgspec
 
+from kvpact.demo.messages import Call, Command, Crowd, Generate, Output, ReadMetrics, Reply, Reset, Settings, Stop
 from kvpact.errors import KvpactError
 
 START_TIMEOUT = 300.0
@@ -29,98 +30,6 @@ START_TIMEOUT = 300.0
 
 GENERATE_TIMEOUT = 180.0
 STOP_TIMEOUT = 60.0
-
-TokenLogprob: TypeAlias = tuple[int, float]
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """First line to the host: the arguments for `vllm.LLM`."""
-
-    arguments: dict[str, Any]
-
-
-class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Answer these prompts (token ids), greedily: one after the other, or all `together` in one batch."""
-
-    prompts: list[list[int]]
-    max_tokens: int
-    logprobs: int
-    together: bool = False
-    cache_salt: str | None = None
-
-
-class Crowd(msgspec.Struct, frozen=True, tag=True):
-    """Answer these prompts, `at_once` in the engine at a time; a share `leaving` (0 to 1) of the users is impatient.
-
-    Such a user leaves after a number of engine steps drawn from `seed`, at most 10 times `at_once`, if there is no
-    answer yet; his output has the finish reason "abort" and no token.
-    """
-
-    prompts: list[list[int]]
-    max_tokens: int
-    logprobs: int
-    at_once: int
-    leaving: float
-    seed: int
-
-
-class ReadMetrics(msgspec.Struct, frozen=True, tag=True):
-    """vLLM's own counters, as its metrics endpoint shows them."""
-
-
-class Reset(msgspec.Struct, frozen=True, tag=True):
-    """Drop the engine's own prefix cache, and with `connector` the external one as well."""
-
-    connector: bool
-
-
-class Call(msgspec.Struct, frozen=True, tag=True):
-    """Call a method of `vllm.LLM`, such as `collective_rpc` or `sleep`; its answer is not told.
-
-    Where `function` is given, "module:name", that function is the first argument.
-    """
-
-    method: str
-    arguments: list[Any] = []
-    function: str = ""
-
-
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Shut the engine down in order and leave."""
-
-
-Command: TypeAlias = Generate | Crowd | ReadMetrics | Reset | Call | Stop
-
-
-class Output(msgspec.Struct, frozen=True):
-    """What one request gave: sampled tokens, for each its most likely tokens with log-probabilities, and times."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[tuple[TokenLogprob, ...], ...]
-    finish_reason: str | None
-    cached_tokens: int
-    """Prompt tokens that the engine did not compute, from its own cache or from outside."""
-    first_token_seconds: float
-    seconds: float = 0.0
-    """From the request's arrival to its end; of a `Crowd`, else 0."""
-
-    def same_answer(self, other: Output) -> bool:
-        """Bit-identical tokens and log-probabilities, and an answer at all (a failed request can look like a hit)."""
-        answered = self.finish_reason == other.finish_reason and self.finish_reason in ("length", "stop")
-        return answered and self.tokens == other.tokens and self.logprobs == other.logprobs
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """A line from the host: when vLLM is loaded, with the `block_size` when the engine is ready, then each answer.
-
-    `error` is set when the command failed; the engine may be dead then.
-    """
-
-    outputs: list[Output] = []
-    metrics: dict[str, float] = {}
-    done: bool = True
-    block_size: int = 0
-    error: str | None = None
 
 
 class EngineError(KvpactError):
@@ -201,7 +110,6 @@ class EngineProcess:
         self.block_size = 0
         self._held, self._loaded = True, False
         self._lines = bytearray()
-        self._encoder, self._decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Reply)
         log.parent.mkdir(parents=True, exist_ok=True)
         self._replies, replies = os.pipe()
         try:
@@ -261,54 +169,26 @@ class EngineProcess:
         return self
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int = 4,
-        logprobs: int = 5,
-        together: bool = False,
-        cache_salt: str | None = None,
-        timeout: float = GENERATE_TIMEOUT,
+        self, prompts: Sequence[Sequence[int]], *, timeout: float = GENERATE_TIMEOUT, **options: Any
     ) -> list[Output]:
-        """Answer `prompts` (token ids), one after the other unless `together`; the outputs are in their order."""
-        self.send_prompts(prompts, max_tokens=max_tokens, logprobs=logprobs, together=together, cache_salt=cache_salt)
+        """Answer `prompts` (token ids); the outputs are in their order. `options` are those of `Generate`."""
+        self.send_prompts(prompts, **options)
         return self.receive_outputs(timeout)
 
-    def send_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int = 4,
-        logprobs: int = 5,
-        together: bool = False,
-        cache_salt: str | None = None,
-    ) -> None:
+    def send_prompts(self, prompts: Sequence[Sequence[int]], **options: Any) -> None:
         """Start on `prompts` and return at once, for a caller that does something meanwhile, such as a kill."""
         self.wait_ready()
-        self._write(Generate([list(prompt) for prompt in prompts], max_tokens, logprobs, together, cache_salt))
+        self._write(Generate([list(prompt) for prompt in prompts], **options))
 
     def crowd(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        at_once: int | None = None,
-        leaving: float = 0.0,
-        seed: int = 0,
-        max_tokens: int = 4,
-        logprobs: int = 5,
-        timeout: float = GENERATE_TIMEOUT,
+        self, prompts: Sequence[Sequence[int]], *, timeout: float = GENERATE_TIMEOUT, **options: Any
     ) -> list[Output]:
-        """Answer `prompts`, `at_once` (by default all) at a time, while users leave at random; see `Crowd`."""
-        self.wait_ready()
-        asked = [list(prompt) for prompt in prompts]
-        self._write(Crowd(asked, max_tokens, logprobs, at_once or len(asked), leaving, seed))
-        return self.receive_outputs(timeout)
+        """Answer `prompts` while users leave at random. `options` are those of `Crowd`."""
+        return self._ask(Crowd([list(prompt) for prompt in prompts], **options), timeout).outputs
 
     def metrics(self, timeout: float = 20.0) -> dict[str, float]:
         """vLLM's own counters by name, such as "vllm:external_prefix_cache_hits"."""
-        self.wait_ready()
-        self._write(ReadMetrics())
-        return self._receive(timeout).metrics
+        return self._ask(ReadMetrics(), timeout).metrics
 
     def receive_outputs(self, timeout: float = GENERATE_TIMEOUT) -> list[Output]:
         """The outputs of the last `send_prompts`. Raises EngineError if the engine died or took too long."""
@@ -321,19 +201,14 @@ class EngineProcess:
         """
         self.wait_ready()
         deadline = time.monotonic() + timeout
-        while True:
-            self._write(Reset(reset_connector))
-            if self._receive(timeout).done:
-                return
+        while not self._ask(Reset(reset_connector), timeout).done:
             if time.monotonic() > deadline:
                 raise EngineError(f"the engine refused to reset its prefix cache for {timeout:g} s{self._log_tail()}")
             time.sleep(0.05)
 
     def call(self, method: str, *arguments: Any, function: str = "", timeout: float = 60.0) -> None:
         """Call a method of `vllm.LLM`; see `Call`. Raises EngineError if it fails."""
-        self.wait_ready()
-        self._write(Call(method, list(arguments), function))
-        self._receive(timeout)
+        self._ask(Call(method, list(arguments), function), timeout)
 
     def stats(self) -> dict[str, Any]:
         """kvpact's own counts, from the `stats_file` of its configuration; empty without one or before the first."""
@@ -360,13 +235,11 @@ class EngineProcess:
 
     def kill(self) -> None:
         """SIGKILL to every process of the engine at once; returns when all are gone."""
-        for pid in self.processes():
-            _send_signal(pid, signal.SIGKILL)
+        _send_signal(self.processes(), signal.SIGKILL)
         self._process.wait()
         deadline = time.monotonic() + 10
         while (left := self.processes()) and time.monotonic() < deadline:
-            for pid in left:
-                _send_signal(pid, signal.SIGKILL)
+            _send_signal(left, signal.SIGKILL)
             time.sleep(0.02)
         self._close()
 
@@ -375,26 +248,12 @@ class EngineProcess:
 
         Takes a second where `stop` takes seven. What vLLM leaves there after a SIGKILL to all would stay for ever.
         """
-        for pid, name in self.processes().items():
-            if "resource_tracker" not in name:
-                _send_signal(pid, signal.SIGKILL)
+        others = [pid for pid, name in self.processes().items() if "resource_tracker" not in name]
+        _send_signal(others, signal.SIGKILL)
         deadline = time.monotonic() + 5
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
         self.kill()
-
-    def kill_frontend(self) -> None:
-        """SIGKILL to the process that holds `vllm.LLM` only; `processes` tells what outlives it. `kill` afterwards."""
-        _send_signal(self.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def kill_named(self, part: str) -> None:
-        """SIGKILL to the engine's processes with `part` in their name: "EngineCore" or "Worker"."""
-        chosen = [pid for pid, name in self.processes().items() if part in name]
-        if not chosen:
-            raise EngineError(f"no process of the engine is called {part!r}; there are {self.processes()}")
-        for pid in chosen:
-            _send_signal(pid, signal.SIGKILL)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -403,24 +262,28 @@ class EngineProcess:
         An idle engine polls for a second, on the core that all compared engines are pinned to. A guard lets it go on in
         any case, even if this process is killed meanwhile: it waits for the end of a pipe that only we hold open.
         """
-        pids = list(map(str, self.processes()))
+        pids = self.processes()
         guard = subprocess.Popen(
-            ["sh", "-c", 'read -r end; kill -CONT "$@" 2>/dev/null', "guard", *pids],
+            ["sh", "-c", 'read -r end; kill -CONT "$@" 2>/dev/null', "guard", *map(str, pids)],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
         try:
-            for pid in pids:
-                _send_signal(int(pid), signal.SIGSTOP)
+            _send_signal(pids, signal.SIGSTOP)
             yield
         finally:
             guard.communicate()
+
+    def _ask(self, command: Command, timeout: float) -> Reply:
+        self.wait_ready()
+        self._write(command)
+        return self._receive(timeout)
 
     def _write(self, message: Settings | Command) -> None:
         stdin = self._process.stdin
         assert stdin is not None
         try:
-            stdin.write(self._encoder.encode(message) + b"\n")
+            stdin.write(msgspec.json.encode(message) + b"\n")
             stdin.flush()
         except (BrokenPipeError, ValueError) as error:
             raise EngineError(f"the engine is gone{self._log_tail()}") from error
@@ -442,7 +305,7 @@ class EngineProcess:
                 self._lines += chunk
         line, _, rest = self._lines.partition(b"\n")
         self._lines = rest
-        reply = self._decoder.decode(line)
+        reply = msgspec.json.decode(line, type=Reply)
         if reply.error is not None:
             raise EngineError(f"the engine failed: {reply.error}{self._log_tail()}")
         return reply
@@ -514,6 +377,7 @@ def session_members(session: int) -> dict[int, str]:
     return found
 
 
-def _send_signal(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
+def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvpact.demo.engine import (
-    STOP_TIMEOUT,
+from kvpact.demo.engine import STOP_TIMEOUT
+from kvpact.demo.messages import (
     Call,
     Command,
     Crowd,
@@ -107,12 +107,13 @@ def _is_part(labels: dict[str, str]) -> bool:
 def _serve_crowd(llm: LLM, crowd: Crowd, sampling: SamplingParams) -> list[Output]:
     """Step the engine as its front end does, taking in users and letting them go between steps."""
     engine, choose = llm.llm_engine, random.Random(crowd.seed)
+    at_once = crowd.at_once or len(crowd.prompts)
     arriving = deque(range(len(crowd.prompts)))
-    timeout = {number: choose.randrange(10 * crowd.at_once) for number in arriving if choose.random() < crowd.leaving}
+    timeout = {number: choose.randrange(10 * at_once) for number in arriving if choose.random() < crowd.leaving}
     waiting: dict[int, float] = {}
     outputs: dict[int, Output] = {}
     while arriving or waiting:
-        while arriving and len(waiting) < crowd.at_once:
+        while arriving and len(waiting) < at_once:
             number = arriving.popleft()
             engine.add_request(str(number), {"prompt_token_ids": crowd.prompts[number]}, sampling)
             waiting[number] = time.monotonic()

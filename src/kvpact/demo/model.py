@@ -29,11 +29,6 @@ class ModelShape:
     vocabulary: int = 2048
     positions: int = 8192
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers in bfloat16; 32 KiB for the default shape."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
-
 
 SLOW_SHAPE = ModelShape(layers=12, heads=4, kv_heads=4, head_dim=128, intermediate=512)
 """For a processor without AVX-512: fewer layers, each with as many keys and values but less to compute."""

@@ -18,7 +18,8 @@ from urllib.parse import quote
 
 from kvpact.config import load_config
 from kvpact.demo.cpu_time import computed, look_at, spent_by_kvpact
-from kvpact.demo.engine import EngineProcess, EngineSettings, Output, loading_on_all_cores
+from kvpact.demo.engine import EngineProcess, EngineSettings, loading_on_all_cores
+from kvpact.demo.messages import Output
 from kvpact.demo.model import SLOW_SHAPE, ModelShape, describe_model
 from kvpact.demo.text import prompts
 from kvpact.metrics import STEP_SECONDS

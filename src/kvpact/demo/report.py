@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kvpact.demo.engine import Output
+from kvpact.demo.messages import Output
 from kvpact.demo.phases import COLD, COLD_KVPACT, COUNTS, LOCAL_HIT, PHASES, WARM_DISK, WARM_MEMORY, Reading, Results
 
 REUSED_SHARE = 0.95
