@@ -23,9 +23,11 @@ from kvpact.memory.arena import (
     Arena,
     ArenaSegment,
     SegmentAddress,
+    SlotClass,
     SlotLayout,
     slots_for,
 )
+from kvpact.memory.prefault import HUGE_BYTES
 
 MIB = 1 << 20
 PIECE = 2 * 4096
@@ -47,6 +49,30 @@ def test_slots_are_page_aligned_disjoint_and_zero_at_first() -> None:
     for slot in (-1, 4):
         with pytest.raises(PactViolation, match="outside the arena"):
             segment.slot_view(slot)
+    segment.close()
+
+
+def test_a_slots_number_says_which_class_it_is_of_and_classes_do_not_overlap() -> None:
+    small, large = SlotClass(range(3), PIECE), SlotClass(range(3, 5), 3 * PIECE, 3 * PIECE)
+    descriptor = os.memfd_create("classes")
+    os.ftruncate(descriptor, large.end + HUGE_BYTES)
+    segment = ArenaSegment(descriptor, (small, large))
+    assert [segment.class_of(slot) for slot in range(5)] == [small] * 3 + [large] * 2
+    for slot in range(5):
+        view = segment.slot_view(slot)
+        assert view.nbytes == (PIECE if slot < 3 else 3 * PIECE)
+        assert bytes(view) == bytes(view.nbytes), "a slot reaches into another one"
+        view[:] = bytes([slot + 1]) * view.nbytes
+    assert bytes(segment.class_view(large)) == b"\4" * 3 * PIECE + b"\5" * 3 * PIECE
+    assert not any(segment.notice)
+    with pytest.raises(PactViolation, match="slot 5 is outside the arena's 5 slots"):
+        segment.slot_view(5)
+    segment.close()
+
+
+def test_the_address_of_a_segment_names_its_slot_classes() -> None:
+    segment = ArenaSegment.create(4, PIECE)
+    assert segment.address().classes == segment.classes == (SlotClass(range(4), PIECE),)
     segment.close()
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hook_time import assert_ends_within
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.threads import on_spare_cpus, start_background
@@ -214,7 +214,7 @@ def test_large_runs_and_scattered_small_pages_give_the_same_bytes() -> None:
     tensors = {"a": torch.randn(shape).to(torch.bfloat16), "b": torch.randn((BLOCKS, 2, 4, 8))}
     paged = PagedKV.from_tensors(tensors, BLOCKS)
     segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
-    copier = PageCopier(paged, segment)
+    copier = PageCopier(paged, segment, *segment.classes)
     plan = CopyPlan.of([5, 6, 7, 1], [0, 1, 2, 9])
     for layer, view in enumerate(layer.view() for layer in paged.layers):
         copier.gather(layer, plan)
@@ -222,6 +222,20 @@ def test_large_runs_and_scattered_small_pages_give_the_same_bytes() -> None:
         for block, slot in ((5, 0), (6, 1), (7, 2), (1, 9)):
             assert bytes(segment.slot_view(slot)[start : start + view[0].nbytes]) == view[block].tobytes()
     assert plan.runs == ((5, 0, 3), (1, 9, 1))
+    segment.close()
+
+
+def test_a_copy_reaches_the_slots_of_its_class_alone() -> None:
+    paged = PagedKV.from_tensors({"a": torch.randn(BLOCKS, 2, 4, 8)}, BLOCKS)
+    slot_bytes = paged.layout.rank_slot_bytes
+    segment = ArenaSegment.create(SLOTS, slot_bytes)
+    behind = SlotClass(range(4, SLOTS), slot_bytes, 4 * slot_bytes)
+    copier = PageCopier(paged, segment, behind)
+    copier.gather(0, CopyPlan.of([2, 3], [4, 6], behind.slots.start))
+    written = [slot for slot in range(SLOTS) if any(segment.slot_view(slot))]
+    assert written == [4, 6]
+    with pytest.raises(PactViolation, match="outside the memory"):
+        copier.gather(0, CopyPlan.of([2], [3], behind.slots.start))
     segment.close()
 
 

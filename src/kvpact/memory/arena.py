@@ -52,6 +52,31 @@ class SlotLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotClass:
+    """A segment's slots of one size, one behind the other: a slot's number says which class it belongs to.
+
+    Classes follow each other in a segment, by number and by place. There is one today; a model whose blocks come in
+    several sizes has one for each size.
+    """
+
+    slots: range
+    """The numbers; no other class of the segment has them."""
+    slot_bytes: int
+    """Of one rank's piece: whole memory pages."""
+    offset: int = 0
+    """Where in the segment the first slot begins, in bytes."""
+
+    @property
+    def end(self) -> int:
+        """Where in the segment the last slot ends."""
+        return self.offset + len(self.slots) * self.slot_bytes
+
+    def start_of(self, slot: int) -> int:
+        """Where in the segment a slot of this class begins."""
+        return self.offset + (slot - self.slots.start) * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentAddress:
     """Where a segment is to be found, as plain values that travel to the scheduler's process."""
 
@@ -64,16 +89,21 @@ class SegmentAddress:
     boot_id: str
     pid_namespace: str
 
+    @property
+    def classes(self) -> tuple[SlotClass, ...]:
+        """The segment's slot classes, lowest numbers first."""
+        return (SlotClass(range(self.num_slots), self.rank_slot_bytes),)
+
 
 class ArenaSegment:
-    """One rank's memory: `num_slots` pieces of `rank_slot_bytes` each. Made by `create` or `attach`."""
+    """One rank's memory: its piece of each slot, class by class. Made by `create` or `attach`."""
 
-    def __init__(self, descriptor: int, num_slots: int, rank_slot_bytes: int) -> None:
-        self.num_slots = num_slots
-        self.rank_slot_bytes = rank_slot_bytes
+    def __init__(self, descriptor: int, classes: Sequence[SlotClass]) -> None:
+        self.classes = tuple(classes)
+        """Of all its slots, lowest numbers first."""
         self._descriptor = descriptor
         self._closed = False
-        size = num_slots * rank_slot_bytes
+        size = self.classes[-1].end
         self._mapping, start = _map_aligned(descriptor, size)
         self.memory = memoryview(self._mapping)[start : start + size]
         """All slots, one behind the other, writable."""
@@ -86,9 +116,10 @@ class ArenaSegment:
 
     @classmethod
     def create(cls, num_slots: int, rank_slot_bytes: int, ranks_on_host: int = 1) -> ArenaSegment:
-        """New memory, in the worker. Pages are taken from the machine at first use or by `start_prefault`.
+        """New memory with one class of slots, in the worker.
 
-        Raises ConfigError if `ranks_on_host` segments of this size are more than the machine can give now.
+        Pages are taken from the machine at first use or by `start_prefault`. Raises ConfigError if `ranks_on_host`
+        segments of this size are more than the machine can give now.
         """
         if num_slots < 1 or rank_slot_bytes < 1 or rank_slot_bytes % PAGE_BYTES:
             raise PactViolation(
@@ -108,7 +139,7 @@ class ArenaSegment:
         try:
             os.fchmod(descriptor, 0o600)  # it is made for everybody, and has no name that could be opened but in /proc
             os.ftruncate(descriptor, size + HUGE_BYTES)
-            return cls(descriptor, num_slots, rank_slot_bytes)
+            return cls(descriptor, (SlotClass(range(num_slots), rank_slot_bytes),))
         except OSError as error:
             os.close(descriptor)
             raise ConfigError(
@@ -135,38 +166,58 @@ class ArenaSegment:
             ) from error
         try:
             found = os.fstat(descriptor)
-            size = address.num_slots * address.rank_slot_bytes + HUGE_BYTES
-            expected = (address.device, address.inode, size)
+            expected = (address.device, address.inode, address.classes[-1].end + HUGE_BYTES)
             if (found.st_dev, found.st_ino, found.st_size) != expected:
                 raise KvpactError(
                     f"{where} is not what descriptor {address.descriptor} shows now (device, inode, bytes): expected "
                     f"{expected}, found {(found.st_dev, found.st_ino, found.st_size)}; the worker has closed it"
                 )
-            return cls(descriptor, address.num_slots, address.rank_slot_bytes)
+            return cls(descriptor, address.classes)
         except BaseException:
             os.close(descriptor)
             raise
 
+    @property
+    def num_slots(self) -> int:
+        """Of all classes."""
+        return self.classes[-1].slots.stop
+
+    @property
+    def rank_slot_bytes(self) -> int:
+        """Of this rank's piece of the largest slot."""
+        return max(one.slot_bytes for one in self.classes)
+
     def address(self) -> SegmentAddress:
         """What another process of this host needs to attach; good as long as this segment is open."""
         found = os.fstat(self._descriptor)
+        (only,) = self.classes  # an address has room for one
         return SegmentAddress(
             pid=os.getpid(),
             descriptor=self._descriptor,
-            num_slots=self.num_slots,
-            rank_slot_bytes=self.rank_slot_bytes,
+            num_slots=len(only.slots),
+            rank_slot_bytes=only.slot_bytes,
             device=found.st_dev,
             inode=found.st_ino,
             boot_id=_boot_id(),
             pid_namespace=_pid_namespace(),
         )
 
+    def class_of(self, slot: int) -> SlotClass:
+        """Raises PactViolation for a slot that is not there."""
+        for one in self.classes:
+            if slot in one.slots:
+                return one
+        raise PactViolation(f"slot {slot} is outside the arena's {self.num_slots} slots")
+
     def slot_view(self, slot: int) -> memoryview:
         """The piece of `slot`, writable and page aligned. Raises PactViolation for a slot that is not there."""
-        if not 0 <= slot < self.num_slots:
-            raise PactViolation(f"slot {slot} is outside the arena's {self.num_slots} slots")
-        start = slot * self.rank_slot_bytes
-        return self.memory[start : start + self.rank_slot_bytes]
+        slot_class = self.class_of(slot)
+        start = slot_class.start_of(slot)
+        return self.memory[start : start + slot_class.slot_bytes]
+
+    def class_view(self, slot_class: SlotClass) -> memoryview:
+        """All slots of a class, one behind the other, writable."""
+        return self.memory[slot_class.offset : slot_class.end]
 
     def start_prefault(self) -> None:
         """Take pages from the machine in a background thread: a window ahead of the slots in use, the rest at rest.
@@ -183,7 +234,8 @@ class ArenaSegment:
     def use(self, slots: Sequence[int]) -> None:
         """These slots are in use, or about to be: have the pages of the ones after them ready."""
         if slots:
-            self._pages.use((max(slots) + 1) * self.rank_slot_bytes)
+            last = max(slots)
+            self._pages.use(self.class_of(last).start_of(last + 1))
 
     def step_began(self) -> None:
         """The engine computes."""

@@ -165,18 +165,20 @@ class CopyPlan:
 
     block_ids: npt.NDArray[np.intp]
     slots: npt.NDArray[np.intp]
+    """Counted from the first one of their class."""
     runs: tuple[tuple[int, int, int], ...]
     """(first block id, first slot, count) where both sides are neighbours."""
 
     @classmethod
-    def of(cls, block_ids: Sequence[int], slots: Sequence[int]) -> CopyPlan:
-        """Pair block ids with slots, in order."""
+    def of(cls, block_ids: Sequence[int], slots: Sequence[int], first_slot: int = 0) -> CopyPlan:
+        """Pair block ids with slots of one class, in order; `first_slot` is the class's first number."""
         if len(block_ids) != len(slots):
             raise PactViolation(f"each block needs one slot, not {len(block_ids)} blocks and {len(slots)} slots")
         runs: list[tuple[int, int, int]] = []
-        for block_id, slot in zip(block_ids, slots, strict=True):
+        places = [slot - first_slot for slot in slots]
+        for block_id, slot in zip(block_ids, places, strict=True):
             if runs and (block_id, slot) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
                 runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
             else:
                 runs.append((block_id, slot, 1))
-        return cls(np.asarray(block_ids, np.intp), np.asarray(slots, np.intp), tuple(runs))
+        return cls(np.asarray(block_ids, np.intp), np.asarray(places, np.intp), tuple(runs))

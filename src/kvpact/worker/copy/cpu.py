@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import PactViolation
-from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.threads import start_background
 from kvpact.worker.copy.base import Job
 from kvpact.worker.paged import Bytes, CopyPlan, PagedKV
@@ -25,26 +25,28 @@ PIECE_BYTES: Final = 32 << 20
 
 
 class PageCopier:
-    """Copies one group of layers at a time, by numpy: long runs one call each, scattered small pages by index."""
+    """Copies one group of layers at a time, by numpy: long runs one call each, scattered small pages by index.
 
-    def __init__(self, paged: PagedKV, segment: ArenaSegment) -> None:
-        if paged.layout.rank_slot_bytes > segment.rank_slot_bytes:
+    For one class of slots; plans count them from its first one.
+    """
+
+    def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_class: SlotClass) -> None:
+        slot_bytes, self._num_slots = slot_class.slot_bytes, len(slot_class.slots)
+        if paged.layout.rank_slot_bytes > slot_bytes:
             raise PactViolation(
-                f"one block of this engine takes {paged.layout.rank_slot_bytes} bytes, a slot has only "
-                f"{segment.rank_slot_bytes}"
+                f"one block of this engine takes {paged.layout.rank_slot_bytes} bytes, a slot has only {slot_bytes}"
             )
         self._num_blocks = paged.num_blocks
-        self._num_slots = segment.num_slots
-        arena = np.frombuffer(segment.memory, np.uint8).reshape(segment.num_slots, segment.rank_slot_bytes)
+        arena = np.frombuffer(segment.class_view(slot_class), np.uint8).reshape(self._num_slots, slot_bytes)
         joined = [paged.joined(group) for group in paged.groups]
         starts = [paged.layout.layer_offsets[group.start] for group in paged.groups]
         self.pages: list[Bytes] = [layer.view() for layer in joined]
         """Of each group, `[num_blocks, chunks, chunk_bytes]`."""
         self.pieces: list[Bytes] = [
-            arena[:, start : start + layer.page_bytes].reshape(segment.num_slots, layer.chunks, layer.chunk_bytes)
+            arena[:, start : start + layer.page_bytes].reshape(len(arena), layer.chunks, layer.chunk_bytes)
             for layer, start in zip(joined, starts, strict=True)
         ]
-        """The same of the slots."""
+        """The same of the class's slots, in the order of their numbers."""
         if not all(np.shares_memory(piece[0], arena[0]) for piece in self.pieces):
             raise PactViolation("the view of a layer's slots is a copy of them")
 
@@ -127,9 +129,11 @@ class CpuTransferEngine:
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
         self.groups = paged.groups
-        self.copier = PageCopier(paged, segment)
+        (slot_class,) = segment.classes  # a further one would need layers of its own in `paged`
+        self.copier = PageCopier(paged, segment, slot_class)
         """How a group is copied; both threads call it."""
-        self._piece_blocks = max(1, PIECE_BYTES // segment.rank_slot_bytes)
+        self._first_slot = slot_class.slots.start
+        self._piece_blocks = max(1, PIECE_BYTES // slot_class.slot_bytes)
         self._changed = threading.Condition()
         # All below is guarded by _changed.
         self._urgent: list[CpuTransfer] = []
@@ -210,7 +214,7 @@ class CpuTransferEngine:
                     continue
                 try:
                     if group == 0:
-                        plans[transfer] = CopyPlan.of(transfer.job.block_ids, transfer.job.slots)
+                        plans[transfer] = CopyPlan.of(transfer.job.block_ids, transfer.job.slots, self._first_slot)
                     self.copier.scatter(group, plans[transfer])
                 except Exception as error:
                     transfer.error = error
@@ -254,7 +258,8 @@ class CpuTransferEngine:
         """Copy all layers of these blocks of a job and return those that arrived: all, or what one by one succeeds."""
         job = transfer.job
         try:
-            plan = CopyPlan.of([job.block_ids[block] for block in blocks], [job.slots[block] for block in blocks])
+            block_ids, slots = [job.block_ids[block] for block in blocks], [job.slots[block] for block in blocks]
+            plan = CopyPlan.of(block_ids, slots, self._first_slot)
             for group in range(len(self.groups)):
                 make_way()
                 if transfer.cancelled:
