@@ -24,11 +24,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "testbeds"))
 
-from engines import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config
 from kvpact.demo.engine import EngineProcess, EngineSettings
 from kvpact.demo.model import TINY_SHAPE, ensure_model
+from tiny_engine import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config
 
 TRACE = Path("/work/shared/data/mooncake_conversation.jsonl")
 TRACE_BLOCK = 512

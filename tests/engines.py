@@ -4,7 +4,6 @@ Use the fixtures `tiny_model`, `engine_pool` and `start_engine`; `kvpact.demo.en
 """
 
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import count
@@ -13,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvpact.config import load_config
 from kvpact.demo.engine import EngineProcess, EngineSettings
 from kvpact.demo.model import TINY_SHAPE, ensure_model
+from tiny_engine import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config, prompt
 
-BLOCK = 128
-"""Tokens in a block of the CPU engine."""
+__all__ = ["BLOCK", "BLOCK_BY_BLOCK", "EnginePool", "kvpact_transfer_config", "prompt"]
 
 BLOCK_BY_BLOCK: dict[str, Any] = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 8}
 """Engine arguments with which every block is computed in a step of its own, whatever was there before.
@@ -27,23 +25,8 @@ What comes out of a matrix product can depend on its shape in the last bits, and
 answers that reused different parts of a prompt are only equal bit by bit if all was computed in the same shapes.
 """
 
-TOKENIZER_TEXT = "A prompt prefix is never computed twice: it is promised, committed, loaded and used.\n" * 50
 MAX_KEPT = 2
 """Engines kept running at once; each takes two gigabytes."""
-
-
-def prompt(seed: int, blocks: int, tail: int = 17) -> list[int]:
-    """A prompt of `blocks` full blocks and `tail` more tokens; different seeds differ from the first token on."""
-    source = random.Random(seed)
-    return [source.randrange(1, TINY_SHAPE.vocabulary) for _ in range(blocks * BLOCK + tail)]
-
-
-def kvpact_transfer_config(**settings: object) -> dict[str, Any]:
-    """The `kv_transfer_config` that turns kvpact on, with `settings` as its configuration.
-
-    A tiny model on a busy machine may compute faster than it loads, so by default everything is loaded.
-    """
-    return load_config({"recompute_if_faster": False, **settings}, {}).kv_transfer_config()
 
 
 class EnginePool:

@@ -191,11 +191,28 @@ def private_reaches(path: Path) -> Iterator[str]:
 
 def test_tests_kit_and_benchmarks_reach_for_fewer_and_fewer_private_names() -> None:
     found: dict[str, list[str]] = {}
-    for folder in ("benchmarks", "examples", "scripts", "src/kvpact/testkit", "tests"):
+    for folder in ("benchmarks", "examples", "scripts", "src/kvpact/testkit", "testbeds", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).extend(private_reaches(path))
     for folder, names in found.items():
         assert len(names) <= MAX_PRIVATE_REACHES.get(folder, 0), f"{folder}: {sorted(names)}"
+
+
+def top_level_modules(folder: str) -> set[str]:
+    """The names under which the folder's files can be imported by one who has it on the path."""
+    entries = (ROOT / folder).iterdir()
+    return {path.stem for path in entries if path.suffix == ".py" or path.joinpath("__init__.py").is_file()}
+
+
+def test_tests_and_benchmarks_do_not_import_each_other() -> None:
+    """What both need, such as servers and engines on a tiny model, is in `testbeds`, which imports neither."""
+    others = {"tests": {"benchmarks"}, "benchmarks": {"tests"}, "testbeds": {"tests", "benchmarks"}}
+    for folder, forbidden in others.items():
+        names = set().union(*map(top_level_modules, forbidden)) - {"conftest"}
+        assert names
+        for path in (ROOT / folder).rglob("*.py"):
+            found = {imported.split(".")[0] for imported in imports_of(path)} & names
+            assert not found, f"{path.relative_to(ROOT)} imports {found} of {' or '.join(forbidden)}"
 
 
 FILE_LINES, CLASS_LINES, PUBLIC_METHODS = 400, 300, 20

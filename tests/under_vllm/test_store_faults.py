@@ -5,7 +5,6 @@ Times are the benchmarks' own business: what a busy machine measures in a few se
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +12,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import shared_store
-import store_faults
-
+import store_failing
+import store_sharing
 from kvpact.demo.engine import EngineProcess
 from servers.object_server import CREDENTIALS
 
@@ -36,7 +32,7 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """An engine without kvpact, to compare with."""
-    with shared_store.engines(tiny_model, tmp_path_factory.mktemp("plain"), None) as (engine,):
+    with store_sharing.engines(tiny_model, tmp_path_factory.mktemp("plain"), None) as (engine,):
         yield engine
 
 
@@ -44,25 +40,25 @@ def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     ("prompts", "seconds"),
     [pytest.param(4, 3.0, marks=[pytest.mark.proof]), pytest.param(12, 15.0, marks=[pytest.mark.soak])],
 )
-@pytest.mark.parametrize("kind", shared_store.KINDS)
+@pytest.mark.parametrize("kind", store_sharing.KINDS)
 def test_a_second_engine_loads_what_the_first_computed_and_both_write_without_damage(
     kind: str, tiny_model: Path, tmp_path: Path, prompts: int, seconds: float
 ) -> None:
-    shared = shared_store.share_store(kind, tiny_model, tmp_path, prompts=prompts, blocks=6, seconds=seconds)
+    shared = store_sharing.share_store(kind, tiny_model, tmp_path, prompts=prompts, blocks=6, seconds=seconds)
     assert shared.kept_its_promises, shared
 
 
 @pytest.mark.parametrize(
     "seconds", [pytest.param(2.0, marks=[pytest.mark.proof]), pytest.param(5.0, marks=[pytest.mark.soak])]
 )
-@pytest.mark.parametrize("place", store_faults.FAULTS)
+@pytest.mark.parametrize("place", store_failing.FAULTS)
 def test_h58_no_fault_of_a_store_under_load_costs_more_than_hits(
     place: str, plain: EngineProcess, tmp_path: Path, seconds: float
 ) -> None:
-    places = store_faults.chosen_places(store_faults.PHASES)
+    places = store_failing.chosen_places(store_failing.PHASES)
     if place not in places:
         pytest.skip("a network can be cut by root only")
-    found = store_faults.run_place(place, places[place], plain, tmp_path, seconds, print)
+    found = store_failing.run_place(place, places[place], plain, tmp_path, seconds, print)
     assert [phase.name for phase in found] == [f"healthy {place}", *places[place]]
     assert any(name.startswith("read_blocks") for phase in found for name in phase.counts), "the store was not used"
     for phase in found:

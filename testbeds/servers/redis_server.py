@@ -63,27 +63,29 @@ class RedisServer:
     password: str = ""
     configuration: tuple[str, ...] = ()
     valkey: bool = False
+    host: str = "127.0.0.1"
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         self.start()
 
-    def start(self) -> None:
-        """Run it, and wait until it answers."""
+    def command(self) -> list[str]:
+        """What runs it."""
         listen = ["--port", str(self.port)]
         if self.tls is not None:
             listen = ["--port", "0", "--tls-port", str(self.port), *self.tls.server_options()]
         secret = ["--requirepass", self.password] if self.password else []
         server = valkey_program() if self.valkey else program("redis-server", "redis-server")
+        return [
+            server, *self.configuration, *listen, "--bind", self.host,
+            "--dir", str(self.directory), "--save", "", "--appendonly", "no", "--daemonize", "no",
+            *secret, *self.options,
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        """Run it, and wait until it answers."""
         with (self.directory / f"redis-{self.port}.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    server, *self.configuration, *listen, "--bind", "127.0.0.1",
-                    "--dir", str(self.directory), "--save", "", "--appendonly", "no", "--daemonize", "no",
-                    *secret, *self.options,
-                ],
-                stdout=log, stderr=log,
-            )  # fmt: skip
+            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log)
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -99,14 +101,14 @@ class RedisServer:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def client(self, **options: Any) -> redis.Redis:
         """Past the tier: what an administrator, or another program, does."""
         options = {"password": self.password or None, "protocol": 2} | options
         if self.tls is not None:
             options |= {"ssl": True, "ssl_ca_certs": str(self.tls.certificates)}
-        return redis.Redis("127.0.0.1", self.port, **options)
+        return redis.Redis(self.host, self.port, **options)
 
     def pause(self) -> None:
         """It stops in the middle of what it does; its kernel still takes connections."""

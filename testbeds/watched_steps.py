@@ -5,7 +5,7 @@ the machine gave the core to somebody else. The kernel knows: the thread's CPU t
 itself, and for how long it could have run while others had its core (the delay in /proc/thread-self/schedstat). When
 the machine below a virtual one had the core is what is left. And there is a control: behind each step the same thread
 computes something useless for as long as a step takes in the median. How often that is slow is what this machine does
-to any code. Used by `store_faults.py`.
+to any code. Used by `store_failing`.
 """
 
 from __future__ import annotations
