@@ -43,7 +43,7 @@ class Scene:
             self.memory = self.memory.transpose(0, 1)
         self.paged = PagedKV.from_tensors({str(i): self.memory[i] for i in range(LAYERS)}, total)
         self.segment = ArenaSegment.create(total, self.paged.layout.rank_slot_bytes)
-        self.segment.prefault()
+        self.segment.pages.take_all()
         self.copier = PageCopier(self.paged, self.segment, *self.segment.classes)
         self.arena = np.frombuffer(self.segment.memory, np.uint8).reshape(total, LAYERS, page_bytes)
         order = np.random.default_rng(0)
@@ -157,7 +157,7 @@ def first_touch(gibibytes: float) -> None:
     for prefault in (False, True):
         segment = ArenaSegment.create(int(gibibytes * 1024), 1 << 20)
         memory = np.frombuffer(segment.memory, np.uint8)
-        steps: list[tuple[str, Callable[[], None]]] = [("prefault", segment.prefault)] if prefault else []
+        steps: list[tuple[str, Callable[[], None]]] = [("prefault", segment.pages.take_all)] if prefault else []
         steps += [("write", partial(memory.fill, 1)), ("write again", partial(memory.fill, 2))]
         for name, step in steps:
             began = time.perf_counter()

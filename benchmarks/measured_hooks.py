@@ -17,7 +17,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.prefault import PageTaker
 from kvpact.vllm import PactConnector
 from kvpact.worker.transfer import RankTransfers
 
@@ -37,7 +37,7 @@ class MeasuredPactConnector(PactConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         left_out = os.environ.get(LEAVE_OUT)
         if left_out == "prefault":
-            ArenaSegment.start_prefault = lambda segment: None  # type: ignore[method-assign]
+            PageTaker.start = lambda pages: None  # type: ignore[method-assign]
         elif left_out == "copy":
             RankTransfers.start_saves = _refuse  # type: ignore[method-assign]
         super().__init__(vllm_config, role, kv_cache_config)

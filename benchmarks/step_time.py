@@ -51,7 +51,7 @@ def obey(work: StepWork) -> WorkerReport:
 def run(steps: int, directory: Path | None) -> list[float]:
     """Seconds in the cache for each step."""
     segment = ArenaSegment.create(SLOTS, SLOT_BYTES)
-    segment.prefault()
+    segment.pages.take_all()
     namespace = Namespace({"benchmark": "step_time"})
     tiers = []
     if directory is not None:

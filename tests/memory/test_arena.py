@@ -165,8 +165,8 @@ def test_closing_twice_and_under_exported_views_is_harmless() -> None:
 def test_prefault_takes_every_page_and_closing_ends_it_at_once() -> None:
     segment = ArenaSegment.create(3, 4 * MIB)
     before = os.fstat(segment.address().descriptor).st_blocks
-    segment.start_prefault()
-    segment.start_prefault()
+    segment.pages.start()
+    segment.pages.start()
     deadline = time.monotonic() + 20
     while (blocks := os.fstat(segment.address().descriptor).st_blocks) * 512 < 12 * MIB and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -174,7 +174,7 @@ def test_prefault_takes_every_page_and_closing_ends_it_at_once() -> None:
     segment.close()
 
     huge = ArenaSegment.create(256, 4 * MIB)
-    huge.start_prefault()
+    huge.pages.start()
     began = time.monotonic()
     huge.close()
     assert time.monotonic() - began < 1
@@ -184,7 +184,7 @@ def test_prefault_takes_every_page_and_closing_ends_it_at_once() -> None:
 def test_prefault_keeps_what_is_there() -> None:
     segment = ArenaSegment.create(2, PIECE)
     segment.slot_view(1)[:4] = b"kept"
-    segment.prefault()
+    segment.pages.take_all()
     assert bytes(segment.slot_view(1)[:4]) == b"kept"
     segment.close()
 
@@ -213,7 +213,7 @@ def test_memory_for_less_than_two_blocks_names_the_least_that_works() -> None:
 def test_a_tiny_dev_shm_does_not_matter() -> None:
     use = (
         "from kvpact.memory.arena import ArenaSegment as A; "
-        "a = A.create(4, 4 << 20); a.prefault(); a.slot_view(3)[-1] = 1"
+        "a = A.create(4, 4 << 20); a.pages.take_all(); a.slot_view(3)[-1] = 1"
     )
     tiny = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && df -k --output=size /dev/shm && {sys.executable} -c '{use}'"
     if os.geteuid() == 0:
@@ -230,7 +230,7 @@ TREE = textwrap.dedent(
     import os
     from kvpact.memory.arena import ArenaSegment
     created = ArenaSegment.create(64, 4 << 20)
-    created.start_prefault()
+    created.pages.start()
     print(created.address().device, created.address().inode, flush=True)
     if os.fork():
         segment = created

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.memory.limits import available_memory_bytes
+from kvpact.memory import limits
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ from kvpact.memory.limits import available_memory_bytes
     ],
 )
 def test_the_smallest_of_machine_and_cgroups_counts(
-    tmp_path: Path, membership: str, files: dict[str, str], expected: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, membership: str, files: dict[str, str], expected: int
 ) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
@@ -50,4 +50,6 @@ def test_the_smallest_of_machine_and_cgroups_counts(
     for name, content in files.items():
         (cgroups / name).parent.mkdir(parents=True, exist_ok=True)
         (cgroups / name).write_text(content + "\n")
-    assert available_memory_bytes(proc, cgroups) == expected
+    monkeypatch.setattr(limits, "PROC", proc)
+    monkeypatch.setattr(limits, "CGROUPS", cgroups)
+    assert limits.available_memory_bytes() == expected

@@ -116,17 +116,17 @@ def test_a_new_arena_takes_its_window_follows_its_use_and_leaves_the_rest_to_an_
     rest_seconds = 2.0
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", rest_seconds)
     segment = ArenaSegment.create(500, MIB)
-    segment.step_began()
-    assert not segment.wait_for_first_pages(0.01), "nothing is taken yet"
-    segment.start_prefault()
-    assert segment.wait_for_first_pages(60.0)
+    segment.pages.step_began()
+    assert not segment.pages.wait_for_first(0.01), "nothing is taken yet"
+    segment.pages.start()
+    assert segment.pages.wait_for_first(60.0)
     assert _taken(segment) >= AHEAD_BYTES
     time.sleep(rest_seconds + 0.3)
     assert _taken(segment) == AHEAD_BYTES, "more was taken than the window, while the engine computes"
     segment.use([3, 99])
     _wait_until(lambda: _taken(segment) >= AHEAD_BYTES + 100 * MIB)
     assert _taken(segment) < AHEAD_BYTES + 100 * MIB + PIECE_BYTES
-    segment.step_ended()
+    segment.pages.step_ended()
     time.sleep(rest_seconds / 2)
     assert _taken(segment) < AHEAD_BYTES + 100 * MIB + PIECE_BYTES, "the engine has hardly ended its step"
     _wait_until(lambda: _taken(segment) == 500 * MIB)
@@ -138,9 +138,9 @@ def test_the_thread_gives_way_to_others_when_the_start_is_over(monkeypatch: pyte
     monkeypatch.setattr("kvpact.memory.prefault.PIECE_BYTES", 4096)  # so that it is not done before we have looked
     monkeypatch.setattr("kvpact.memory.prefault.START_SECONDS", 600.0)
     segment = ArenaSegment.create(1024, MIB)
-    segment.start_prefault()
+    segment.pages.start()
     assert _niceness() == 0, "a busy machine would take the pages only after the first prompts"
-    segment.step_began()
+    segment.pages.step_began()
     _wait_until(lambda: _niceness() == LOW_PRIORITY)
     segment.close()
 
@@ -150,7 +150,7 @@ def test_pages_are_huge_in_both_processes_mappings_where_the_kernel_makes_them()
         pytest.skip("this kernel makes no huge pages of shared memory on demand (Linux 6.1)")
     ballast = [ArenaSegment.create(1, 4096) for _ in range(3)]  # so that no mapping is aligned by luck
     segment = ArenaSegment.create(15, MIB)
-    segment.prefault()
+    segment.pages.take_all()
     other = ArenaSegment.attach(segment.address())
     for each in (segment, other):
         for slot in range(14):
@@ -166,7 +166,7 @@ def test_where_there_are_no_huge_pages_small_ones_are_taken(monkeypatch: pytest.
     monkeypatch.setattr("kvpact.memory.prefault.MADV_COLLAPSE", 9999)
     segment = ArenaSegment.create(20, MIB)
     segment.slot_view(5)[:4] = b"kept"
-    segment.prefault()
+    segment.pages.take_all()
     assert _taken(segment) == 20 * MIB
     assert _huge_bytes(segment) == 0
     assert bytes(segment.slot_view(5)[:4]) == b"kept"

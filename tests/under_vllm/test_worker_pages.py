@@ -12,8 +12,7 @@ import torch
 
 from kvpact.config import load_config
 from kvpact.contract import SaveJob, StepWork
-from kvpact.memory.arena import ArenaSegment
-from kvpact.memory.prefault import AHEAD_BYTES, PIECE_BYTES
+from kvpact.memory.prefault import AHEAD_BYTES, PIECE_BYTES, PageTaker
 from kvpact.worker.worker import CacheWorker, RankInfo
 
 MIB = 1 << 20
@@ -26,8 +25,8 @@ REST_SECONDS = 2.0
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorker]:
     """One rank with blocks of 1 MiB, in its first step; nothing was taken before it."""
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", REST_SECONDS)
-    start = ArenaSegment.start_prefault
-    monkeypatch.setattr(ArenaSegment, "start_prefault", lambda segment: (segment.step_began(), start(segment)))
+    start = PageTaker.start
+    monkeypatch.setattr(PageTaker, "start", lambda pages: (pages.step_began(), start(pages)))
     made = CacheWorker(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), RankInfo(0, 1, BLOCKS))
     made.register_kv_caches({"layer.0": torch.ones(BLOCKS, MIB, dtype=torch.uint8)})
     made.step_began()

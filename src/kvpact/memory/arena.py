@@ -109,7 +109,8 @@ class ArenaSegment:
         """All slots, one behind the other, writable."""
         self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES :]
         """The file's last page, which no slot reaches; zeros at first."""
-        self._pages = PageTaker(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), size)
+        self.pages = PageTaker(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), size)
+        """Takes the slots' memory from the machine."""
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):  # prompts do not belong into core dumps
             with contextlib.suppress(OSError):
                 self._mapping.madvise(advice)
@@ -118,7 +119,7 @@ class ArenaSegment:
     def create(cls, num_slots: int, rank_slot_bytes: int, ranks_on_host: int = 1) -> ArenaSegment:
         """New memory with one class of slots, in the worker.
 
-        Pages are taken from the machine at first use or by `start_prefault`. Raises ConfigError if `ranks_on_host`
+        Pages are taken from the machine at first use or by `pages`. Raises ConfigError if `ranks_on_host`
         segments of this size are more than the machine can give now.
         """
         if num_slots < 1 or rank_slot_bytes < 1 or rank_slot_bytes % PAGE_BYTES:
@@ -219,42 +220,18 @@ class ArenaSegment:
         """All slots of a class, one behind the other, writable."""
         return self.memory[slot_class.offset : slot_class.end]
 
-    def start_prefault(self) -> None:
-        """Take pages from the machine in a background thread: a window ahead of the slots in use, the rest at rest.
-
-        The first touch of a page costs up to 70 times the copy into it; slots are handed out from the low end. What is
-        taken while the engine computes slows it down, on other cores too, so that is no more than will be used soon.
-        """
-        self._pages.start()
-
-    def wait_for_first_pages(self, seconds: float) -> bool:
-        """After `start_prefault`: wait until the first slots have their pages, at most so long; whether they have."""
-        return self._pages.wait_for_first(seconds)
-
     def use(self, slots: Sequence[int]) -> None:
         """These slots are in use, or about to be: have the pages of the ones after them ready."""
         if slots:
             last = max(slots)
-            self._pages.use(self.class_of(last).start_of(last + 1))
-
-    def step_began(self) -> None:
-        """The engine computes."""
-        self._pages.step_began()
-
-    def step_ended(self) -> None:
-        """The engine computes no more."""
-        self._pages.step_ended()
-
-    def prefault(self) -> None:
-        """Take all pages now. Stops early, with a warning, if the machine runs out of memory."""
-        self._pages.take_all()
+            self.pages.use(self.class_of(last).start_of(last + 1))
 
     def close(self) -> None:
         """Give the memory back. Views still exported keep the mapping alive until the last of them is gone."""
         if self._closed:
             return
         self._closed = True
-        self._pages.close()
+        self.pages.close()
         with contextlib.suppress(BufferError):
             self.memory.release()
             self.notice.release()

@@ -5,30 +5,34 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
+
+PROC: Final = Path("/proc")
+CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-def available_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def available_memory_bytes() -> int:
     """What can still be taken without swapping or being killed: the machine's share or the cgroup's, the smaller."""
     available = next(
         int(line.split()[1]) * 1024
-        for line in (proc / "meminfo").read_text().splitlines()
+        for line in (PROC / "meminfo").read_text().splitlines()
         if line.startswith("MemAvailable:")
     )
-    return max(0, min([available, *_cgroup_room(proc, cgroups)]))
+    return max(0, min([available, *_cgroup_room()]))
 
 
-def _cgroup_room(proc: Path, cgroups: Path) -> Iterator[int]:
+def _cgroup_room() -> Iterator[int]:
     """Bytes left in each memory cgroup that holds this process, version 2 or 1, up to the root."""
     try:
-        memberships = (proc / "self/cgroup").read_text().splitlines()
+        memberships = (PROC / "self/cgroup").read_text().splitlines()
     except OSError:
         return
     for membership in memberships:
         _, controllers, path = membership.split(":", 2)
         if not controllers:
-            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+            root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
         group = root / path.lstrip("/")

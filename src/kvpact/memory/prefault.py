@@ -123,13 +123,19 @@ class PageTaker:
     def start(self) -> None:
         """Take pages in a background thread from now on, until all are taken or `close` is called.
 
-        The thread gives way to others as soon as the start is over; see `give_way` for how much.
+        A window ahead of the slots in use at once, the rest at rest. The first touch of a page costs up to 70 times the
+        copy into it; slots are handed out from the low end. What is taken while the engine computes slows it down, on
+        other cores too, so that is no more than will be used soon. The thread gives way to others as soon as the start
+        is over; see `give_way` for how much.
         """
         if self._thread is None:
             self._thread = start_background("kvpact-prefault", self._run)
 
     def wait_for_first(self, seconds: float) -> bool:
-        """Wait until the first `AHEAD_BYTES` are taken, so that no prompt pays for them; at most so long."""
+        """After `start`: wait until the first `AHEAD_BYTES` are taken, so that no prompt pays for them.
+
+        At most so long; whether they are.
+        """
         return self._has_first.wait(seconds)
 
     def use(self, end: int) -> None:
@@ -146,7 +152,7 @@ class PageTaker:
         self._schedule.step_ended(time.monotonic())
 
     def take_all(self) -> None:
-        """Take everything now."""
+        """Take everything now. Stops early, with a warning, if the machine runs out of memory."""
         for start in range(0, self._size, PIECE_BYTES):
             if not self._take(start, min(PIECE_BYTES, self._size - start)):
                 return

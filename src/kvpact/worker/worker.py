@@ -82,8 +82,8 @@ class CacheWorker(ExternalCacheWorker):
         self._segment = ArenaSegment.create(slots, slot_bytes, self.place.world_size)
         self.notices = NoticeWriter(self._segment.notice)
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
-        self._segment.start_prefault()
-        self._segment.wait_for_first_pages(START_SECONDS)  # else the first prompt pays for them
+        self._segment.pages.start()
+        self._segment.pages.wait_for_first(START_SECONDS)  # else the first prompt pays for them
         self.transfers = RankTransfers(
             transfer_engine_for(paged, self._segment, self.place.rank),
             paged.layer_index,
@@ -163,7 +163,7 @@ class CacheWorker(ExternalCacheWorker):
     def step_began(self) -> None:
         """The engine computes from now on, until `poll`."""
         if self._segment is not None:
-            self._segment.step_began()
+            self._segment.pages.step_began()
 
     def _is_outdated(self, message: StepMessage) -> bool:
         """Whether this rank's weights have changed since the step's loads and saves were ordered."""
@@ -287,7 +287,7 @@ class CacheWorker(ExternalCacheWorker):
         self._check_adapters()
         if self.transfers is None or self._segment is None:
             return
-        self._segment.step_ended()
+        self._segment.pages.step_ended()
         self._take_ended()
         for job in self._synchronous:
             self.jobs.leave_synchronous(job)
