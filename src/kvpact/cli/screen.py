@@ -23,11 +23,7 @@ def shown(text: str) -> str:
     That is what Unicode does not count as printable: control characters with ESC, newline and tab, marks that turn the
     direction of writing, what has no width, halves of surrogate pairs (bytes of a file name that are no UTF-8).
     """
-    return "".join(sign if sign.isprintable() else _escaped(sign) for sign in text)
-
-
-def _escaped(sign: str) -> str:
-    return ascii(sign)[1:-1]
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 class Screen(Console):

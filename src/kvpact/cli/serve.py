@@ -24,12 +24,8 @@ COMMAND_LINE: Final = "the command line"
 
 def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, object]:
     """The settings given on the command line, as `load_config` takes them."""
-    settings: dict[str, object] = {}
-    if memory is not None:
-        settings["memory"] = memory
-    if tiers:
-        settings["tiers"] = tiers
-    return settings
+    given = {"memory": memory, "tiers": tiers or None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def serve_model(

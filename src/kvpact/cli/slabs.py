@@ -5,11 +5,13 @@ Owns the tables and the wording. Never changes a file, and leaves the reading to
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from kvpact.cli.screen import age, console, print_json, progress, shown, table
@@ -93,14 +95,20 @@ def _show_verification(path: Path, reports: list[VerifyReport], unreadable: dict
             counts = (report.records, report.sound, len(report.damaged), report.torn, report.orphans, report.changed)
             rows.add_row(report.path.stem, *map(str, counts))
         output.print(rows)
-    for report in reports:
-        for record in report.damaged[:RECORDS_SHOWN]:
-            output.print(_damage(record, report.path))
-        if len(report.damaged) > RECORDS_SHOWN:
-            output.print(f"... and {len(report.damaged) - RECORDS_SHOWN} more; --json lists all")
-    for reason in unreadable.values():
+    damaged = [[_damage(record, report.path) for record in report.damaged] for report in reports]
+    show_damage(output, damaged, unreadable.values())
+
+
+def show_damage(output: Console, damaged: Sequence[Sequence[str]], unreadable: Iterable[str] = ()) -> None:
+    """Print what is damaged, by slab or store, then what could not be read."""
+    for lines in damaged:
+        for line in lines[:RECORDS_SHOWN]:
+            output.print(line)
+        if len(lines) > RECORDS_SHOWN:
+            output.print(f"... and {len(lines) - RECORDS_SHOWN} more; --json lists all")
+    for reason in unreadable:
         output.print(reason)
-    if any(report.damaged for report in reports):
+    if any(damaged):
         output.print("damaged records are never served: the engine takes them for misses and writes them anew")
 
 

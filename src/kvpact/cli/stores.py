@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from timeit import repeat
 from typing import Any, Final
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from kvpact.cli.screen import age, console, print_json, progress, table
-from kvpact.cli.slabs import RECORDS_SHOWN
+from kvpact.cli.slabs import show_damage
 from kvpact.errors import ConfigError, TierError
 from kvpact.metrics import TierName, series
 from kvpact.own_files import OwnFolder
@@ -131,12 +132,7 @@ def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -
     counts = (report.records, report.sound, len(report.damaged), report.unsealed, report.gone)
     rows.add_row(str(url), *map(str, counts))
     output.print(rows)
-    for record in report.damaged[:RECORDS_SHOWN]:
-        output.print(f"{record.name[:50]}: {record.reason}")
-    if len(report.damaged) > RECORDS_SHOWN:
-        output.print(f"... and {len(report.damaged) - RECORDS_SHOWN} more; --json lists all")
-    if report.damaged:
-        output.print("damaged records are never served: the engine takes them for misses and writes them anew")
+    show_damage(output, [[f"{record.name[:50]}: {record.reason}" for record in report.damaged]])
     return not report.damaged
 
 
@@ -146,10 +142,16 @@ def collect(place: TierURL | Path, namespace: str) -> int:
     Raises TierError: no namespace begins so, several do, an engine is using the slab, or the store fails.
     """
     if isinstance(place, Path):
-        return _collect_slab(place, namespace)
+        with _locked_slabs(place) as slabs:
+            chosen = _the_one({slab.name.removesuffix(SLAB_SUFFIX) for slab in slabs}, namespace, place)
+            slab = next(slab for slab in slabs if slab.name == chosen + SLAB_SUFFIX)
+            found = look_at(slab)
+            if found is not None and found.in_use:
+                raise TierError(f"{slab} is in use by an engine; stop it first")
+            slab.unlink(missing_ok=True)
+            return 1
     with opened_for_removal(place) as store:
-        groups = {record.name.partition("/")[0] for record in store.names()}
-        return remove_group(store, _the_one(groups, namespace, place))
+        return remove_group(store, _group_in(store, namespace, place))
 
 
 def collect_older(place: TierURL | Path, seconds: float, namespace: str | None) -> int:
@@ -158,28 +160,31 @@ def collect_older(place: TierURL | Path, seconds: float, namespace: str | None) 
     Of a shared store, with a namespace all of its records; without, those that no engine will ask for. Of a directory
     of slabs those that no engine has used for so long.
     """
+    before = time.time() - seconds
     if isinstance(place, Path):
-        return _collect_old_slabs(place, seconds, namespace)
+        with _locked_slabs(place) as slabs:
+            found = [(slab, look_at(slab)) for slab in slabs if slab.name.startswith(namespace or "")]
+            old = [slab for slab, seen in found if seen is not None and not seen.in_use and seen.modified < before]
+            for slab in old:
+                slab.unlink(missing_ok=True)
+            return len(old)
     with opened_for_removal(place) as store:
-        group = ""
-        if namespace is not None:
-            group = _the_one({record.name.partition("/")[0] for record in store.names()}, namespace, place)
-        return remove_older(store, time.time() - seconds, group)
+        return remove_older(store, before, "" if namespace is None else _group_in(store, namespace, place))
 
 
-def _collect_old_slabs(path: Path, seconds: float, namespace: str | None) -> int:
-    directory, removed = SlabDirectory.look(path), 0
+@contextmanager
+def _locked_slabs(path: Path) -> Iterator[list[Path]]:
+    """The slabs of a directory, in which nothing else is made or removed meanwhile. Raises TierError."""
+    directory = SlabDirectory.look(path)
     try:
         with directory.locked(_PATIENCE_S):
-            for slab in directory.slab_paths():
-                found = look_at(slab)
-                old = found is not None and not found.in_use and found.modified < time.time() - seconds
-                if old and slab.name.startswith(namespace or ""):
-                    slab.unlink(missing_ok=True)
-                    removed += 1
+            yield list(directory.slab_paths())
     except OSError as error:
         raise TierError(f"cannot remove from {path}: {error.strerror}; give the directory of a disk tier") from None
-    return removed
+
+
+def _group_in(store: RecordStore, wanted: str, place: TierURL) -> str:
+    return _the_one({record.name.partition("/")[0] for record in store.names()}, wanted, place)
 
 
 def _the_one(names: set[str], wanted: str, place: object) -> str:
@@ -188,21 +193,6 @@ def _the_one(names: set[str], wanted: str, place: object) -> str:
         known = ", ".join(found or sorted(names)) or "none at all"
         raise TierError(f"{len(found)} namespaces in {place} begin with {wanted!r}; give one of: {known}")
     return found[0]
-
-
-def _collect_slab(path: Path, namespace: str) -> int:
-    directory = SlabDirectory.look(path)
-    try:
-        with directory.locked(_PATIENCE_S):
-            slabs = {slab.name.removesuffix(SLAB_SUFFIX): slab for slab in directory.slab_paths()}
-            slab = slabs[_the_one({*slabs}, namespace, path)]
-            found = look_at(slab)
-            if found is not None and found.in_use:
-                raise TierError(f"{slab} is in use by an engine; stop it first")
-            slab.unlink(missing_ok=True)
-            return 1
-    except OSError as error:
-        raise TierError(f"cannot remove from {path}: {error.strerror}; give the directory of a disk tier") from None
 
 
 def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: bool) -> bool:
@@ -242,7 +232,7 @@ def _probe(url: TierURL) -> dict[str, str]:
             used = sum(path.stat().st_size for path in SlabDirectory(Path(url.path)).slab_paths())
             return row | {"used": format_size(used), "capacity": format_size(url.capacity)}
         with opened(url) as store:
-            seconds = median(_timed(lambda: store.exists(["0" * 16 + "/" + "0" * 64])) for _ in range(PROBES))
+            seconds = median(repeat(lambda: store.exists(["0" * 16 + "/" + "0" * 64]), number=1, repeat=PROBES))
             usage = store.usage()
     except (TierError, ConfigError) as error:
         return row | {"state": str(error)}
@@ -263,12 +253,6 @@ def _trouble_with(directory: Path) -> str:
     if not place.is_dir():
         return f"{place} is not a directory" if os.path.lexists(place) else f"there is no directory {place}"
     return "" if os.access(place, os.R_OK | os.W_OK | os.X_OK) else f"{place} cannot be read and written by this user"
-
-
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 _COUNTED: Final = ("tier", "breaker", "lookup", "read", "held", "used", "failures", "skipped")
