@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, Literal, cast
 
@@ -44,7 +44,7 @@ def check_conformance(target: str, config: str, engine: EngineName | None, *, as
     logging.disable(logging.CRITICAL)  # the kit breaks things on purpose; what that makes a cache log is no news
     try:
         run = _under_vllm if chosen == "vllm" else _embedded
-        report = run(target, thing, settings, _progress)
+        report = run(target, thing, settings)
     finally:
         logging.disable(logging.NOTSET)
     if as_json:
@@ -78,9 +78,7 @@ def _find(target: str) -> Any:
         raise ConfigError(f"{target}: module {module} has no {name}") from None
 
 
-def _embedded(
-    target: str, thing: Any, settings: Mapping[str, Any], progress: Callable[[Check], object]
-) -> ConformanceReport:
+def _embedded(target: str, thing: Any, settings: Mapping[str, Any]) -> ConformanceReport:
     from kvpact.cache.cache import PactCache
     from kvpact.engine import ReferenceCache
     from kvpact.testkit.cache.conformance import CacheConformance, CacheFactory, run_conformance, run_suite_as_report
@@ -91,17 +89,15 @@ def _embedded(
     if isinstance(thing, type) and issubclass(thing, CacheConformance):
         if settings:
             raise ConfigError(f"{target} says itself how its cache is made; it takes no --config")
-        return run_suite_as_report(thing, target, progress=progress)
+        return run_suite_as_report(thing, target, progress=_progress)
     if not callable(thing):
         raise ConfigError(f"{target} is neither a class nor a function that makes a cache for a CacheContext")
     own: dict[Any, Any] = {PactCache: pact_cache, ReferenceCache: reference_cache}
     factory = cast(CacheFactory, partial(own.get(thing, thing), **settings))
-    return run_conformance(factory, subject=target, progress=progress)
+    return run_conformance(factory, subject=target, progress=_progress)
 
 
-def _under_vllm(
-    target: str, thing: Any, settings: Mapping[str, Any], progress: Callable[[Check], object]
-) -> ConformanceReport:
+def _under_vllm(target: str, thing: Any, settings: Mapping[str, Any]) -> ConformanceReport:
     try:
         from kvpact.testkit.vllm.compat import release
         from kvpact.testkit.vllm.driver import VllmDriver
@@ -113,7 +109,7 @@ def _under_vllm(
     checks = []
     for scenario in driver.scenarios():
         checks.append(driver.check(scenario))
-        progress(checks[-1])
+        _progress(checks[-1])
     return ConformanceReport(target, f"vLLM {release()}", tuple(checks))
 
 
@@ -124,16 +120,19 @@ def _progress(check: Check) -> None:
 
 def _document(report: ConformanceReport) -> dict[str, Any]:
     properties = {
-        name: {"title": TITLES[name], "verdict": verdict, "script": list(_shortest(report, name))}
+        name: {
+            "title": TITLES[name],
+            "verdict": verdict,
+            "script": list(_shortest(report, name).script) if verdict is Verdict.BROKEN else [],
+        }
         for name, verdict in verdicts(report.checks).items()
     }
     return {**json.loads(report.to_json()), "properties": properties}
 
 
-def _shortest(report: ConformanceReport, name: str) -> tuple[str, ...]:
-    """The shortest script that breaks `name`."""
-    scripts = [check.script for check in report.broken if name in concerned(check)]
-    return min(scripts, key=len, default=())
+def _shortest(report: ConformanceReport, name: str) -> Check:
+    """Of the checks that break `name`, the one with the shortest script."""
+    return min((check for check in report.broken if name in concerned(check)), key=lambda check: len(check.script))
 
 
 def _show(report: ConformanceReport) -> None:
@@ -150,7 +149,7 @@ def _show(report: ConformanceReport) -> None:
     shown: set[tuple[str, ...]] = set()
     for name, verdict in verdicts(report.checks).items():
         if verdict is Verdict.BROKEN:
-            check = min((one for one in report.broken if name in concerned(one)), key=lambda one: len(one.script))
+            check = _shortest(report, name)
             if check.script not in shown:
                 shown.add(check.script)
                 _show_broken(console, check)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
@@ -81,13 +81,13 @@ def demo(
         raise typer.Exit(1) from error
     finally:
         shutil.rmtree(last / "disk", ignore_errors=True)  # gigabytes; the logs stay
+    figures = json.dumps(asdict(report), indent=2)
     if json_path == "-":
-        json.dump(report.as_json(), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print(figures)
     else:
         show(report, Console())
         if json_path is not None:
-            Path(json_path).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+            Path(json_path).write_text(f"{figures}\n")
     if report.failures:
         if json_path == "-":
             progress.print(*report.failures, sep="\n", markup=False)

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -134,9 +133,7 @@ class EngineProcess:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is None:
             self.stop()
         else:
@@ -310,9 +307,9 @@ class EngineProcess:
             raise EngineError(f"the engine failed: {reply.error}{self._log_tail()}")
         return reply
 
-    def _log_tail(self, characters: int = 2000) -> str:
+    def _log_tail(self) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return f"; the end of {self.log}:\n{text[-characters:]}"
+        return f"; the end of {self.log}:\n{text[-2000:]}"
 
     def _close(self) -> None:
         if self._process.stdin is not None and not self._process.stdin.closed:

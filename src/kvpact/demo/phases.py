@@ -133,10 +133,6 @@ class Results:
     cold_costs: Sequence[ColdCost]
 
 
-KVTransferConfig = Callable[[Path, Path, str], dict[str, Any]]
-"""Makes the `--kv-transfer-config` from the disk tier's directory, the file for kvpact's counts and kvpact's memory."""
-
-
 def kvpact_config(disk: Path, stats_file: Path, memory: str) -> dict[str, Any]:
     """kvpact with a disk large enough for everything that the demonstration stores."""
     settings = {
@@ -147,15 +143,7 @@ def kvpact_config(disk: Path, stats_file: Path, memory: str) -> dict[str, Any]:
     return load_config(settings, {}).kv_transfer_config()
 
 
-def run_phases(
-    model: Path,
-    text: str,
-    work: Path,
-    plan: Plan,
-    *,
-    say: Callable[[str], None],
-    kv_transfer_config: KVTransferConfig = kvpact_config,
-) -> Results:
+def run_phases(model: Path, text: str, work: Path, plan: Plan, *, say: Callable[[str], None]) -> Results:
     """Run all phases with logs and the disk tier under `work`, an empty directory; `say` is told what happens.
 
     Raises EngineError if an engine fails; ends all its processes in any case.
@@ -165,7 +153,7 @@ def run_phases(
     arguments = plan.engine_arguments()
 
     def with_kvpact(life: int, *, held: bool = False) -> EngineProcess:
-        settings = EngineSettings(model, kv_transfer_config(disk, work / f"stats-{life}.json", plan.memory), arguments)
+        settings = EngineSettings(model, kvpact_config(disk, work / f"stats-{life}.json", plan.memory), arguments)
         return EngineProcess(settings, work / f"engine-with-kvpact-{life}.log", held=held)
 
     script = _Script(model, text, plan, say)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -59,10 +58,6 @@ class Report:
     used: int
     leases_held: int
     failures: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        """The report as plain data for `--json`."""
-        return asdict(self)
 
 
 def judge(results: Results) -> Report:

@@ -114,14 +114,12 @@ class CacheWorker(ExternalCacheWorker):
         ):
             return {}
         saves = {job.job_id: job for job in message.work.saves}
-        wanted = [
-            Wanted(lookup.job_id, lookup.keys, saves[lookup.job_id].start_block, saves[lookup.job_id].slots)
-            for lookup in message.work.lookups
-        ]
+        asked = [(lookup, saves[lookup.job_id]) for lookup in message.work.lookups]
+        wanted = [Wanted(save.job_id, lookup.keys, save.start_block, save.slots) for lookup, save in asked]
         found = self._reader.read(store, wanted)
         hits: dict[str, int] = {}
-        for lookup in message.work.lookups:
-            blocks, save = found.get(lookup.job_id, 0), saves[lookup.job_id]
+        for lookup, save in asked:
+            blocks = found.get(save.job_id, 0)
             if blocks >= self._config.min_match_blocks:
                 slots, block_ids = save.slots[:blocks], save.block_ids[:blocks]
                 number = load_id(save.job_id)
