@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,7 @@ def test_p9_what_is_being_deleted_from_a_slow_tier_is_not_promised_meanwhile(tmp
 
 def test_a_late_step_does_one_of_what_can_wait_and_the_next_one_the_other(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
-    scene.cache.is_late = lambda: True
+    scene.cache.budget.limit = 0.0
     scene.run_cold(request(3, "first"))
     assert scene.cache.has_pending_work
     for _ in range(2):
@@ -129,7 +130,7 @@ def test_a_late_step_does_one_of_what_can_wait_and_the_next_one_the_other(tmp_pa
 
 def test_h13_chains_that_no_step_offers_to_tiers_do_not_keep_the_engine_stepping_for_ever(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
-    scene.cache.is_late = lambda: True
+    scene.cache.budget.limit = 0.0
     scene.run_cold(request(3, "first"))
     assert len(scene.cache.writeback)
     for _ in range(1 + round(VAIN_SECONDS / LONGEST_STEP_SECONDS)):  # in each of which `end_step` fails
@@ -142,8 +143,7 @@ def test_h13_chains_that_no_step_offers_to_tiers_do_not_keep_the_engine_stepping
 
 def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
-    late = [True]
-    scene.cache.is_late = lambda: late[0]
+    scene.cache.budget.limit = 0.0
     for _ in range(3):
         scene.cache.writeback.note_saved(())
     scene.cache.end_step()
@@ -154,7 +154,7 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     scene.cache.end_step()
     scene.cache.end_step()
     assert len(scene.cache.writeback) == MAX_UNWRITTEN, "however late steps are, only so many wait (P12)"
-    late[0] = False
+    scene.cache.budget.limit = inf
     scene.cache.end_step()
     assert not len(scene.cache.writeback)
     scene.close()
@@ -162,7 +162,7 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
 
 def test_a_write_put_off_is_not_made_of_blocks_that_memory_has_dropped(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
-    scene.cache.is_late = lambda: True
+    scene.cache.budget.limit = 0.0
     scene.run_cold(request(3, "first"))
     scene.cache.index.clear()
     for _ in range(2):
@@ -177,7 +177,7 @@ def test_a_write_put_off_is_not_made_of_blocks_that_memory_has_dropped(tmp_path:
 
 def test_a_write_put_off_is_made_at_shutdown(tmp_path: Path) -> None:
     scene = Scene(tiers=[open_disk(tmp_path)])
-    scene.cache.is_late = lambda: True
+    scene.cache.budget.limit = 0.0
     scene.run_cold(request(3, "first"))
     scene.close()
     again = open_disk(tmp_path)

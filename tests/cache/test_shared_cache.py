@@ -531,7 +531,7 @@ def test_p11_a_late_step_leaves_what_the_store_answered_to_the_next_one(make_sce
     scene, request = make_scene(store), SceneRequest("here", tokens(33))
     scene.cache.on_new_request(request)
     until(lambda: scene.queues[0].under_way == 0)
-    scene.cache.is_late = lambda: True
+    scene.cache.budget.limit = 0.0
     assert scene.cache.prepare_external_match(request, 0) is None
     assert scene.queues[0].under_way == 0, "the step was late, and began to read all the same"
     assert scene.cache.prepare_external_match(request, 0) is None

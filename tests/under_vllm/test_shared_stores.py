@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from hook_time import LONG_BLOCKS, MAX_RUNS, HookTime, StepTime
-from kvpact.cache.turns import STEP_BUDGET_SECONDS
+from kvpact.cache.budget import STEP_BUDGET_SECONDS
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, Spoiled, Traffic, object_server
@@ -374,12 +375,12 @@ def test_p11_requests_that_come_at_once_are_prepared_over_several_steps(
     flush(first)
     second = start(store)
     side = second.connector.scheduler_side
-    guard, prepared = second.connector.guard, []
+    budget, prepared = second.connector.guard.budget, []
     prepare = side.cache.prepare_external_match
 
     def costly(view: Any, num_computed_tokens: int) -> Any:
         prepared.append((view.request_id, side.cache.ledger.step))
-        guard.spent(2 * STEP_BUDGET_SECONDS)
+        budget.charge(perf_counter() - 2 * STEP_BUDGET_SECONDS)
         return prepare(view, num_computed_tokens)
 
     side.cache.prepare_external_match = costly
@@ -434,9 +435,9 @@ def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
 
 def test_where_no_tier_is_shared_no_request_waits_for_another_ones_turn(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
-    guard = engine.connector.guard
+    budget = engine.connector.guard.budget
     played = [engine.add(prompt) for prompt in PROMPTS]
-    guard.spent(1.0)
+    budget.charge(perf_counter() - 1.0)
     engine.step()
     assert all(one.said or engine.scheduler.requests[one.request_id].num_computed_tokens for one in played)
     engine.run()

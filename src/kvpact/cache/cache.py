@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
 
+from kvpact.cache.budget import StepBudget
 from kvpact.cache.computed import ComputedBlocks
 from kvpact.cache.finder import Finder
 from kvpact.cache.idle_steps import IdleSteps
@@ -16,12 +18,12 @@ from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import Slots, TransferJobs
 from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.ledger import Ledger, State
+from kvpact.cache.loads import Loads
 from kvpact.cache.offload import Offloader
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import Requests, RequestState
-from kvpact.cache.settle import Settlements
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.writeback import WriteBack
@@ -41,7 +43,6 @@ from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena
 from kvpact.metrics import EndReason, Metrics, Snapshot, TierName
-from kvpact.ranges import BlockRange
 from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
 
@@ -62,60 +63,44 @@ class PactCache(ExternalCache):
         clock: Callable[[], float],
         metrics: Metrics | None = None,
         lazy_window: int = MIN_WINDOW,
-        is_late: Callable[[], bool] = lambda: False,
+        budget: StepBudget | None = None,
     ) -> None:
-        """With `"save": "lazy"`, `lazy_window` blocks next to be evicted are always looked after."""
-        self.metrics = metrics or Metrics()
-        self.index = BlockIndex(arena.num_slots)
-        self.ledger: Ledger[Pin, Slots] = Ledger(self.index.unpin, plan_lifetime_seconds=config.plan_lifetime)
-        self.is_late = is_late
-        """Whether the running step has cost enough, so that what can wait is left to the next one."""
-        self._config = config
-        self._block_size = block_size
-        self._arena = arena
-        self._clock = clock
-        self._lazy_window = lazy_window
-        self._epochs = Epochs(config.weights_version)
-        self._tags = BlockTags()
-        self._prefill = PrefillRate(2 * block_size)
+        """With `"save": "lazy"`, `lazy_window` blocks next to be evicted are always looked after.
+
+        Without a `budget` no step is ever late.
+        """
+        self.metrics = metrics = metrics or Metrics()
+        self.budget = budget = budget or StepBudget(inf)
+        self.index = index = BlockIndex(arena.num_slots)
+        self.ledger = ledger = Ledger[Pin, Slots](index.unpin, plan_lifetime_seconds=config.plan_lifetime)
+        self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
+        self._lazy_window = lazy_window if config.save == "lazy" else None
         self._idle_steps = IdleSteps(clock)
+        self._prefill = PrefillRate(2 * block_size)
         self._computing = 0
+        """Tokens that the engine computes in this step."""
         self._loading = 0
         """Blocks that matches were committed into in this step."""
-        self._writes_first = False
-        """Of what can wait, a late step does one thing: it takes in what tiers have done, or offers them a chain."""
-        self._requests = Requests(namespace, block_size, self._epochs, self._tags, self._renamed)
-        ask_at = config.load_deadline / 3  # time to ask twice before the deadline
-        self._jobs = TransferJobs(len(arena.segments), ask_at)
-        self._overdue = OverdueLoads(self._jobs, self.metrics)
-        self._wire(tiers)
-
-    def _wire(self, tiers: Sequence[TierExecutor]) -> None:
-        """Make the parts that need others."""
-        config, index, metrics, clock, size = self._config, self.index, self.metrics, self._clock, self._block_size
-        arena, ledger, epochs, tags, jobs = self._arena, self.ledger, self._epochs, self._tags, self._jobs
-        requests, overdue, ranks = self._requests, self._overdue, len(arena.segments)
-        timeout, second_use = config.prepare_deadline or config.load_deadline, config.admit == "second-use"
-        shares = config.share_drawn_epochs
+        epochs = self._epochs = Epochs(config.weights_version)
+        tags, ranks = BlockTags(), len(arena.segments)
+        requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed)
+        jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3)  # time to ask twice before the deadline
+        overdue = self._overdue = OverdueLoads(jobs, metrics)
+        timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock=clock, timeout=timeout, share_drawn_epochs=shares)
         reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock)
-        writes = self.writeback = WriteBack(
-            below, index, arena, metrics, epochs, clock=clock, is_late=self._is_late_now, second_use=second_use
-        )
+        second_use = config.admit == "second-use"
+        writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, second_use)
         saves = self.saves = Offloader(index, jobs, metrics)
-        self._steps = StepLookups(ledger, below, metrics, block_size=size, ranks=ranks)
-        finder = Finder(config, index, below, reads, epochs, self._prefill, size, clock, self._is_late_now)
-        self._finder = finder
+        self._steps = StepLookups(ledger, below, metrics, block_size, ranks)
+        finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, block_size, clock, budget)
         self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, overdue, size, arena.slot_bytes, clock
+            config, ledger, index, below, reads, finder, metrics, overdue, block_size, arena.slot_bytes, clock
         )
-        self._computed = ComputedBlocks(config, index, tags, saves, writes, size, clock)
-        self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, size)
-        self._settlements = Settlements(requests, ledger, jobs, overdue, self._invalidation, tags, size)
+        self._computed = ComputedBlocks(config, index, tags, saves, writes, block_size, clock)
+        invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
+        self._loads = Loads(config, requests, ledger, index, jobs, overdue, invalidation, writes, tags, block_size)
         below.open(tiers)
-
-    def _is_late_now(self) -> bool:
-        return self.is_late()
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
         """The tiers, if they were not there from the beginning. What memory holds is written to them bit by bit."""
@@ -147,7 +132,7 @@ class PactCache(ExternalCache):
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Blocks are held through `context` while ranks copy them; its free queue says when to save lazily."""
         self._overdue.bind(context)
-        self.saves.bind(context, lazy_window=self._lazy_window if self._config.save == "lazy" else None)
+        self.saves.bind(context, lazy_window=self._lazy_window)
 
     def on_new_request(self, request: EngineRequest) -> None:
         """See `ExternalCache`: the shared tiers are asked before the engine has room for the request.
@@ -161,25 +146,18 @@ class PactCache(ExternalCache):
         record = self._requests.of(request)
         if self._planner.still_waits(request.request_id, record, num_computed_tokens):
             return None
-        self._begin_probe(request.request_id, record, num_computed_tokens)
+        self._computed.note_probe(request.request_id, record, num_computed_tokens)
         return self._planner.prepare(request, record, num_computed_tokens)
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
         record = self._requests.of(request)
-        self._begin_probe(request.request_id, record, num_computed_tokens)
+        self._computed.note_probe(request.request_id, record, num_computed_tokens)
         self._planner.decline(request, record, num_computed_tokens)
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """See `ExternalCache`; its plan is renewed then."""
         return self._planner.still_waits(request_id, self._requests.get(request_id), num_computed_tokens)
-
-    def _begin_probe(self, request_id: str, record: RequestState, num_computed_tokens: int) -> None:
-        record.computed = num_computed_tokens
-        record.sound = 0
-        if self.saves.lazy is not None and record.offloaded_blocks:  # it was preempted: it gets other blocks
-            record.offloaded_blocks = 0
-            self.saves.lazy.rewind(request_id)
 
     # Commit and abort
 
@@ -190,20 +168,7 @@ class PactCache(ExternalCache):
         plan = self._planner.take(request.request_id, match, num_tokens, len(block_ids))
         if plan is None:
             return 0
-        now, blocks = self._clock(), BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self._block_size))
-        record = self._requests.get(request.request_id)
-        assert record is not None
-        keys = record.keys.keys if record.keys is not None else []
-        record.waits_until = None
-        record.computed += num_tokens
-        self._loading += blocks.count
-        record.loads_without_progress += 1
-        self.writeback.note_used(keys[: blocks.end])
-        self._tags.fill(block_ids[blocks.start : blocks.end], record.tag)
-        record.tail_tag = record.tag
-        keep = self._planner.leases_on(plan, blocks, keys)
-        self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self._config.load_deadline)
-        self._overdue.begin(self._jobs.order_load(plan, blocks, keys, block_ids, now))
+        self._loading += self._loads.begin(plan, num_tokens, block_ids, self._clock())
         return num_tokens
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
@@ -220,7 +185,7 @@ class PactCache(ExternalCache):
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, as far as there is room."""
-        self._settlements.note_resumed(request.request_id)
+        self._loads.note_resumed(request.request_id)
         record = self._requests.of(request)
         self._computing += max(0, num_computed_tokens - record.computed)
         self._computed.note(request, record, num_computed_tokens, block_ids)
@@ -228,24 +193,17 @@ class PactCache(ExternalCache):
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
         """See `SupportsStepLookup`: in the shared tiers, and not for blocks that another request is saving already."""
         save = self._jobs.save_ordered_now(request.request_id)
-        start = computed_tokens // self._block_size
-        if not self._finder.looks_up_at_step or not request.may_load or save is None or save.job.start_block != start:
-            return
-        keys = self._finder.usable_keys(request, self._requests.of(request))[: save.job.blocks.end]
-        keys = keys[: self.tiers.readable_elsewhere(keys)]
-        if len(keys) - start >= self._config.min_match_blocks:
-            self._steps.order(save.job, computed_tokens, max_tokens, keys)
+        if save is not None and save.job.start_block == computed_tokens // self._block_size:
+            keys = self._finder.find_elsewhere(request, self._requests.of(request), save.job.blocks)
+            if keys:
+                self._steps.order(save.job, computed_tokens, max_tokens, keys)
 
     # Step and reports
 
     def end_step(self) -> StepWork:
         """See `ExternalCache`: takes in what the tiers did, lets plans expire, and hands out the step's copies."""
         now = self._clock()
-        self._writes_first = not self._writes_first
-        if not (self._writes_first and self.is_late()):
-            self.tiers.poll()
-        if self._writes_first or not self.is_late():
-            self.writeback.offer_some()
+        self.budget.do_in_turn(self.tiers.poll, self.writeback.offer_some)
         self.writeback.offer_backlog()
         self.tiers.end_step()
         self._prefill.note_step(max(0, self._computing), now)
@@ -267,12 +225,12 @@ class PactCache(ExternalCache):
         spared = self._steps.apply_report(report, self._clock(), self._requests.__contains__)
         self._computing -= sum(settled.skipped_tokens for settled in spared)
         # Loads first: what a request saved from a failed load on is not to be trusted.
-        settlements = [settled for load in self._jobs.take_loads(report) if (settled := self._settlements.end(load))]
+        settlements = [settled for load in self._jobs.take_loads(report) if (settled := self._loads.end(load))]
         self._overdue.give_up(self._clock())
-        settlements += [self._settlements.end_late(load) for load in self._overdue.take_late()]
+        settlements += [self._loads.end_late(load) for load in self._overdue.take_late()]
         for save in self._jobs.take_saves():
             self.writeback.note_saved(save.keys[: self.saves.settle(save)])
-        if not self.is_late():
+        if not self.budget.exhausted:
             self.writeback.offer_some()
         self._steps.end_saves(self._jobs.saves.__contains__)
         return settlements + spared
@@ -284,9 +242,7 @@ class PactCache(ExternalCache):
         plan = self.ledger.find(request_id)
         if plan is not None and plan.blocks.end > block:
             self._planner.end_plan(request_id, EndReason.SUPERSEDED)
-        if record.tier_lookup is not None:
-            self._prefetcher.give_up(record.tier_lookup, late=False)
-            record.tier_lookup = None
+        self._drop_lookup(record)
 
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep what they need until all ranks have reported."""
@@ -294,8 +250,13 @@ class PactCache(ExternalCache):
         if self.saves.lazy is not None:
             self.saves.lazy.request_finished(request_id)
         record = self._requests.end(request_id)
-        if record is not None and record.tier_lookup is not None:
+        if record is not None:
+            self._drop_lookup(record)
+
+    def _drop_lookup(self, record: RequestState) -> None:
+        if record.tier_lookup is not None:
             self._prefetcher.give_up(record.tier_lookup, late=False)
+            record.tier_lookup = None
 
     # Whole cache
 
@@ -384,8 +345,7 @@ class PactCache(ExternalCache):
         """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""
         self._planner.end_all(EndReason.SHUTDOWN)
         self.writeback.close()
-        if not self.tiers.close(self._config.shutdown_timeout):
-            logger.warning(
-                "kvpact: some writes did not finish within %.0f s at shutdown", self._config.shutdown_timeout
-            )
+        timeout = self._config.shutdown_timeout
+        if not self.tiers.close(timeout):
+            logger.warning("kvpact: some writes did not finish within %.0f s at shutdown", timeout)
         self._arena.close()

@@ -17,21 +17,6 @@ from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import BlockIndex
 
 
-class _Once:
-    """Asks the engine for a request's blocks when they are needed, and once in a step."""
-
-    __slots__ = ("_answer", "_ask")
-
-    def __init__(self, ask: Callable[[], Sequence[int]]) -> None:
-        self._ask = ask
-        self._answer: Sequence[int] | None = None
-
-    def __call__(self) -> Sequence[int]:
-        if self._answer is None:
-            self._answer = self._ask()
-        return self._answer
-
-
 @dataclass(eq=False, slots=True)
 class ComputedBlocks:
     """Takes in what steps compute."""
@@ -44,19 +29,30 @@ class ComputedBlocks:
     block_size: int
     clock: Callable[[], float]
 
+    def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
+        """The engine asks for a request of which it has so many tokens; which blocks they are in is not known."""
+        state.computed, state.sound = computed_tokens, 0
+        if self.saves.lazy is not None and state.offloaded_blocks:  # it was preempted: it gets other blocks
+            state.offloaded_blocks = 0
+            self.saves.lazy.rewind(request_id)
+
     def note(
         self, request: EngineRequest, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """After this step the first `computed_tokens` tokens are computed: full blocks are saved, as far as need be."""
-        before, lazy, held = state.computed, self.saves.lazy, _Once(block_ids)
+        before, lazy, size = state.computed, self.saves.lazy, self.block_size
         state.advance(computed_tokens)
-        self._tag_filled(state, before, computed_tokens, held)
-        full = min(computed_tokens, len(request.token_ids)) // self.block_size
-        if state.keys is None:
-            if lazy is not None and full > before // self.block_size:
-                lazy.invalidate_blocks(held())
+        if self.config.save == "off":
             return
-        if full <= state.offloaded_blocks or self.config.save == "off":
+        begun, filled = before // size, computed_tokens // size
+        held = block_ids() if filled > begun else ()
+        self._tag_filled(state, before, held[begun:filled])
+        if state.keys is None:
+            if lazy is not None:
+                lazy.invalidate_blocks(held)
+            return
+        full = min(filled, len(request.token_ids) // size)
+        if full <= state.offloaded_blocks:
             return
         first, state.offloaded_blocks = state.offloaded_blocks, full
         keys = state.keys.extend(request.token_ids)
@@ -67,28 +63,24 @@ class ComputedBlocks:
             self.writeback.note_used(keys[:named])
         if lazy is None and known == named:
             return
-        sound = state.sound = self.tags.same_prefix(held()[:named], min(state.sound, named), state.tag)
+        held = held or block_ids()
+        sound = state.sound = self.tags.same_prefix(held[:named], min(state.sound, named), state.tag)
         if lazy is not None:
-            lazy.invalidate_blocks(held()[max(first, sound) : full])
-            lazy.note(request.request_id, keys, first, max(first, sound), held())
+            lazy.invalidate_blocks(held[max(first, sound) : full])
+            lazy.note(request.request_id, keys, first, max(first, sound), held)
         elif known < sound:
             self.saves.order(request.request_id, keys[:sound], known, held, self.clock())
 
-    def _tag_filled(
-        self, state: RequestState, before: int, computed: int, block_ids: Callable[[], Sequence[int]]
-    ) -> None:
-        """The step computes the request's tokens [before, computed): the blocks that it fills get the request's tag.
+    def _tag_filled(self, state: RequestState, before: int, filled: Sequence[int]) -> None:
+        """The step computes the request's tokens from `before` on: the blocks that it fills get the request's tag.
 
         A block that other weights, or another adapter, began gets none.
         """
-        if self.config.save == "off":
-            return
-        first, full = before // self.block_size, computed // self.block_size
-        if full > first:
-            filled = block_ids()[first:full]
+        in_block = before % self.block_size
+        if filled:
             self.tags.fill(filled, state.tag)
-            if before % self.block_size and state.tail_tag != state.tag:
+            if in_block and state.tail_tag != state.tag:
                 self.tags.fill(filled[:1], NO_TAG)
-                state.sound = min(state.sound, first)
-        if full > first or not before % self.block_size:
+                state.sound = min(state.sound, before // self.block_size)
+        if filled or not in_block:
             state.tail_tag = state.tag

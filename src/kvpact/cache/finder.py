@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from kvpact.cache.budget import StepBudget
 from kvpact.cache.lookup import Availability, Limits
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState
@@ -19,6 +20,7 @@ from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
 from kvpact.metrics import MissReason
+from kvpact.ranges import BlockRange
 from kvpact.tiers.costs import PrefillRate
 
 
@@ -34,8 +36,7 @@ class Finder:
     prefill: PrefillRate
     block_size: int
     clock: Callable[[], float]
-    is_late: Callable[[], bool]
-    """Whether the running step has cost enough, so that what can wait is left to the next one."""
+    budget: StepBudget
 
     @property
     def asks_shared(self) -> bool:
@@ -77,6 +78,14 @@ class Finder:
         arriving = resident < len(keys) and self.prefetcher.is_arriving(keys[resident])
         return Availability(resident, self.prefetcher.readable(keys, state.tier_lookup, now), arriving)
 
+    def find_elsewhere(self, request: EngineRequest, state: RequestState, blocks: BlockRange) -> Sequence[BlockKey]:
+        """The keys up to those of `blocks`, as far as workers may look for them in shared tiers; none if not enough."""
+        if not self.looks_up_at_step or not request.may_load:
+            return ()
+        keys = self.usable_keys(request, state)[: blocks.end]
+        keys = keys[: self.tiers.readable_elsewhere(keys)]
+        return keys if len(keys) - blocks.start >= self.config.min_match_blocks else ()
+
     def ask(self, state: RequestState, keys: Sequence[BlockKey], available: Availability) -> None:
         """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
         if state.tier_lookup is not None:
@@ -90,7 +99,7 @@ class Finder:
 
         A step that has cost enough leaves it to the first prepare.
         """
-        if state.keys is not None and request.may_load and self.asks_shared and not self.is_late():
+        if state.keys is not None and request.may_load and self.asks_shared and not self.budget.exhausted:
             keys = self.usable_keys(request, state)
             self.ask(state, keys, self.find(state, keys, self.clock()))
 
@@ -102,7 +111,7 @@ class Finder:
             faster = self._computes_faster(available.stored - first, seconds)
         return Limits(
             self.config.min_match_blocks,
-            has_news and not state.was_put_off and self.is_late(),
+            has_news and not state.was_put_off and self.budget.exhausted,
             faster,
             MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED,
         )

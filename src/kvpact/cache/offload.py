@@ -7,7 +7,8 @@ holds and evicts next is in `lazy.py`. No clock: time comes in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
@@ -20,16 +21,16 @@ from kvpact.metrics import Metrics, TierName
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Offloader:
     """The way of blocks from the engine into the arena."""
 
-    def __init__(self, index: BlockIndex, copies: TransferJobs, metrics: Metrics) -> None:
-        self.lazy: LazyOffload | None = None
-        """None: blocks are saved as they are computed."""
-        self._index = index
-        self._copies = copies
-        self._metrics = metrics
-        self._context: BlockHolder | None = None
+    index: BlockIndex
+    jobs: TransferJobs
+    metrics: Metrics
+    lazy: LazyOffload | None = field(default=None, init=False)
+    """None: blocks are saved as they are computed."""
+    _context: BlockHolder | None = field(default=None, init=False)
 
     def bind(self, context: BlockHolder, *, lazy_window: int | None) -> None:
         """Blocks are held through `context` while they are copied out. With a window, what its head evicts is saved."""
@@ -37,19 +38,19 @@ class Offloader:
         self.lazy = None
         if lazy_window is not None:
             if isinstance(context, SchedulerContext):
-                self.lazy = LazyOffload(context, self._index, lazy_window)
+                self.lazy = LazyOffload(context, self.index, lazy_window)
             else:
                 logger.warning(
                     "kvpact: this engine does not show its free queue; blocks are saved as they are computed"
                 )
 
     def order(
-        self, request_id: str, keys: Sequence[BlockKey], start: int, block_ids: Callable[[], Sequence[int]], now: float
+        self, request_id: str, keys: Sequence[BlockKey], start: int, block_ids: Sequence[int], now: float
     ) -> None:
         """Copy blocks from `start` on of the chain `keys`, none of which is known, as far as there is room."""
         end = self._room_for(keys, start)
         if end > start:
-            self._order(request_id, keys[:end], start, tuple(block_ids()[start:end]), now)
+            self._order(request_id, keys[:end], start, tuple(block_ids[start:end]), now)
 
     def order_what_is_leaving(self, taken_blocks: int, now: float) -> None:
         """Copy what the engine is about to evict; in this step it took so many blocks."""
@@ -66,8 +67,8 @@ class Offloader:
 
     def _room_for(self, keys: Sequence[BlockKey], start: int) -> int:
         """Up to where the blocks from `start` on find room; those behind are dropped."""
-        end = min(len(keys), start + self._index.reservable(keys[start - 1] if start else ROOT))
-        self._metrics.add("dropped_blocks", len(keys) - end)
+        end = min(len(keys), start + self.index.reservable(keys[start - 1] if start else ROOT))
+        self.metrics.add("dropped_blocks", len(keys) - end)
         return end
 
     def _order(
@@ -80,14 +81,14 @@ class Offloader:
         leaving: frozenset[int] | None = None,
     ) -> None:
         """Copy the engine's blocks `held` as blocks `start` and further of `keys`. `leaving` as in `SaveState`."""
-        reservation = self._index.reserve(keys, start, len(keys))
+        reservation = self.index.reserve(keys, start, len(keys))
         if reservation is None:
             raise PactViolation(f"there is no room for {len(held)} blocks, although so many were reservable")
-        self._metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
+        self.metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
         if self._context is not None:
             self._context.touch(held)
-        pin = self._index.pin(keys[-1])
-        self._copies.order_save(request_id, start, reservation.slots, held, keys, pin, now, leaving)
+        pin = self.index.pin(keys[-1])
+        self.jobs.order_save(request_id, start, reservation.slots, held, keys, pin, now, leaving)
 
     def settle(self, save: SaveState) -> int:
         """All ranks have reported: the engine gets its blocks back. Returns how many blocks of the chain are saved."""
@@ -97,11 +98,11 @@ class Offloader:
             self._give_back(self._context, save)
         done = outcome.done.prefix_from(job.start_block)
         done = max(0, min(done, save.garbage_from - job.start_block))
-        self._index.complete(job.slots[:done])
-        self._index.abandon(job.slots[done:])
-        self._index.unpin(save.pin)
-        self._metrics.add("saved_blocks", done)
-        self._metrics.add("dropped_blocks", len(job.slots) - done)
+        self.index.complete(job.slots[:done])
+        self.index.abandon(job.slots[done:])
+        self.index.unpin(save.pin)
+        self.metrics.add("saved_blocks", done)
+        self.metrics.add("dropped_blocks", len(job.slots) - done)
         if self.lazy is not None:
             self.lazy.saved(len(job.block_ids))
             self.lazy.forget(save.keys[job.start_block + done :])

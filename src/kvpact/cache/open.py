@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from kvpact.cache.budget import StepBudget
 from kvpact.cache.cache import PactCache
 from kvpact.config import KvpactConfig
 from kvpact.contract import CacheSpec, ExternalCache
@@ -60,7 +61,7 @@ def open_cache(
     tiers: Sequence[TierExecutor] = (),
     clock: Callable[[], float],
     metrics: Metrics,
-    is_late: Callable[[], bool],
+    budget: StepBudget,
 ) -> OpenCache:
     """The cache that `config` asks for; the arguments are those of `PactCache`. Raises ConfigError if it cannot be."""
     if config.cache is None:
@@ -72,7 +73,7 @@ def open_cache(
             tiers=tiers,
             clock=clock,
             metrics=metrics,
-            is_late=is_late,
+            budget=budget,
         )
         return OpenCache(own, own.observe, arena, own)
     spec = CacheSpec(

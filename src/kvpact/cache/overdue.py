@@ -7,6 +7,7 @@ the request is decided in `cache.py`. No clock: time comes in.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import LoadState, TransferJobs
 from kvpact.contract import BlockHolder
@@ -19,18 +20,18 @@ STEPS_TO_HEAR = 2
 reported by then, also where an engine orders a step before it takes in the one before."""
 
 
+@dataclass(eq=False)
 class OverdueLoads:
-    """The loads of `copies` whose deadline has passed. Without a scheduler context none is ever given up (H07)."""
+    """The loads of `jobs` whose deadline has passed. Without a scheduler context none is ever given up (H07)."""
 
-    def __init__(self, copies: TransferJobs, metrics: Metrics) -> None:
-        self._copies = copies
-        self._metrics = metrics
-        self._context: BlockHolder | None = None
-        self._held: dict[int, BlockHolder] = {}
-        """Job id -> through what its blocks are held."""
-        self._given_up: dict[int, tuple[LoadState, int]] = {}
-        """Job id -> the load, and the step in which it was given up; until no rank can write its blocks."""
-        self._step = 0
+    jobs: TransferJobs
+    metrics: Metrics
+    _context: BlockHolder | None = field(default=None, init=False)
+    _held: dict[int, BlockHolder] = field(default_factory=dict, init=False)
+    """Job id -> through what its blocks are held."""
+    _given_up: dict[int, tuple[LoadState, int]] = field(default_factory=dict, init=False)
+    """Job id -> the load, and the step in which it was given up; until no rank can write its blocks."""
+    _step: int = field(default=0, init=False)
 
     def bind(self, context: BlockHolder) -> None:
         """Blocks are held through `context`."""
@@ -56,7 +57,7 @@ class OverdueLoads:
         """Hold the blocks of loads whose deadline has passed, and let the workers know with this step."""
         if self._context is None:
             return
-        for load in self._copies.give_up(now):
+        for load in self.jobs.give_up(now):
             self._hold(load)
             self._given_up[load.job.job_id] = load, self._step
             logger.warning(
@@ -81,7 +82,7 @@ class OverdueLoads:
 
     def failed(self) -> None:
         """One of them was lost to its request by that."""
-        self._metrics.add("overdue_loads")
+        self.metrics.add("overdue_loads")
 
     def _hold(self, load: LoadState) -> None:
         if self._context is not None and load.job.job_id not in self._held:

@@ -282,15 +282,6 @@ class Planner:
             )
         return plan
 
-    def leases_on(self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey]) -> list[Pin]:
-        """What must be held to load `blocks` of a plan: less than the plan holds, if the engine takes less.
-
-        If a failed load has dropped the entry meanwhile, only the plan's own pin keeps its slots, all or none of them.
-        """
-        last = keys[blocks.end - 1]
-        dropped = last not in self.index or self.index.slot(last) != plan.slots[blocks.count - 1]
-        return [*plan.leases] if blocks == plan.blocks or dropped else [self.index.pin(last)]
-
     def end_plan(self, request_id: str, reason: EndReason) -> None:
         """The request's plan ends, if it has one that is not being loaded."""
         plan = self.ledger.find(request_id)

@@ -45,19 +45,16 @@ class TierLookup:
         return not self.pending
 
 
+@dataclass(eq=False)
 class Prefetcher:
     """The way of blocks from `tiers` into one arena."""
 
-    def __init__(
-        self, tiers: TierSet, index: BlockIndex, arena: Arena, metrics: Metrics, clock: Callable[[], float]
-    ) -> None:
-        self._tiers = tiers
-        self._index = index
-        self._arena = arena
-        self._metrics = metrics
-        self._clock = clock
-        self._filling: set[int] = set()
-        self._read_blocks = max(1, READ_BYTES // arena.slot_bytes)
+    tiers: TierSet
+    index: BlockIndex
+    arena: Arena
+    metrics: Metrics
+    clock: Callable[[], float]
+    _filling: set[int] = field(default_factory=set, init=False)
 
     # Finding
 
@@ -66,21 +63,21 @@ class Prefetcher:
 
         An ill tier is asked now and then, to see whether it is well; nobody waits for that beside one that is well.
         """
-        lookup, now = TierLookup(keys), self._clock()
+        lookup, now = TierLookup(keys), self.clock()
         tries: dict[TierClient, OpId] = {}
-        for client in self._tiers.shared:
-            op_id, is_try = self._tiers.begin(partial(self._end_lookup, client, lookup)), client.is_open
+        for client in self.tiers.shared:
+            op_id, is_try = self.tiers.begin(partial(self._end_lookup, client, lookup)), client.is_open
             if client.submit_lookup(op_id, keys, now):
                 (tries if is_try else lookup.pending)[client] = op_id
             else:
-                self._tiers.withdraw(op_id)
-                self._metrics.add("skipped_lookups", label=client.name)
+                self.tiers.withdraw(op_id)
+                self.metrics.add("skipped_lookups", label=client.name)
         lookup.pending = lookup.pending or tries
         return lookup
 
     def _end_lookup(self, client: TierClient, lookup: TierLookup, done: LookupDone, now: float) -> None:
         if done.ok and done.seconds:
-            self._tiers.contents[client].note_found(lookup.keys, done.held, now)
+            self.tiers.contents[client].note_found(lookup.keys, done.held, now)
         if lookup.pending.pop(client, None) is not None:
             lookup.hits[client] = done.held
 
@@ -95,7 +92,7 @@ class Prefetcher:
 
         Of a shared tier what `lookup` has found out.
         """
-        return tuple(self._readable(client, keys, lookup, now) for client in self._tiers.clients)
+        return tuple(self._readable(client, keys, lookup, now) for client in self.tiers.clients)
 
     def _readable(self, client: TierClient, keys: Sequence[BlockKey], lookup: TierLookup | None, now: float) -> int:
         if client.shared:
@@ -103,18 +100,18 @@ class Prefetcher:
             held = client.readable(keys, min(hits, len(keys)), now)
         else:
             held = client.held(keys, now)
-        return self._tiers.contents[client].without_refuted(keys, held, now)
+        return self.tiers.contents[client].without_refuted(keys, held, now)
 
     # Costs
 
     def seconds_to_load(self, start: int, end: int, by_tier: Sequence[int]) -> float | None:
         """How long blocks [start, end) should take to arrive; None if that is not known."""
-        seconds, now = 0.0, self._clock()
-        for client, readable in zip(self._tiers.clients, by_tier, strict=True):
+        seconds, now = 0.0, self.clock()
+        for client, readable in zip(self.tiers.clients, by_tier, strict=True):
             blocks = max(0, min(end, readable) - start)
             if not blocks:
                 continue
-            needed = client.costs.seconds_for(blocks * self._arena.slot_bytes, now)
+            needed = client.costs.seconds_for(blocks * self.arena.slot_bytes, now)
             if needed is None:
                 return None
             seconds += needed
@@ -124,7 +121,7 @@ class Prefetcher:
     @property
     def lookup_seconds(self) -> float:
         """How long the quickest shared tier takes to say what it holds; 0 if that is not known."""
-        return min((client.costs.lookup_seconds for client in self._tiers.shared), default=0.0)
+        return min((client.costs.lookup_seconds for client in self.tiers.shared), default=0.0)
 
     # Reading
 
@@ -135,13 +132,14 @@ class Prefetcher:
         other request is fetching is read: one read a block, however many wait for it. The answer is smaller than `end`
         if there is no room.
         """
-        known, now = min(end, self._index.known_prefix(keys)), self._clock()
+        known, now = min(end, self.index.known_prefix(keys)), self.clock()
+        read_blocks = max(1, READ_BYTES // self.arena.slot_bytes)
         while known < end:
-            supplies = zip(self._tiers.clients, by_tier, strict=True)
+            supplies = zip(self.tiers.clients, by_tier, strict=True)
             client, readable = next((each for each in supplies if each[1] > known and each[0].may_read(now)), (None, 0))
             if client is None:
                 break
-            room = min(self._read_blocks, client.room, self._index.reservable(keys[known - 1] if known else ROOT))
+            room = min(read_blocks, client.room, self.index.reservable(keys[known - 1] if known else ROOT))
             stop = min(end, readable, known + room)
             if stop == known or not self._read(client, keys, known, stop, now):
                 break
@@ -150,32 +148,32 @@ class Prefetcher:
 
     def _read(self, client: TierClient, keys: Sequence[BlockKey], start: int, stop: int, now: float) -> bool:
         """Read blocks [start, stop) of a chain into slots of their own; False, and nothing happens, if it cannot be."""
-        reservation = self._index.reserve(keys, start, stop)
+        reservation = self.index.reserve(keys, start, stop)
         if reservation is None:
             return False
-        self._metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
-        op = PrefetchOp(tuple(keys[start:stop]), reservation.slots, self._index.pin(keys[stop - 1]))
-        op_id = self._tiers.begin(partial(self._end_read, client, op))
-        views = [self._arena.slot_views(slot) for slot in op.slots]
+        self.metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
+        op = PrefetchOp(tuple(keys[start:stop]), reservation.slots, self.index.pin(keys[stop - 1]))
+        op_id = self.tiers.begin(partial(self._end_read, client, op))
+        views = [self.arena.slot_views(slot) for slot in op.slots]
         if not client.submit_get(op_id, keys[:stop], start, views, now):
-            self._tiers.withdraw(op_id)
-            self._index.abandon(op.slots)
-            self._index.unpin(op.pin)
+            self.tiers.withdraw(op_id)
+            self.index.abandon(op.slots)
+            self.index.unpin(op.pin)
             return False
         self._filling.update(op.slots)
         return True
 
     def _end_read(self, client: TierClient, op: PrefetchOp, done: GetDone, now: float) -> None:
         self._filling.difference_update(op.slots)
-        self._index.complete(op.slots[: done.arrived])
-        self._index.abandon(op.slots[done.arrived :])
-        self._index.unpin(op.pin)
-        contents = self._tiers.contents[client]
+        self.index.complete(op.slots[: done.arrived])
+        self.index.abandon(op.slots[done.arrived :])
+        self.index.unpin(op.pin)
+        contents = self.tiers.contents[client]
         contents.found.discard(op.keys[done.arrived :])
-        if done.seconds and len(self._tiers.clients) > 1:
+        if done.seconds and len(self.tiers.clients) > 1:
             contents.refuted.add(op.keys[done.arrived : done.arrived + 1], now)
-        self._tiers.count_read(client, done.arrived)
+        self.tiers.count_read(client, done.arrived)
 
     def is_arriving(self, key: BlockKey) -> bool:
         """Whether `key` is being read from a tier at this moment."""
-        return key in self._index and self._index.slot(key) in self._filling
+        return key in self.index and self.index.slot(key) in self._filling

@@ -6,7 +6,7 @@ Owns nothing else: what is promised to a request is the ledger's, what is copied
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import PactPlan
 from kvpact.cache.prefetch import TierLookup
@@ -78,6 +78,12 @@ class RequestState:
         if computed_tokens > self.max_computed:
             self.max_computed, self.loads_without_progress = computed_tokens, 0
 
+    def commit(self, num_tokens: int) -> None:
+        """The engine takes so many more tokens from the cache."""
+        self.waits_until, self.tail_tag = None, self.tag
+        self.computed += num_tokens
+        self.loads_without_progress += 1
+
     def go_back(self, first: int, block_size: int) -> None:
         """The engine computes the request's blocks from `first` on anew; until then they hold nothing to be saved."""
         self.sound = min(self.sound, first)
@@ -85,24 +91,17 @@ class RequestState:
         self.computed = min(self.computed, first * block_size)
 
 
+@dataclass(eq=False, slots=True)
 class Requests:
     """All live requests, by id; their keys and tags are those of the current epoch of `epochs`."""
 
-    def __init__(
-        self,
-        namespace: bytes,
-        block_size: int,
-        epochs: Epochs,
-        tags: BlockTags,
-        renamed: Callable[[str, RequestState, int], None],
-    ) -> None:
-        """`renamed(request id, state, block)` is called when a request's blocks from `block` on get other keys."""
-        self._namespace = namespace
-        self._block_size = block_size
-        self._epochs = epochs
-        self._tags = tags
-        self._renamed = renamed
-        self._states: dict[str, RequestState] = {}
+    namespace: bytes
+    block_size: int
+    epochs: Epochs
+    tags: BlockTags
+    renamed: Callable[[str, RequestState, int], None]
+    """`renamed(request id, state, block)` is called when a request's blocks from `block` on get other keys."""
+    _states: dict[str, RequestState] = field(default_factory=dict, init=False)
 
     def of(self, request: EngineRequest) -> RequestState:
         """The request's state, which begins now if there is none."""
@@ -110,25 +109,25 @@ class Requests:
         if state is None:
             state = self._states[request.request_id] = RequestState()
         identity = request.identity
-        if identity is not state.identity or state.generation != self._epochs.generation:
+        if identity is not state.identity or state.generation != self.epochs.generation:
             self._identify(request.request_id, state, identity)
         return state
 
     def _identify(self, request_id: str, state: RequestState, identity: RequestIdentity | None) -> None:
         """The request is new, or has grown, or the epoch is another one: its blocks have other keys from some on."""
-        epochs, before, kept = self._epochs, state.identity, 0
+        epochs, before, kept = self.epochs, state.identity, 0
         same_epoch = state.generation == epochs.generation
         state.identity, state.generation = identity, epochs.generation
-        state.tag = self._tags.tag_of(epochs.generation, identity.adapter) if identity is not None else NO_TAG
+        state.tag = self.tags.tag_of(epochs.generation, identity.adapter) if identity is not None else NO_TAG
         if identity is None:
             state.keys = None
         elif same_epoch and state.keys is not None and before is not None and before.same_root(identity):
             kept = state.keys.renew(identity)
         else:
-            state.keys = BlockKeys(self._namespace, self._block_size, identity, epochs.current)
+            state.keys = BlockKeys(self.namespace, self.block_size, identity, epochs.current)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
         state.waits_at = None
-        self._renamed(request_id, state, kept)
+        self.renamed(request_id, state, kept)
 
     def get(self, request_id: str) -> RequestState | None:
         """A live request's state."""

@@ -31,26 +31,24 @@ class _Open:
     ranks: set[int] = field(default_factory=set)
 
 
+@dataclass(eq=False)
 class StepLookups:
     """All look-ups under way on `ranks` ranks."""
 
-    def __init__(
-        self, ledger: Ledger[Pin, Slots], tiers: TierSet, metrics: Metrics, *, block_size: int, ranks: int
-    ) -> None:
-        self._ledger = ledger
-        self._tiers = tiers
-        self._metrics = metrics
-        self._block_size = block_size
-        self._ranks = ranks
-        self._open: dict[int, _Open] = {}
-        self._ordered: list[StepLookup] = []
+    ledger: Ledger[Pin, Slots]
+    tiers: TierSet
+    metrics: Metrics
+    block_size: int
+    ranks: int
+    _open: dict[int, _Open] = field(default_factory=dict, init=False)
+    _ordered: list[StepLookup] = field(default_factory=list, init=False)
 
     def order(self, job: SaveJob, computed_tokens: int, max_tokens: int, keys: Sequence[BlockKey]) -> None:
         """With this step, look for the blocks of `keys` from the start of `job` on."""
         lookup = StepLookup(job.job_id, job.request_id, computed_tokens, max_tokens, tuple(keys))
         self._open[job.job_id] = _Open(lookup, job)
         self._ordered.append(lookup)
-        self._metrics.add("step_lookups")
+        self.metrics.add("step_lookups")
 
     def end_step(self) -> tuple[StepLookup, ...]:
         """What the workers are told; the next step begins empty."""
@@ -66,7 +64,7 @@ class StepLookups:
         """One rank's reads. Those of look-ups that have ended are still counted, but cannot be told apart by key."""
         for read in reads:
             if (task := self._open.get(read.job_id)) is not None:
-                self._tiers.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
+                self.tiers.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
 
     def apply_report(self, report: WorkerReport, now: float, is_alive: Callable[[str], bool]) -> list[LoadSettlement]:
         """Take in what ranks have loaded; return the look-ups that it settles, with the tokens not computed."""
@@ -78,16 +76,16 @@ class StepLookups:
                     continue
                 task.ranks.add(rank)
                 task.loaded_blocks = len(outcome.done)  # equal on all ranks, who agreed on it before the step
-                if len(task.ranks) == self._ranks:
+                if len(task.ranks) == self.ranks:
                     settled.append(self._settle(task, now, is_alive(task.job.request_id)))
                     del self._open[task.job.job_id]
         return settled
 
     def _settle(self, task: _Open, now: float, alive: bool) -> LoadSettlement:
-        lookup, job, size = task.lookup, task.job, self._block_size
+        lookup, job, size = task.lookup, task.job, self.block_size
         blocks = BlockRange(job.start_block, task.loaded_blocks)
         used = min(blocks.end * size - lookup.computed_tokens, lookup.max_tokens)
-        self._ledger.note_step_match(
+        self.ledger.note_step_match(
             job.request_id,
             blocks,
             BlockRange(lookup.computed_tokens, used),
@@ -96,7 +94,7 @@ class StepLookups:
             now=now,
             request_finished=not alive,
         )
-        self._metrics.add("step_hits")
+        self.metrics.add("step_hits")
         return LoadSettlement(job.request_id, RangeSet.of(blocks), RangeSet(), asynchronous=False, skipped_tokens=used)
 
     def end_saves(self, is_under_way: Callable[[int], bool]) -> None:

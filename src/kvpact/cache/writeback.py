@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
+from math import inf
 
+from kvpact.cache.budget import StepBudget
 from kvpact.cache.tier_set import ASK_AGAIN_SECONDS, LRUKeySet, TierSet
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey
@@ -50,38 +52,29 @@ class _Writes:
     under_way: set[BlockKey] = field(default_factory=set)
 
 
+@dataclass(eq=False)
 class WriteBack:
-    """The way of blocks from one arena to `tiers`. What it is told of is of the current epoch of `epochs`."""
+    """The way of blocks from one arena to `tiers`. What it is told of is of the current epoch of `epochs`.
 
-    def __init__(
-        self,
-        tiers: TierSet,
-        index: BlockIndex,
-        arena: Arena,
-        metrics: Metrics,
-        epochs: Epochs,
-        *,
-        clock: Callable[[], float],
-        is_late: Callable[[], bool],
-        second_use: bool,
-    ) -> None:
-        """With `second_use`, a block is written to the tiers when it is saved or loaded for the second time.
+    With `second_use`, a block is written to the tiers when it is saved or loaded for the second time.
+    """
 
-        `is_late` says whether the running step has cost enough, so that what can wait is left to the next one.
-        """
-        self._tiers = tiers
-        self._index = index
-        self._arena = arena
-        self._metrics = metrics
-        self._epochs = epochs
-        self._clock = clock
-        self._is_late = is_late
-        self._seen_once = LRUKeySet(tiers.most_known) if second_use else None
-        self._unwritten: deque[Sequence[BlockKey]] = deque()
-        self._backlog = range(0)
-        """Slots of which is still to be told whether tiers that came late lack what lies there."""
-        self._writes: dict[TierClient, _Writes] = {}
-        self._write_blocks = max(1, min(WRITE_BYTES // arena.slot_bytes, arena.num_slots // 2))
+    tiers: TierSet
+    index: BlockIndex
+    arena: Arena
+    metrics: Metrics
+    epochs: Epochs
+    clock: Callable[[], float]
+    budget: StepBudget
+    second_use: InitVar[bool]
+    _seen_once: LRUKeySet | None = field(default=None, init=False)
+    _unwritten: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
+    _backlog: range = field(default=range(0), init=False)
+    """Slots of which is still to be told whether tiers that came late lack what lies there."""
+    _writes: dict[TierClient, _Writes] = field(default_factory=dict, init=False)
+
+    def __post_init__(self, second_use: bool) -> None:
+        self._seen_once = LRUKeySet(self.tiers.most_known) if second_use else None
 
     # What waits for a step that has time
 
@@ -102,7 +95,7 @@ class WriteBack:
         """Blocks of the arena are used: tiers that get what is used twice, or may have lost them, are offered them."""
         if self._seen_once is not None:
             self.offer(keys)
-        elif (held := self._index.held_prefix(keys)) and self._lacks(keys[held - 1]):
+        elif (held := self.index.held_prefix(keys)) and self._lacks(keys[held - 1]):
             self.note_saved(keys[:held])
 
     def offer_some(self) -> None:
@@ -112,22 +105,22 @@ class WriteBack:
         """
         while self._unwritten:
             self.offer(self._unwritten.popleft())
-            if len(self._unwritten) <= MAX_UNWRITTEN and self._is_late():
+            if len(self._unwritten) <= MAX_UNWRITTEN and self.budget.exhausted:
                 break
 
     def begin_backlog(self) -> None:
         """The tiers were opened late: what memory holds is written to them bit by bit."""
-        self._backlog = range(self._index.num_slots)
+        self._backlog = range(self.index.num_slots)
 
     def offer_backlog(self) -> None:
         """Offer some more of what memory held when tiers were opened late, while they have room for it."""
         for slot in self._backlog[:BACKLOG_SLOTS]:
-            if self._is_late() or not self._has_room:
+            if self.budget.exhausted or not self._has_room:
                 break
             self._backlog = self._backlog[1:]
-            key = self._index.key_at(slot)
-            if key is not None and self._index.is_last(key):
-                self.offer(self._index.chain(key))
+            key = self.index.key_at(slot)
+            if key is not None and self.index.is_last(key):
+                self.offer(self.index.chain(key))
 
     def clear(self) -> None:
         """A new epoch begins: what waits is of the old one."""
@@ -137,17 +130,17 @@ class WriteBack:
     @property
     def _has_room(self) -> bool:
         """Whether every tier would take a write of `WRITE_BYTES` now."""
-        return all(client.executor.has_room(WRITE_BYTES) for client in self._tiers.clients)
+        return all(client.executor.has_room(WRITE_BYTES) for client in self.tiers.clients)
 
     def _lacks(self, last: BlockKey) -> bool:
         """Whether a tier may have lost a chain that the arena holds: then it should be offered it again.
 
         Of a chain the answer is "yes" at most once in `ASK_AGAIN_SECONDS`.
         """
-        now, found = self._clock(), False
-        for client in self._tiers.shared if self._tiers.may_share(self._epochs.current) else ():
+        now, found = self.clock(), False
+        for client in self.tiers.shared if self.tiers.may_share(self.epochs.current) else ():
             its = self._of(client)
-            known = self._tiers.contents[client].believes(last, now) or last in its.under_way
+            known = self.tiers.contents[client].believes(last, now) or last in its.under_way
             if not known and client.may_write:
                 offered = its.offered_again.added_since(last, now - ASK_AGAIN_SECONDS)
                 its.offered_again.add((last,), now)
@@ -161,64 +154,65 @@ class WriteBack:
 
         A write that finds its tier's queue full, or its tier ill, is dropped, with all that it held (H52).
         """
-        epoch, end = self._epochs.current, self._index.held_prefix(keys)
+        epoch, end = self.epochs.current, self.index.held_prefix(keys)
         if self._seen_once is not None:
             held, seen = keys[:end], self._seen_once
             end = next((at for at, key in enumerate(held) if key not in seen), end)
             seen.add(held)
-        now = self._clock()
-        for client in self._tiers.clients:
-            if client.shared and not self._tiers.may_share(epoch):
+        now = self.clock()
+        for client in self.tiers.clients:
+            if client.shared and not self.tiers.may_share(epoch):
                 continue
             start = self._first_to_write(client, keys, end, now)
             if start < end and not client.may_write:
-                self._metrics.add("dropped_writes", end - start, client.name)
+                self.metrics.add("dropped_writes", end - start, client.name)
             else:
                 self._write(client, keys, start, end, epoch)
 
     def _first_to_write(self, client: TierClient, keys: Sequence[BlockKey], end: int, now: float) -> int:
         """The first block of `keys[:end]` that the tier neither holds, as far as is known, nor is being given."""
-        under_way, contents = self._of(client).under_way, self._tiers.contents[client]
+        under_way, contents = self._of(client).under_way, self.tiers.contents[client]
         start = 0 if client.shared else client.held(keys[:end], now)
         while start < end and (keys[start] in under_way or (client.shared and contents.believes(keys[start], now))):
             start += 1
         return start
 
     def _write(self, client: TierClient, keys: Sequence[BlockKey], start: int, end: int, epoch: Epoch) -> None:
+        write_blocks = max(1, min(WRITE_BYTES // self.arena.slot_bytes, self.arena.num_slots // 2))
         while start < end:
-            stop = min(end, start + self._write_blocks)
-            op = WriteBackOp(tuple(keys[start:stop]), self._index.pin(keys[stop - 1]), epoch)
-            op_id = self._tiers.begin(partial(self._end_write, client, op))
+            stop = min(end, start + write_blocks)
+            op = WriteBackOp(tuple(keys[start:stop]), self.index.pin(keys[stop - 1]), epoch)
+            op_id = self.tiers.begin(partial(self._end_write, client, op))
             self._of(client).under_way.update(op.keys)
-            buffers = [self._arena.slot_views(slot) for slot in self._index.slots_of(op.keys)]
-            nbytes = len(buffers) * self._arena.slot_bytes
+            buffers = [self.arena.slot_views(slot) for slot in self.index.slots_of(op.keys)]
+            nbytes = len(buffers) * self.arena.slot_bytes
             if not client.submit_put(op_id, keys[:stop], start, buffers, nbytes, epoch):
-                self._tiers.withdraw(op_id)
+                self.tiers.withdraw(op_id)
                 self._let_go(client, op)
-                self._metrics.add("dropped_writes", end - start, client.name)
+                self.metrics.add("dropped_writes", end - start, client.name)
                 break
             start = stop
 
     def _end_write(self, client: TierClient, op: WriteBackOp, done: PutDone, now: float) -> None:
         self._let_go(client, op)
-        contents, stored = self._tiers.contents[client], op.keys[: done.stored]
+        contents, stored = self.tiers.contents[client], op.keys[: done.stored]
         if client.shared:
             contents.note_found(op.keys, done.stored, now)
             if op.epoch.is_drawn:
                 self._of(client).unshareable.add(stored)
         contents.refuted.discard(stored)
-        self._metrics.add("written_blocks", done.stored, client.name)
-        self._metrics.add("written_bytes", done.stored * self._arena.slot_bytes, client.name)
-        self._metrics.add("dropped_writes", len(op.keys) - done.stored, client.name)
+        self.metrics.add("written_blocks", done.stored, client.name)
+        self.metrics.add("written_bytes", done.stored * self.arena.slot_bytes, client.name)
+        self.metrics.add("dropped_writes", len(op.keys) - done.stored, client.name)
 
     def _let_go(self, client: TierClient, op: WriteBackOp) -> None:
         self._of(client).under_way.difference_update(op.keys)
-        self._index.unpin(op.pin)
+        self.index.unpin(op.pin)
 
     def _of(self, client: TierClient) -> _Writes:
         its = self._writes.get(client)
         if its is None:
-            its = self._writes[client] = _Writes(LRUKeySet(self._tiers.most_known), LRUKeySet(self._tiers.most_known))
+            its = self._writes[client] = _Writes(LRUKeySet(self.tiers.most_known), LRUKeySet(self.tiers.most_known))
         return its
 
     def close(self) -> None:
@@ -226,7 +220,7 @@ class WriteBack:
 
         That is what lies there under drawn epochs. Nothing is late now.
         """
-        self._is_late = lambda: False
+        self.budget = StepBudget(inf)
         self.offer_some()
         while self._backlog and self._has_room:
             self.offer_backlog()

@@ -1,6 +1,6 @@
 """Keeps kvpact's mistakes away from the engine: an exception in a hook costs a hit, never the engine (H13).
 
-Owns the time spent in hooks, the count of errors and what was logged already.
+Owns the count of errors and what was logged already; what hooks cost is charged to the step's budget.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvpact.cache.budget import StepBudget
 from kvpact.errors import StepLoadLost
 from kvpact.metrics import Metrics
 
@@ -26,15 +26,8 @@ class Guard:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._seen: set[tuple[str, type[BaseException]]] = set()
-        self.step_seconds = 0.0
-        """What the running scheduler step has cost so far, since the end of the last one."""
-        self.hook_began = perf_counter()
-        """When the hook that runs was called."""
-
-    @property
-    def step_seconds_now(self) -> float:
-        """What the running scheduler step has cost, the running hook included."""
-        return self.step_seconds + perf_counter() - self.hook_began
+        self.budget = StepBudget()
+        """Of the running scheduler step."""
 
     def failed(self, hook: str, error: BaseException) -> None:
         """Count an error of a hook; log the first of its kind with the traceback."""
@@ -44,14 +37,9 @@ class Guard:
             self._seen.add(kind)
             logger.error("kvpact: %s failed; the engine goes on without it (logged once)", hook, exc_info=error)
 
-    def spent(self, seconds: float) -> None:
-        """Add time to the running step."""
-        self.step_seconds += seconds
-
     def end_step(self) -> None:
         """The scheduler's step is over."""
-        self._metrics.observe_step(self.step_seconds)
-        self.step_seconds = 0.0
+        self._metrics.observe_step(self.budget.end_step())
 
 
 class Guarded(Protocol):
@@ -79,7 +67,7 @@ def guarded(
     ) -> Callable[Concatenate[Owner, Arguments], Answer]:
         @wraps(method)
         def hook(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-            began = self.guard.hook_began = perf_counter()
+            began = self.guard.budget.begin_hook()
             try:
                 return method(self, *args, **kwargs)
             except StepLoadLost:
@@ -90,7 +78,7 @@ def guarded(
                 return answer
             finally:
                 if in_step:
-                    self.guard.spent(perf_counter() - began)
+                    self.guard.budget.charge(began)
 
         return hook
 

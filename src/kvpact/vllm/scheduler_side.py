@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvpact.cache.budget import Turn
 from kvpact.cache.open import OpenCache, check_cache, open_cache
 from kvpact.cache.stats_file import StatsFile
-from kvpact.cache.turns import Turn, Turns
 from kvpact.cache.weights_watch import BLIND, WeightsWatch
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, ExternalKVMatch, LoadJob, LoadSettlement, SupportsStepLookup, WorkerReport
@@ -89,7 +89,7 @@ class SchedulerSide:
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics = metrics
-        self._turns = Turns(config.prepare_deadline, lambda: guard.step_seconds_now)
+        self._budget = guard.budget
         self._block_size = int(vllm_config.cache_config.block_size)
         self._identities = RequestIdentities(vllm_config)
         self.context: VllmContext | None = None
@@ -161,7 +161,7 @@ class SchedulerSide:
             tiers=opened.queues if opened is not None else (),
             clock=time.monotonic,
             metrics=self._metrics,
-            is_late=lambda: self._turns.is_late,
+            budget=self._budget,
         )
         self.cache = self.opened.cache
         if self._config.match_at == "step":
@@ -254,7 +254,8 @@ class SchedulerSide:
         if view.waits_for_identity(self._config.prepare_deadline, time.monotonic()):
             view.was_answered = False
             return None, False
-        turn = self._turns.of(view) if self.cache.asks_shared else Turn.NOW
+        deadline = self._config.prepare_deadline
+        turn = self._budget.turn_of(view, deadline) if self.cache.asks_shared else Turn.NOW
         if turn is Turn.LATER:
             return None, False
         if turn is Turn.NEVER:
@@ -324,7 +325,6 @@ class SchedulerSide:
     def end_step(self, scheduler_output: Any) -> PactMetadata:
         """`build_connector_meta`: what the workers must do with this step."""
         self._stepped = True
-        self._turns.end_step()
         if self.context is not None:
             self.context.build_connector_meta(scheduler_output)
         self._credit.scheduled(scheduler_output.num_scheduled_tokens)
@@ -492,7 +492,7 @@ class SchedulerSide:
 
     def collect_stats(self) -> PactStats | None:
         """`get_kv_connector_stats`: what was counted since the last time, for vLLM's own metrics."""
-        return self._stats.collect(can_wait=self._turns.is_late) if self._stats is not None else None
+        return self._stats.collect(can_wait=self._budget.exhausted) if self._stats is not None else None
 
     def take_hit_corrections(self) -> tuple[int, int]:
         """See `HitCredit.take_corrections`."""

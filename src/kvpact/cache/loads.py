@@ -1,31 +1,54 @@
-"""How loads end: what arrived is used, what did not is computed, and nothing that failed is promised again."""
+"""How loads begin and end: what arrives is used, what does not is computed, and is not promised again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpact.cache.invalidation import Invalidation
-from kvpact.cache.jobs import LoadState, Slots, TransferJobs
+from kvpact.cache.jobs import LoadState, PactPlan, Slots, TransferJobs
 from kvpact.cache.ledger import Ledger
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.request import Requests
-from kvpact.contract import LoadSettlement
+from kvpact.cache.writeback import WriteBack
+from kvpact.config import KvpactConfig
+from kvpact.contract import LoadSettlement, num_blocks_for
 from kvpact.identity.tags import NO_TAG, BlockTags
-from kvpact.index.block_index import Pin
-from kvpact.ranges import RangeSet
+from kvpact.index.block_index import BlockIndex, Pin
+from kvpact.ranges import BlockRange, RangeSet
 
 
 @dataclass(eq=False, slots=True)
-class Settlements:
-    """Settles the loads of one engine's requests."""
+class Loads:
+    """Orders and settles the loads of one engine's requests."""
 
+    config: KvpactConfig
     requests: Requests
     ledger: Ledger[Pin, Slots]
+    index: BlockIndex
     jobs: TransferJobs
     overdue: OverdueLoads
     invalidation: Invalidation
+    writeback: WriteBack
     tags: BlockTags
     block_size: int
+
+    def begin(self, plan: PactPlan, num_tokens: int, block_ids: Sequence[int], now: float) -> int:
+        """The engine takes the first `num_tokens` of a plan into `block_ids`; returns into how many of them."""
+        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.block_size))
+        state = self.requests.get(plan.request_id)
+        assert state is not None
+        state.commit(num_tokens)
+        keys = state.keys.keys if state.keys is not None else []
+        self.writeback.note_used(keys[: blocks.end])
+        self.tags.fill(block_ids[blocks.start : blocks.end], state.tag)
+        # If a failed load has dropped the entry meanwhile, only the plan's own pin keeps its slots, all or none.
+        last = keys[blocks.end - 1]
+        dropped = last not in self.index or self.index.slot(last) != plan.slots[blocks.count - 1]
+        keep = [*plan.leases] if blocks == plan.blocks or dropped else [self.index.pin(last)]
+        self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.config.load_deadline)
+        self.overdue.begin(self.jobs.order_load(plan, blocks, keys, block_ids, now))
+        return blocks.count
 
     def note_resumed(self, request_id: str) -> None:
         """The engine computes the request: what an asynchronous load brought, up to its first hole, is used now."""

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
-
-from kvpact.cache import turns as turns_module
-from kvpact.cache.turns import STEP_BUDGET_SECONDS, Turn, Turns
+from kvpact.cache import budget as budget_module
+from kvpact.cache.budget import STEP_BUDGET_SECONDS, StepBudget, Turn
 
 PATIENCE = 0.5
 STEP_SECONDS = 0.01
@@ -30,17 +28,20 @@ class Steps:
 
     def __init__(self, patch: pytest.MonkeyPatch, timeout: float = PATIENCE) -> None:
         self.now, self.spent = 100.0, 0.0
-        self.turns = Turns(timeout, lambda: self.spent)
-        patch.setattr(turns_module.time, "monotonic", lambda: self.now)
+        patch.setattr(budget_module, "monotonic", lambda: self.now)
+        patch.setattr(budget_module, "perf_counter", lambda: self.spent)
+        self.budget, self.timeout = StepBudget(), timeout
 
     def step(self, waiting: list[Waiter], base: float, cost: float) -> list[Turn]:
         """What each was told; a probe that is made costs `cost` seconds, and the step `base` before the first."""
+        self.spent = 0.0
+        self.budget.begin_hook()
         self.spent = base
         told = []
         for waiter in waiting:
-            told.append(self.turns.of(waiter))
+            told.append(self.budget.turn_of(waiter, self.timeout))
             self.spent += cost if told[-1] is Turn.NOW else 0.0
-        self.turns.end_step()
+        self.budget.end_step()
         self.now += self.spent + STEP_SECONDS
         return told
 
