@@ -87,7 +87,7 @@ class PactCache(ExternalCache):
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3)  # time to ask twice before the deadline
         overdue = self._overdue = OverdueLoads(jobs, metrics)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
-        below = self.tiers = TierSet(arena, metrics, clock=clock, timeout=timeout, share_drawn_epochs=shares)
+        below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
         reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock)
         second_use = config.admit == "second-use"
         writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, second_use)
@@ -120,7 +120,7 @@ class PactCache(ExternalCache):
     @property
     def live_requests(self) -> int:
         """Requests of which anything is known."""
-        return len(self._requests)
+        return len(self._requests.live)
 
     # Prepare
 
@@ -157,7 +157,7 @@ class PactCache(ExternalCache):
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """See `ExternalCache`; its plan is renewed then."""
-        return self._planner.still_waits(request_id, self._requests.get(request_id), num_computed_tokens)
+        return self._planner.still_waits(request_id, self._requests.live.get(request_id), num_computed_tokens)
 
     # Commit and abort
 
@@ -222,7 +222,7 @@ class PactCache(ExternalCache):
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
         self._steps.note_reads(report.reads)
-        spared = self._steps.apply_report(report, self._clock(), self._requests.__contains__)
+        spared = self._steps.apply_report(report, self._clock(), self._requests.live.__contains__)
         self._computing -= sum(settled.skipped_tokens for settled in spared)
         # Loads first: what a request saved from a failed load on is not to be trusted.
         settlements = [settled for load in self._jobs.take_loads(report) if (settled := self._loads.end(load))]
@@ -249,7 +249,7 @@ class PactCache(ExternalCache):
         self.ledger.finish_request(request_id)
         if self.saves.lazy is not None:
             self.saves.lazy.request_finished(request_id)
-        record = self._requests.end(request_id)
+        record = self._requests.live.pop(request_id, None)
         if record is not None:
             self._drop_lookup(record)
 

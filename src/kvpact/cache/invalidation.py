@@ -68,7 +68,7 @@ class Invalidation:
         chains: list[Sequence[BlockKey]] = [
             save.keys for save in self.jobs.saves.values() if save.job.request_id == request_id
         ]
-        state = self.requests.get(request_id)
+        state = self.requests.live.get(request_id)
         if state is not None and state.keys is not None:
             state.go_back(first, self.block_size)
             chains.append(state.keys.keys)
@@ -89,6 +89,6 @@ class Invalidation:
                 self.saves.lazy.clear()
             else:
                 self.saves.lazy.invalidate_blocks(self.tags.blocks_with(tag))
-        for state in self.requests.values():
+        for state in self.requests.live.values():
             if state.identity is not None and state.identity.adapter == adapter:
                 state.tag, state.sound = self.tags.tag_of(self.epochs.generation, adapter), 0

@@ -73,7 +73,8 @@ class _Outbox:
 
     def take(self, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
         """All of it, with the look-ups of its saves; the next step begins empty."""
-        if not (self.loads or self.saves or self.inquiries or self.recalls or self.overdue):
+        kinds = (self.loads, self.saves, self.inquiries, self.recalls, self.overdue)
+        if not any(kinds):
             return _NOTHING
         work = StepWork(
             tuple(self.loads),
@@ -83,29 +84,26 @@ class _Outbox:
             tuple(self.overdue),
             lookups=lookups,
         )
-        self.recalls.clear()
-        self.overdue.clear()
-        self.loads.clear()
-        self.saves.clear()
-        self.inquiries.clear()
+        for kind in kinds:
+            kind.clear()
         return work
 
 
 _NOTHING = StepWork()
 
 
+@dataclass(eq=False)
 class TransferJobs:
     """All loads and saves under way on `ranks` ranks. One that no rank speaks of is asked about every `timeout` s."""
 
-    def __init__(self, ranks: int, timeout: float) -> None:
-        self.loads: dict[int, LoadState] = {}
-        self.saves: dict[int, SaveState] = {}
-        self._ranks = ranks
-        self._timeout = timeout
-        self.ordered = 0
-        """Jobs so far; each has its number of them."""
-        self._outbox = _Outbox()
-        self._spoken_of: set[int] = set()
+    ranks: int
+    timeout: float
+    loads: dict[int, LoadState] = field(default_factory=dict, init=False)
+    saves: dict[int, SaveState] = field(default_factory=dict, init=False)
+    ordered: int = field(default=0, init=False)
+    """Jobs so far; each has its number of them."""
+    _outbox: _Outbox = field(default_factory=_Outbox, init=False)
+    _spoken_of: set[int] = field(default_factory=set, init=False)
 
     def order_load(
         self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float
@@ -119,8 +117,8 @@ class TransferJobs:
             tuple(block_ids[blocks.start : blocks.end]),
             not plan.asynchronous,
         )
-        tally = JobTally(blocks, self._ranks)
-        load = self.loads[job.job_id] = LoadState(job, plan, tuple(keys[: blocks.end]), tally, now + self._timeout)
+        tally = JobTally(blocks, self.ranks)
+        load = self.loads[job.job_id] = LoadState(job, plan, tuple(keys[: blocks.end]), tally, now + self.timeout)
         self._outbox.loads.append(job)
         return load
 
@@ -130,8 +128,8 @@ class TransferJobs:
     ) -> None:  # fmt: skip
         """After this step, blocks from `start` on go from the engine into `slots`; `pin` keeps the chain of `keys`."""
         job = SaveJob(self._next_id(), request_id, start, slots, block_ids)
-        tally = JobTally(job.blocks, self._ranks)
-        self.saves[job.job_id] = SaveState(job, tuple(keys), pin, tally, now + self._timeout, leaving)
+        tally = JobTally(job.blocks, self.ranks)
+        self.saves[job.job_id] = SaveState(job, tuple(keys), pin, tally, now + self.timeout, leaving)
         self._outbox.saves.append(job)
 
     def _next_id(self) -> int:
@@ -149,7 +147,7 @@ class TransferJobs:
         for task in tasks:
             if now < task.ask_at:
                 continue
-            task.ask_at = now + self._timeout  # a report was lost, or its worker is slow: it is asked, no more
+            task.ask_at = now + self.timeout  # a report was lost, or its worker is slow: it is asked, no more
             if not self._outbox.has(task.job):  # who has not heard of a job calls it failed, and copies it afterwards
                 self._outbox.inquiries.append(JobQuery(task.job.job_id, task.job.blocks))
                 if isinstance(task, LoadState) and task.given_up:
@@ -173,7 +171,7 @@ class TransferJobs:
 
     def abandon_step(self) -> WorkerReport:
         """What was to be ordered with the running step never reaches the workers: a report that all have failed it."""
-        return self._outbox.take().failed(self._ranks)
+        return self._outbox.take().failed(self.ranks)
 
     def take_loads(self, report: WorkerReport) -> list[LoadState]:
         """The loads that are over with this report, oldest first. Pieces of unknown jobs (said twice) are ignored.

@@ -8,7 +8,7 @@ counts only while the engine publishes the block under the hash that it had when
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
@@ -66,28 +66,28 @@ class OffloadRun:
     leaving: frozenset[int]
 
 
+@dataclass(eq=False)
 class LazyOffload:
-    """The memo and the cursor of one engine. `least_window` blocks at the head of the queue are always looked after."""
+    """The memo and the cursor of one engine. `min_window` blocks at the head of the queue are always looked after."""
 
-    def __init__(self, context: SchedulerContext, index: BlockIndex, least_window: int = MIN_WINDOW) -> None:
-        self._context = context
-        self._index = index
-        self._min_window = least_window
-        self._entries: dict[int, BlockContent] = {}
-        """Block id -> what it holds; at most one entry for each block of the pool (P12)."""
-        self._places: dict[BlockKey, int] = {}
-        """Key -> the block that was last seen to hold it; at most as many."""
-        self._unpublished: dict[str, list[tuple[int, int]]] = {}
-        """Request -> (place, block id) of its blocks that the engine has not published yet."""
-        self._peak_alloc_rate = 0.0
-        self._held = 0
-        self._cursor: int | None = None
-        self._passed = 0
-        """Blocks between the head of the queue and the cursor, the cursor too."""
-        self._resume_key: BlockKey | None = None
-        """The end of a chain that was too long for one step."""
-        self.dirty = False
-        """Whether the engine's blocks may have moved since the last walk through the window found nothing to do."""
+    context: SchedulerContext
+    index: BlockIndex
+    min_window: int = MIN_WINDOW
+    dirty: bool = field(default=False, init=False)
+    """Whether the engine's blocks may have moved since the last walk through the window found nothing to do."""
+    _entries: dict[int, BlockContent] = field(default_factory=dict, init=False)
+    """Block id -> what it holds; at most one entry for each block of the pool (P12)."""
+    _places: dict[BlockKey, int] = field(default_factory=dict, init=False)
+    """Key -> the block that was last seen to hold it; at most as many."""
+    _unpublished: dict[str, list[tuple[int, int]]] = field(default_factory=dict, init=False)
+    """Request -> (place, block id) of its blocks that the engine has not published yet."""
+    _peak_alloc_rate: float = field(default=0.0, init=False)
+    _held: int = field(default=0, init=False)
+    _cursor: int | None = field(default=None, init=False)
+    _passed: int = field(default=0, init=False)
+    """Blocks between the head of the queue and the cursor, the cursor too."""
+    _resume_key: BlockKey | None = field(default=None, init=False)
+    """The end of a chain that was too long for one step."""
 
     # What the engine computes
 
@@ -102,7 +102,7 @@ class LazyOffload:
                 entry.offered = False
                 continue
             self._drop(block_id)
-            block_hash = self._context.get_block(block_id).block_hash
+            block_hash = self.context.get_block(block_id).block_hash
             parent = keys[place - 1] if place else ROOT
             self._entries[block_id] = BlockContent(key, parent, request_id, block_hash)
             if block_hash is None:
@@ -122,7 +122,7 @@ class LazyOffload:
             entry = self._entries.get(block_id)
             if entry is None or entry.request_id != request_id or block_ids[place : place + 1] != (block_id,):
                 continue
-            entry.block_hash = self._context.get_block(block_id).block_hash
+            entry.block_hash = self.context.get_block(block_id).block_hash
             if entry.block_hash is None:
                 still.append((place, block_id))
             else:
@@ -142,7 +142,7 @@ class LazyOffload:
         """The request ended; its blocks are still its own in this moment."""
         if request_id in self._unpublished:
             try:
-                (block_ids, *_) = self._context.blocks_of(request_id)
+                (block_ids, *_) = self.context.blocks_of(request_id)
             except PactViolation:
                 block_ids = ()
             self._confirm(request_id, tuple(block_ids))
@@ -187,7 +187,7 @@ class LazyOffload:
         self.dirty |= taken_blocks > 0
         if not self.dirty and self._resume_key is None:
             return
-        window = max(self._min_window, int(WINDOW_STEPS * self._peak_alloc_rate))
+        window = max(self.min_window, int(WINDOW_STEPS * self._peak_alloc_rate))
         ahead, at_end = self._look_ahead(max(0, window - self._held))
         # What is held cannot be taken by the engine: of a short queue, half at least is left to it.
         most = max(1, (self._passed + len(ahead)) // 2) if at_end else window
@@ -221,7 +221,7 @@ class LazyOffload:
         entry = self._entries.get(view.block_id)
         if entry is None or entry.offered or entry.block_hash is None:
             return None
-        if entry.key in self._index:
+        if entry.key in self.index:
             entry.offered = True  # if the index drops it from now on, it did so for what was used later
             return None
         if view.block_hash != entry.block_hash:
@@ -245,10 +245,10 @@ class LazyOffload:
             self._restart()
         most = min(VIEWS_PER_STEP, window - self._passed)
         try:
-            ahead = [*islice(self._context.iter_free_blocks(self._cursor), most)]
+            ahead = [*islice(self.context.iter_free_blocks(self._cursor), most)]
         except PactViolation:  # the cursor was taken out of the queue: what stood before it is to be seen again
             self._restart()
-            ahead = [*islice(self._context.iter_free_blocks(), most)]
+            ahead = [*islice(self.context.iter_free_blocks(), most)]
         return ahead, len(ahead) < most
 
     def _advance(self, stay: Sequence[int], window: int, at_end: bool) -> None:
@@ -273,7 +273,7 @@ class LazyOffload:
         """
         missing: list[int] = []
         parent = key
-        while parent != ROOT and parent not in self._index:
+        while parent != ROOT and parent not in self.index:
             block_id = self._places.get(parent)
             if block_id is None:
                 for behind in missing:  # nothing behind a block that is gone can be served
@@ -286,11 +286,11 @@ class LazyOffload:
             parent = self._entries[block_id].parent
         if len(missing) > room:
             self._resume_key = key
-        known = self._index.chain(parent)
+        known = self.index.chain(parent)
         new: list[BlockKey] = []
         for block_id in missing[: -room - 1 : -1]:
             entry = self._entries[block_id]
-            seen = leaving[block_id] if block_id in leaving else self._context.get_block(block_id).block_hash
+            seen = leaving[block_id] if block_id in leaving else self.context.get_block(block_id).block_hash
             if entry.block_hash is None or entry.block_hash != seen:
                 self._drop(block_id)
                 break

@@ -36,8 +36,7 @@ class Loads:
     def begin(self, plan: PactPlan, num_tokens: int, block_ids: Sequence[int], now: float) -> int:
         """The engine takes the first `num_tokens` of a plan into `block_ids`; returns into how many of them."""
         blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.block_size))
-        state = self.requests.get(plan.request_id)
-        assert state is not None
+        state = self.requests.live[plan.request_id]
         state.commit(num_tokens)
         keys = state.keys.keys if state.keys is not None else []
         self.writeback.note_used(keys[: blocks.end])
@@ -85,7 +84,7 @@ class Loads:
         )
         if failed is not None:
             self.requests.not_again(job.request_id, failed.start)
-            state = self.requests.get(job.request_id)
+            state = self.requests.live.get(job.request_id)
             if state is not None:
                 state.go_back(failed.start, size)
             self.tags.fill(job.block_ids[failed.start - job.start_block :], NO_TAG)
@@ -99,5 +98,5 @@ class Loads:
         return LoadSettlement(job.request_id, outcome.done, outcome.failed, not job.synchronous, late)
 
     def _drop_if_gone(self, request_id: str) -> None:
-        if request_id not in self.requests:
+        if request_id not in self.requests.live:
             self.ledger.finish_request(request_id)

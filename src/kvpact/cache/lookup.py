@@ -97,17 +97,6 @@ Decision = Promise | Stage | Wait | Miss
 class Case:
     """The arguments of `decide`, with what rows of the table ask of them."""
 
-    __slots__ = (
-        "available",
-        "is_over",
-        "is_reading",
-        "is_short",
-        "limits",
-        "lookup",
-        "reads_more",
-        "tiers_have_more",
-    )
-
     def __init__(self, available: Availability, lookup: Lookup, limits: Limits, now: float) -> None:
         self.available, self.lookup, self.limits = available, lookup, limits
         resident, stored = available.resident, available.stored

@@ -72,7 +72,7 @@ class Planner:
         if state is None or state.waits_at is None or self.tiers.has_completions:
             return False
         plan, now = self.ledger.find(request_id), self.clock()
-        if not state.waits_at.still(computed_tokens, self.tiers.completions, plan):
+        if state.waits_at != Waiting(computed_tokens, self.tiers.completions, plan):
             return False
         if state.waits_until is None or now >= state.waits_until:
             return False

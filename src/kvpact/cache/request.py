@@ -5,8 +5,9 @@ Owns nothing else: what is promised to a request is the ledger's, what is copied
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpact.cache.jobs import PactPlan
 from kvpact.cache.prefetch import TierLookup
@@ -16,18 +17,13 @@ from kvpact.identity.keys import BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, Tag
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What "ask again later" was answered to."""
+class Waiting(NamedTuple):
+    """What "ask again later" was answered to: while it stays equal, nothing has changed."""
 
     computed_tokens: int
     completions: int
     """As `TierSet` counts."""
     plan: PactPlan | None
-
-    def still(self, computed_tokens: int, completions: int, plan: PactPlan | None) -> bool:
-        """Whether nothing has changed."""
-        return self.completions == completions and self.computed_tokens == computed_tokens and self.plan is plan
 
 
 @dataclass(slots=True)
@@ -101,13 +97,13 @@ class Requests:
     tags: BlockTags
     renamed: Callable[[str, RequestState, int], None]
     """`renamed(request id, state, block)` is called when a request's blocks from `block` on get other keys."""
-    _states: dict[str, RequestState] = field(default_factory=dict, init=False)
+    live: dict[str, RequestState] = field(default_factory=dict, init=False)
 
     def of(self, request: EngineRequest) -> RequestState:
         """The request's state, which begins now if there is none."""
-        state = self._states.get(request.request_id)
+        state = self.live.get(request.request_id)
         if state is None:
-            state = self._states[request.request_id] = RequestState()
+            state = self.live[request.request_id] = RequestState()
         identity = request.identity
         if identity is not state.identity or state.generation != self.epochs.generation:
             self._identify(request.request_id, state, identity)
@@ -129,30 +125,12 @@ class Requests:
         state.waits_at = None
         self.renamed(request_id, state, kept)
 
-    def get(self, request_id: str) -> RequestState | None:
-        """A live request's state."""
-        return self._states.get(request_id)
-
-    def end(self, request_id: str) -> RequestState | None:
-        """The request is not alive any more."""
-        return self._states.pop(request_id, None)
-
     def not_again(self, request_id: str, first: int) -> None:
         """A load failed the request from block `first` on, whatever the reason: it is not promised that again (H09).
 
         Nor in another epoch, where these blocks have other keys.
         """
-        state = self._states.get(request_id)
+        state = self.live.get(request_id)
         if state is not None:
             state.invalid_from = min(first, state.invalid_from if state.invalid_from is not None else first)
             state.offloaded_blocks = min(state.offloaded_blocks, first)
-
-    def values(self) -> Iterable[RequestState]:
-        """All of them."""
-        return self._states.values()
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._states
-
-    def __len__(self) -> int:
-        return len(self._states)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any
@@ -79,15 +81,18 @@ class LRUKeySet:
 
 
 class TierContents:
-    """What is known of the blocks in one tier, `most` of each kind."""
-
-    __slots__ = ("found", "refuted")
+    """What is known of the blocks in one tier, and of those it was given; `most` of each kind."""
 
     def __init__(self, most: int) -> None:
         self.found = LRUKeySet(most)
         """What a shared tier was found to hold, and when. It may have evicted it since: then the next look-up tells."""
         self.refuted = LRUKeySet(most)
         """What the tier said it holds and did not deliver; see `REFUTED_SECONDS`."""
+        self.offered_again = LRUKeySet(most)
+        """Ends of chains that the tier should have, and was offered once more; see `WriteBack.note_used`."""
+        self.unshareable = LRUKeySet(most)
+        """What was written to a shared tier under a drawn epoch, to be deleted when the engine ends."""
+        self.being_written: set[BlockKey] = set()
 
     def note_found(self, keys: Sequence[BlockKey], held: int, now: float) -> None:
         """The tier has the first `held` of `keys`, and not the others."""
@@ -104,47 +109,43 @@ class TierContents:
         return self.refuted.first_of(keys, held)
 
 
+@dataclass(eq=False)
 class TierSet:
-    """The clients of all tiers below one arena."""
+    """The clients of all tiers below one arena.
 
-    def __init__(
-        self,
-        arena: Arena,
-        metrics: Metrics,
-        *,
-        clock: Callable[[], float],
-        timeout: float,
-        share_drawn_epochs: bool = False,
-    ) -> None:
-        """A tier that takes longer than `timeout` seconds over one operation has failed it.
+    A tier that takes longer than `timeout` seconds over one operation has failed it. With `share_drawn_epochs` shared
+    tiers are written under epochs that no other engine can have, until `close`.
+    """
 
-        With `share_drawn_epochs` shared tiers are written under epochs that no other engine can have, until `close`.
-        """
-        self.clients: list[TierClient] = []
-        self.contents: dict[TierClient, TierContents] = {}
-        self.completions = 0
-        """Operations that were taken in so far: while it stays, nothing is found or arrives."""
-        self.most_known = KNOWN_SHARE * arena.num_slots
-        self._slot_bytes = arena.slot_bytes
-        self._metrics = metrics
-        self._clock = clock
-        self._timeout = timeout
-        self._share_drawn_epochs = share_drawn_epochs
-        self._lent = LentSlots(arena.num_slots)
-        self._polled = 0.0
-        """Seconds of the running step that `poll` took."""
-        self._op_ids = count(1)
-        self._under_way: dict[OpId, Callable[[Any, float], None]] = {}
+    arena: Arena
+    metrics: Metrics
+    clock: Callable[[], float]
+    timeout: float
+    share_drawn_epochs: bool = False
+    clients: list[TierClient] = field(default_factory=list, init=False)
+    contents: dict[TierClient, TierContents] = field(default_factory=dict, init=False)
+    completions: int = field(default=0, init=False)
+    """Operations that were taken in so far: while it stays, nothing is found or arrives."""
+    _polled: float = field(default=0.0, init=False)
+    """Seconds of the running step that `poll` took."""
+    _op_ids: Iterator[OpId] = field(default_factory=partial(count, 1), init=False)
+    _under_way: dict[OpId, Callable[[Any, float], None]] = field(default_factory=dict, init=False)
+
+    @property
+    def most_known(self) -> int:
+        """As many blocks are remembered of a tier, of each kind."""
+        return KNOWN_SHARE * self.arena.num_slots
 
     def open(self, executors: Sequence[TierExecutor]) -> None:
         """These tiers, in the user's order, are below the arena from now on. Said once."""
+        lent = LentSlots(self.arena.num_slots)
         for executor in executors:
             client = TierClient(
                 executor,
-                self._lent,
-                timeout=self._timeout,
-                clock=self._clock,
-                metrics=self._metrics,
+                lent,
+                timeout=self.timeout,
+                clock=self.clock,
+                metrics=self.metrics,
                 max_deleted_keys=2 * self.most_known,
             )
             self.clients.append(client)
@@ -157,7 +158,7 @@ class TierSet:
 
     def may_share(self, epoch: Epoch) -> bool:
         """Whether shared tiers may hold blocks of this epoch: of a drawn one only if the user wants that."""
-        return self._share_drawn_epochs or not epoch.is_drawn
+        return self.share_drawn_epochs or not epoch.is_drawn
 
     # Operations
 
@@ -181,19 +182,17 @@ class TierSet:
         """Whether `poll` would take in anything now."""
         return self._polled < POLL_SECONDS and any(client.has_completions for client in self.clients)
 
-    def poll(self) -> None:
-        """Take in what the tiers' threads have finished since the last call, for `POLL_SECONDS` of a step at most."""
-        if self._polled < POLL_SECONDS:
-            self._take(POLL_SECONDS - self._polled)
-
     def end_step(self) -> None:
         """The scheduler's step is over: what it had no time for is taken in by the next one."""
         self._polled = 0.0
 
-    def _take(self, seconds: float) -> None:
-        began = now = self._clock()
+    def poll(self, limit: float = POLL_SECONDS) -> None:
+        """Take in what the tiers' threads have finished since the last call, for `limit` seconds of a step at most."""
+        if self._polled >= limit:
+            return
+        began = now = self.clock()
         finished = [(client, client.poll()) for client in self.clients if client.has_completions]
-        while finished and now - began < seconds:
+        while finished and self._polled + now - began < limit:
             client, its = finished.pop(0)  # each in its turn, so that none waits for the others for ever
             if (done := next(its, None)) is not None:
                 finished.append((client, its))
@@ -202,7 +201,7 @@ class TierSet:
                     self.contents[client].found.discard(done.keys)
                 else:
                     self._under_way.pop(done.op_id)(done, now)
-                now = self._clock()
+                now = self.clock()
         for client in self.clients:
             client.check(now)
         self._polled += now - began
@@ -224,21 +223,21 @@ class TierSet:
 
     def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
         """How many of `keys` in a row workers may read by themselves: a tier would still give what it is to forget."""
-        now = self._clock()
+        now = self.clock()
         return min((client.readable(keys, len(keys), now) for client in self.shared), default=0)
 
     def note_read_elsewhere(self, tier: int, keys: Sequence[BlockKey]) -> None:
         """A worker has read blocks from the tier at this position: count them, and do not write them there again."""
         client = self.clients[tier]
-        self.contents[client].found.add(keys, self._clock())
+        self.contents[client].found.add(keys, self.clock())
         self.count_read(client, len(keys))
 
     # Telling
 
     def count_read(self, client: TierClient, blocks: int) -> None:
         """So many blocks were read from a tier."""
-        self._metrics.add("read_blocks", blocks, client.name)
-        self._metrics.add("read_bytes", blocks * self._slot_bytes, client.name)
+        self.metrics.add("read_blocks", blocks, client.name)
+        self.metrics.add("read_bytes", blocks * self.arena.slot_bytes, client.name)
 
     def observe(self) -> None:
         """Bring the tiers' gauges and totals up to date; tiers of one kind share their series."""
@@ -248,8 +247,8 @@ class TierSet:
     def _observe(self, name: TierName, clients: Sequence[TierClient]) -> None:
         capacities = [client.capacity() for client in clients]
         counts = [client.counts() for client in clients]
-        metrics = self._metrics
-        slots = sum(capacity.capacity_bytes for capacity in capacities) // self._slot_bytes
+        metrics = self.metrics
+        slots = sum(capacity.capacity_bytes for capacity in capacities) // self.arena.slot_bytes
         metrics.set("capacity_blocks", slots, name)
         metrics.set("held_blocks", sum(capacity.blocks for capacity in capacities), name)
         metrics.set("used_bytes", sum(capacity.used_bytes for capacity in capacities), name)
@@ -264,7 +263,7 @@ class TierSet:
         """Flush what is queued, at most `timeout` seconds over all tiers, and close them; whether all was flushed."""
         share = timeout / max(1, len(self.clients))
         flushed = [client.close(share) for client in self.clients]
-        self._take(inf)
+        self.poll(inf)
         for client in self.clients:
             if undeleted := client.undeleted:
                 logger.warning("kvpact: %d blocks are still in the %s tier that it should drop", undeleted, client.name)

@@ -41,17 +41,6 @@ class WriteBackOp:
     epoch: Epoch
 
 
-@dataclass(eq=False, slots=True)
-class _Writes:
-    """What one tier was given."""
-
-    offered_again: LRUKeySet
-    """Chains that it should have, and was offered once more; see `WriteBack.note_used`."""
-    unshareable: LRUKeySet
-    """What was written to a shared tier under a drawn epoch, to be deleted when the engine ends."""
-    under_way: set[BlockKey] = field(default_factory=set)
-
-
 @dataclass(eq=False)
 class WriteBack:
     """The way of blocks from one arena to `tiers`. What it is told of is of the current epoch of `epochs`.
@@ -71,7 +60,6 @@ class WriteBack:
     _unwritten: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
     _backlog: range = field(default=range(0), init=False)
     """Slots of which is still to be told whether tiers that came late lack what lies there."""
-    _writes: dict[TierClient, _Writes] = field(default_factory=dict, init=False)
 
     def __post_init__(self, second_use: bool) -> None:
         self._seen_once = LRUKeySet(self.tiers.most_known) if second_use else None
@@ -139,11 +127,11 @@ class WriteBack:
         """
         now, found = self.clock(), False
         for client in self.tiers.shared if self.tiers.may_share(self.epochs.current) else ():
-            its = self._of(client)
-            known = self.tiers.contents[client].believes(last, now) or last in its.under_way
+            contents = self.tiers.contents[client]
+            known = contents.believes(last, now) or last in contents.being_written
             if not known and client.may_write:
-                offered = its.offered_again.added_since(last, now - ASK_AGAIN_SECONDS)
-                its.offered_again.add((last,), now)
+                offered = contents.offered_again.added_since(last, now - ASK_AGAIN_SECONDS)
+                contents.offered_again.add((last,), now)
                 found |= not offered
         return found
 
@@ -171,9 +159,11 @@ class WriteBack:
 
     def _first_to_write(self, client: TierClient, keys: Sequence[BlockKey], end: int, now: float) -> int:
         """The first block of `keys[:end]` that the tier neither holds, as far as is known, nor is being given."""
-        under_way, contents = self._of(client).under_way, self.tiers.contents[client]
+        contents = self.tiers.contents[client]
         start = 0 if client.shared else client.held(keys[:end], now)
-        while start < end and (keys[start] in under_way or (client.shared and contents.believes(keys[start], now))):
+        while start < end and (
+            keys[start] in contents.being_written or (client.shared and contents.believes(keys[start], now))
+        ):
             start += 1
         return start
 
@@ -183,7 +173,7 @@ class WriteBack:
             stop = min(end, start + write_blocks)
             op = WriteBackOp(tuple(keys[start:stop]), self.index.pin(keys[stop - 1]), epoch)
             op_id = self.tiers.begin(partial(self._end_write, client, op))
-            self._of(client).under_way.update(op.keys)
+            self.tiers.contents[client].being_written.update(op.keys)
             buffers = [self.arena.slot_views(slot) for slot in self.index.slots_of(op.keys)]
             nbytes = len(buffers) * self.arena.slot_bytes
             if not client.submit_put(op_id, keys[:stop], start, buffers, nbytes, epoch):
@@ -199,21 +189,15 @@ class WriteBack:
         if client.shared:
             contents.note_found(op.keys, done.stored, now)
             if op.epoch.is_drawn:
-                self._of(client).unshareable.add(stored)
+                contents.unshareable.add(stored)
         contents.refuted.discard(stored)
         self.metrics.add("written_blocks", done.stored, client.name)
         self.metrics.add("written_bytes", done.stored * self.arena.slot_bytes, client.name)
         self.metrics.add("dropped_writes", len(op.keys) - done.stored, client.name)
 
     def _let_go(self, client: TierClient, op: WriteBackOp) -> None:
-        self._of(client).under_way.difference_update(op.keys)
+        self.tiers.contents[client].being_written.difference_update(op.keys)
         self.index.unpin(op.pin)
-
-    def _of(self, client: TierClient) -> _Writes:
-        its = self._writes.get(client)
-        if its is None:
-            its = self._writes[client] = _Writes(LRUKeySet(self.tiers.most_known), LRUKeySet(self.tiers.most_known))
-        return its
 
     def close(self) -> None:
         """Offer what waits, as far as the tiers have room, and have shared tiers delete what nobody can ask for.
@@ -224,6 +208,6 @@ class WriteBack:
         self.offer_some()
         while self._backlog and self._has_room:
             self.offer_backlog()
-        for client, its in self._writes.items():
-            if keys := [*its.unshareable]:
+        for client, contents in self.tiers.contents.items():
+            if keys := [*contents.unshareable]:
                 client.delete(keys)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -67,19 +67,17 @@ class AdapterSeen:
     is_unchanged: bool
 
 
+@dataclass(eq=False, slots=True)
 class AdapterUse:
     """What an engine calls by one adapter id. `is_disputed` once two paths were given for it: see `AdapterDigests`."""
 
-    __slots__ = ("counted", "found", "is_disputed", "number", "path")
-
-    def __init__(self, number: int, path: str) -> None:
-        self.number = number
-        self.path = path
-        self.is_disputed = False
-        self.found: AdapterFound | None = None
-        """What counts for the id now; None before anything does."""
-        self.counted: set[str] = set()
-        """What requests with it were said to compute with."""
+    number: int
+    path: str
+    is_disputed: bool = False
+    found: AdapterFound | None = None
+    """What counts for the id now; None before anything does."""
+    counted: set[str] = field(default_factory=set)
+    """What requests with it were said to compute with."""
 
 
 class AdapterDigests:

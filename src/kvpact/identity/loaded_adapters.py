@@ -50,7 +50,7 @@ class LoadedAdaptersWriter:
     def __init__(self, page: memoryview) -> None:
         self._head = page[WORD_END : WORD_END + HEAD_BYTES].cast("Q")
         self._table = page[WORD_END + HEAD_BYTES :]
-        self._free = list(range(max_entries(len(page))))
+        self._room = max_entries(len(page))
         self._stamps: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         """Id -> its place in the table and its stamp, the one loaded the longest time ago first."""
         self._lock = threading.Lock()
@@ -62,11 +62,9 @@ class LoadedAdaptersWriter:
         """
         entry = ENTRY.pack(number, stamp, 1)
         with self._lock:
-            place, _ = self._stamps.pop(number, (None, NO_STAMP))
-            if place is None and not self._free:
+            place, _ = self._stamps.pop(number, (len(self._stamps), NO_STAMP))
+            if place == self._room:
                 _, (place, _) = self._stamps.popitem(last=False)
-            if place is None:
-                place = self._free.pop()
             self._stamps[number] = (place, stamp)
             self._table[place * ENTRY.size : (place + 1) * ENTRY.size] = entry
             writes = self._head[WRITES] + 1
