@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 from kvpact.cache.budget import StepBudget
-from kvpact.cache.computed import ComputedBlocks
 from kvpact.cache.finder import Finder
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.invalidation import Invalidation
@@ -91,13 +90,12 @@ class PactCache(ExternalCache):
         reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock)
         second_use = config.admit == "second-use"
         writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, second_use)
-        saves = self.saves = Offloader(index, jobs, metrics)
+        saves = self.saves = Offloader(config, index, jobs, tags, writes, metrics, block_size, clock)
         self._steps = StepLookups(ledger, below, metrics, block_size, ranks)
         finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, block_size, clock, budget)
         self._planner = Planner(
             config, ledger, index, below, reads, finder, metrics, overdue, block_size, arena.slot_bytes, clock
         )
-        self._computed = ComputedBlocks(config, index, tags, saves, writes, block_size, clock)
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
         self._loads = Loads(config, requests, ledger, index, jobs, overdue, invalidation, writes, tags, block_size)
         below.open(tiers)
@@ -146,13 +144,13 @@ class PactCache(ExternalCache):
         record = self._requests.of(request)
         if self._planner.still_waits(request.request_id, record, num_computed_tokens):
             return None
-        self._computed.note_probe(request.request_id, record, num_computed_tokens)
+        self.saves.note_probe(request.request_id, record, num_computed_tokens)
         return self._planner.prepare(request, record, num_computed_tokens)
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
         record = self._requests.of(request)
-        self._computed.note_probe(request.request_id, record, num_computed_tokens)
+        self.saves.note_probe(request.request_id, record, num_computed_tokens)
         self._planner.decline(request, record, num_computed_tokens)
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
@@ -188,7 +186,7 @@ class PactCache(ExternalCache):
         self._loads.note_resumed(request.request_id)
         record = self._requests.of(request)
         self._computing += max(0, num_computed_tokens - record.computed)
-        self._computed.note(request, record, num_computed_tokens, block_ids)
+        self.saves.note(request, record, num_computed_tokens, block_ids)
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
         """See `SupportsStepLookup`: in the shared tiers, and not for blocks that another request is saving already."""

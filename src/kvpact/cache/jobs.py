@@ -52,7 +52,7 @@ class SaveState:
     pin: Pin
     tally: JobTally
     ask_at: float
-    leaving: frozenset[int] | None = None
+    leaving: frozenset[int] = frozenset()
     trusted: bool = True
     garbage_from: int = maxsize
 
@@ -124,7 +124,7 @@ class TransferJobs:
 
     def order_save(
         self, request_id: str, start: int, slots: Slots, block_ids: tuple[int, ...], keys: Sequence[BlockKey], pin: Pin,
-        now: float, leaving: frozenset[int] | None = None,
+        now: float, leaving: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         """After this step, blocks from `start` on go from the engine into `slots`; `pin` keeps the chain of `keys`."""
         job = SaveJob(self._next_id(), request_id, start, slots, block_ids)

@@ -63,7 +63,7 @@ class OffloadRun:
     keys: tuple[BlockKey, ...]
     start: int
     block_ids: tuple[int, ...]
-    leaving: frozenset[int]
+    leaving: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)

@@ -1,20 +1,23 @@
 """When computed blocks are copied out: at once, or when the engine is about to evict them (`"save": "lazy"`).
 
-Owns the order of a copy (room in the index, the hold on the engine's blocks, the job) and its end. What the engine
-holds and evicts next is in `lazy.py`. No clock: time comes in.
+Owns the order of a copy (room in the index, the hold on the engine's blocks, the job) and its end. What a block was
+filled with is in `BlockTags`, what the engine holds and evicts next in `lazy_offload.py`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import SaveState, TransferJobs
-from kvpact.cache.lazy_offload import LazyOffload
-from kvpact.contract import BlockHolder, JobOutcome, SchedulerContext
+from kvpact.cache.lazy_offload import LazyOffload, OffloadRun
+from kvpact.cache.request import RequestState
+from kvpact.cache.writeback import WriteBack
+from kvpact.config import KvpactConfig
+from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import BlockKey
+from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.metrics import Metrics, TierName
 
@@ -23,11 +26,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Offloader:
-    """The way of blocks from the engine into the arena."""
+    """The way of blocks from the engine into the arena. How far a request has come is in its `RequestState`."""
 
+    config: KvpactConfig
     index: BlockIndex
     jobs: TransferJobs
+    tags: BlockTags
+    writeback: WriteBack
     metrics: Metrics
+    block_size: int
+    clock: Callable[[], float]
     lazy: LazyOffload | None = field(default=None, init=False)
     """None: blocks are saved as they are computed."""
     _context: BlockHolder | None = field(default=None, init=False)
@@ -44,51 +52,86 @@ class Offloader:
                     "kvpact: this engine does not show its free queue; blocks are saved as they are computed"
                 )
 
-    def order(
-        self, request_id: str, keys: Sequence[BlockKey], start: int, block_ids: Sequence[int], now: float
+    def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
+        """The engine asks for a request of which it has so many tokens; which blocks they are in is not known."""
+        state.computed, state.sound = computed_tokens, 0
+        if self.lazy is not None and state.offloaded_blocks:  # it was preempted: it gets other blocks
+            state.offloaded_blocks = 0
+            self.lazy.rewind(request_id)
+
+    def note(
+        self, request: EngineRequest, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """Copy blocks from `start` on of the chain `keys`, none of which is known, as far as there is room."""
-        end = self._room_for(keys, start)
-        if end > start:
-            self._order(request_id, keys[:end], start, tuple(block_ids[start:end]), now)
+        """After this step the first `computed_tokens` tokens are computed: full blocks are saved, as far as need be."""
+        before, lazy, size = state.computed, self.lazy, self.block_size
+        state.advance(computed_tokens)
+        if self.config.save == "off":
+            return
+        begun, filled = before // size, computed_tokens // size
+        held = block_ids() if filled > begun else ()
+        self._tag_filled(state, before, held[begun:filled])
+        if state.keys is None:
+            if lazy is not None:
+                lazy.invalidate_blocks(held)
+            return
+        full = min(filled, len(request.token_ids) // size)
+        if full <= state.offloaded_blocks:
+            return
+        first, state.offloaded_blocks = state.offloaded_blocks, full
+        keys = state.keys.extend(request.token_ids)
+        named = min(full, len(keys))
+        known = min(named, self.index.known_prefix(keys))
+        if known and (known == named or lazy is not None):
+            self.index.touch(keys[known - 1])
+            self.writeback.note_used(keys[:named])
+        if lazy is None and known == named:
+            return
+        held = held or block_ids()
+        sound = state.sound = self.tags.same_prefix(held[:named], min(state.sound, named), state.tag)
+        if lazy is not None:
+            lazy.invalidate_blocks(held[max(first, sound) : full])
+            lazy.note(request.request_id, keys, first, max(first, sound), held)
+        elif known < sound:
+            run = OffloadRun(request.request_id, tuple(keys[:sound]), known, tuple(held[known:sound]))
+            self._save(run, self.clock())
+
+    def _tag_filled(self, state: RequestState, before: int, filled: Sequence[int]) -> None:
+        """The step computes the request's tokens from `before` on: the blocks that it fills get the request's tag.
+
+        A block that other weights, or another adapter, began gets none.
+        """
+        in_block = before % self.block_size
+        if filled:
+            self.tags.fill(filled, state.tag)
+            if in_block and state.tail_tag != state.tag:
+                self.tags.fill(filled[:1], NO_TAG)
+                state.sound = min(state.sound, before // self.block_size)
+        if filled or not in_block:
+            state.tail_tag = state.tag
 
     def order_what_is_leaving(self, taken_blocks: int, now: float) -> None:
         """Copy what the engine is about to evict; in this step it took so many blocks."""
         if self.lazy is None:
             return
-        for chain in self.lazy.due(taken_blocks):
-            end = self._room_for(chain.keys, chain.start)
-            held = chain.block_ids[: end - chain.start]
-            if held:
-                self._order(
-                    chain.request_id, chain.keys[:end], chain.start, held, now, chain.leaving.intersection(held)
-                )
-                self.lazy.saving(len(held))
+        for run in self.lazy.due(taken_blocks):
+            self.lazy.saving(self._save(run, now))
 
-    def _room_for(self, keys: Sequence[BlockKey], start: int) -> int:
-        """Up to where the blocks from `start` on find room; those behind are dropped."""
-        end = min(len(keys), start + self.index.reservable(keys[start - 1] if start else ROOT))
-        self.metrics.add("dropped_blocks", len(keys) - end)
-        return end
-
-    def _order(
-        self,
-        request_id: str,
-        keys: Sequence[BlockKey],
-        start: int,
-        held: tuple[int, ...],
-        now: float,
-        leaving: frozenset[int] | None = None,
-    ) -> None:
-        """Copy the engine's blocks `held` as blocks `start` and further of `keys`. `leaving` as in `SaveState`."""
-        reservation = self.index.reserve(keys, start, len(keys))
+    def _save(self, run: OffloadRun, now: float) -> int:
+        """Copy blocks out as far as there is room, and drop those behind; returns how many are copied."""
+        end = min(len(run.keys), run.start + self.index.reservable(run.keys[run.start - 1] if run.start else ROOT))
+        self.metrics.add("dropped_blocks", len(run.keys) - end)
+        keys, held = run.keys[:end], run.block_ids[: end - run.start]
+        if not held:
+            return 0
+        reservation = self.index.reserve(keys, run.start, end)
         if reservation is None:
             raise PactViolation(f"there is no room for {len(held)} blocks, although so many were reservable")
         self.metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
         if self._context is not None:
             self._context.touch(held)
-        pin = self.index.pin(keys[-1])
-        self.jobs.order_save(request_id, start, reservation.slots, held, keys, pin, now, leaving)
+        pin, leaving = self.index.pin(keys[-1]), run.leaving.intersection(held)
+        self.jobs.order_save(run.request_id, run.start, reservation.slots, held, keys, pin, now, leaving)
+        return len(held)
 
     def settle(self, save: SaveState) -> int:
         """All ranks have reported: the engine gets its blocks back. Returns how many blocks of the chain are saved."""
