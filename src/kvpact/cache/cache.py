@@ -333,11 +333,8 @@ class PactCache(ExternalCache):
 
     def check(self) -> None:
         """Verify the invariants of everything below; raises PactViolation."""
-        self.ledger.check()
-        self.index.check()
-        if self.saves.lazy is not None:
-            self.saves.lazy.check()
-        self.metrics.check()
+        for part in (self.ledger, self.index, self._jobs, self._overdue, self._prefetcher, self.saves, self.metrics):
+            part.check()
 
     def shutdown(self) -> None:
         """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""

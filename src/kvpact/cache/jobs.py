@@ -12,6 +12,7 @@ from sys import maxsize
 
 from kvpact.cache.ledger import Plan
 from kvpact.contract import JobQuery, JobTally, LoadJob, SaveJob, StepLookup, StepWork, WorkerReport
+from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import Pin
 from kvpact.ranges import BlockRange
@@ -210,6 +211,13 @@ class TransferJobs:
             if not load.recalled and not load.job.synchronous:
                 self._outbox.recalls.append(job_id)
             load.recalled = True
+
+    def check(self) -> None:
+        """Verify the book of jobs; raises PactViolation."""
+        tasks: list[tuple[int, LoadState | SaveState]] = [*self.loads.items(), *self.saves.items()]
+        for job_id, task in tasks:
+            if task.job.job_id != job_id or not 0 < job_id <= self.ordered or task.tally.complete:
+                raise PactViolation(f"job {job_id} is kept as under way and in disorder: {task}")
 
     def __len__(self) -> int:
         return len(self.loads) + len(self.saves)

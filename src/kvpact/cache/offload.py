@@ -133,6 +133,11 @@ class Offloader:
         self.jobs.order_save(run.request_id, run.start, reservation.slots, held, keys, pin, now, leaving)
         return len(held)
 
+    def check(self) -> None:
+        """See `LazyOffload.check`."""
+        if self.lazy is not None:
+            self.lazy.check()
+
     def settle(self, save: SaveState) -> int:
         """All ranks have reported: the engine gets its blocks back. Returns how many blocks of the chain are saved."""
         job = save.job

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import LoadState, TransferJobs
 from kvpact.contract import BlockHolder
+from kvpact.errors import PactViolation
 from kvpact.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,11 @@ class OverdueLoads:
         context = self._held.pop(load.job.job_id, None)
         if context is not None:
             context.free_blocks(load.job.block_ids)
+
+    def check(self) -> None:
+        """Verify that blocks are held for loads under way only; raises PactViolation."""
+        if gone := (self._held.keys() | self._given_up.keys()) - self.jobs.loads.keys():
+            raise PactViolation(f"blocks are held for loads that have ended: {sorted(gone)}")
 
     def failed(self) -> None:
         """One of them was lost to its request by that."""

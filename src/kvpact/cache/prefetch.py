@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvpact.cache.tier_set import TierSet
+from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import ROOT, BlockIndex, Pin
+from kvpact.index.block_index import ROOT, BlockIndex, Pin, State
 from kvpact.memory.arena import Arena
 from kvpact.metrics import Metrics, TierName
 from kvpact.tiers.client import TierClient
@@ -177,3 +178,9 @@ class Prefetcher:
     def is_arriving(self, key: BlockKey) -> bool:
         """Whether `key` is being read from a tier at this moment."""
         return key in self.index and self.index.slot(key) in self._filling
+
+    def check(self) -> None:
+        """Verify that what is being read has its slots; raises PactViolation."""
+        for slot in self._filling:
+            if self.index.state(slot) not in (State.RESERVED, State.CANCELLED):
+                raise PactViolation(f"slot {slot} is being filled from a tier and {self.index.state(slot).name}")

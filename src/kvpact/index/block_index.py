@@ -518,7 +518,7 @@ class BlockIndex:
                 raise PactViolation(f"the block index lost an invariant: {what}")
 
         state = [State(value) for value in self._state]
-        known = {row for key, row in self._rows.items() if key != ROOT}
+        known = {*self._rows.values()} - {self._root}
         free = set(self._free)
         waiting = {row for row in range(self.num_slots) if state[row] in (State.CANCELLED, State.DOOMED)}
         require(len(known) == len(self), "two keys share a slot")
@@ -531,8 +531,7 @@ class BlockIndex:
         reached = self._subtree(self._root)
         require(len(set(reached)) == len(reached), "a block is reached twice")
         require(set(reached) - {self._root} == known, "the chains do not reach exactly the known blocks")
-        in_flight = (State.RESERVED, State.SAVED, State.CANCELLED)
-        holds = [pins + (state[row] in in_flight) for row, pins in enumerate(self._pins)]
+        holds = [pins + (state[row] in (_RESERVED, _SAVED, _CANCELLED)) for row, pins in enumerate(self._pins)]
         needed = {self._root}
         for holder in [row for row in known | waiting if holds[row]]:
             row = holder
@@ -556,3 +555,4 @@ class BlockIndex:
         require(self._held == sum(state[row] == State.HELD for row in known), "the number of held blocks is wrong")
         require(self._evictable == sum(holds[row] == 0 for row in known), "the number of evictable blocks is wrong")
         require(len(self._policy) <= self.num_slots, "the eviction queue has outgrown the slots")
+        self._policy.check()

@@ -10,6 +10,8 @@ import heapq
 from array import array
 from collections.abc import Callable
 
+from kvpact.errors import PactViolation
+
 
 class LeastRecentlyUsed:
     """Recency of `num_slots` slots and a queue of those that were once evictable.
@@ -60,6 +62,15 @@ class LeastRecentlyUsed:
                 self._queued[slot] = 0
                 return slot
         return None
+
+    def check(self) -> None:
+        """Verify that no slot has two records, and none that is younger than the slot; raises PactViolation."""
+        slots = [slot for _, slot in self._queue]
+        if len(set(slots)) < len(slots) or sum(self._queued) != len(slots) or not all(map(self.queued, slots)):
+            raise PactViolation(f"the eviction queue and its marks disagree: {len(slots)} records")
+        for recorded, slot in self._queue:
+            if recorded > self._used[slot]:
+                raise PactViolation(f"slot {slot} is queued as younger than its last use")
 
     def used(self, slot: int) -> int:
         """When `slot` was last used, in uses since the start (an order, not a time)."""

@@ -1,0 +1,57 @@
+"""What the cache's parts verify of themselves: each check fails where its invariant is broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvpact.cache.jobs import LoadState, TransferJobs
+from kvpact.cache.overdue import OverdueLoads
+from kvpact.contract import JobTally, LoadJob
+from kvpact.errors import PactViolation
+from kvpact.index.block_index import BlockIndex, State
+from kvpact.metrics import Metrics
+from kvpact.testkit.tier.stepped_executor import SteppedExecutor
+from scenes import BLOCK_SIZE, Scene, SceneBlocks, SceneRequest, open_disk, tokens
+
+
+def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
+    jobs, index = TransferJobs(1, 1.0), BlockIndex(4)
+    reservation = index.reserve([b"one"], 0, 1)
+    assert reservation is not None
+    jobs.order_save("r", 0, reservation.slots, (5,), [b"one"], index.pin(b"one"), 0.0)
+    jobs.check()
+    jobs.saves[7] = jobs.saves.pop(1)
+    with pytest.raises(PactViolation, match="job 7"):
+        jobs.check()
+
+
+def test_blocks_held_for_a_load_that_is_not_under_way() -> None:
+    job = LoadJob(3, "r", 0, (0,), (5,), True)
+    load = LoadState(job, cast("Any", None), (b"one",), JobTally(job.blocks, 1), 0.0)
+    jobs = TransferJobs(1, 1.0)
+    overdue = OverdueLoads(jobs, Metrics())
+    overdue.bind(SceneBlocks())
+    jobs.loads[3] = load
+    overdue.begin(load)
+    overdue.check()
+    del jobs.loads[3]
+    with pytest.raises(PactViolation, match=r"\[3\]"):
+        overdue.check()
+
+
+def test_a_slot_that_is_filled_from_a_tier_and_given_up(tmp_path: Path) -> None:
+    queue = SteppedExecutor(open_disk(tmp_path), 1 << 30)
+    scene = Scene(16, tiers=[queue])
+    scene.run_cold(SceneRequest("first", tokens(3 * BLOCK_SIZE + 1)))
+    queue.advance()
+    scene.cache.end_step()
+    index = scene.cache.index
+    index.clear()
+    assert scene.cache.prepare_external_match(SceneRequest("again", tokens(3 * BLOCK_SIZE + 1)), 0) is None
+    scene.cache.check()
+    index.abandon([slot for slot in range(index.num_slots) if index.state(slot) is State.RESERVED])
+    with pytest.raises(PactViolation, match="filled from a tier"):
+        scene.cache.check()
