@@ -6,6 +6,7 @@ Owns the time that it was waited in vain.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 VAIN_SECONDS = 5.0
 """So long it goes on though nothing ends. An engine that steps takes a core; a process that waits on the same core by
@@ -22,22 +23,22 @@ AGAIN_SECONDS = 0.5
 """How long it is tried then: it takes a few steps to hear of a copy that was long done."""
 
 
+@dataclass(eq=False, slots=True)
 class IdleSteps:
     """Keeps an idle engine stepping while something ends now and then. Times by `clock`, in seconds."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._asked = 0.0
-        self._seen = (0, 0)
-        self._in_vain = 0.0
-        self._refused = 0.0
+    clock: Callable[[], float]
+    _asked: float = field(default=0.0, init=False)
+    _seen: tuple[int, int] = field(default=(0, 0), init=False)
+    _in_vain: float = field(default=0.0, init=False)
+    _refused: float = field(default=0.0, init=False)
 
     def wait_for(self, under_way: int, begun: int = 0) -> bool:
         """Whether to step again for so many things that have not ended. Asked between the steps of an idle engine.
 
         `begun` grows whenever one begins: as many as before are not the same ones.
         """
-        now = self._clock()
+        now = self.clock()
         since, self._asked = now - self._asked, now
         if (under_way, begun) != self._seen:
             self._seen, self._in_vain = (under_way, begun), 0.0

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -86,11 +87,11 @@ class Plan(Generic[Lease, Slots]):
     blocks: BlockRange
     block_size: int
     slots: Slots
-    asynchronous: bool
+    asynchronous: bool = False
     opened_at: float
     renewed_at: float
     renewed_step: int
-    deadline: float
+    deadline: float = inf
     state: State = State.NONE
     promised_tokens: int = 0
     committed_tokens: int = 0
@@ -169,6 +170,7 @@ class Totals:
 _COUNTED = tuple(item.name for item in fields(Totals) if item.name.endswith("_tokens") or item.name == "plans_opened")
 
 
+@dataclass(eq=False)
 class Ledger(Generic[Lease, Slots]):
     """All plans of one engine; at most one open plan per request.
 
@@ -177,24 +179,17 @@ class Ledger(Generic[Lease, Slots]):
     one long step is no reason to take a promise back, and many short ones are none either.
     """
 
-    def __init__(
-        self,
-        release: Callable[[Lease], object],
-        *,
-        plan_lifetime_seconds: float,
-        plan_lifetime_steps: int = PLAN_LIFETIME_STEPS,
-    ) -> None:
-        self.totals = Totals()
-        self.history: deque[PlanRecord] = deque(maxlen=HISTORY_LENGTH)
-        self.step = 0
-        self._release = release
-        self._lifetime_seconds = plan_lifetime_seconds
-        self._lifetime_steps = plan_lifetime_steps
-        self._open: dict[str, Plan[Lease, Slots]] = {}
-        self._awaiting_use: dict[str, Plan[Lease, Slots]] = {}
-        """Settled plans of which the engine has not said yet how much it used."""
-        self._used_positions: dict[str, RangeSet] = {}
-        """Per living request the token positions (not blocks) that were counted as used."""
+    release: Callable[[Lease], object]
+    plan_lifetime_seconds: float
+    plan_lifetime_steps: int = PLAN_LIFETIME_STEPS
+    totals: Totals = field(default_factory=Totals, init=False)
+    history: deque[PlanRecord] = field(default_factory=partial(deque, maxlen=HISTORY_LENGTH), init=False)
+    step: int = field(default=0, init=False)
+    _open: dict[str, Plan[Lease, Slots]] = field(default_factory=dict, init=False)
+    _awaiting_use: dict[str, Plan[Lease, Slots]] = field(default_factory=dict, init=False)
+    """Settled plans of which the engine has not said yet how much it used."""
+    _used_positions: dict[str, RangeSet] = field(default_factory=dict, init=False)
+    """Per living request the token positions (not blocks) that were counted as used."""
 
     # Prepare
 
@@ -403,11 +398,9 @@ class Ledger(Generic[Lease, Slots]):
             blocks=blocks,
             block_size=block_size,
             slots=slots,
-            asynchronous=False,
             opened_at=now,
             renewed_at=now,
             renewed_step=self.step,
-            deadline=inf,
             request_finished=request_finished,
         )
         self._require_promise(plan, blocks, tokens)
@@ -440,8 +433,8 @@ class Ledger(Generic[Lease, Slots]):
             plan
             for plan in self._open.values()
             if plan.state is not State.LOADING
-            and self.step - plan.renewed_step > self._lifetime_steps
-            and now - plan.renewed_at > self._lifetime_seconds
+            and self.step - plan.renewed_step > self.plan_lifetime_steps
+            and now - plan.renewed_at > self.plan_lifetime_seconds
         ]
         for plan in stale:
             self.abort(plan, EndReason.NOT_RENEWED)
@@ -569,7 +562,7 @@ class Ledger(Generic[Lease, Slots]):
             while leases:
                 lease = leases.pop()
                 self.totals.leases_released += 1
-                self._release(lease)
+                self.release(lease)
         finally:
             if leases:  # One release that raises does not keep the others from being released.
                 self._give_back(leases)

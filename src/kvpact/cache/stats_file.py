@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, Full, Queue
 
 import msgspec
 
@@ -19,7 +21,7 @@ from kvpact.threads import start_background
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
-"""How long the last counts may take to be written."""
+"""How long the last counts may take to be written, and those before them."""
 
 
 class StatsFile:
@@ -28,35 +30,27 @@ class StatsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written = b""
-        self._changed = threading.Condition()
-        self._latest: Mapping[str, float] | None = None
-        self._closing = False
+        self._latest: Queue[Mapping[str, float] | None] = Queue(1)
         self._thread: threading.Thread | None = None
 
     def offer(self, snapshot: Mapping[str, float]) -> None:
         """Have these counts written, unless newer ones come first. Returns at once."""
         if self._thread is None:
             self._thread = start_background("kvpact-stats-file", self._run)
-        with self._changed:
-            self._latest = snapshot
-            self._changed.notify()
+        with suppress(Empty):
+            self._latest.get_nowait()
+        self._latest.put_nowait(snapshot)
 
     def close(self, snapshot: Mapping[str, float]) -> None:
         """Write the last counts, and end."""
         self.offer(snapshot)
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        with suppress(Full):
+            self._latest.put(None, timeout=CLOSE_SECONDS)
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._latest is not None or self._closing)
-                snapshot, self._latest = self._latest, None
-            if snapshot is None:
-                return
+        while (snapshot := self._latest.get()) is not None:
             self._write(snapshot)
 
     def _write(self, snapshot: Mapping[str, float]) -> None:

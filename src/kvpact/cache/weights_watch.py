@@ -103,6 +103,3 @@ class WeightsWatch:
             if word not in self._refused:
                 self._refused.add(word)
                 logger.error("kvpact: the weights version %r is refused: %s", word, error)
-
-
-__all__ = ["BLIND", "WeightsWatch"]

@@ -101,6 +101,3 @@ class Epochs:
         self._before = None
         self.generation += 1
         return True
-
-
-__all__ = ["EPOCH_BYTES", "FIRST_EPOCH", "Epoch", "Epochs"]

@@ -125,6 +125,3 @@ class LoadedAdapters:
         whole = table[: len(table) // ENTRY.size * ENTRY.size]
         self._stamps[rank] = {number: stamp for number, stamp, is_entry in ENTRY.iter_unpack(whole) if is_entry}
         return True
-
-
-__all__ = ["NO_STAMP", "LoadedAdapters", "LoadedAdaptersWriter", "max_entries"]

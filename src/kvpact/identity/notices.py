@@ -121,6 +121,3 @@ class NoticeReader:
         self._seen[rank] = head[SAID] if whole and head[SAID] == head[CHANGES] + head[WAKES] + head[WORDS] else NOT_SEEN
         counts = whole and head[WORDS] and head[WORD_CHANGES] == head[CHANGES]
         return Notice(head[CHANGES], head[WAKES], head[WORDS], text.decode(errors="replace") if counts else "")
-
-
-__all__ = ["Notice", "NoticeReader", "NoticeWriter"]
