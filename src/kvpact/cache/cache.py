@@ -24,7 +24,7 @@ from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.step_lookup import StepLookups
-from kvpact.cache.tier_set import TierSet
+from kvpact.cache.tier_set import LRUKeySet, TierSet
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
@@ -88,8 +88,8 @@ class PactCache(ExternalCache):
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
         reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock)
-        second_use = config.admit == "second-use"
-        writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, second_use)
+        seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
+        writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
         saves = self.saves = Offloader(config, index, jobs, tags, writes, metrics, block_size, clock)
         self._steps = StepLookups(ledger, below, metrics, block_size, ranks)
         finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, block_size, clock, budget)
@@ -240,7 +240,7 @@ class PactCache(ExternalCache):
         plan = self.ledger.find(request_id)
         if plan is not None and plan.blocks.end > block:
             self._planner.end_plan(request_id, EndReason.SUPERSEDED)
-        self._drop_lookup(record)
+        record.drop_lookup()
 
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep what they need until all ranks have reported."""
@@ -249,12 +249,7 @@ class PactCache(ExternalCache):
             self.saves.lazy.request_finished(request_id)
         record = self._requests.live.pop(request_id, None)
         if record is not None:
-            self._drop_lookup(record)
-
-    def _drop_lookup(self, record: RequestState) -> None:
-        if record.tier_lookup is not None:
-            self._prefetcher.give_up(record.tier_lookup, late=False)
-            record.tier_lookup = None
+            record.drop_lookup()
 
     # Whole cache
 

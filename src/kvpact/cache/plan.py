@@ -189,7 +189,7 @@ class Planner:
         if probe.plan is not None:
             probe.state.waits_until = probe.now
         if probe.state.tier_lookup is not None:
-            self.prefetcher.give_up(probe.state.tier_lookup, late=True)
+            probe.state.tier_lookup.give_up(late=True)
 
     def _promise(self, probe: _Probe, blocks: BlockRange) -> PactPlan:
         """Promise blocks that memory holds: by the plan that they were read for, if that covers them."""

@@ -45,6 +45,12 @@ class TierLookup:
         """Whether every tier that was asked has answered, or none was."""
         return not self.pending
 
+    def give_up(self, *, late: bool) -> None:
+        """Nobody waits for the answers that are missing; if they are `late`, it is the tiers' fault."""
+        for client, op_id in self.pending.items():
+            client.give_up(op_id, late=late)
+        self.pending.clear()
+
 
 @dataclass(eq=False)
 class Prefetcher:
@@ -81,12 +87,6 @@ class Prefetcher:
             self.tiers.contents[client].note_found(lookup.keys, done.held, now)
         if lookup.pending.pop(client, None) is not None:
             lookup.hits[client] = done.held
-
-    def give_up(self, lookup: TierLookup, *, late: bool) -> None:
-        """Nobody waits for the answers that are missing; if they are `late`, it is the tiers' fault."""
-        for client, op_id in lookup.pending.items():
-            client.give_up(op_id, late=late)
-        lookup.pending.clear()
 
     def readable(self, keys: Sequence[BlockKey], lookup: TierLookup | None, now: float) -> tuple[int, ...]:
         """How many of `keys` in a row each tier, in the user's order, can supply; memory only, nothing is waited for.

@@ -80,6 +80,12 @@ class RequestState:
         self.computed += num_tokens
         self.loads_without_progress += 1
 
+    def drop_lookup(self) -> None:
+        """Nobody asks the tiers for the request any more."""
+        if self.tier_lookup is not None:
+            self.tier_lookup.give_up(late=False)
+            self.tier_lookup = None
+
     def go_back(self, first: int, block_size: int) -> None:
         """The engine computes the request's blocks from `first` on anew; until then they hold nothing to be saved."""
         self.sound = min(self.sound, first)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
@@ -45,7 +45,7 @@ class WriteBackOp:
 class WriteBack:
     """The way of blocks from one arena to `tiers`. What it is told of is of the current epoch of `epochs`.
 
-    With `second_use`, a block is written to the tiers when it is saved or loaded for the second time.
+    With `seen_once`, a block is written to the tiers when it is saved or loaded for the second time.
     """
 
     tiers: TierSet
@@ -55,14 +55,10 @@ class WriteBack:
     epochs: Epochs
     clock: Callable[[], float]
     budget: StepBudget
-    second_use: InitVar[bool]
-    _seen_once: LRUKeySet | None = field(default=None, init=False)
+    seen_once: LRUKeySet | None
     _unwritten: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
     _backlog: range = field(default=range(0), init=False)
     """Slots of which is still to be told whether tiers that came late lack what lies there."""
-
-    def __post_init__(self, second_use: bool) -> None:
-        self._seen_once = LRUKeySet(self.tiers.most_known) if second_use else None
 
     # What waits for a step that has time
 
@@ -81,7 +77,7 @@ class WriteBack:
 
     def note_used(self, keys: Sequence[BlockKey]) -> None:
         """Blocks of the arena are used: tiers that get what is used twice, or may have lost them, are offered them."""
-        if self._seen_once is not None:
+        if self.seen_once is not None:
             self.offer(keys)
         elif (held := self.index.held_prefix(keys)) and self._lacks(keys[held - 1]):
             self.note_saved(keys[:held])
@@ -143,8 +139,8 @@ class WriteBack:
         A write that finds its tier's queue full, or its tier ill, is dropped, with all that it held (H52).
         """
         epoch, end = self.epochs.current, self.index.held_prefix(keys)
-        if self._seen_once is not None:
-            held, seen = keys[:end], self._seen_once
+        if self.seen_once is not None:
+            held, seen = keys[:end], self.seen_once
             end = next((at for at, key in enumerate(held) if key not in seen), end)
             seen.add(held)
         now = self.clock()
