@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvpact.cache import late_tiers
 from kvpact.identity import weights
-from kvpact.vllm import PactConnector, late_tiers
+from kvpact.vllm import PactConnector
 
 GOES_ON = Path(os.environ["SLOW_WEIGHTS"])
 file_digest = weights.file_digest

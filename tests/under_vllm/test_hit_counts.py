@@ -204,4 +204,4 @@ def test_h75_h70_hits_are_what_was_not_computed_whatever_fails_and_whoever_leave
     counts = engine.counts
     assert counts["failed_tokens"] > 0 < engine.external_hits_again, "the scene is too easy"
     assert counts["used_tokens"] + counts["used_again_tokens"] == engine.external_hits + engine.external_hits_again
-    assert len(engine.connector.scheduler_side._credit) == 0
+    assert len(engine.connector.scheduler_side.credit) == 0

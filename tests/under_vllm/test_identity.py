@@ -23,9 +23,10 @@ from vllm.config import LoadConfig, VllmConfig
 
 from hub_cache import add_commit
 from kvpact.errors import ConfigError
+from kvpact.identity.base_weights import process_start_ns
 from kvpact.identity.weights import WeightsUnknown
 from kvpact.vllm import base_weights as base_weights_module
-from kvpact.vllm.base_weights import base_weights, process_start_ns, snapshot_commit
+from kvpact.vllm.base_weights import base_weights, snapshot_commit
 from kvpact.vllm.identity import architecture_digest, engine_namespace
 
 MODEL = "kvpact-tests/tiny"
@@ -57,7 +58,7 @@ def loaded_now(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     Digests are remembered elsewhere than in the user's folder.
     """
-    monkeypatch.setattr(base_weights_module, "process_start_ns", time.time_ns)
+    monkeypatch.setattr("kvpact.identity.base_weights.process_start_ns", time.time_ns)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from kvpact.cache import late_tiers
 from kvpact.errors import ConfigError
-from kvpact.identity import weights
+from kvpact.identity import base_weights, weights
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
-from kvpact.vllm import base_weights, late_tiers
 from servers.redis_server import redis_server
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(3)]

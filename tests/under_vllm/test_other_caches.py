@@ -99,8 +99,9 @@ def test_p13_what_was_on_its_way_when_the_weights_changed_is_computed_again(star
 def test_a_step_that_fails_orders_nothing_later(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
     cached_blocks(engine, STORED)
-    side = engine.connector.scheduler_side
-    use, times = side._use_late_tiers, iter([True])
+    mounted = engine.connector.scheduler_side.mounted
+    assert mounted is not None
+    use, times = mounted.use_late_tiers, iter([True])
 
     def fail_once() -> None:
         if next(times, False):
@@ -109,7 +110,7 @@ def test_a_step_that_fails_orders_nothing_later(start: Callable[..., PlayedEngin
 
     engine.forget()
     played = engine.add(STORED)
-    side._use_late_tiers = fail_once  # type: ignore[method-assign]
+    mounted.use_late_tiers = fail_once  # type: ignore[method-assign]
     engine.run()
     assert played.said == answer(STORED, 3)
     assert cached_blocks(engine, STORED) == BLOCKS

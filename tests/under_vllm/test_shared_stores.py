@@ -402,7 +402,7 @@ def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
 ) -> None:
     """Who wakes up may have the core of the scheduler's thread; the step's time is measured by then."""
     engine = start(store)
-    (queue,) = engine.connector.scheduler_side._queues
+    (queue,) = engine.connector.scheduler_side.mounted.queues
     told: list[str] = []
     scheduler, wakes = threading.get_ident(), queue._shared.wakes
     end_step, flush_queue = engine.connector.guard.end_step, queue.flush

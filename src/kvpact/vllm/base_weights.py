@@ -6,17 +6,14 @@ what cannot be told is one ConfigError that names `model_id`.
 
 from __future__ import annotations
 
-import os
 import re
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from kvpact.errors import ConfigError
+from kvpact.identity.base_weights import BaseWeights, cannot_tell
 from kvpact.identity.weights import DigestMemory, WeightFiles
 from kvpact.vllm.compat.configuration import (
     code_references,
@@ -25,8 +22,6 @@ from kvpact.vllm.compat.configuration import (
     resolved_revision,
     weights_source,
 )
-
-SET_MODEL_ID = "set `model_id` in kv_connector_extra_config to a name that changes when the weights change"
 
 COMMIT = re.compile("[0-9a-f]{40}")
 """The name that the hub gives to a commit, and to nothing else."""
@@ -48,36 +43,6 @@ FROM_THE_MODEL = frozenset(
 )
 """Load formats that read the files of `model`; others may have their weights from anywhere."""
 
-READ_AT_ONCE_BYTES = 256 << 20
-"""As much of the files is read before the engine answers its first request: a fifth of a second."""
-
-
-@dataclass(frozen=True, slots=True)
-class BaseWeights:
-    """The identity of an engine's weights, those of its draft model included, or how to find it."""
-
-    parts: tuple[str | WeightFiles, ...]
-    """Of the model, its code and its draft model: what each is, or the files that tell."""
-
-    @property
-    def unread_bytes(self) -> int:
-        """What `identity` has to read. Raises OSError."""
-        return sum(part.unread_bytes for part in self.parts if isinstance(part, WeightFiles))
-
-    def identity(self, stopped: Callable[[], bool] = lambda: False) -> str:
-        """The identity. Reads files; see `WeightFiles.digest` for what it raises.
-
-        Files that changed after this process began are no evidence of what it has loaded: WeightsUnknown.
-        """
-        found = []
-        for part in self.parts:
-            if isinstance(part, WeightFiles):
-                digest = part.digest(stopped)
-                part.require_older_than(process_start_ns())
-                part = f"files:{digest}"
-            found.append(part)
-        return " + ".join(found)
-
 
 def base_weights(vllm_config: Any, model_id: str | None) -> BaseWeights:
     """The weights that the engine has loaded. Looks at directories, reads no file.
@@ -91,11 +56,6 @@ def base_weights(vllm_config: Any, model_id: str | None) -> BaseWeights:
     if draft is not None and str(draft[0].model) != str(vllm_config.model_config.model):
         parts += _weights_of(*draft)
     return BaseWeights(tuple(parts))
-
-
-def cannot_tell(why: object) -> ConfigError:
-    """What the user gets to read."""
-    return ConfigError(f"cannot tell which weights the engine has: {why}; {SET_MODEL_ID}")
 
 
 def _weights_of(model_config: Any, load_config: Any) -> list[str | WeightFiles]:
@@ -190,13 +150,3 @@ def _references(auto_map: Any) -> Iterator[str]:
     elif isinstance(auto_map, dict | list | tuple):
         for item in auto_map.values() if isinstance(auto_map, dict) else auto_map:
             yield from _references(item)
-
-
-def process_start_ns() -> int:
-    """When this process began, in Unix time: weights are loaded later. 0 where the kernel does not say."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    since_boot = int(fields[19]) * (10**9 // os.sysconf("SC_CLK_TCK"))
-    return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot)

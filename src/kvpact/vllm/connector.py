@@ -263,9 +263,7 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Commit, for the number that the scheduler finally chose."""
-        (block_ids,) = blocks.get_block_ids()
-        self.scheduler_side.note_allocated(request, blocks)
-        self.scheduler_side.commit(request, block_ids, num_external_tokens)
+        self.scheduler_side.commit(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's end."""
@@ -295,7 +293,7 @@ class PactConnector(KVConnectorBase_V1):
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
         failed = failed_requests(connector_output)
-        self.scheduler_side.take_report(report, set(connector_output.invalid_block_ids), failed)
+        self.scheduler_side.apply_report(report, set(connector_output.invalid_block_ids), failed)
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -316,7 +314,7 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: (0, 0))
     def take_hit_corrections(self) -> tuple[int, int]:
         """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, at requests' first go and after a preemption."""
-        return self.scheduler_side.take_hit_corrections()
+        return self.scheduler_side.credit.take_corrections()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvpact.identity.base_weights import cannot_tell
 from kvpact.identity.weights import file_digest
-from kvpact.vllm.base_weights import cannot_tell
 from kvpact.vllm.compat.configuration import kernel_settings, kernel_variables, quantization_settings
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvpact.contract import ExternalKVMatch
 from kvpact.identity.adapter_digests import MAX_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.identity.keys import MediaSpan, RequestIdentity
@@ -59,6 +61,14 @@ class RequestIdentities:
         self.contents.close()
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedMatch:
+    """What the last probe of a request was told, and where the match began, in blocks."""
+
+    match: ExternalKVMatch
+    start_block: int
+
+
 class VllmRequest:
     """A vLLM request as `EngineRequest`."""
 
@@ -72,6 +82,7 @@ class VllmRequest:
         "_media",
         "_read_at",
         "_wait_until",
+        "answer",
         "load_broken",
         "request",
         "turn_by",
@@ -80,6 +91,8 @@ class VllmRequest:
 
     def __init__(self, request: Any, identities: RequestIdentities) -> None:
         self.request = request
+        self.answer: OfferedMatch | None = None
+        """What the engine may commit."""
         self.load_broken = False
         """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
         self.was_answered = False

@@ -359,15 +359,15 @@ class PlayedEngine:
     @property
     def counts(self) -> dict[str, float]:
         """All of kvpact's counts as they are now."""
-        opened = self.connector.scheduler_side.opened
-        assert opened is not None
-        return opened.observe()
+        mounted = self.connector.scheduler_side.mounted
+        assert mounted is not None
+        return mounted.opened.observe()
 
     def assert_at_rest(self) -> None:
         """No request, no lease, no block or slot held by anything, every invariant true."""
-        opened = self.connector.scheduler_side.opened
-        assert opened is not None
-        cache = opened.own
+        mounted = self.connector.scheduler_side.mounted
+        assert mounted is not None
+        cache = mounted.opened.own
         assert cache is not None
         cache.check()
         context = self.connector.scheduler_side.context

@@ -37,7 +37,7 @@ class LateLoads:
             self._named.update(named[job.job_id])
         return named
 
-    def take_out(self, invalid_block_ids: set[int], *, overdue: bool) -> set[int]:
+    def unnamed(self, invalid_block_ids: set[int], *, overdue: bool) -> set[int]:
         """Of blocks that vLLM was told are invalid, those that were not named here; `overdue`: whether a load is."""
         doubtful = invalid_block_ids - self._named
         self._named = self._named - invalid_block_ids if overdue else set()

@@ -13,15 +13,18 @@ from dataclasses import dataclass
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import TierError
+from kvpact.identity.base_weights import SET_MODEL_ID, BaseWeights, cannot_tell
 from kvpact.identity.keys import Namespace
 from kvpact.identity.weights import ReadingStopped, WeightsUnknown
 from kvpact.threads import give_way, on_spare_cpus, start_background
 from kvpact.tiers.base import RecordMac, Tier
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.registry import TierContext, open_tier
-from kvpact.vllm.base_weights import READ_AT_ONCE_BYTES, SET_MODEL_ID, BaseWeights, cannot_tell
 
 logger = logging.getLogger(__name__)
+
+READ_AT_ONCE_BYTES = 256 << 20
+"""As much of the model's files is read before the engine answers its first request: a fifth of a second."""
 
 STOP_SECONDS = 1.0
 """A shutdown waits for so long at most until reading has stopped; a tier that is being opened then closes by itself."""
@@ -61,7 +64,7 @@ class LateTiers:
         self._thread: threading.Thread | None = None
 
     def open(self) -> OpenTiers | None:
-        """The tiers, if little has to be read for them; None if `take` will have them later, or never.
+        """The tiers, if little has to be read for them; None if `poll` will have them later, or never.
 
         Raises ConfigError if files that tell cannot be read.
         """
@@ -83,21 +86,16 @@ class LateTiers:
         self._thread = start_background("kvpact-late-tiers", self._run)
         return None
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `take` has something."""
-        return self._opened is not None
-
-    def take(self) -> OpenTiers | None:
-        """The tiers that were opened late, once."""
+    def poll(self) -> OpenTiers | None:
+        """The tiers that were opened since the last call."""
         opened, self._opened = self._opened, None
         return opened
 
     def close(self) -> None:
-        """Stop reading; tiers that nobody has taken are closed."""
+        """Stop reading; tiers that nobody uses yet are closed."""
         with self._lock:
             self._stopped = True
-            opened, self._opened = self._opened, None
+            opened = self.poll()
         if opened is not None:
             opened.close()
         if self._thread is not None:

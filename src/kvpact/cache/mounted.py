@@ -1,0 +1,138 @@
+"""An engine's cache while its workers are up: their memory, the tiers, and the watches over weights and adapters.
+
+Owns the order in which these begin and end, and from when on tiers are used that open late. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from kvpact.cache.budget import StepBudget
+from kvpact.cache.late_tiers import LateTiers, OpenTiers
+from kvpact.cache.open import open_cache
+from kvpact.cache.stats_file import StatsFile
+from kvpact.cache.weights_watch import BLIND, WeightsWatch
+from kvpact.config import KvpactConfig
+from kvpact.contract import SupportsStepLookup
+from kvpact.identity.adapter_digests import AdapterDigests
+from kvpact.identity.base_weights import BaseWeights
+from kvpact.identity.keys import Namespace
+from kvpact.identity.loaded_adapters import LoadedAdapters
+from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.metrics import Metrics, explain_misses
+from kvpact.tiers.base import RecordMac
+from kvpact.tiers.executor import TierExecutor
+from kvpact.wire import SharedTierConfig, WorkerHandshake
+
+logger = logging.getLogger(__name__)
+
+
+class MountedCache:
+    """The cache that an engine has from its workers' hello on."""
+
+    def __init__(
+        self,
+        config: KvpactConfig,
+        hellos: Sequence[WorkerHandshake],
+        known: Namespace,
+        weights: BaseWeights | None,
+        adapters: AdapterDigests,
+        *,
+        seal: RecordMac,
+        block_size: int,
+        metrics: Metrics,
+        budget: StepBudget,
+    ) -> None:
+        """`hellos` in the ranks' order; `known` is the namespace without the `weights`, which are None without tiers.
+
+        Raises ConfigError for a cache that cannot be, and if it cannot be told which weights these are.
+        """
+        self.segments = [hello.segment for hello in hellos]
+        self.stepped = True
+        """Whether anything may have been counted since `stats_file` was last offered the counts."""
+        self.queues: tuple[TierExecutor, ...] = ()
+        self.step_lookup: SupportsStepLookup | None = None
+        self.store: SharedTierConfig | None = None
+        """Where the workers look when a step begins; None if they do not."""
+        self._config, self._block_size, self._adapters = config, block_size, adapters
+        arena = Arena([ArenaSegment.attach(segment) for segment in self.segments])
+        self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
+        self._late_tiers = LateTiers(config, seal, known, arena.slot_bytes, weights) if weights is not None else None
+        tiers = self._late_tiers.open() if self._late_tiers is not None else None
+        self.opened = open_cache(
+            config,
+            namespace=known.digest,
+            block_size=block_size,
+            arena=arena,
+            tiers=tiers.queues if tiers is not None else (),
+            clock=time.monotonic,
+            metrics=metrics,
+            budget=budget,
+        )
+        self.cache = self.opened.cache
+        if tiers is not None:
+            self._use(tiers)
+        notices = [segment.notice for segment in arena.segments]
+        self.weights = WeightsWatch(notices, self.cache)
+        adapters.bind(LoadedAdapters(notices))
+        if not all(hello.watches_weights for hello in hellos):
+            logger.warning(BLIND)
+        self._stats_file = StatsFile(config.stats_file) if config.stats_file else None
+        logger.info(
+            "kvpact: %d slots of %d bytes in memory, %d tier(s) below, namespace %s",
+            arena.num_slots,
+            arena.slot_bytes,
+            len(self.queues),
+            (tiers.namespace if tiers is not None else known).name,
+        )
+
+    def _use(self, tiers: OpenTiers) -> None:
+        """From now on there are tiers."""
+        self.queues = tiers.queues
+        cache: object = self.cache
+        if self._config.match_at == "step" and isinstance(cache, SupportsStepLookup):
+            self.step_lookup = cache
+            shared = tuple((at, tiers.numbers[at]) for at in self.opened.shared_tiers)
+            namespace = tiers.namespace.describe()
+            self.store = SharedTierConfig(namespace, self._block_size, self._rank_slot_bytes, shared)
+
+    def use_late_tiers(self) -> None:
+        """Use the tiers that were opened meanwhile, if there are any; waits for nothing."""
+        tiers = self._late_tiers.poll() if self._late_tiers is not None else None
+        if tiers is not None:
+            self.opened.open_tiers(tiers.queues)
+            self._use(tiers)
+            logger.info("kvpact: from now on %d tier(s), namespace %s", len(tiers.queues), tiers.namespace.name)
+
+    def may_serve(self) -> bool:
+        """The first question of every hook: what the ranks say of their weights comes before what is stored."""
+        for adapter in self._adapters.look():
+            self.cache.distrust_adapter(adapter)
+        return self.weights.look()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping without requests. At rest the counts are written, if wanted."""
+        self.use_late_tiers()
+        pending = self.cache.has_pending_work
+        if self._stats_file is not None and self.stepped and not pending:
+            self._stats_file.offer(self.opened.observe())
+            self.stepped = False
+        return pending
+
+    def close(self) -> None:
+        """Flush the tiers in bounded time and say how the cache did."""
+        self.use_late_tiers()
+        if self._late_tiers is not None:
+            self._late_tiers.close()
+        snapshot = self.opened.observe()
+        logger.info("kvpact: %s", explain_misses(snapshot))
+        self.weights.close()
+        self._adapters.bind(None)
+        self.opened.shutdown()
+        if self._stats_file is not None:
+            self._stats_file.close(snapshot)
+
+
+__all__ = ["MountedCache"]
