@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -16,6 +16,8 @@ from kvpact import __version__
 from kvpact.contract import StepWork, WorkerReport
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import SegmentAddress
+
+Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport")
 
 VERSION: Final = 1
 """Of the messages: another one whenever a field of theirs is another."""
@@ -82,41 +84,16 @@ class WorkerHandshake:
     """What only this worker knows of the content of its blocks, by name: see `kvpact.vllm.worker_identity`."""
 
 
-def encode_step(message: StepMessage) -> bytes:
-    """A step, as bytes."""
+def encode(message: StepMessage | WorkerHandshake | WorkerReport) -> bytes:
+    """A message, as bytes."""
     return _NOTHING_TO_DO if message == _NO_WORK else _encode(message)
 
 
-def decode_step(payload: bytes) -> StepMessage:
-    """The step. Raises ConfigError for another install's message, msgspec.DecodeError for anything else."""
-    return _STEPS.decode(_body(payload, "a step of the scheduler"))
-
-
-def encode_handshake(hello: WorkerHandshake) -> bytes:
-    """A worker's hello, as bytes."""
-    return _encode(hello)
-
-
-def decode_handshake(payload: bytes) -> WorkerHandshake:
-    """The hello. Raises as `decode_step`."""
-    return _HANDSHAKES.decode(_body(payload, "a worker's handshake"))
-
-
-def encode_report(report: WorkerReport) -> bytes:
-    """One step's report over some ranks, as bytes."""
-    return _encode(report)
-
-
-def decode_report(payload: bytes) -> WorkerReport:
-    """The report. Raises as `decode_step`."""
-    return _SILENCE if payload == _SILENT else _REPORTS.decode(_body(payload, "a worker's report"))
-
-
-def _encode(message: object) -> bytes:
-    return _HEADER + msgspec.msgpack.encode(message)
-
-
-def _body(payload: bytes, what: str) -> memoryview:
+def decode(payload: bytes, kind: type[Message]) -> Message:
+    """The message. Raises ConfigError for another install's, msgspec.DecodeError for anything else than a `kind`."""
+    if payload == _SILENT and isinstance(_SILENCE, kind):
+        return _SILENCE
+    what, decoder = _KINDS[kind]
     if not payload.startswith(_HEADER):
         sender = re.match(rb"kvpact [^\n]{1,99}(?=\n)", payload)
         raise ConfigError(
@@ -124,13 +101,20 @@ def _body(payload: bytes, what: str) -> memoryview:
             f"{_HEADER.decode().strip()}, from {Path(__file__).parent}: install the same release of kvpact for all of "
             "the engine's processes, on each of its machines"
         )
-    return memoryview(payload)[len(_HEADER) :]
+    message: Message = decoder.decode(memoryview(payload)[len(_HEADER) :])
+    return message
+
+
+def _encode(message: object) -> bytes:
+    return _HEADER + msgspec.msgpack.encode(message)
 
 
 _HEADER = f"kvpact {__version__}, messages {VERSION}\n".encode()
-_STEPS = msgspec.msgpack.Decoder(StepMessage)
-_HANDSHAKES = msgspec.msgpack.Decoder(WorkerHandshake)
-_REPORTS = msgspec.msgpack.Decoder(WorkerReport)
+_KINDS: dict[type, tuple[str, msgspec.msgpack.Decoder[Any]]] = {
+    StepMessage: ("a step of the scheduler", msgspec.msgpack.Decoder(StepMessage)),
+    WorkerHandshake: ("a worker's handshake", msgspec.msgpack.Decoder(WorkerHandshake)),
+    WorkerReport: ("a worker's report", msgspec.msgpack.Decoder(WorkerReport)),
+}
 # Most steps order nothing and most reports of a single rank are empty: those cost the scheduler a comparison.
 _NO_WORK = StepMessage()
 _NOTHING_TO_DO = _encode(_NO_WORK)

@@ -183,7 +183,7 @@ def tap(engine: VllmEngine, worker: int, change: Callable[[WorkerReport], Worker
     """Let `change` stand between a rank's report and the engine."""
     connector = engine.ranks[worker].connector
     build = connector.build_connector_worker_meta
-    connector.build_connector_worker_meta = lambda: PactWorkerMetadata.of(change(build().report()))
+    connector.build_connector_worker_meta = lambda: PactWorkerMetadata.of(change(build().message()))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,12 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
-from kvpact.metrics import Metrics
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
 from kvpact.vllm import checks
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
-from kvpact.vllm.guard import Guard
-from kvpact.vllm.scheduler_side import SchedulerSide
 
 
 class SlowSaves:
@@ -160,9 +157,8 @@ def test_lazy_is_refused_where_it_cannot_work(
     """Without the engine's prefix cache no block has a hash, so nobody could say what is in it."""
     config = vllm_config(tmp_path / "model", {}, 64, {})
     config.cache_config.enable_prefix_caching = prefix_caching
-    metrics = Metrics()
     with pytest.raises(ConfigError, match=message):
-        SchedulerSide(load_config(settings, {}), config, metrics, Guard(metrics))
+        checks.check_settings(load_config(settings, {}), config)
 
 
 @pytest.mark.parametrize(("counts", "disabled"), [(True, False), (True, True), (False, False)])

@@ -50,8 +50,8 @@ class MountedCache:
         Raises ConfigError for a cache that cannot be, and if it cannot be told which weights these are.
         """
         self.segments = [hello.segment for hello in hellos]
-        self.stepped = True
-        """Whether anything may have been counted since `stats_file` was last offered the counts."""
+        self._may_have_counted = True
+        """Whether there may be other counts than those that `stats_file` was last offered."""
         self.queues: tuple[TierExecutor, ...] = ()
         self.step_lookup: SupportsStepLookup | None = None
         self.store: SharedTierConfig | None = None
@@ -108,17 +108,28 @@ class MountedCache:
 
     def may_serve(self) -> bool:
         """The first question of every hook: what the ranks say of their weights comes before what is stored."""
+        self._may_have_counted = True
         for adapter in self._adapters.look():
             self.cache.distrust_adapter(adapter)
         return self.weights.look()
+
+    def reset(self) -> None:
+        """The engine says that the weights may be others from now on."""
+        self._may_have_counted = True
+        self.weights.reset()
+
+    def wake_tiers(self) -> None:
+        """Their threads begin what they were handed."""
+        for queue in self.queues:
+            queue.flush()
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping without requests. At rest the counts are written, if wanted."""
         self.use_late_tiers()
         pending = self.cache.has_pending_work
-        if self._stats_file is not None and self.stepped and not pending:
+        if self._stats_file is not None and self._may_have_counted and not pending:
             self._stats_file.offer(self.opened.observe())
-            self.stepped = False
+            self._may_have_counted = False
         return pending
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvpact.cache.open import check_cache
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.configuration import allows_cascade_attention, takes_scales_from_a_prompt
@@ -64,8 +65,19 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(f"KV cache of kind {spec} is not supported; kvpact serves {', '.join(SUPPORTED_SPECS)}")
 
 
-def check_match_at(config: KvpactConfig) -> None:
-    """Raise ConfigError for settings under which workers could not look for blocks when a step begins."""
+def check_settings(config: KvpactConfig, vllm_config: Any) -> None:
+    """Raise ConfigError for settings of kvpact that exclude each other, or the engine's."""
+    check_cache(config)
+    if config.save == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            'save="lazy" follows the engine\'s own prefix cache, which is off: add --enable-prefix-caching, or set '
+            '"save": "eager"'
+        )
+    if config.save == "lazy" and config.match_at == "step":
+        raise ConfigError(
+            'save="lazy" and match_at="step" exclude each other: what a step looks up is what it would save; set '
+            '"save": "eager" or "match_at": "schedule"'
+        )
     if config.match_at == "step" and config.save != "eager":
         raise ConfigError(
             f'match_at="step" loads what it finds through the slots of saves: save="{config.save}" has none then; '

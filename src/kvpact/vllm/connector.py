@@ -27,7 +27,7 @@ from kvpact.errors import ConfigError
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.metrics import Metrics
-from kvpact.vllm.checks import check_engine, check_match_at, log_like_vllm, worker_place
+from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm, worker_place
 from kvpact.vllm.compat.objects import failed_requests
 from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.context import VllmContext
@@ -67,7 +67,7 @@ class PactConnector(KVConnectorBase_V1):
         log_like_vllm()
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
         check_engine(vllm_config, kv_cache_config)
-        check_match_at(config)
+        check_settings(config, vllm_config)
         logger.info("kvpact: the %s's half is told %s", role.name.lower(), config.described())
         self.metrics = Metrics()
         self.guard = Guard(self.metrics)
@@ -228,7 +228,7 @@ class PactConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """The workers are up. Not guarded: what the configuration gets wrong here must stop the start."""
-        hellos = [handshake.hello() for handshake in metadata.values() if isinstance(handshake, PactHandshake)]
+        hellos = [handshake.message() for handshake in metadata.values() if isinstance(handshake, PactHandshake)]
         if not hellos:
             raise ConfigError(
                 "the workers' handshake is not PactConnector's; under MultiConnector vLLM passes on only the first "
@@ -291,7 +291,7 @@ class PactConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settlement: what the workers reported, combined over ranks."""
         metadata = connector_output.kv_connector_worker_meta
-        report = metadata.report() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
+        report = metadata.message() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
         failed = failed_requests(connector_output)
         self.scheduler_side.apply_report(report, set(connector_output.invalid_block_ids), failed)
 
@@ -314,7 +314,7 @@ class PactConnector(KVConnectorBase_V1):
     @guarded(lambda: (0, 0))
     def take_hit_corrections(self) -> tuple[int, int]:
         """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, at requests' first go and after a preemption."""
-        return self.scheduler_side.credit.take_corrections()
+        return self.scheduler_side.credit.corrections()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -322,15 +322,9 @@ class PactConnector(KVConnectorBase_V1):
         return PactStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> PactPromMetrics:
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> PactPromMetrics:
         """The series for vLLM's Prometheus endpoint."""
-        return PactPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return PactPromMetrics(*arguments, **named)
 
     @guarded(lambda: True)
     def reset_cache(self) -> bool | None:

@@ -36,8 +36,8 @@ class HitCredit:
         self._watched: dict[str, tuple[Any, Any]] = {}
         self._gone: set[str] = set()
         self._loads: dict[str, AdmittedLoad] = {}
-        self._hits = 0
-        self._hits_again = 0
+        self._hits = {False: 0, True: 0}
+        """What to add to vLLM's, by whether it is of a request after a preemption."""
 
     # Loads
 
@@ -45,7 +45,7 @@ class HitCredit:
         """vLLM admits a request with a load of `tokens` and counts them; that is taken back until they are used."""
         stats = request.prefill_stats if request.num_preemptions <= 0 else None
         load = self._loads[request.request_id] = AdmittedLoad(request, stats, tokens, synchronous)
-        self._count(-tokens, load.after_preemption)
+        self._hits[load.after_preemption] -= tokens
 
     def load_failed(self, request_id: str, arrived: int) -> None:
         """All but the first `arrived` tokens of the request's load are to be computed."""
@@ -69,7 +69,7 @@ class HitCredit:
 
     def _use(self, request_id: str) -> None:
         load = self._loads.pop(request_id)
-        self._count(load.tokens, load.after_preemption)
+        self._hits[load.after_preemption] += load.tokens
 
     # Tokens found when a step begins
 
@@ -86,7 +86,7 @@ class HitCredit:
             request, stats = self._watched.get(request_id, (None, None))
             if request is None:
                 continue
-            self._count(tokens, request.num_preemptions > 0)
+            self._hits[request.num_preemptions > 0] += tokens
             if request.num_preemptions <= 0 and stats is not None:
                 _mend(request, stats, tokens)
         for request_id in self._gone:
@@ -103,19 +103,13 @@ class HitCredit:
         if load is not None and not load.synchronous:
             del self._loads[request_id]
 
-    def take_corrections(self) -> tuple[int, int]:
+    def corrections(self) -> tuple[int, int]:
         """What to add to vLLM's hits since the last call: of requests at their first go, and after a preemption.
 
         Negative only by what vLLM counted since then itself.
         """
-        hits, self._hits, again, self._hits_again = self._hits, 0, self._hits_again, 0
-        return hits, again
-
-    def _count(self, tokens: int, after_preemption: bool) -> None:
-        if after_preemption:
-            self._hits_again += tokens
-        else:
-            self._hits += tokens
+        hits, self._hits = self._hits, {False: 0, True: 0}
+        return hits[False], hits[True]
 
     def __len__(self) -> int:
         return len(self._watched) + len(self._loads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -11,70 +12,48 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvpact.contract import WorkerReport
-from kvpact.wire import (
-    StepMessage,
-    WorkerHandshake,
-    decode_handshake,
-    decode_report,
-    decode_step,
-    encode_handshake,
-    encode_report,
-    encode_step,
-)
+from kvpact.wire import Message, StepMessage, WorkerHandshake, decode, encode
 
 
 @dataclass
-class PactMetadata(KVConnectorMetadata):
+class _Envelope(Generic[Message]):
+    payload: bytes
+    kind: ClassVar[Any]
+    """The class of the message."""
+
+    @classmethod
+    def of(cls, message: Message) -> Self:
+        """Encode a message."""
+        return cls(encode(message))
+
+    def message(self) -> Message:
+        """Decode it. Raises as `wire.decode`."""
+        message: Message = decode(self.payload, self.kind)
+        return message
+
+
+class PactMetadata(_Envelope[StepMessage], KVConnectorMetadata):
     """Scheduler to workers, every step."""
 
-    payload: bytes
-
-    @classmethod
-    def of(cls, message: StepMessage) -> PactMetadata:
-        """Encode a step."""
-        return cls(encode_step(message))
-
-    def message(self) -> StepMessage:
-        """Decode the step."""
-        return decode_step(self.payload)
+    kind = StepMessage
 
 
-@dataclass
-class PactHandshake(KVConnectorHandshakeMetadata):
+class PactHandshake(_Envelope[WorkerHandshake], KVConnectorHandshakeMetadata):
     """Worker to scheduler, once."""
 
-    payload: bytes
-
-    @classmethod
-    def of(cls, hello: WorkerHandshake) -> PactHandshake:
-        """Encode a worker's hello."""
-        return cls(encode_handshake(hello))
-
-    def hello(self) -> WorkerHandshake:
-        """Decode the hello."""
-        return decode_handshake(self.payload)
+    kind = WorkerHandshake
 
 
-@dataclass
-class PactWorkerMetadata(KVConnectorWorkerMetadata):
+class PactWorkerMetadata(_Envelope[WorkerReport], KVConnectorWorkerMetadata):
     """Workers to scheduler, every step, from every rank; true even when there is nothing to say (H40)."""
 
-    payload: bytes
-
-    @classmethod
-    def of(cls, report: WorkerReport) -> PactWorkerMetadata:
-        """Encode a report."""
-        return cls(encode_report(report))
-
-    def report(self) -> WorkerReport:
-        """Decode it."""
-        return decode_report(self.payload)
+    kind = WorkerReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PactWorkerMetadata:
         """Combine two ranks' reports; vLLM calls this over all ranks of a step."""
         if not isinstance(other, PactWorkerMetadata):
             raise TypeError(f"expected a report of kvpact, not {type(other).__name__}")
-        return PactWorkerMetadata.of(self.report().aggregate(other.report()))
+        return PactWorkerMetadata.of(self.message().aggregate(other.message()))
 
     def __bool__(self) -> bool:
         """True: vLLM skips falsy reports."""

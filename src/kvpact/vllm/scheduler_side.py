@@ -14,7 +14,6 @@ from typing import Any
 
 from kvpact.cache.budget import Turn
 from kvpact.cache.mounted import MountedCache
-from kvpact.cache.open import check_cache
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, SupportsStepLookup, WorkerReport
 from kvpact.errors import ConfigError, KvpactError, PactViolation
@@ -40,17 +39,6 @@ class SchedulerSide:
     """The scheduler's half. Until the workers have said hello it has no cache and answers no hit."""
 
     def __init__(self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard) -> None:
-        if config.save == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
-            raise ConfigError(
-                'save="lazy" follows the engine\'s own prefix cache, which is off: add --enable-prefix-caching, or set '
-                '"save": "eager"'
-            )
-        if config.save == "lazy" and config.match_at == "step":
-            raise ConfigError(
-                'save="lazy" and match_at="step" exclude each other: what a step looks up is what it would save; set '
-                '"save": "eager" or "match_at": "schedule"'
-            )
-        check_cache(config)
         self._config = config
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
@@ -207,7 +195,6 @@ class SchedulerSide:
         mounted = self.mounted
         if mounted is None:
             return PactMetadata.of(StepMessage())
-        mounted.stepped = True
         if not mounted.may_serve():
             self.abandon_step()
             return self.end_broken_step()
@@ -236,8 +223,8 @@ class SchedulerSide:
 
     def wake_tiers(self) -> None:
         """The step is over: the tiers' threads begin what it handed them. In its middle they would have its core."""
-        for queue in self.mounted.queues if self.mounted is not None else ():
-            queue.flush()
+        if self.mounted is not None:
+            self.mounted.wake_tiers()
 
     def _look_up(self, scheduler_output: Any, cache: SupportsStepLookup) -> None:
         """Have the workers look for what this step computes, where a request may be given it then."""
@@ -284,8 +271,6 @@ class SchedulerSide:
         mounted = self.mounted
         overdue = mounted is not None and mounted.cache.has_overdue_loads
         says_something = report.says_something or self._unsettled.says_something
-        if mounted is not None:
-            mounted.stepped = True
         if not (says_something or invalid_block_ids or failed_requests or overdue):
             return
         for request_id in failed_requests:
@@ -320,7 +305,6 @@ class SchedulerSide:
         self._loads.request_finished(request_id)
         self.credit.request_finished(request_id)
         if self.mounted is not None:
-            self.mounted.stepped = True
             self.mounted.cache.request_finished(request_id)
 
     # Whole engine
@@ -336,8 +320,7 @@ class SchedulerSide:
     def reset(self) -> None:
         """`reset_cache`: the weights may be others from now on."""
         if self.mounted is not None:
-            self.mounted.stepped = True
-            self.mounted.weights.reset()
+            self.mounted.reset()
 
     def shutdown(self) -> None:
         """Flush the tiers in bounded time and say how the cache did."""

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvpact.metrics import METRICS, STEP_SECONDS, Snapshot, series
+from kvpact.metrics import METRICS, STEP_SECONDS, Metric, Snapshot, series
 
 INTERVAL_SECONDS = 1.0
 """Counts are handed to vLLM this often at most: collecting them is not free, and nobody scrapes faster."""
@@ -90,11 +90,12 @@ class StatsCollector:
         return PactStats(data=changed) if changed else None
 
 
-STEP_COUNTERS = {
-    "steps": "scheduler steps",
-    "slow_steps": "scheduler steps that spent more than 1 ms in kvpact",
-    "step_seconds": "seconds spent in kvpact in scheduler steps",
-}
+STEP_COUNTERS = (
+    Metric("steps", "counter", "scheduler", "steps"),
+    Metric("slow_steps", "counter", "scheduler", "steps that spent more than 1 ms in kvpact"),
+    Metric("step_seconds", "counter", "seconds", "spent in kvpact in scheduler steps"),
+)
+"""Counts that vLLM gets in place of the histogram of steps."""
 
 
 class PactPromMetrics(KVConnectorPromMetrics):
@@ -108,31 +109,24 @@ class PactPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[tuple[int, str], Any] = {}
-        self._gauges: dict[tuple[int, str], Any] = {}
-        for metric in METRICS:
+        self._record: dict[tuple[int, str], Callable[[float], None]] = {}
+        for metric in (*METRICS, *STEP_COUNTERS):
             if metric.kind == "histogram":
                 continue
-            kind = Counter if metric.kind == "counter" else Gauge
             extra = [metric.label] if metric.label else []
-            family = metric_types[kind](
+            family = metric_types[Gauge if metric.kind == "gauge" else Counter](
                 name=f"vllm:kvpact_{metric.name}",
                 documentation=f"{metric.unit} {metric.meaning}",
                 labelnames=[*labelnames, *extra],
             )
-            target = self._counters if kind is Counter else self._gauges
             for engine, values in per_engine_labelvalues.items():
                 for label in metric.label_values:
-                    target[engine, series(metric.name, label)] = family.labels(*values, *([label] if extra else []))
-        for name, meaning in STEP_COUNTERS.items():
-            family = metric_types[Counter](name=f"vllm:kvpact_{name}", documentation=meaning, labelnames=labelnames)
-            for engine, values in per_engine_labelvalues.items():
-                self._counters[engine, name] = family.labels(*values)
+                    one = family.labels(*values, *([label] if extra else []))
+                    name = series(metric.name, label) if extra else metric.name
+                    self._record[engine, name] = one.set if metric.kind == "gauge" else one.inc
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one `PactStats`; a series of another release is ignored."""
         for name, value in transfer_stats_data.items():
-            if (counter := self._counters.get((engine_idx, name))) is not None:
-                counter.inc(value)
-            elif (gauge := self._gauges.get((engine_idx, name))) is not None:
-                gauge.set(value)
+            if (record := self._record.get((engine_idx, name))) is not None:
+                record(value)
