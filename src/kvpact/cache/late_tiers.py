@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import TierError
@@ -48,20 +48,22 @@ class OpenTiers:
             queue.tier.close()
 
 
+@dataclass(eq=False)
 class LateTiers:
     """The tiers of one engine. Its public methods are for the scheduler's thread."""
 
-    def __init__(
-        self, config: KvpactConfig, seal: RecordMac, known: Namespace, slot_bytes: int, weights: BaseWeights
-    ) -> None:
-        """`known` is the namespace without the weights; `slot_bytes` a block's size over all ranks."""
-        self._config, self._known, self._weights = config, known, weights
-        self._slot_bytes, self._seal = slot_bytes, seal
-        self._identity: str | None = None
-        self._opened: OpenTiers | None = None
-        self._lock = threading.Lock()
-        self._stopped = False
-        self._thread: threading.Thread | None = None
+    _config: KvpactConfig
+    _seal: RecordMac
+    _known: Namespace
+    """The namespace without the weights."""
+    _slot_bytes: int
+    """A block's size over all ranks."""
+    _weights: BaseWeights
+    _identity: str | None = None
+    _opened: OpenTiers | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: bool = False
+    _thread: threading.Thread | None = None
 
     def open(self) -> OpenTiers | None:
         """The tiers, if little has to be read for them; None if `poll` will have them later, or never.

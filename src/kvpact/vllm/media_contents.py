@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,19 +26,17 @@ MIN_NAMES = 8192
 has encoded under a name is forgotten here after it is there."""
 
 
+@dataclass(slots=True, eq=False)
 class NamedContent:
     """What came under one identifier."""
 
-    __slots__ = ("_item", "_rivals", "is_disputed", "pending")
-
-    def __init__(self, item: Any, pending: Pending[str]) -> None:
-        self._item = weakref.ref(item)
-        self.pending = pending
-        """The digest of the features that came first."""
-        self._rivals: list[tuple[weakref.ref[Any], Pending[str]]] = []
-        """Features that came later, as other objects, and were not compared yet; the last one is digested last."""
-        self.is_disputed = False
-        """Whether other features came under the identifier."""
+    _item: weakref.ref[Any]
+    pending: Pending[str]
+    """The digest of the features that came first."""
+    _rivals: list[tuple[weakref.ref[Any], Pending[str]]] = field(default_factory=list)
+    """Features that came later, as other objects, and were not compared yet; the last one is digested last."""
+    is_disputed: bool = False
+    """Whether other features came under the identifier."""
 
     def is_of(self, item: Any) -> bool:
         """Whether the features that were digested are this very object."""
@@ -60,14 +59,12 @@ class NamedContent:
         self._rivals.append((weakref.ref(item), pending))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class MediaContent:
     """One item of one request: what it is called, what its features are, and which of its positions they take."""
 
-    __slots__ = ("_mask", "_named")
-
-    def __init__(self, named: NamedContent, mask: Pending[str] | None) -> None:
-        self._named = named
-        self._mask = mask
+    _named: NamedContent
+    _mask: Pending[str] | None
 
     @property
     def is_known(self) -> bool:
@@ -114,7 +111,8 @@ class MediaContents:
         name = blake3(identifier.encode(errors="surrogatepass")).digest(length=16)
         named = self._names.get(name)
         if named is None:
-            named = self._names[name] = NamedContent(item, self._thread.ask(partial(features_digest, item)))
+            pending = self._thread.ask(partial(features_digest, item))
+            named = self._names[name] = NamedContent(weakref.ref(item), pending)
             if len(self._names) > self._most:
                 self._names.popitem(last=False)
             return named

@@ -11,14 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpact.identity.notices import NoticeWriter
 from kvpact.vllm.compat.objects import weight_loader
 from kvpact.vllm.model_digest import Sample, digest_of, models_of
 
 logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 GAP_SECONDS = 0.05
 """An engine that has not stepped for so long may have been given other weights; under load a step takes less."""
@@ -68,15 +69,7 @@ class ModelWatch:
             load = weight_loader(model)
             if load is not None and id(model) not in self._asked:
                 self._asked.add(id(model))
-                model.load_weights = self._announced(load)
-
-    def _announced(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(load)
-        def load_weights(*arguments: Any, **named: Any) -> Any:
-            with self.changing():
-                return load(*arguments, **named)
-
-        return load_weights
+                model.load_weights = self.changing()(load)
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
@@ -113,7 +106,7 @@ class ModelWatch:
             self._sample, self._sampled = self._new_sample(), now
         elif touched or now - self._step_ended > GAP_SECONDS or now - self._sampled > RARELY_SECONDS:
             self._sampled = now
-            if not self._is_true(self._sample):
+            if not self._read(self._sample.is_still_true):
                 logger.warning(
                     "kvpact: the weights have changed and nobody has said so; nothing stored before is served any more"
                 )
@@ -160,9 +153,13 @@ class ModelWatch:
 
     def _digest(self) -> dict[str, int | None] | None:
         """None, which nothing is equal to, if the models cannot be read, or one tensor of them."""
+        digests = self._read(digest_of)
+        return None if digests is None or None in digests.values() else digests
+
+    def _read(self, read: Callable[[Sequence[Any]], Found]) -> Found | None:
+        """What `read` says of the models; None if they cannot be read."""
         try:
-            digests = digest_of(models_of(self._worker))
-            return None if None in digests.values() else digests
+            return read(models_of(self._worker))
         except Exception:
             logger.exception("kvpact: the weights could not be read; they count as changed")
             return None
@@ -174,13 +171,6 @@ class ModelWatch:
             logger.exception("kvpact: the weights cannot be sampled; a change that nobody says is not found")
             self._samples = False
             return None
-
-    def _is_true(self, sample: Sample) -> bool:
-        try:
-            return sample.is_still_true(models_of(self._worker))
-        except Exception:
-            logger.exception("kvpact: the weights could not be read; they count as changed")
-            return False
 
 
 def extension_methods(kind: type) -> list[str]:

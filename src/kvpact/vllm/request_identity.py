@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -69,48 +69,31 @@ class OfferedMatch:
     start_block: int
 
 
+@dataclass(slots=True, eq=False)
 class VllmRequest:
     """A vLLM request as `EngineRequest`."""
 
-    __slots__ = (
-        "_adapter",
-        "_embeddings",
-        "_identities",
-        "_identity",
-        "_is_open",
-        "_known_end",
-        "_media",
-        "_read_at",
-        "_wait_until",
-        "answer",
-        "load_broken",
-        "request",
-        "turn_by",
-        "was_answered",
-    )
-
-    def __init__(self, request: Any, identities: RequestIdentities) -> None:
-        self.request = request
-        self.answer: OfferedMatch | None = None
-        """What the engine may commit."""
-        self.load_broken = False
-        """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
-        self.was_answered = False
-        """See `Waiter`."""
-        self.turn_by: float | None = None
-        """See `Waiter`."""
-        self._identities = identities
-        self._identity: RequestIdentity | None = None
-        self._is_open = True
-        """Whether a digest of which the identity depends is still under way."""
-        self._read_at = (-1, -1)
-        """How many items of media it had, and the revision of what is known, when the identity was read."""
-        self._known_end: int | None = None
-        """Tokens up to the first new item of media that is not in `_identity`."""
-        self._wait_until: float | None = None
-        self._adapter: tuple[AdapterUse, Pending[AdapterFound]] | None = None
-        self._media: list[MediaContent | None] = []
-        self._embeddings: Pending[dict[int, bytes]] | None = None
+    request: Any
+    _identities: RequestIdentities
+    answer: OfferedMatch | None = None
+    """What the engine may commit."""
+    load_broken: bool = False
+    """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
+    was_answered: bool = False
+    """See `Waiter`."""
+    turn_by: float | None = None
+    """See `Waiter`."""
+    _identity: RequestIdentity | None = None
+    _is_open: bool = True
+    """Whether a digest of which the identity depends is still under way."""
+    _read_at: tuple[int, int] = (-1, -1)
+    """How many items of media it had, and the revision of what is known, when the identity was read."""
+    _known_end: int | None = None
+    """Tokens up to the first new item of media that is not in `_identity`."""
+    _wait_until: float | None = None
+    _adapter: tuple[AdapterUse, Pending[AdapterFound]] | None = None
+    _media: list[MediaContent | None] = field(default_factory=list)
+    _embeddings: Pending[dict[int, bytes]] | None = None
 
     @property
     def request_id(self) -> str:

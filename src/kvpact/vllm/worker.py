@@ -7,9 +7,12 @@ connector than kvpact's, and without such a hook, it is the platform's worker. I
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
+
+from vllm.platforms import current_platform
 
 from kvpact.errors import ConfigError
 from kvpact.identity.notices import NoticeWriter
@@ -101,12 +104,6 @@ def _connector() -> Any:
     return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
-def _platform() -> Any:
-    from vllm.platforms import current_platform
-
-    return current_platform
-
-
 CHANGES_WEIGHTS = (
     "load_model",
     "reload_weights",
@@ -158,7 +155,7 @@ class WeightsExtension:
         weights_notices().set_word(version)
 
 
-class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[misc]
+class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ignore[misc]
     """The platform's worker: `worker_cls="kvpact.vllm.worker.KvpactWorker"`, as `kvpact serve` has it.
 
     It says in the rank's shared memory when its weights change, and asks the connector before each step: see
@@ -225,7 +222,7 @@ class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[
         connector.watch_weights()
         for name in extension_methods(type(self)):
             if name not in vars(self):
-                setattr(self, name, self._compared(getattr(self, name)))
+                setattr(self, name, self.kvpact_watch.comparing()(getattr(self, name)))
 
     def _watch_adapters(self, connector: Any) -> None:
         manager, table = adapter_manager(self.model_runner), getattr(connector, "loaded_adapters", None)
@@ -234,14 +231,6 @@ class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[
         self._kvpact_adapters = manager
         if not watch_adapters(manager, table):
             logger.warning("kvpact: %s does not show when it loads adapters", type(manager).__name__)
-
-    def _compared(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def compared(*arguments: Any, **named: Any) -> Any:
-            with self.kvpact_watch.comparing():
-                return method(*arguments, **named)
-
-        return compared
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the step, less what the connector supplies; returns what the platform's worker returns (H91)."""
@@ -268,38 +257,34 @@ class KvpactWorker(base_worker(_platform()), WeightsExtension):  # type: ignore[
         return answer
 
 
-def _saying_so(name: str) -> Callable[..., Any]:
-    """The base's method, said to change weights."""
+@contextmanager
+def _in_step(worker: KvpactWorker) -> Iterator[None]:
+    """Around what asks for the models on the step's behalf."""
+    touched = worker._kvpact_touched
+    try:
+        yield
+    finally:
+        worker._kvpact_touched = touched
+        worker.kvpact_watch.step_ended()
+
+
+def _within(name: str, context: Callable[[KvpactWorker], AbstractContextManager[None]]) -> Callable[..., Any]:
+    """The base's method, run within `context`."""
 
     @wraps(getattr(KvpactWorker, name))
-    def changing(self: Any, *arguments: Any, **named: Any) -> Any:
-        with self.kvpact_watch.changing():
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        with context(self):
             return getattr(super(KvpactWorker, self), name)(*arguments, **named)
 
-    return changing
-
-
-def _in_step(name: str) -> Callable[..., Any]:
-    """The base's method, which asks for the models on the step's behalf."""
-
-    @wraps(getattr(KvpactWorker, name))
-    def in_step(self: Any, *arguments: Any, **named: Any) -> Any:
-        touched = self._kvpact_touched
-        try:
-            return getattr(super(KvpactWorker, self), name)(*arguments, **named)
-        finally:
-            self._kvpact_touched = touched
-            self.kvpact_watch.step_ended()
-
-    return in_step
+    return method
 
 
 for _name in CHANGES_WEIGHTS:
     if _name not in vars(KvpactWorker) and hasattr(KvpactWorker, _name):
-        setattr(KvpactWorker, _name, _saying_so(_name))
+        setattr(KvpactWorker, _name, _within(_name, lambda worker: worker.kvpact_watch.changing()))
 for _name in BETWEEN_STEPS:
     if hasattr(KvpactWorker, _name):
-        setattr(KvpactWorker, _name, _in_step(_name))
+        setattr(KvpactWorker, _name, _within(_name, _in_step))
 
 
 __all__ = ["KvpactWorker", "StepHook", "WeightsExtension", "base_worker", "bind_step_hook", "pact_connector"]
