@@ -337,6 +337,27 @@ def test_every_class_whose_structures_must_agree_can_check_that_they_do() -> Non
     assert many - checked == CHECKED_ELSEWHERE.keys()
 
 
+MAX_HIDDEN_ANSWERS = {"cache": 3, "testkit": 1, "vllm": 1, "worker": 5}
+"""Folder -> methods that return what another call has found, by name: `take_` or `drain_`. What a call found
+is what it returns. A number may only fall; the goal is none but `take_hit_corrections`, for vLLM's scheduler."""
+
+NO_ANSWERS = {"take_all", "take_back_reset", "take_hits", "take_in", "take_over", "take_over_what_was_not_dropped"}
+"""Public methods whose name begins like that and that take something in, or back."""
+
+
+def test_what_a_call_has_found_is_what_it_returns() -> None:
+    found: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
+                hidden = [f"{name}.{node.name}.{one}" for one in methods if one.startswith(("take_", "drain_"))]
+                kept = [one for one in hidden if one.rpartition(".")[2] not in NO_ANSWERS]
+                found.setdefault(name.split(".")[0], []).extend(kept)
+    for folder, methods in found.items():
+        assert len(methods) <= MAX_HIDDEN_ANSWERS.get(folder, 0), f"{folder}: {methods}"
+
+
 READS_THE_CLOCK = {
     "cache.budget",
     "cache.late_tiers",

@@ -60,14 +60,14 @@ class VllmContext:
     def update_state_after_alloc(self, request: Any, blocks: Any) -> None:
         """vLLM gave a request its blocks; releases before 0.30 say so nowhere else while it waits for its load."""
         if isinstance(self.tables, StepBlockTables):
-            self.tables.take_blocks(request.request_id, blocks.get_block_ids())
+            self.tables.note_blocks(request.request_id, blocks.get_block_ids())
 
     def build_connector_meta(self, scheduler_output: Any) -> None:
         """vLLM's step is decided: walks begun in it end here, because nobody tells when vLLM moves a block."""
         self._step += 1
         self._touches.clear()
         if isinstance(self.tables, StepBlockTables):
-            self.tables.take_step(scheduler_output)
+            self.tables.note_step(scheduler_output)
 
     # Blocks
 

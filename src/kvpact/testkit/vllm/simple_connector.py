@@ -120,7 +120,7 @@ class SimpleConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         """The step's loads, and the blocks that it completes."""
-        self.tables.take_step(scheduler_output)
+        self.tables.note_step(scheduler_output)
         orders = Orders(loads=self.loads)
         self.loads = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():

@@ -49,23 +49,23 @@ class StepBlockTables:
         self.num_kv_cache_groups = 1
         self._tables: dict[str, tuple[list[int], ...]] = {}
 
-    def take_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+    def note_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """A waiting request got these blocks."""
         self._tables[request_id] = tuple(list(group) for group in block_ids)
         self.num_kv_cache_groups = len(block_ids)
 
-    def take_step(self, scheduler_output: Any) -> None:
+    def note_step(self, scheduler_output: Any) -> None:
         """Take in a step. To be called for every one: a table is sent whole once, then by what is added to it."""
         for request_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             self._tables.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            self.take_blocks(new.req_id, new.block_ids)
+            self.note_blocks(new.req_id, new.block_ids)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if added is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                self.take_blocks(request_id, added)
+                self.note_blocks(request_id, added)
             else:
                 for table, blocks in zip(self._tables[request_id], added, strict=True):
                     table.extend(blocks)
