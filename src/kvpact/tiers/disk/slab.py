@@ -304,6 +304,11 @@ class Slab:
         return completely(self.pwritev, descriptor, views, offset)
 
 
+def digest_table(slots: int) -> np.ndarray:
+    """Room for the digest of each slot's payload, 16 bytes each."""
+    return np.zeros(slots, "V16")
+
+
 def occupied(table: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
     """(slot, raw header) of every slot in a header table whose header is not empty."""
     view = memoryview(table)[: len(table) // HEADER_BYTES * HEADER_BYTES]

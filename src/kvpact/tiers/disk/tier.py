@@ -17,8 +17,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
@@ -35,7 +33,7 @@ from kvpact.tiers.base import (
     TierHealth,
     payload_digest,
 )
-from kvpact.tiers.disk.slab import PAGE_BYTES, Slab, occupied
+from kvpact.tiers.disk.slab import PAGE_BYTES, Slab, digest_table, occupied
 from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, SlabDirectory, open_slab
 from kvpact.tiers.disk.two_threads import groups_of, on_two_threads, read_verified
 from kvpact.tiers.log_once import LastErrors
@@ -72,7 +70,7 @@ class DiskTier(Tier):
         self._namespace = slab.superblock.namespace.digest
         self._lock, self._header_lock, self._growth_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._index = BlockIndex(slot_limit)
-        self._digests = np.zeros(slot_limit, "V16")
+        self._digests = digest_table(slot_limit)
         self._used: dict[int, float] = {}
         self._counts = TierCounts()
         self._last_errors = LastErrors(logger, "disk tier")
