@@ -192,7 +192,7 @@ class TierClient:
             logger.warning("kvpact: the %s tier works again", self.name)
         elif self.is_open and not was_open:
             reason = self._contained("health", lambda: self.tier.health().reason, "") or "it does not answer in time"
-            logger.warning("kvpact: the %s tier is left alone for a while: %s", self.name, reason)
+            logger.warning("kvpact: the %s tier is left alone for a while: %.300s", self.name, reason)
 
     # Asking
 
