@@ -212,13 +212,13 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
         if rows:
             asked = table(["tier", "state"], ["look-up", "used", "capacity"])
             for row in rows:
-                asked.add_row(row["tier"], row["state"], row["lookup"], row["used"], row["capacity"])
+                asked.add_row(*row.values())
             output.print(asked)
         if engine:
             output.print("as the engine sees them:" if rows else f"as the engine of {stats_file} sees them:")
             counted = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
             for row in engine:
-                counted.add_row(*(str(row[name]) for name in _COUNTED))
+                counted.add_row(*map(str, row.values()))
             output.print(counted)
     return all(row["state"] == "works" for row in rows)
 
@@ -253,9 +253,6 @@ def _trouble_with(directory: Path) -> str:
     if not place.is_dir():
         return f"{place} is not a directory" if os.path.lexists(place) else f"there is no directory {place}"
     return "" if os.access(place, os.R_OK | os.W_OK | os.X_OK) else f"{place} cannot be read and written by this user"
-
-
-_COUNTED: Final = ("tier", "breaker", "lookup", "read", "held", "used", "failures", "skipped")
 
 
 def _as_counted(counts: Mapping[str, float], name: TierName) -> dict[str, Any]:

@@ -232,12 +232,11 @@ class EngineProcess:
 
     def kill(self) -> None:
         """SIGKILL to every process of the engine at once; returns when all are gone."""
-        _send_signal(self.processes(), signal.SIGKILL)
-        self._process.wait()
         deadline = time.monotonic() + 10
         while (left := self.processes()) and time.monotonic() < deadline:
             _send_signal(left, signal.SIGKILL)
             time.sleep(0.02)
+        self._process.wait()
         self._close()
 
     def discard(self) -> None:
