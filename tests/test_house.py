@@ -206,6 +206,48 @@ def test_tests_kit_and_benchmarks_reach_for_fewer_and_fewer_private_names() -> N
         assert len(names) <= MAX_PRIVATE_REACHES.get(folder, 0), f"{folder}: {sorted(names)}"
 
 
+GIVES_TESTS_NO_PARAMETER = {"memory", "worker"}
+"""Parts whose functions have no parameter with a default that nothing in the product gives. To be all of them."""
+
+
+def calls_in_product() -> dict[str, list[ast.Call]]:
+    """What is called, by the name that stands before the parenthesis."""
+    found: dict[str, list[ast.Call]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                found.setdefault(ast.unparse(node.func).split(".")[-1], []).append(node)
+    return found
+
+
+def defaults_of(owner: ast.ClassDef | ast.Module, function: ast.FunctionDef) -> Iterator[tuple[str, int | None]]:
+    """The parameters with a default, with their places among what a caller gives; None: by name only."""
+    arguments = function.args
+    names = [argument.arg for argument in arguments.args][isinstance(owner, ast.ClassDef) :]
+    for place in range(len(names) - len(arguments.defaults), len(names)):
+        yield names[place], place
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if default is not None:
+            yield argument.arg, None
+
+
+def test_no_parameter_is_there_for_tests_alone() -> None:
+    calls = calls_in_product()
+    for module, path in modules().items():
+        if module.split(".")[0] not in GIVES_TESTS_NO_PARAMETER:
+            continue
+        tree = ast.parse(path.read_text())
+        for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.Module)):
+            for function in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
+                called = getattr(owner, "name", "") if function.name == "__init__" else function.name
+                for name, place in defaults_of(owner, function):
+                    given = any(
+                        (place is not None and len(call.args) > place) or name in {word.arg for word in call.keywords}
+                        for call in calls.get(called, ())
+                    )
+                    assert given, f"{module}: only a test gives `{name}` of {called}"
+
+
 def top_level_modules(folder: str) -> set[str]:
     """The names under which the folder's files can be imported by one who has it on the path."""
     entries = (ROOT / folder).iterdir()

@@ -49,9 +49,9 @@ class Store:
         tiers = tuple((5 + number, number) for number in range(len(held)))
         self.address = SharedTierConfig(NAMESPACE.describe(), 16, RANKS, tiers)
 
-    def reader(self, rank: int, **settings: Any) -> tuple[StepReader, dict[int, bytes]]:
+    def reader(self, rank: int) -> tuple[StepReader, dict[int, bytes]]:
         slots: dict[int, bytes] = {}
-        return StepReader(self.config, rank, lambda slot, part: slots.update({slot: bytes(part)}), **settings), slots
+        return StepReader(self.config, rank, lambda slot, part: slots.update({slot: bytes(part)})), slots
 
 
 @pytest.mark.parametrize("rank", [0, 1])

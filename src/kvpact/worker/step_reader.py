@@ -69,17 +69,10 @@ class _Walk:
 class StepReader:
     """Reads for one rank, whose part of each block is taken to its place by `keep(slot, part)`."""
 
-    def __init__(
-        self,
-        config: KvpactConfig,
-        rank: int,
-        keep: Callable[[int, memoryview], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: KvpactConfig, rank: int, keep: Callable[[int, memoryview], None]) -> None:
         self._config = config
         self._rank = rank
         self._keep = keep
-        self._clock = clock
         self._sources: list[_Source] = []
         self._opening: threading.Event | None = None
         self._bounds: list[tuple[int, int]] = []
@@ -92,13 +85,13 @@ class StepReader:
 
     def read(self, store: SharedTierConfig, wanted: Sequence[Wanted]) -> dict[int, int]:
         """By job, how many blocks in a row from the start are in their slots now. Takes `step_deadline` at most."""
-        deadline = self._clock() + self._config.step_deadline
+        deadline = time.monotonic() + self._config.step_deadline
         if not self._open(store).wait(self._config.step_deadline):
             return {}
         walks = [_Walk(one, one.start) for one in wanted]
         for walk in walks:
             self._go_on(walk)
-        while self._poll() and self._clock() < deadline:
+        while self._poll() and time.monotonic() < deadline:
             time.sleep(PAUSE_SECONDS)
         for walk in [*self._walks.values()]:
             self._give_up(walk)
@@ -112,7 +105,7 @@ class StepReader:
 
     def _go_on(self, walk: _Walk) -> None:
         """Ask the next tier, in the user's order, for the next blocks."""
-        left, now = len(walk.wanted.keys) - walk.at, self._clock()
+        left, now = len(walk.wanted.keys) - walk.at, time.monotonic()
         while left and walk.tier < len(self._sources):
             client = self._sources[walk.tier].client
             number = min(left, max(1, READ_BYTES // self._block_bytes), client.room)
@@ -148,7 +141,7 @@ class StepReader:
                     crowded, self._crowded = self._crowded, []
                     for ready in (walk, *crowded):
                         self._go_on(ready)
-            source.client.check(self._clock())
+            source.client.check(time.monotonic())
         return bool(self._walks)
 
     def _give_up(self, walk: _Walk) -> None:
@@ -194,8 +187,8 @@ class StepReader:
                     logger.error("kvpact: rank %d looks up without the tier %s: %s", self._rank, url, error)
                     continue
                 executor = TierExecutor(tier, self._config.io_threads, 1)
-                timeout, clock = self._config.step_deadline, self._clock
-                client = TierClient(executor, lent, timeout=timeout, clock=clock, reads_find_out=True)
+                timeout = self._config.step_deadline
+                client = TierClient(executor, lent, timeout=timeout, clock=time.monotonic, reads_find_out=True)
                 self._sources.append(_Source(position, client))
         finally:
             self._opening.set()
