@@ -1,26 +1,25 @@
 """Which weights an adapter's name stands for in the engine, by the content of its files.
 
-Owns the digests of adapters and the rule when a file's content is what the engine computes with. Files are looked at
-and read on a thread of its own, never on the caller's.
+Owns the digests of adapters and the rule when a file's content is what the engine computes with. Files are examined and
+read on a separate thread, never on the caller's.
 
-vLLM reads an adapter's files at moments that nobody tells the scheduler's process: ahead (`add_lora`,
-`/v1/load_lora_adapter`, `--lora-modules`), when the first request with the id runs, and again after its own cache of
-`max_cpu_loras` has dropped the id. In between it computes with what it read, whatever the files have become. So an
-adapter counts in two cases only:
+vLLM does not tell the scheduler's process when it reads an adapter's files: ahead (`add_lora`, `/v1/load_lora_adapter`,
+`--lora-modules`), when the first request with the id runs, and again after its own cache of `max_cpu_loras` has dropped
+the id. In between it computes with what it read, even if the files have changed. So an adapter counts in two cases
+only:
 
-- **Nothing about its files has changed since this engine started**, and no rank says that it has loaded the id from
-  files in another state. Each reading since the start gave the bytes that are digested here.
-- **Every rank says that it has loaded the id from the files in the very state in which they were digested here.** The
-  ranks say so if their worker is `KvpactWorker` (`kvpact.vllm.adapter_watch`). A request that is the first one to have
-  vLLM load the adapter comes before that; those behind it are cached.
+- **Its files have not changed since this engine started**, and no rank reports that it has loaded the id from files in
+  another state. Each reading since the start gave the bytes that are digested here.
+- **Every rank reports that it has loaded the id from the files in exactly the state in which they were digested here.**
+  Ranks report this if their worker is `KvpactWorker` (`kvpact.vllm.adapter_watch`). The first request for which vLLM
+  loads the adapter comes before the report; the requests after it are cached.
 
-Else the requests are neither stored nor served. What a rank says may change when a step is under way that was ordered
-for what it said before. `look` tells of it before the step's report is taken in, so that nothing the step computed is
-stored, and `CacheWorker` calls blocks invalid that were loaded for an adapter which the step did not run with.
+Otherwise the requests are neither stored nor served. A rank's report may change during a step that was ordered by the
+earlier one. `look` returns this before the step's report is applied, so that nothing the step computed is stored, and
+`CacheWorker` reports blocks as invalid that were loaded for an adapter which the step did not run with.
 
-What says when a file changed is its ctime, which no program can set back: `mtime` goes with a copy. A file server's
-clock may be behind this machine's; what is found otherwise than at an earlier request has changed, whatever the clocks
-say.
+The time of a file's change is its ctime, which no program can set back; a copy keeps the `mtime`. A file server's clock
+may be behind this machine's: files in another state than at an earlier request have changed, whatever the clocks say.
 """
 
 from __future__ import annotations
@@ -40,15 +39,16 @@ from kvpact.identity.weights import adapter_digest
 logger = logging.getLogger(__name__)
 
 MAX_ADAPTERS = 256
-"""Adapters that are remembered, beyond those that vLLM keeps loaded: the least recently used one is forgotten."""
+"""At most this many adapters are remembered, more than vLLM keeps loaded; the least recently used is forgotten
+first."""
 
 RETRY_SECONDS = 10.0
-"""Files that could not be read are read again for a request that comes so much later."""
+"""Files that could not be read are read again for a request that comes at least this much later."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFound:
-    """An adapter's content: a digest of all its files, and in which state they had it."""
+    """An adapter's content: a digest of all its files, and the state of the files when they were digested."""
 
     digest: str
     stamp: bytes
@@ -59,7 +59,8 @@ class AdapterFound:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSeen:
-    """What came of digesting an adapter's files, at `at` (monotonic). `found` is None if they could not be read."""
+    """The result of digesting an adapter's files at `at` (monotonic, seconds). `found` is None if they could not be
+    read."""
 
     files: FilesSeen | None
     found: AdapterFound | None
@@ -69,7 +70,7 @@ class AdapterSeen:
 
 @dataclass(eq=False, slots=True)
 class AdapterUse:
-    """What an engine calls by one adapter id. `is_disputed` once two paths were given for it: see `AdapterDigests`."""
+    """One adapter id of the engine. `is_disputed` once two paths were given for it: see `AdapterDigests.ask`."""
 
     number: int
     path: str
@@ -81,26 +82,27 @@ class AdapterUse:
 
 
 class AdapterDigests:
-    """Content digests of LoRA adapters, asked for with each request and looked at in the background."""
+    """Content digests of LoRA adapters, requested with each engine request and computed in the background."""
 
     def __init__(self, most: int = MAX_ADAPTERS) -> None:
-        """To be made before the engine can load an adapter. `most` adapters are remembered."""
+        """Must be made before the engine can load an adapter. At most `most` adapters are remembered."""
         self._began_ns = time.time_ns()
         self._most = most
         self._thread = DigestThread("kvpact-adapter")
         self._uses: OrderedDict[int, AdapterUse] = OrderedDict()
         self._seen: OrderedDict[str, AdapterSeen] = OrderedDict()
-        """By path; the thread's own."""
+        """By path; used by the thread only."""
         self._loaded: LoadedAdapters | None = None
         self._withdrawn: set[str] = set()
         self.revision = 0
-        """Goes up when what was said of an adapter before may be void, and when more may be said."""
+        """Increases when earlier answers about an adapter may be void, and when new answers are possible."""
 
     def __len__(self) -> int:
         return max(len(self._uses), len(self._seen))
 
     def bind(self, loaded: LoadedAdapters | None) -> None:
-        """Where the ranks say what they have loaded; None once they are gone, with all that was cached."""
+        """Set the ranks' reports of what they have loaded; None once the ranks have ended, and all that was cached with
+        them."""
         if self._loaded is not None:
             self._loaded.close()
         self._loaded = loaded
@@ -111,7 +113,7 @@ class AdapterDigests:
         self._withdrawn.clear()
 
     def look(self) -> set[str]:
-        """Take in what the ranks say; which of the `counted` names may stand for something else by now."""
+        """Read the ranks' reports; returns those of the `counted` names that may stand for other content by now."""
         if self._uses and self._loaded is not None and self._loaded.look():
             self.revision += 1
             for use in self._uses.values():
@@ -121,15 +123,15 @@ class AdapterDigests:
         return withdrawn
 
     def ask(self, number: int, path: str, *, loads_in_place: bool) -> tuple[AdapterUse, Pending[AdapterFound]]:
-        """What is in the files of a request's adapter, as they are now: no answer if it cannot be told.
+        """The content of the files of a request's adapter, as they are now; no answer if it cannot be determined.
 
-        vLLM goes by the id, `number`, alone once it is loaded. An id that came with another path before may stand for
-        either, so neither path's requests are cached as long as the id is remembered.
+        vLLM uses only the id, `number`, once the adapter is loaded. An id that came with another path before may stand
+        for either, so neither path's requests are cached as long as the id is remembered.
         """
         use = self._uses.setdefault(number, AdapterUse(number, path))
         self._uses.move_to_end(number)
         if len(self._uses) > self._most:
-            self._withdraw(self._uses.popitem(last=False)[1])  # nobody would hear that it is loaded again
+            self._withdraw(self._uses.popitem(last=False)[1])  # its reloads would not be noticed
         if use.path != path and not use.is_disputed:
             use.is_disputed = True
             self.revision += 1
@@ -138,7 +140,7 @@ class AdapterDigests:
         return use, self._thread.ask(partial(self._look, path))
 
     def counts(self, use: AdapterUse, found: AdapterFound) -> bool:
-        """Whether a request with this id computes with what was found, as far as the last `look` tells."""
+        """Whether a request with this id computes with what was found, according to the last `look`."""
         if use.is_disputed or self._uses.get(use.number) is not use or not self._holds(use.number, found):
             return False
         if use.found is not None and use.found.stamp != found.stamp:

@@ -1,6 +1,6 @@
-"""An adapter's files as they are found: which files, and when they changed last.
+"""The state of an adapter's files: which files there are, and when they last changed.
 
-Owns what counts as an unchanged state of them; reads none of their bytes. For both halves: no scheduler code.
+Owns the definition of an unchanged state; reads no file content. Used by both halves: no scheduler code.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from kvpact.identity.loaded_adapters import STAMP_BYTES
 SECOND_NS = 1_000_000_000
 
 REST_NS = 20_000_000
-"""Files that changed this long ago get another ctime with the next change: Linux's file clock is at most 10 ms late."""
+"""Files that changed at least this long ago get another ctime with the next change: Linux's file clock lags at most 10
+ms."""
 
 COARSE_REST_NS = 2 * SECOND_NS
-"""The same where a file system has whole seconds only."""
+"""As `REST_NS`, on a file system that has whole seconds only."""
 
 
 @dataclass(frozen=True)
 class FilesSeen:
-    """An adapter's files as they were found: which files, and when they changed last."""
+    """The state of an adapter's files: which files there are, and when they last changed."""
 
     stamps: tuple[tuple[str, int, int, int, int, int], ...]
     """Name, device, inode, size, mtime and ctime of each, links on the way included."""
@@ -42,15 +43,15 @@ class FilesSeen:
 
     @property
     def at_rest_ns(self) -> int:
-        """From this time on, in the clock of `time.time_ns`, no change of the files leaves their stamps as they are."""
+        """From this time on (`time.time_ns`), every change of the files changes their stamps."""
         is_coarse = self.changed_ns % SECOND_NS == 0
         return self.changed_ns + (COARSE_REST_NS if is_coarse else REST_NS)
 
 
 def look_at_rest(directory: Path) -> FilesSeen | None:
-    """As `look_at_files`, once no change can leave the stamps as they are; None if that is more than `REST_NS` away.
+    """As `look_at_files`, once every change would change the stamps; None if that is more than `REST_NS` away.
 
-    Waits for as long as that in files that have just been written.
+    Waits for up to `REST_NS` if files have just been written.
     """
     files = look_at_files(directory)
     rest = files.at_rest_ns - time.time_ns()
@@ -62,9 +63,9 @@ def look_at_rest(directory: Path) -> FilesSeen | None:
 
 
 def look_at_files(directory: Path) -> FilesSeen:
-    """An adapter's files as they are now, each link on the way to them included.
+    """The state of an adapter's files now, including each link on the way to them.
 
-    A folder above that was renamed counts as changed as well: such a folder's ctime is later than its mtime. Raises
+    A renamed folder above them counts as changed too: such a folder's ctime is later than its mtime. Raises
     OSError if the directory cannot be read.
     """
     stamps, changed_ns = [], 0
@@ -78,14 +79,14 @@ def look_at_files(directory: Path) -> FilesSeen:
         if is_above:
             if found.st_ctime_ns > found.st_mtime_ns:
                 changed_ns = max(changed_ns, found.st_ctime_ns)
-            continue  # what else lies in it is not the adapter's
+            continue  # other files in that folder do not belong to the adapter
         changed_ns = max(changed_ns, found.st_ctime_ns)
         stamps.append((str(place), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
     return FilesSeen(tuple(stamps), changed_ns)
 
 
 def _places(path: Path, below: Path | None = None) -> Iterator[Path]:
-    """The path, all folders above it (up to `below`), and the same of what each link on the way points to."""
+    """The path, all folders above it (up to `below`), and the same for the target of each link on the way."""
     todo, done = [path.absolute()], set()
     while todo:
         way = todo.pop()

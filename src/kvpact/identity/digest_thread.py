@@ -1,6 +1,6 @@
-"""Digests computed on a thread of their own: submit now, read the answer later.
+"""Digests computed on a background thread: submit now, read the answer later.
 
-Owns one background thread and the jobs that wait for it. Knows nothing of what is digested.
+Owns one background thread and its queue of jobs. Does not know what is digested.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 
 class Pending(Generic[Answer]):
-    """An answer that comes from another thread. `value` is None until `is_done`, and after it if there is no answer."""
+    """An answer from another thread. `value` is None until `is_done`, and stays None if there is no answer."""
 
     __slots__ = ("__weakref__", "_job", "is_done", "value")
 
@@ -32,7 +32,7 @@ class Pending(Generic[Answer]):
         self.is_done = job is None
 
     def run(self) -> None:
-        """Compute the answer, unless it was cancelled. A job that raises has none."""
+        """Compute the answer, unless the job was cancelled. A job that raises has no answer."""
         job, self._job = self._job, None
         try:
             if job is not None:
@@ -41,12 +41,12 @@ class Pending(Generic[Answer]):
             self.is_done = True
 
     def give_up(self) -> None:
-        """The answer is not needed any more: the job's input is released."""
+        """Cancel the job and release its input: the answer is not needed any more."""
         self._job = None
 
 
 class DigestThread:
-    """One thread, started with the first job, which runs jobs in the order in which they came."""
+    """One thread, started with the first job, that runs jobs in order of submission."""
 
     def __init__(self, name: str) -> None:
         """`name` is shown for the thread; see `start_background`."""
@@ -56,7 +56,8 @@ class DigestThread:
         self._failures: set[type[BaseException]] = set()
 
     def ask(self, job: Callable[[], Answer | None]) -> Pending[Answer]:
-        """Run `job` in the background. Costs the caller one append to a queue; refused when too many jobs wait."""
+        """Run `job` in the background. Costs the caller one append to a queue. With `MAX_JOBS` waiting jobs it is
+        refused."""
         if self._jobs.qsize() >= MAX_JOBS:
             return Pending()
         pending = Pending(job)
@@ -67,7 +68,7 @@ class DigestThread:
         return pending
 
     def close(self) -> None:
-        """The thread ends after the jobs that wait already. Later jobs would wait for ever."""
+        """End the thread after the jobs that are waiting now. Jobs submitted later never run."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -78,4 +79,4 @@ class DigestThread:
                 if type(error) not in self._failures:
                     self._failures.add(type(error))
                     logger.warning("kvpact: a request is not cached: what it brings has no digest", exc_info=error)
-            del pending  # what it read may be gone before the next job comes
+            del pending  # so that its result is not kept until the next job comes

@@ -1,7 +1,7 @@
 """The epoch: which weights stored blocks belong to, beyond the files that the engine was started from.
 
-Owns how an epoch begins, which engines can share it, and which word for the weights is accepted. Reads no clock, does
-no I/O.
+Owns when an epoch begins, which engines can share it, and which weights version is accepted. Reads no clock, does no
+I/O.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ _NAMED, _DRAWN = b"\1", b"\2"
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """Weights as they are between two resets, as 16 bytes: zeros until the first, unless they have a word.
+    """The weights between two resets, as 16 bytes: zeros until the first reset, unless a weights version is set.
 
-    It is in the root of every block key and in every record, beside the identity of the weights' files.
+    It is part of the root of every block key and of every record, beside the identity of the weights' files.
     """
 
     value: bytes = bytes(EPOCH_BYTES)
 
     @classmethod
     def of_word(cls, word: str) -> Epoch:
-        """The epoch that a fleet calls `word`; equal in every process."""
+        """The epoch of the weights version `word`; equal in every process."""
         digest = blake3(word.encode(errors="surrogatepass"), derive_key_context="kvpact 2026-11 weights version")
         return cls(_NAMED + digest.digest(EPOCH_BYTES - 1))
 
     @classmethod
     def draw(cls) -> Epoch:
-        """An epoch that no engine has had: after a reset nothing is known of the weights."""
+        """A random epoch that no other engine has: after a reset the weights are unknown."""
         return cls(_DRAWN + os.urandom(EPOCH_BYTES - 1))
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it was drawn: no other engine can have it, nor can this one after a restart."""
+        """Whether the epoch is random: no other engine can have it, nor can this one after a restart."""
         return self.value.startswith(_DRAWN)
 
 
@@ -49,20 +49,20 @@ FIRST_EPOCH: Final = Epoch()
 
 
 class Epochs:
-    """One engine's epochs, one after another. `generation` tells them apart within the engine, also equal ones."""
+    """One engine's sequence of epochs. `generation` tells even equal ones apart within the engine."""
 
     def __init__(self, word: str | None = None) -> None:
-        """`word` is what the configuration calls the weights that the engine starts with."""
+        """`word` is the configured version of the weights that the engine starts with."""
         self.current = Epoch.of_word(word) if word else FIRST_EPOCH
         self.generation = 1
         self._word = word
         self._refused: str | None = None
-        """The word that was in force before the last reset: it cannot mean what came with that reset."""
+        """The version before the last reset: it cannot name the weights that came with that reset."""
         self._awaits_word = False
         self._before: tuple[Epoch, str | None, str | None, bool] | None = None
 
     def reset(self) -> None:
-        """The weights may be others from now on."""
+        """Begin a new epoch: the weights may be others from now on."""
         self._before = (self.current, self._word, self._refused, self._awaits_word)
         self._refused = self._word or self._refused
         self._word, self._awaits_word = None, True
@@ -70,9 +70,10 @@ class Epochs:
         self.generation += 1
 
     def name(self, word: str) -> None:
-        """The weights that came with the last reset are called `word`.
+        """Set the version of the weights that came with the last reset.
 
-        Raises WeightsVersionRefused if none came since the last word, or if `word` is the one from before it.
+        Raises WeightsVersionRefused if there was no reset since the last version, or if `word` was the version before
+        that reset.
         """
         if not word:
             raise WeightsVersionRefused("weights_version is empty; it is a word that changes whenever the weights do")
@@ -91,9 +92,9 @@ class Epochs:
         self.generation += 1
 
     def take_back_reset(self) -> bool:
-        """The weights are those from before the last reset after all; returns whether that reset could be taken back.
+        """Undo the last reset, as the weights did not change; returns whether it could be undone.
 
-        Only the last reset can be, and only until a word is set.
+        Only the last reset can be, and only until a version is set.
         """
         if self._before is None:
             return False

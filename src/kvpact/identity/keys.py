@@ -1,7 +1,7 @@
 """Names for blocks: the keys that identify their content, and the namespace that bounds their use.
 
-Owns kvpact's own block keys (chained BLAKE3) and the namespace digest. Never looks at an engine: what a request brings
-arrives as plain values.
+Owns kvpact's own block keys (chained BLAKE3) and the namespace digest. Knows no engine: a request's
+content arrives as plain values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BlockKey: TypeAlias = bytes
 
 KEY_BYTES = 32
 KEY_FORMAT = 2
-"""Raised when the preimage of a key changes, so that old and new records never meet."""
+"""Incremented when the preimage of a key changes, so that old and new records never match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """What besides token ids decides the content of a request's KV blocks.
+    """What decides the content of a request's KV blocks besides token ids.
 
     `adapter` names the adapter's weights by content (a digest, never the user's name for it), `salt` separates tenants,
     `media` are the spans whose embeddings replace placeholder tokens, `embeddings` has for each block index a digest of
@@ -51,7 +51,7 @@ class RequestIdentity:
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
 
     def same_root(self, other: RequestIdentity) -> bool:
-        """Whether all that holds for the request as a whole is equal; its blocks may bring different things."""
+        """Whether adapter and salt are equal, which hold for the whole request; media and embeddings may differ."""
         return (self.adapter, self.salt) == (other.adapter, other.salt)
 
 
@@ -68,8 +68,8 @@ class BlockKeys:
     block has besides tokens (zeros if nothing), and of the block's token ids, 4 bytes each, little endian: frames of
     one length, so that one call could digest many of them.
 
-    What cannot be written so (a token id below 0 or from 2^32 on, text that is no Unicode) has no name: the keys end
-    before the first block with it, and nothing is raised (P14).
+    What cannot be encoded so (a token id below 0 or from 2^32 on, text that is not Unicode) has no key: the keys end
+    before the first such block, and nothing is raised (P14).
     """
 
     __slots__ = ("_identity", "_root", "block_size", "ended", "keys")
@@ -87,7 +87,7 @@ class BlockKeys:
         self.block_size = block_size
         self.keys: list[BlockKey] = []
         self.ended = False
-        """Whether a block was met that has no name: no further key is made, whatever the request brings later."""
+        """Whether a block without a key was found: no further keys are made, whatever the request brings later."""
         self._identity = identity
         try:
             adapter, salt = identity.adapter.encode(), identity.salt.encode()
@@ -132,16 +132,16 @@ class BlockKeys:
     def _packable(self, token_ids: Sequence[int]) -> array[int]:
         """The token ids of whole blocks, up to the first block with one that does not fit into 4 bytes."""
         try:
-            return array("I", token_ids)  # the scheduler's thread waits for this: all at once
+            return array("I", token_ids)  # one call, because the scheduler's thread waits for it
         except _NAMELESS:
             self.ended = True
             sound = next((at for at, token in enumerate(token_ids) if not _fits(token)), 0)
             return array("I", token_ids[: sound - sound % self.block_size])
 
     def renew(self, identity: RequestIdentity) -> int:
-        """The request brings more than it did, or something else; returns how many keys stay as they are.
+        """Replace the identity of a request that has grown or changed; returns the number of keys that stay valid.
 
-        The others are forgotten: `extend` computes them anew. Raises ValueError if adapter or salt differ, which a
+        The others are dropped: `extend` computes them again. Raises ValueError if adapter or salt differ, which a
         living request cannot change.
         """
         if not identity.same_root(self._identity):
@@ -155,7 +155,7 @@ class BlockKeys:
         return kept
 
     def _extras(self, identity: RequestIdentity, block: int) -> bytes:
-        """32 bytes over all that the block has besides its tokens."""
+        """A digest of 32 bytes over the block's content besides its tokens."""
         start, end = block * self.block_size, (block + 1) * self.block_size
         parts = [
             _framed(b"media", span.content.encode(), (span.start - start).to_bytes(8, "little", signed=True))
@@ -170,7 +170,7 @@ class BlockKeys:
 _NO_EXTRAS = bytes(KEY_BYTES)
 
 _NAMELESS = (OverflowError, TypeError, UnicodeEncodeError)
-"""What is raised by writing down what has no name."""
+"""Raised by encoding a block without a key."""
 
 
 def _fits(token: object) -> bool:
@@ -206,7 +206,7 @@ class Namespace:
         return cls(fields)
 
     def differences(self, other: Namespace) -> list[str]:
-        """One line for each field in which the two differ, for people."""
+        """One readable line for each field in which the two differ."""
         names = sorted({*self.fields, *other.fields})
         return [
             f"{name}: {self.fields.get(name, '(absent)')} here, {other.fields.get(name, '(absent)')} there"

@@ -23,13 +23,13 @@ NO_STAMP: Final = bytes(STAMP_BYTES)
 
 HEAD_BYTES: Final = 16
 WRITES, CHECK = range(2)
-"""Where the numbers stand in the table's head, each of 8 bytes: how often it was written, and a check of all of it."""
+"""Places of the numbers in the table's head, 8 bytes each: count of writes, and a checksum of the table."""
 
 ENTRY = struct.Struct("<q16sQ")
 """Id, stamp, and 1 if it is an entry."""
 
 NOT_SEEN = -1
-"""No count of writes."""
+"""No valid count of writes."""
 
 TRIES = 8
 """At most this many reads of a table that is being written; a write takes some microseconds."""
@@ -52,13 +52,13 @@ class LoadedAdaptersWriter:
         self._table = page[WORD_END + HEAD_BYTES :]
         self._room = max_entries(len(page))
         self._stamps: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
-        """Id -> its place in the table and its stamp, the one loaded the longest time ago first."""
+        """Id -> its place in the table and its stamp; the one loaded first comes first."""
         self._lock = threading.Lock()
 
     def loaded(self, number: int, stamp: bytes) -> None:
-        """From now on the rank computes requests with this id with what files of this `stamp` hold, or `NO_STAMP`.
+        """The rank now computes requests with this id with the content of files of this `stamp`, or `NO_STAMP`.
 
-        Raises struct.error for an id that has not its place in 64 bits.
+        Raises struct.error for an id that does not fit into 64 bits.
         """
         entry = ENTRY.pack(number, stamp, 1)
         with self._lock:
@@ -78,7 +78,7 @@ class LoadedAdaptersWriter:
         return entry[1] if entry is not None else None
 
     def close(self) -> None:
-        """Let go of the page."""
+        """Release the page."""
         self._head.release()
         self._table.release()
 
@@ -111,7 +111,7 @@ class LoadedAdapters:
         return all(stamps is not None and stamps.get(number, stamp) == stamp for stamps in self._stamps)
 
     def close(self) -> None:
-        """Let go of the pages."""
+        """Release the pages."""
         for view in (*self._heads, *self._tables):
             view.release()
 

@@ -15,9 +15,10 @@ HEAD_BYTES = 64
 """A cache line."""
 
 SAID, CHANGES, WAKES, WORDS, WORD_CHANGES, WORD_LENGTH, WORD_CHECK = range(7)
-"""Where the numbers stand in the head, each of 8 bytes, in the machine's order.
+"""Places of the numbers in the head, 8 bytes each, in the machine's byte order.
 
-`SAID` is the sum of the next three and is written last; on a machine that shows it earlier the sum is wrong meanwhile.
+`SAID` is the sum of the next three and is written last; if another processor sees it earlier, the sum is wrong until
+the rest arrives.
 """
 
 MAX_WORD_BYTES = 1024
@@ -28,7 +29,7 @@ WORD_END = HEAD_BYTES + MAX_WORD_BYTES
 
 
 NOT_SEEN = -1
-"""No sum."""
+"""No valid sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,11 @@ class Notice:
     """What one rank reports now."""
 
     changes: int = 0
-    """How often the weights began or ended to change since the rank began."""
+    """Number of times that a change of the weights began or ended since the rank started."""
     wakes: int = 0
-    """How often the rank woke with the very weights with which it fell asleep."""
+    """Number of times that the rank woke with exactly the weights with which it was put to sleep."""
     words: int = 0
-    """How often it was given a word for its weights."""
+    """Number of times that a word for the weights was set."""
     word: str = ""
     """The word for the current weights; empty if none was set since they changed."""
 
@@ -83,13 +84,13 @@ class NoticeWriter:
             self._head[SAID] += 1
 
     def woke_equal(self) -> None:
-        """The rank is awake with the weights with which it fell asleep."""
+        """The rank woke with the weights with which it was put to sleep."""
         with self._lock:
             self._head[WAKES] += 1
             self._head[SAID] += 1
 
     def close(self) -> None:
-        """Let go of the page."""
+        """Release the page."""
         self._head.release()
         self._text.release()
 
@@ -109,7 +110,7 @@ class NoticeReader:
         return tuple(self._read(rank) for rank in range(len(self._heads)))
 
     def close(self) -> None:
-        """Let go of the pages."""
+        """Release the pages."""
         for view in (*self._heads, *self._texts):
             view.release()
 

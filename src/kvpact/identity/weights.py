@@ -1,7 +1,7 @@
 """Identity of weights by content: a digest that two directories share only if they hold the same model.
 
-Reads whole files, in the calling thread, and remembers their digests in the user's cache folder, so that a restart
-reads nothing again. Touches the file system, so it never runs on a scheduler's thread.
+Reads whole files in the calling thread, and stores their digests in the user's cache folder, so that a restart does not
+read them again. Touches the file system, so it never runs on a scheduler's thread.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ LOADED_OTHERWISE = frozenset(
         "chat_template.json",
     }
 )
-"""JSON files that do not decide what the model computes from given tokens; any other one may."""
+"""JSON files that do not influence what the model computes from given tokens; any other JSON file may."""
 
 NOT_LOADED = "original"
-"""A folder with the weights once more, in their author's own format; engines leave it out."""
+"""A folder with another copy of the weights in their author's own format; engines do not load it."""
 
 CHUNK_BYTES = 8 << 20
-"""Read at a time: a shutdown waits for one chunk at most, and the interpreter's lock is asked for 125 times a GB."""
+"""Bytes per read: a shutdown waits for at most one chunk, and the interpreter's lock is taken 125 times per GB."""
 
 MAX_READINGS = 3
-"""At most this many times files are read that change meanwhile."""
+"""Files that change while they are read are read at most this many times."""
 
 SETTLED_SECONDS = 2.0
-"""A file that changed so shortly before it was read is not remembered: clocks of file systems are coarse, so another
-change might leave its times as they are."""
+"""The digest of a file that changed less than this before it was read is not stored: clocks of file systems are coarse,
+so another change might leave its times the same."""
 
 MAX_REMEMBERED = 4096
-"""Files; a model of 400 GB has about 100. The file that remembers them takes up to a MiB."""
+"""Number of files; a model of 400 GB has about 100. The file with their digests takes at most 1 MiB."""
 
 BLOB: Final = re.compile("[0-9a-f]{64}")
-"""How the hub's cache names a large file: by its SHA-256."""
+"""The name of a large file in the hub's cache: its SHA-256."""
 
 
 SPLIT: Final = re.compile(r"(?P<model>.*)-\d{5}-of-\d{5}\.gguf")
 
 
 class WeightsUnknown(KvpactError):
-    """The files are there, but do not show what the engine has loaded; the message says why."""
+    """The files exist, but do not show what the engine has loaded; the message says why."""
 
 
 class ReadingStopped(KvpactError):
@@ -71,7 +71,7 @@ class ReadingStopped(KvpactError):
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What changes with a file's content, as far as a file system tells without reading it."""
+    """What a file system shows of a change of a file's content without reading it."""
 
     size: int
     mtime_ns: int
@@ -86,14 +86,14 @@ class FileStamp:
 
 
 class DigestMemory:
-    """SHA-256 digests of files, kept in one small file of the user's for as long as the files stay as they are.
+    """SHA-256 digests of files, stored in one small file of the user as long as the files do not change.
 
-    Several processes may use it at once: it is replaced as a whole, and what one of two loses is read again. A damaged
-    file, or one that another user could have written, counts as none; without write access nothing is remembered.
+    Several processes may use it at once: it is replaced as a whole, and a file whose digest is lost so is read again. A
+    damaged file, or one that another user could have written, is ignored; without write access nothing is stored.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """With no `path`, as where there is no home folder, nothing is remembered."""
+        """With `path` None, as without a home folder, nothing is stored."""
         self._path = path
 
     @classmethod
@@ -106,14 +106,14 @@ class DigestMemory:
         return cls(folder / "kvpact" / "weights.json")
 
     def find(self, path: Path, stamp: FileStamp) -> str | None:
-        """The digest of the file if it was remembered with this stamp."""
+        """The stored digest of the file with this stamp, or None."""
         match self._read().get(os.path.realpath(path)):
             case [list(known), str(digest)] if known == list(astuple(stamp)) and BLOB.fullmatch(digest):
                 return digest
         return None
 
     def remember(self, path: Path, stamp: FileStamp, digest: str) -> None:
-        """Remember a digest; beyond the bound those remembered first are dropped."""
+        """Store a digest; above `MAX_REMEMBERED` files, the oldest entries are dropped."""
         if self._path is None:
             return
         known = self._read()
@@ -142,17 +142,17 @@ class DigestMemory:
 
 
 def _read_if_ours(path: Path) -> bytes:
-    """The file's content if no other user can have written it, else nothing. Raises OSError."""
+    """The file's content if no other user can have written it, else b"". Raises OSError."""
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         found = os.fstat(file.fileno())
         return file.read() if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else b""
 
 
 class WeightFiles:
-    """All files that decide what the model in a directory, or in a single file, computes."""
+    """All files that determine what the model in a directory, or in a single file, computes."""
 
     def __init__(self, place: Path, memory: DigestMemory, *, with_code: bool = False) -> None:
-        """`with_code` if the engine runs Python files that it finds there.
+        """With `with_code`, the engine runs Python files that it finds there.
 
         Raises OSError if the directory cannot be read, FileNotFoundError if it holds no weights.
         """
@@ -162,14 +162,14 @@ class WeightFiles:
 
     @property
     def unread_bytes(self) -> int:
-        """What `digest` would have to read. Raises OSError."""
+        """Number of bytes that `digest` would have to read. Raises OSError."""
         sizes = ((path, FileStamp.of(path)) for path in self._files().values())
         return sum(stamp.size for path, stamp in sizes if self._known(path, stamp) is None)
 
     def digest(self, stopped: Callable[[], bool] = lambda: False) -> str:
-        """Hex digest over names, sizes and SHA-256 of all files; equal content gives an equal one wherever it lies.
+        """Hex digest over names, sizes and SHA-256 of all files; equal content gives an equal digest in any directory.
 
-        Raises OSError, WeightsUnknown if the files do not stop to change, and ReadingStopped soon after `stopped`.
+        Raises OSError, WeightsUnknown if the files keep changing, and ReadingStopped soon after `stopped` is true.
         """
         for _ in range(MAX_READINGS):
             stamps = self._stamps()
@@ -181,9 +181,9 @@ class WeightFiles:
         raise WeightsUnknown(f"the files in {self._place} change while they are read")
 
     def require_older_than(self, moment_ns: int) -> None:
-        """Raise WeightsUnknown if a file changed after `moment_ns` (Unix time), so that an engine may have another one.
+        """Raise WeightsUnknown if a file changed after `moment_ns` (Unix time): an engine may have loaded another.
 
-        Seen are changes of files, of links on the way to them, and of the directory itself. Raises OSError.
+        Notices changes of files, of links on the way to them, and of the directory itself. Raises OSError.
         """
         real = Path(os.path.realpath(self._place))
         links = [path for path in (self._place.absolute(), *self._place.absolute().parents) if path.is_symlink()]
@@ -197,13 +197,13 @@ class WeightFiles:
         return {name: FileStamp.of(path) for name, path in self._files().items()}
 
     def _files(self) -> dict[str, Path]:
-        """By their names below the directory, in order."""
+        """The files by their paths relative to the directory, sorted."""
         if not self._place.is_dir():
             return {"": self._place} | {path.name: path for path in sorted(self._parts_beside())}
         return dict(sorted((str(path.relative_to(self._place)), path) for path in self._walk()))
 
     def _parts_beside(self) -> Iterator[Path]:
-        """What a single file is loaded with: the other parts of a GGUF model, and its encoder for media."""
+        """Files that are loaded together with a single file: other parts of a GGUF model, and its encoder for media."""
         split = SPLIT.fullmatch(self._place.name)
         for path in self._place.parent.glob("*.gguf"):
             other = SPLIT.fullmatch(path.name)
@@ -239,9 +239,9 @@ class WeightFiles:
 
 
 def file_digest(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
-    """Hex SHA-256 of a file's content: what the hub's cache names it by. Raises OSError and ReadingStopped.
+    """Hex SHA-256 of a file's content, its name in the hub's cache. Raises OSError and ReadingStopped.
 
-    Read, not mapped: a mapped file that is truncated meanwhile kills the process.
+    Reads the file instead of mapping it: truncating a mapped file kills the process.
     """
     digest, buffer = sha256(), memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -253,7 +253,7 @@ def file_digest(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
 
 
 def blob_digest(path: Path) -> str | None:
-    """The SHA-256 of a file in the cache of the model hub, from the name of what `path` links to; else None."""
+    """The SHA-256 of a file in the model hub's cache, from the name of the file that `path` links to; else None."""
     if not path.is_symlink():
         return None
     blob = Path(os.path.realpath(path))
