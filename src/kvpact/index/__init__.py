@@ -1,1 +1,1 @@
-"""Which blocks one place holds, and what goes next."""
+"""Which blocks one place holds, and which is evicted next."""

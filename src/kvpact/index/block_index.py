@@ -24,11 +24,11 @@ _NONE: Final = -1
 
 
 class State(IntEnum):
-    """What a slot is doing.
+    """The state of a slot.
 
-    FREE -reserve-> RESERVED -complete-> SAVED -parent held-> HELD -evict-> FREE is the way of a block that goes well. A
-    dropped block vanishes from every lookup at once; its slot waits as CANCELLED until its writer ended and as DOOMED
-    until the last pin on it or after it went, because a copy may still use it (H21).
+    Without failures a block goes FREE -reserve-> RESERVED -complete-> SAVED -parent held-> HELD -evict-> FREE. No
+    lookup finds a dropped block any more; its slot stays CANCELLED until its writer has ended, and then DOOMED until
+    the last pin on it or after it is released, because a copy may still use it (H21).
     """
 
     FREE = 0
@@ -45,9 +45,9 @@ _FREE, _RESERVED, _SAVED, _HELD, _CANCELLED, _DOOMED = (int(state) for state in 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Slots for a run of keys, in their order, and the (key, slot) pairs that were evicted to make room.
+    """Slots for a run of keys, in the keys' order, and the (key, slot) pairs that were evicted to make room.
 
-    A slot of `slots` may be one that `evicted` names. Every slot ends with `complete` or `abandon`, exactly once.
+    `slots` may include slots of `evicted`. Every slot ends with `complete` or `abandon`, exactly once.
     """
 
     slots: tuple[int, ...]
@@ -126,7 +126,7 @@ class BlockIndex:
         self._pinned = 0
         self._policy = LeastRecentlyUsed(rows)
 
-    # Looking
+    # Lookups
 
     def held_prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many blocks from the start of the chain `keys` may be served. O(log n) probes (H55)."""
@@ -179,7 +179,7 @@ class BlockIndex:
         return self._keys[slot] or None
 
     def state(self, slot: int) -> State:
-        """What `slot` is doing."""
+        """The state of `slot`."""
         return State(self._state[slot])
 
     @property
@@ -194,12 +194,12 @@ class BlockIndex:
 
     @property
     def free_slots(self) -> int:
-        """Slots that a reservation gets without evicting."""
+        """Slots that are free without evicting a block."""
         return len(self._free)
 
     @property
     def waiting_slots(self) -> int:
-        """Slots of dropped blocks that a writer or a pin still needs; they come back by themselves."""
+        """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends."""
         return self.num_slots - len(self._free) - len(self)
 
     def entries(self) -> Iterator[StoredBlock]:
@@ -345,7 +345,7 @@ class BlockIndex:
         return Pin(key, row)
 
     def unpin(self, pin: Pin) -> None:
-        """Give a pin back. Raises PactViolation the second time."""
+        """Release a pin. Raises PactViolation the second time."""
         if not pin.active:
             raise PactViolation(f"the pin on block {pin.key.hex()[:16]!r} was given back already; a pin ends once")
         pin.active = False
@@ -374,7 +374,7 @@ class BlockIndex:
     # Rows
 
     def _hold(self, row: int) -> None:
-        """One more reason to keep `row`, which is then one for its parent. The root is held for ever: the walk ends."""
+        """Add a hold to `row`; its first one adds a hold to its parent. The root is always held, so the walk ends."""
         holds, parent = self._holds, self._parent
         newly_held = 0
         while not holds[row]:
@@ -385,7 +385,7 @@ class BlockIndex:
         self._evictable -= newly_held
 
     def _release(self, row: int) -> None:
-        """One reason less. A row without any becomes evictable, or free if its block was dropped."""
+        """Remove a hold. A row without holds becomes evictable, or free if its block was dropped."""
         holds, parent = self._holds, self._parent
         while holds[row] == 1:
             holds[row] = 0
@@ -420,7 +420,7 @@ class BlockIndex:
         return row
 
     def _unlink(self, row: int) -> None:
-        """Take `row` out of its parent's children."""
+        """Remove `row` from its parent's children."""
         parent, previous, following = self._parent[row], self._previous[row], self._next[row]
         if following != _NONE:
             self._previous[following] = previous
@@ -432,7 +432,7 @@ class BlockIndex:
             self._policy.offer(parent)
 
     def _forget(self, row: int) -> tuple[BlockKey, int]:
-        """Take `row` out of every lookup."""
+        """Remove `row` from every lookup."""
         key = self._keys[row]
         del self._rows[key]
         self._keys[row] = ROOT

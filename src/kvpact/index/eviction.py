@@ -1,7 +1,7 @@
-"""In which order an index gives up what it holds: least recently used first.
+"""The order in which an index evicts: least recently used first.
 
-Owns the recency of every slot and the queue of candidates. Never decides whether a slot may go (the index asks with a
-condition), knows no keys and no chains.
+Owns the recency of every slot and the queue of candidates. Does not decide whether a slot may be evicted (the index
+passes a condition), and knows no keys and no chains.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class LeastRecentlyUsed:
         self._used[slot] = self._tick
 
     def inherit(self, parent: int, child: int) -> None:
-        """A use of `child` was a use of `parent` too; called when the child goes, so that a touch costs O(1)."""
+        """Count the last use of `child` as one of `parent` too; called when the child is removed, so that a touch costs
+        O(1)."""
         self._used[parent] = max(self._used[parent], self._used[child])
 
     def offer(self, slot: int) -> None:
@@ -47,7 +48,7 @@ class LeastRecentlyUsed:
     def take(self, evictable: Callable[[int], bool]) -> int | None:
         """Remove and return the least recently used slot for which `evictable` holds; None if none is queued.
 
-        Amortised O(log n): a stale record is dropped once for each time that it was queued, and put right once at most
+        Amortised O(log n): a stale record is dropped once for each time that it was queued, and corrected at most once
         between two uses of its slot.
         """
         while self._queue:
