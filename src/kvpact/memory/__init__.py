@@ -1,1 +1,1 @@
-"""The memory tier: slots in shared memory, and when their pages are taken."""
+"""The memory tier: slots in shared memory, and the schedule for taking their pages."""

@@ -1,8 +1,8 @@
 """The memory tier's storage: fixed-size slots in anonymous shared memory, one segment per worker rank.
 
-Owns the segments, their sizes and who may map them; never knows which slot holds what. A segment is a memfd: it has no
-name, so a killed process leaves nothing behind and the size of /dev/shm does not matter; the scheduler's process maps
-it through /proc/<pid>/fd.
+Owns the segments, their sizes and the rules for mapping them; does not know the slots' content. A segment is a memfd:
+it has no name, so a killed process leaves nothing behind and the size of /dev/shm does not matter; the scheduler's
+process maps it through /proc/<pid>/fd.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from kvpact.memory.prefault import HUGE_BYTES, PageTaker
 from kvpact.units import format_size
 
 PAGE_BYTES = 4096
-"""Alignment of every slot piece: what O_DIRECT and page mapping ask for."""
+"""Alignment of every slot piece, in bytes: O_DIRECT and page mapping need it."""
 
 NOTICE_BYTES = PAGE_BYTES
-"""The end of each segment, behind all slots: what a rank says of its weights (`kvpact.identity.notices`)."""
+"""The end of each segment, after all slots: what a rank reports of its weights (`kvpact.identity.notices`)."""
 
 MAP_FIXED = 0x10
 """The same on all Linux architectures that vLLM has; Python's mmap does not name it."""
 
 MINIMUM_SLOTS = 2
-"""One block being served and one being saved; below that nothing can ever be stored."""
+"""One block being served and one being saved; with fewer, no block can be stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """How one rank's piece of a slot is laid out: layer by layer, in the order of registration, in bytes."""
+    """The layout of one rank's piece of a slot: layer by layer, in the order of registration, in bytes."""
 
     layer_page_bytes: tuple[int, ...]
 
@@ -47,7 +47,7 @@ class SlotLayout:
 
     @property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Where each layer's page starts inside the piece."""
+        """The offset of each layer's page in the piece."""
         return tuple(accumulate(self.layer_page_bytes, initial=0))[:-1]
 
 
@@ -78,7 +78,7 @@ class SlotClass:
 
 @dataclass(frozen=True, slots=True)
 class SegmentAddress:
-    """Where a segment is to be found, as plain values that travel to the scheduler's process."""
+    """The address of a segment, as plain values to send to the scheduler's process."""
 
     pid: int
     descriptor: int
@@ -138,7 +138,7 @@ class ArenaSegment:
             )
         descriptor = os.memfd_create("kvpact-arena", os.MFD_CLOEXEC)
         try:
-            os.fchmod(descriptor, 0o600)  # it is made for everybody, and has no name that could be opened but in /proc
+            os.fchmod(descriptor, 0o600)  # it is made readable for all users, and can be opened through /proc only
             os.ftruncate(descriptor, size + HUGE_BYTES)
             return cls(descriptor, (SlotClass(range(num_slots), rank_slot_bytes),))
         except OSError as error:
@@ -150,7 +150,7 @@ class ArenaSegment:
 
     @classmethod
     def attach(cls, address: SegmentAddress) -> ArenaSegment:
-        """Map a segment that a worker on this host made, this process included.
+        """Map a segment that a worker on this host, or this process, has made.
 
         Raises KvpactError if the worker is gone, on another host or in another pid namespace.
         """
@@ -189,7 +189,7 @@ class ArenaSegment:
         return max(one.slot_bytes for one in self.classes)
 
     def address(self) -> SegmentAddress:
-        """What another process of this host needs to attach; good as long as this segment is open."""
+        """What another process of this host needs to attach; valid as long as this segment is open."""
         found = os.fstat(self._descriptor)
         (only,) = self.classes  # an address has room for one
         return SegmentAddress(
@@ -227,7 +227,7 @@ class ArenaSegment:
             self.pages.use(self.class_of(last).start_of(last + 1))
 
     def close(self) -> None:
-        """Give the memory back. Views still exported keep the mapping alive until the last of them is gone."""
+        """Free the memory. Exported views keep the mapping alive until the last of them is released."""
         if self._closed:
             return
         self._closed = True
@@ -260,14 +260,14 @@ class Arena:
 
 
 def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
-    """A mapping, and where in it the file's first `size` bytes lie at an address that huge pages need.
+    """A mapping, and the offset in it where the file's first `size` bytes are aligned for huge pages.
 
     The file has `HUGE_BYTES` more, a hole that takes no memory. Raises OSError.
     """
     mapping = mmap.mmap(descriptor, size + HUGE_BYTES)
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -base % HUGE_BYTES
-    if start:  # mmap gives no say in the address, so the file is mapped once more, inside the mapping that we own
+    if start:  # Python's mmap cannot choose the address, so map the file again, inside our own mapping
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
@@ -279,7 +279,7 @@ def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 def slots_for(memory_bytes: int, rank_slot_bytes: int, world_size: int) -> int:
-    """How many slots `memory_bytes`, the sum over all ranks, hold. Raises ConfigError below `MINIMUM_SLOTS`."""
+    """The number of slots in `memory_bytes`, the sum over all ranks. Raises ConfigError below `MINIMUM_SLOTS`."""
     slot_bytes = rank_slot_bytes * world_size
     slots = memory_bytes // slot_bytes
     if slots < MINIMUM_SLOTS:

@@ -44,7 +44,7 @@ def _cgroup_room() -> Iterator[int]:
 
 
 def _cgroup_statistic(directory: Path, name: str) -> int:
-    """A line of memory.stat: page cache that the kernel drops before it refuses anything counts as free."""
+    """A value of memory.stat, in bytes; page cache that the kernel can drop counts as free."""
     for line in (directory / "memory.stat").read_text().splitlines():
         key, _, value = line.partition(" ")
         if key == name:

@@ -1,7 +1,7 @@
 """When the arena's pages are taken from the machine, and how.
 
-Owns the order (some at the start, a window ahead of the slots in use, the rest while the engine rests) and the thread
-that does it. The schedule takes time as an argument and touches no memory. Never knows which slot holds what.
+Owns the order (some at the start, then a window ahead of the slots in use, the rest while the engine is idle) and the
+thread that does it. The schedule takes the time as an argument and touches no memory. Does not know the slots' content.
 """
 
 from __future__ import annotations
@@ -20,62 +20,62 @@ from kvpact.units import format_size
 logger = logging.getLogger(__name__)
 
 HUGE_BYTES: Final = 2 << 20
-"""A huge page where pages have 4 KiB; elsewhere a size like any other."""
+"""The size of a huge page where pages have 4 KiB; has no special meaning elsewhere."""
 
 PIECE_BYTES: Final = 8 << 20
-"""Taken at a time: 1 ms in huge pages, 8 ms in small ones, 30 ms where the host must find the memory first. Closing
-waits no longer."""
+"""Bytes taken at a time: 1 ms in huge pages, 8 ms in small ones, 30 ms if the host must find the memory first. `close`
+waits for at most one piece."""
 
 START_SECONDS: Final = 1.0
-"""CPU time for taking pages as a thread like others, before the first step: 8 GiB in huge pages, 1 GiB in small ones,
-half a GiB where the host must find the memory first. If it delays the start at all, it is by no more; from then on the
-thread gives way to others, and goes on until the first step."""
+"""CPU time for taking pages at normal priority, before the first step: 8 GiB in huge pages, 1 GiB in small ones, half a
+GiB if the host must find the memory first. It delays the start by at most this; afterwards the thread continues at low
+priority until the first step."""
 
 AHEAD_BYTES: Final = 256 << 20
-"""Taken ahead of the slots in use: two prompts of 4,096 tokens of a model with 32 KiB a token."""
+"""Bytes taken ahead of the slots in use: two prompts of 4,096 tokens of a model with 32 KiB per token."""
 
 REST_SECONDS: Final = 10.0
-"""An engine whose last step ended so long ago rests. More than what lies between the prompts of one user, and more than
-what an engine does after its first step: vLLM 0.32 on a CPU works on the first sample for 3.4 s."""
+"""An engine is idle if its last step ended at least this long ago. Longer than the pause between the prompts of one
+user, and than an engine's work after its first step: vLLM 0.32 on a CPU works on the first sample for 3.4 s."""
 
 RESTING_PAUSE_SECONDS: Final = 0.05
-"""Between two pieces while the engine rests: 160 MB/s, a hundredth of a core in huge pages."""
+"""Pause between two pieces while the engine is idle: 160 MB/s, a hundredth of a core in huge pages."""
 
 MADV_POPULATE_WRITE: Final = 23
-"""Linux 5.14; older kernels answer EINVAL and the pages are then mapped at their first use."""
+"""Linux 5.14; older kernels return EINVAL, and pages are then mapped at their first use."""
 
 MADV_COLLAPSE: Final = 25
-"""Linux 6.1: make a range huge pages now, whatever the setting for transparent huge pages."""
+"""Linux 6.1: turn a range into huge pages now, whatever the setting for transparent huge pages."""
 
 
 class PageSchedule:
-    """Which bytes of a segment are taken next, and when. For one segment, from the low end to the high one."""
+    """Decides which bytes of one segment are taken next, and when; from the low end to the high end."""
 
     def __init__(self, size: int, now: float) -> None:
         self.size = size
         self.taken = 0
-        """All below is taken, or was tried."""
+        """All bytes below were taken, or tried."""
         self.wanted = min(size, AHEAD_BYTES)
-        """All below is to be taken at once."""
+        """All bytes below are to be taken at once."""
         self._start_seconds = START_SECONDS
-        """What is left of it."""
+        """Seconds left of it."""
         self._stepped = False
         """Whether a step has begun."""
         self._computing = False
         self._not_before = now + REST_SECONDS
 
     def use(self, end: int) -> bool:
-        """All below `end` is in use now; whether there is something to take at once because of it."""
+        """Note that all bytes below `end` are in use; returns whether bytes are to be taken at once."""
         self.wanted = max(self.wanted, min(self.size, end + AHEAD_BYTES))
         return self.taken < self.wanted
 
     @property
     def starting(self) -> bool:
-        """Whether the first step is still to come, and time as a thread like others is left."""
+        """Whether no step has begun yet, and time at normal priority is left."""
         return self._start_seconds > 0 and not self._stepped
 
     def step_began(self) -> None:
-        """The engine computes, and has started."""
+        """A step has begun."""
         self._computing = self._stepped = True
 
     def step_ended(self, now: float) -> None:
@@ -84,19 +84,20 @@ class PageSchedule:
         self._not_before = now + REST_SECONDS
 
     def wait(self, now: float) -> float:
-        """Seconds until the next piece may be taken, 0 if that is now; at most `REST_SECONDS`, then ask again."""
+        """Seconds until the next piece may be taken, 0 for now; at most `REST_SECONDS`, after which the caller asks
+        again."""
         if self.taken < self.wanted or not self._stepped:
             return 0.0
         return REST_SECONDS if self._computing else max(0.0, self._not_before - now)
 
     def take(self, now: float) -> tuple[int, int]:
-        """The next piece, (start, bytes), which counts as taken from here on. Only while `taken` is below `size`."""
+        """The next piece as (start, bytes); it counts as taken from now on. Call only while `taken` is below `size`."""
         start, self.taken = self.taken, min(self.size, self.taken + PIECE_BYTES)
         self._not_before = max(self._not_before, now + RESTING_PAUSE_SECONDS)
         return start, self.taken - start
 
     def took(self, seconds: float) -> None:
-        """The last piece took so much CPU time."""
+        """The last piece took this many seconds of CPU time."""
         self._start_seconds -= seconds
 
     def check(self) -> None:
@@ -121,7 +122,7 @@ class PageTaker:
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def start(self) -> None:
-        """Take pages in a background thread from now on, until all are taken or `close` is called.
+        """Start taking pages in a background thread, until all are taken or `close` is called.
 
         A window ahead of the slots in use at once, the rest at rest. The first touch of a page costs up to 70 times the
         copy into it; slots are handed out from the low end. What is taken while the engine computes slows it down, on
@@ -139,12 +140,12 @@ class PageTaker:
         return self._has_first.wait(seconds)
 
     def use(self, end: int) -> None:
-        """All below byte `end` is in use, or about to be: what follows it is wanted next."""
+        """Note that all bytes below `end` are in use, or soon will be: the bytes after them are taken next."""
         if self._schedule.use(end):
             self._wake.set()
 
     def step_began(self) -> None:
-        """The engine computes: nothing is taken but what `use` wants."""
+        """A step has begun: until it ends, only bytes that `use` asks for are taken."""
         self._schedule.step_began()
 
     def step_ended(self) -> None:
@@ -158,7 +159,7 @@ class PageTaker:
                 return
 
     def close(self) -> None:
-        """End the thread; at most one piece is still taken. Idempotent."""
+        """End the thread, after at most one more piece. Idempotent."""
         self._closing = True
         self._wake.set()
         if self._thread is not None:
@@ -191,7 +192,7 @@ class PageTaker:
                     self._has_first.set()
 
     def _take(self, start: int, length: int) -> bool:
-        """Take and map these bytes; False, with a warning, if the machine has no memory left."""
+        """Take and map these bytes; returns False, with a warning, if the machine has no memory left."""
         try:
             whole = length // HUGE_BYTES * HUGE_BYTES
             if whole and self._huge and self._collapse(start, whole):
@@ -209,16 +210,16 @@ class PageTaker:
         return True
 
     def _collapse(self, start: int, length: int) -> bool:
-        """Have huge pages: a tenth of the CPU time, here and when the other process maps them.
+        """Turn the range into huge pages: they take a tenth of the CPU time, here and when the other process maps them.
 
-        The kernel makes one only where there is a page already, so each gets its first. Raises OSError if there is no
-        memory for that.
+        The kernel makes a huge page only where there is a page already, so the first page of each is taken before.
+        Raises OSError if there is no memory for that.
         """
         for huge in range(start, start + length, HUGE_BYTES):
             os.posix_fallocate(self._descriptor, huge, 1)
         if not self._libc.madvise(self._address + start, length, MADV_COLLAPSE):
             return True
-        # Busy means that somebody uses a page just now. Otherwise this kernel has none, or memory is in pieces, and
-        # asking again would have it search for whole ones each time.
+        # Busy: a page is in use at this moment. Otherwise the kernel has no huge pages, or memory is fragmented, and
+        # each further call would search for whole ones again.
         self._huge = ctypes.get_errno() in (errno.EAGAIN, errno.EBUSY)
         return False
