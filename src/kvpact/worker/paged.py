@@ -1,6 +1,6 @@
-"""Pages of the engine's KV memory: where they lie in whatever layout the engine chose.
+"""Pages of the engine's KV memory: their addresses in the layout that the engine has chosen.
 
-Owns the view of a tensor as `[num_blocks, page_bytes]`, and which pages go with which slots; copies nothing. Imports no
+Owns the view of a tensor as `[num_blocks, page_bytes]`, and the pairs of pages and slots; copies nothing. Imports no
 accelerator library; tensors are used through their own methods.
 """
 
@@ -43,7 +43,7 @@ class PagedLayer:
 
     @classmethod
     def from_tensor(cls, name: str, tensor: Any, num_blocks: int) -> PagedLayer:
-        """See `tensor` as pages. Raises ConfigError for a layout in which a page is not regular runs of bytes."""
+        """The pages of `tensor`. Raises ConfigError for a layout in which a page is not regular runs of bytes."""
         if not all(hasattr(tensor, method) for method in ("data_ptr", "stride", "element_size", "shape")):
             raise ConfigError(
                 f"layer {name}: KV memory of type {type(tensor).__name__} is not paged, one tensor is needed"
@@ -84,7 +84,7 @@ class PagedLayer:
 
 
 def block_axis(shape: Sequence[int], num_blocks: int) -> int | None:
-    """The axis that counts blocks: the first, or the second behind keys and values; None if that is not certain."""
+    """The axis that counts blocks: the first, or the second after keys and values; None if it is ambiguous."""
     behind_halves = len(shape) == 5 and shape[0] == 2
     if behind_halves and shape[1] % num_blocks == 0:
         return None if num_blocks == 2 else 1
@@ -99,10 +99,10 @@ class PagedKV:
     layer_index: Mapping[str, int]
     num_blocks: int
     groups: tuple[range, ...]
-    """Layers whose pages of a block are neighbours, so that one copy moves them all."""
+    """Layers whose pages of a block are adjacent, so that one copy moves them all."""
     device_type: str
     tensors: tuple[Any, ...] = field(repr=False)
-    """Held so that the memory stays where it is."""
+    """Kept so that the memory stays valid."""
 
     @classmethod
     def from_tensors(cls, kv_caches: Mapping[str, Any], num_blocks: int) -> PagedKV:
@@ -128,7 +128,7 @@ class PagedKV:
 
     @property
     def layout(self) -> SlotLayout:
-        """How one block of this rank lies in its arena slot."""
+        """The layout of one block of this rank in its arena slot."""
         return SlotLayout(tuple(layer.page_bytes for layer in self.layers))
 
     def joined(self, group: range) -> PagedLayer:
@@ -139,7 +139,7 @@ class PagedKV:
 
 
 def _groups(layers: Sequence[PagedLayer]) -> tuple[range, ...]:
-    """Neighbours among layers; about `GROUPS` of them where all are neighbours."""
+    """Groups of adjacent layers; about `GROUPS` of them if all layers are adjacent."""
     most = -(-len(layers) // GROUPS)
     groups: list[range] = []
     for number, layer in enumerate(layers):
@@ -161,13 +161,13 @@ def _groups(layers: Sequence[PagedLayer]) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Which blocks go with which slots, worked out once for all layers."""
+    """The pairs of blocks and slots, computed once for all layers."""
 
     block_ids: npt.NDArray[np.intp]
     slots: npt.NDArray[np.intp]
     """Counted from the first one of their class."""
     runs: tuple[tuple[int, int, int], ...]
-    """(first block id, first slot, count) where both sides are neighbours."""
+    """(first block id, first slot, count) of runs that are adjacent on both sides."""
 
     @classmethod
     def of(cls, block_ids: Sequence[int], slots: Sequence[int], first_slot: int = 0) -> CopyPlan:

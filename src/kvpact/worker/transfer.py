@@ -1,6 +1,6 @@
-"""One rank's copies from order to outcome: which are waited for and how long, and what became of each job, said once.
+"""One rank's copies from order to outcome: waits for synchronous loads, and reports each job's outcome once.
 
-Decides nothing about slots or blocks: they come in jobs. Knows no threads and no device: see `TransferEngine`.
+Jobs name their slots and blocks; nothing is chosen here. Knows no threads and no device: see `TransferEngine`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class RankTransfers:
-    """One rank's jobs under way. Everything here is for the computing thread.
+    """One rank's jobs under way. All methods are for the computing thread.
 
-    Nothing raises because of a job: what cannot be copied is reported as failed. With `layerwise`, synchronous loads
-    run beside the forward pass, else `start_loads` returns when they are done. They are waited for at most `timeout`
-    seconds (None: without end); then they are left, and end as failed when the copy does.
+    No method raises because of a job: what cannot be copied is reported as failed. With `layerwise`, synchronous loads
+    run beside the forward pass, otherwise `start_loads` returns when they are done. A step waits for them at most
+    `timeout` seconds (None: no limit); afterwards they are cancelled, and end as failed when the copy ends.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RankTransfers:
         layerwise: bool = True,
         timeout: float | None = None,
     ) -> None:
-        """`layer_index` has the number of each layer, by name."""
+        """`layer_index`: layer name -> number."""
         self.engine = engine
         groups = [number for number, group in enumerate(engine.groups) for _ in group]
         self._groups_until = {name: groups[layer] + 1 for name, layer in layer_index.items()}
@@ -43,13 +43,13 @@ class RankTransfers:
         self._timeout = timeout
         self._leave_at = 0.0
         self._open: dict[int, tuple[Job, Transfer]] = {}
-        """By job id, what has not been polled."""
+        """Job id -> job and transfer, until polled."""
         self._synchronous: list[Transfer] = []
-        """The loads that a step waits for."""
+        """The loads that the step waits for."""
         self._logged: set[str] = set()
 
     def start_loads(self, jobs: Sequence[LoadJob]) -> None:
-        """Begin loads: the synchronous ones at once, before everything else, the others in the background."""
+        """Begin loads: the synchronous ones first and at once, the others in the background."""
         if not jobs:
             return
         self.wait_for_loads()
@@ -68,13 +68,14 @@ class RankTransfers:
             self._wait(self._groups_until.get(layer_name, len(self.engine.groups)))
 
     def wait_for_loads(self) -> None:
-        """Return when all synchronous loads have ended; their outcomes are then there to `poll`, but for those left."""
+        """Return when all synchronous loads have ended or were cancelled; `poll` then returns the outcomes of those
+        ended."""
         if self._synchronous:
             self._wait(len(self.engine.groups))
             self._synchronous = []
 
     def _wait(self, groups: int) -> None:
-        """Wait for layers of synchronous loads, or leave those loads when their time is over."""
+        """Wait for layers of synchronous loads; cancel those loads after the timeout."""
         for transfer in self._synchronous:
             seconds = None if self._timeout is None else max(0.0, self._leave_at - self._clock())
             if not transfer.wait(groups, seconds):
@@ -84,9 +85,10 @@ class RankTransfers:
                 return
 
     def leave(self, job_ids: Collection[int]) -> None:
-        """Nobody waits for these asynchronous loads any more: they end as failed, at once unless they are being copied.
+        """Cancel asynchronous loads that the engine no longer waits for: they end as failed, at once unless being
+        copied.
 
-        What is being copied goes no farther than the call that copies now, which may never return.
+        A load that is being copied ends when the current copy call returns, which may be never.
         """
         for job_id in job_ids:
             job, transfer = self._open.get(job_id, (None, None))
@@ -94,7 +96,7 @@ class RankTransfers:
                 transfer.cancel()
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
-        """Begin saves in the background, after what the caller has computed. They make way for synchronous loads."""
+        """Begin saves in the background, after what the caller has computed. They pause for synchronous loads."""
         self._opened(jobs, self.engine.save(jobs))
 
     def poll(self) -> dict[int, JobOutcome]:
@@ -106,17 +108,17 @@ class RankTransfers:
         return {job.job_id: _outcome(job, transfer) for job, transfer in ended}
 
     def is_open(self, job_id: int) -> bool:
-        """Whether a job has begun and was not polled since."""
+        """Whether a job has begun and its outcome was not polled yet."""
         return job_id in self._open
 
     def drain(self, seconds: float) -> bool:
-        """Wait up to `seconds` until every job has ended; whether that is so."""
+        """Wait at most `seconds` until every job has ended; returns whether all have."""
         end = self._clock() + seconds
         everything = len(self.engine.groups)
         return all(transfer.wait(everything, max(0.0, end - self._clock())) for _, transfer in self._open.values())
 
     def shutdown(self, seconds: float) -> bool:
-        """End all copies within `seconds`; unfinished jobs fail. Whether they have ended. Idempotent."""
+        """End all copies within `seconds`; unfinished jobs fail. Returns whether all have ended. Idempotent."""
         return self.engine.close(seconds)
 
     def _opened(self, jobs: Sequence[Job], transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -124,7 +126,7 @@ class RankTransfers:
         return list(transfers)
 
     def _log(self, job: Job, error: Exception | None) -> None:
-        """The first failure of a kind with its trace; later ones are in the outcomes."""
+        """Log the first failure of each kind with its traceback; outcomes report the later ones."""
         kind = "a save" if isinstance(job, SaveJob) else "a synchronous load" if job.synchronous else "a load"
         if error is not None and kind not in self._logged:
             self._logged.add(kind)

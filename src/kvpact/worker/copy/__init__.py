@@ -1,4 +1,4 @@
-"""Moving bytes between pages and slots: `base.py`, what an engine promises, and one module for each kind of device."""
+"""Moving bytes between pages and slots: the protocol in `base.py`, and one module for each kind of device."""
 
 from __future__ import annotations
 
