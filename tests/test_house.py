@@ -420,3 +420,16 @@ def test_time_is_an_argument_but_where_it_is_measured() -> None:
         if name.split(".")[0] in {"cache", "index", "worker", "vllm", "engine"} and "time" in imports_of(path)
     }
     assert found == READS_THE_CLOCK
+
+
+OF_VLLM = {"kv_connector_model_runner_mixin.py"}
+"""Files of vLLM that docstrings name."""
+
+
+def test_docstrings_name_files_that_are_there() -> None:
+    files = {
+        path.name for folder in ("benchmarks", "src", "testbeds", "tests") for path in (ROOT / folder).rglob("*.py")
+    } | OF_VLLM
+    for name, path in modules().items():
+        named = re.findall(r"`(?:\w+/)*(\w+\.py)`", path.read_text())
+        assert set(named) <= files, f"{name} names {set(named) - files}"

@@ -1,7 +1,7 @@
 """The copies that workers were told to make, from the order until every rank has reported.
 
-Owns the jobs under way, what each rank has said of them, and when it is asked again. What a finished copy means is
-decided in `cache.py`. No clock: time comes in.
+Owns the jobs under way, what each rank has said of them, and when it is asked again. What a finished copy means, the
+caller decides. No clock: time comes in.
 """
 
 from __future__ import annotations

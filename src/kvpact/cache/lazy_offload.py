@@ -1,8 +1,8 @@
 """What "save": "lazy" needs to know: what each of the engine's blocks holds, and which of them are evicted next.
 
 Owns a memo with one entry for each block of the engine's pool, and a cursor on the engine's free queue. Names chains of
-blocks that are about to be lost; `cache.py` saves them. The engine tells nobody when it gives a block away, so an entry
-counts only while the engine publishes the block under the hash that it had when the entry was made.
+blocks that are about to be lost; `offload.py` saves them. The engine tells nobody when it gives a block away, so an
+entry counts only while the engine publishes the block under the hash that it had when the entry was made.
 """
 
 from __future__ import annotations

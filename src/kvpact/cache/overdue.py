@@ -1,7 +1,7 @@
 """Loads that do not end by their deadline: their requests go on without them, and nobody gets their blocks meanwhile.
 
-Owns the hold on the engine's blocks that a load may still write to, and when the engine is told to go on. What it costs
-the request is decided in `cache.py`. No clock: time comes in.
+Owns the hold on the engine's blocks that a load may still write to, and when the engine is told to go on. The caller
+decides what that costs the request. No clock: time comes in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a `SchedulerContext` promises, as checks that run on any engine: the embedded one and vLLM's real scheduler.
 
 Owns the checks and what they ask of an engine (`ContextStage`). Starts none: `embedded_stage` here and the scenarios of
-`vllm_scenarios_context.py` do.
+`vllm/scenarios_context.py` do.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class NaiveAdapter(ConnectorAdapter):
 
 
 class OffloadingAdapter(ConnectorAdapter):
-    """vLLM's OffloadingConnector with the workers of `vllm_offloading.py`."""
+    """vLLM's OffloadingConnector with the workers of `offloading.py`."""
 
     def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
         """A load fails as a whole, however many blocks are good."""

@@ -1,6 +1,6 @@
 """Scenarios about a match that vLLM's scheduler drops or shortens: one for each place of its code where it does.
 
-The usual ones (no room, no budget for the prompt, cancellation, another connector) are in `vllm_scenarios_promises.py`;
+The usual ones (no room, no budget for the prompt, cancellation, another connector) are in `scenarios_promises.py`;
 docs/contract-on-vllm.md has the table. Those here turn a switch of the scheduler by hand where the model that would
 need it is not there; what the scheduler does then is its own.
 """
