@@ -1,4 +1,4 @@
-"""Modules under the names that they had before: importing one warns, and gives the module as it is called now."""
+"""Modules under their old names: importing one warns and returns the module of the new name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOVED: Final = {
     "kvpact.testkit.vllm_releases": "kvpact.testkit.vllm.releases",
     "kvpact.testkit.vllm_seams": "kvpact.testkit.vllm.compat",
 }
-"""Those that the documentation named. Until 1.0."""
+"""Old name -> new name of modules that the documentation named. Kept until 1.0."""
 
 
 class _Redirect(MetaPathFinder, Loader):
@@ -46,14 +46,14 @@ class _Redirect(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """The import system returns what stands in `sys.modules` afterwards."""
+        """Put the module of the new name into `sys.modules`, from where the import system returns it."""
         new = MOVED[module.__name__]
         warnings.warn(f"{module.__name__} is {new} now", DeprecationWarning, stacklevel=2)
         sys.modules[module.__name__] = import_module(new)
 
 
 def moved_names(package: str, home: str, *names: str) -> Callable[[str], object]:
-    """A `__getattr__` for a package that was a module with these names, which are now `home`'s."""
+    """A `__getattr__` for a package that was a module with these names, which are in `home` now."""
     return _found_elsewhere(package, {name: f"{home}.{name}" for name in names})
 
 
@@ -75,6 +75,6 @@ def _found_elsewhere(module: str, places: Mapping[str, str]) -> Callable[[str], 
 
 
 def redirect() -> None:
-    """From now on. A second call changes nothing."""
+    """Start redirecting imports of old names. A second call does nothing."""
     if not any(isinstance(finder, _Redirect) for finder in sys.meta_path):
         sys.meta_path.append(_Redirect())

@@ -1,6 +1,6 @@
-"""What one connector holds of an engine's blocks: how often each, and what counts as misuse.
+"""The references of one connector to an engine's blocks: how many to each, and what counts as misuse.
 
-Owns the rules that every engine's scheduler context has in common, so that a mistake gets the same answer everywhere.
+Owns the rules that every engine's scheduler context has in common, so that misuse raises the same error everywhere.
 Never touches a block itself.
 """
 
@@ -13,7 +13,7 @@ from kvpact.errors import PactViolation
 
 
 class Block(Protocol):
-    """As much of an engine's block as the rules need; vLLM's own blocks are such, and so are views."""
+    """The part of an engine's block that the rules need; vLLM's own blocks have it, and so have views."""
 
     @property
     def block_id(self) -> int:
@@ -21,31 +21,31 @@ class Block(Protocol):
 
     @property
     def is_null(self) -> bool:
-        """Whether it stands for blocks that a request does not need."""
+        """Whether it is the placeholder for blocks that a request does not need."""
 
 
 class BlockRefs:
-    """The holds of one context."""
+    """The references of one context."""
 
     __slots__ = ("counts",)
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
-        """Block id -> how many times it is held; no zeros."""
+        """Block id -> number of references; no zeros."""
 
     @property
     def total(self) -> int:
-        """How many holds there are."""
+        """Number of references."""
         return sum(self.counts.values())
 
     def take(self, blocks: Sequence[Block]) -> None:
-        """Each block is held once more; all of them or, on an error, none. The null block: PactViolation."""
+        """Add a reference to each block; to all or, on an error, to none. Raises PactViolation for the null block."""
         if any(block.is_null for block in blocks):
             raise PactViolation("the null block was touched; it stands for blocks that a request does not need")
         count_more(self.counts, (block.block_id for block in blocks))
 
     def give_back(self, block_ids: Sequence[int]) -> None:
-        """Each block is held once less; all of them or, on an error, none. Not touched: PactViolation."""
+        """Drop a reference to each block; to all or, on an error, to none. Raises PactViolation for one without."""
         freed: dict[int, int] = {}
         count_more(freed, block_ids)
         for block_id, times in freed.items():
@@ -62,7 +62,7 @@ class BlockRefs:
 
 
 def count_more(counts: dict[int, int], block_ids: Iterable[int]) -> None:
-    """Each block once more. Not a Counter: its first `update` costs the scheduler 0.7 ms, and every other one 5 us."""
+    """Count each block once. Not a Counter: its first `update` costs the scheduler 0.7 ms, and every other one 5 us."""
     for block_id in block_ids:
         counts[block_id] = counts.get(block_id, 0) + 1
 
@@ -73,7 +73,7 @@ def no_such_block(block_id: int, num_blocks: int) -> PactViolation:
 
 
 def not_free(block_id: int) -> PactViolation:
-    """The error for a walk that is to begin behind a block that is not in the free queue."""
+    """The error for a walk that is to begin after a block that is not in the free queue."""
     return PactViolation(f"block {block_id} is not in the free queue; start from its head or from a free block")
 
 

@@ -1,7 +1,7 @@
-"""What kvpact counts, by name: one table of counters, gauges and one histogram, with labels from small fixed sets.
+"""kvpact's metrics: one table of counters, gauges and one histogram, with labels from small fixed sets.
 
-Owns the numbers and their meaning; the set of series is fixed at import, so it never grows with requests, keys or time.
-Never decides anything, and never lets a wrong count reach an exporter: it is refused, and `check` names it.
+Owns the numbers and their meaning; the set of series is fixed at import, so it does not grow with requests, keys or
+time. Decides nothing. A wrong count never reaches an exporter: it is refused, and `check` reports it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TierName(StrEnum):
 
 
 class EndReason(StrEnum):
-    """Why a plan ended. The first two are settlements, the rest are reasons of an abort."""
+    """Why a plan ended. The first two are settlements, the others reasons of an abort."""
 
     LOADED = "loaded"
     SHORT = "short"
@@ -174,7 +174,7 @@ _SERIES: Mapping[tuple[str, str], str] = {
     for metric in METRICS
     for label in metric.label_values
 }
-"""Made once: it would cost a scheduler step too much."""
+"""Computed once: building the text in a scheduler step would take too long."""
 
 _KEYS: Mapping[Kind, Mapping[tuple[str, str], str]] = {
     kind: {key: text for key, text in _SERIES.items() if _BY_NAME[key[0]].kind == kind} for kind in ("counter", "gauge")
@@ -211,7 +211,7 @@ class Metrics:
                 self._refuse(f"{series(name, label)} was to grow by {amount}; a counter grows by 0 or more")
 
     def raise_to(self, name: str, total: int, label: str = "") -> None:
-        """Set a total that is counted elsewhere, as in the ledger. A total below the last one is refused."""
+        """Set a total that is counted elsewhere, for example in the ledger. A total below the last one is refused."""
         key = self._key("counter", name, label)
         with self._lock:
             if total >= self._values[key]:
@@ -299,7 +299,7 @@ class Metrics:
 
 
 def explain_misses(snapshot: Mapping[str, float]) -> str:
-    """One line for a person: how many lookups hit, and why most of the others did not."""
+    """One readable line: how many lookups hit, and the most frequent reason of the misses."""
     lookups, spared = int(snapshot["lookups"]), int(snapshot["spared_lookups"])
     if not lookups + spared:
         return "no lookups yet: the engine has not asked; is the connector named in its --kv-transfer-config?"

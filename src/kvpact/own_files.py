@@ -1,7 +1,7 @@
 """Files that belong to this user, or to one group, also in a directory that every user may write to.
 
-Owns the folder `kvpact` inside a directory that a user names, the modes of what is made there, and the ways in which
-files are made and replaced: never through a link, never over what is there, whatever the umask.
+Owns the folder `kvpact` inside a directory that a user names, the modes of files and folders in it, and how files are
+made and replaced: never through a link, never overwriting an existing file, and independent of the umask.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvpact.errors import TierError
 logger = logging.getLogger(__name__)
 
 OWN_FOLDER: Final = "kvpact"
-"""What kvpact's folder is called inside the directory that a user names."""
+"""The name of kvpact's folder inside the directory that a user names."""
 
 NAMED_MODE: Final = 0o755
-"""Of a named directory that kvpact makes: others may pass through, and neither add nor rename anything."""
+"""Mode of a named directory that kvpact makes: other users may pass through it, but not add or rename files."""
 
 _MAKING_SECONDS: Final = 1.0
 """How long another member of the group may take between making the folder and opening it to the group."""
@@ -67,7 +67,7 @@ class Access:
 
     @property
     def folder_mode(self) -> int:
-        """With a group, what is made inside belongs to the group, too (setgid)."""
+        """With a group, new files inside belong to the group too (setgid)."""
         return 0o700 if self.group is None else 0o2770
 
     def create(self, path: Path, flags: int = os.O_WRONLY) -> int:
@@ -120,13 +120,13 @@ class OwnFolder:
         self.path = path
         """For messages."""
         self.held = path if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
-        """For use, by this process alone."""
+        """The path to use, valid in this process only."""
         self.access = access
         self._release = weakref.finalize(self, os.close, descriptor) if descriptor is not None else None
 
     @classmethod
     def make(cls, parent: Path, access: Access, name: str = OWN_FOLDER) -> OwnFolder:
-        """The folder inside `parent`, made if need be; `parent` too, if only the last part of its path is missing.
+        """The folder inside `parent`, made if missing; so is `parent`, if only the last part of its path is missing.
 
         Raises:
             NotOurs: the folder is another user's or a link, or cannot be made.
@@ -158,7 +158,7 @@ class OwnFolder:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is such a folder, which only `look` leaves open."""
+        """Whether the folder exists; false only after `look`."""
         return self._release is not None
 
     def require_ours(self) -> None:
@@ -182,7 +182,7 @@ class OwnFolder:
         return cls(path, descriptor, Access(found.st_gid if found.st_mode & _SHARED_BITS == _SHARED_BITS else None))
 
     def close(self) -> None:
-        """Close the folder: `held` leads nowhere from now on. Idempotent; also done when the last reference goes."""
+        """Close the folder: `held` is invalid afterwards. Idempotent; also done when the last reference is dropped."""
         if self._release is not None:
             self._release()
 
@@ -197,7 +197,7 @@ PRIVATE: Final = Access()
 
 
 def open_own(path: Path, flags: int, mode: int = 0) -> int:
-    """`os.open`, but not through a link, and not handed on to other programs. Raises OSError."""
+    """`os.open`, but never through a link, and not inherited by other programs. Raises OSError."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
@@ -213,10 +213,10 @@ def closing(descriptor: int) -> Iterator[int]:
 def replace_own(
     path: Path, content: bytes, access: Access = PRIVATE, *, beside: Path | None = None, durable: bool = False
 ) -> None:
-    """Write a file with this content at `path`; readers see the old or the new file, never a part.
+    """Write a file with this content at `path`; readers see the old or the new file, never a part of one.
 
-    It is written `beside` first, by default next to it under a random name. `durable`: after return the file survives a
-    power cut. Raises OSError; then the old file is still there.
+    It is first written to `beside`, by default a random name in the same folder. `durable`: after return the file
+    survives a power cut. Raises OSError; then the old file is still there.
     """
     beside = beside or path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     descriptor = access.create(beside)
@@ -256,7 +256,7 @@ def _make_named(path: Path) -> None:
 
 
 def _open_path(path: Path) -> int:
-    """A descriptor that needs no right to the folder, good for asking and for going through it."""
+    """A descriptor that needs no permission on the folder; for its status and for paths through it."""
     try:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:

@@ -1,4 +1,4 @@
-"""Background threads that keep off the CPUs the engine computes on.
+"""Background threads that avoid the CPUs on which the engine computes.
 
 Owns how kvpact starts a thread that moves bytes; never touches the engine's own threads or their affinity. Engines that
 compute on CPUs pin the thread that calls a connector, a new thread inherits that pin, and copies would then take turns
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 COMM_BYTES = 15
-"""As much of a thread's name as the kernel keeps."""
+"""Bytes of a thread's name that the kernel keeps."""
 
 LOW_PRIORITY = 5
 """A nice value: 335 of 1024 shares."""
@@ -24,9 +24,9 @@ _thread = threading.local()
 
 
 def spare_cpus() -> frozenset[int]:
-    """CPUs that this process may use and the calling thread may not; empty if the caller is not pinned.
+    """CPUs that this process may use but the calling thread may not; empty if the caller is not pinned.
 
-    Empty for a background thread too: it runs on the spare CPUs already, and the others are the engine's.
+    Empty for a background thread too: it runs on the spare CPUs already, and the engine uses the others.
 
     A pinned thread no longer knows its earlier limit, so the parent process and the other threads are read: a limit
     that the user put on the launching process is kept.
@@ -58,18 +58,18 @@ def start_background(name: str, target: Callable[[], None]) -> threading.Thread:
 
 
 def give_way() -> None:
-    """The calling thread has a third of the time of others that compute where it does, from now on.
+    """Lower the calling thread's priority: it gets a third of the CPU time of a normal thread on the same CPU.
 
-    No less: it holds what they wait for, such as pages that the kernel is collapsing, or the interpreter's lock. With
-    the least time that there is, 1.5 percent, copies stood still for seconds on a busy machine.
+    Not less, because other threads wait for what it holds, such as pages that the kernel is collapsing, or the
+    interpreter's lock. At the lowest priority, 1.5 percent, copies stopped for seconds on a busy machine.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
 
 
 def _show_name(name: str) -> None:
-    """Give the calling thread its name where the kernel shows it: 15 characters in `top -H` and /proc/*/task/*/comm.
+    """Set the calling thread's name in the kernel: 15 characters in `top -H` and /proc/*/task/*/comm.
 
-    Python does so itself from 3.14 on. A new thread has its creator's name until it sets another.
+    Python does this from 3.14 on. A new thread has its creator's name until it sets another.
     """
     with contextlib.suppress(OSError):
         Path("/proc/thread-self/comm").write_bytes(name.encode()[:COMM_BYTES])
@@ -77,7 +77,7 @@ def _show_name(name: str) -> None:
 
 @contextlib.contextmanager
 def on_spare_cpus() -> Iterator[None]:
-    """The calling thread computes on the spare CPUs meanwhile; threads that a library starts here stay on them."""
+    """Run the calling thread on the spare CPUs within the context; threads that a library starts there stay on them."""
     mine, cpus = os.sched_getaffinity(0), spare_cpus()
     try:
         if cpus:

@@ -1,6 +1,6 @@
-"""What the scheduler's process and the workers say to each other, as bytes.
+"""The messages between the scheduler's process and the workers, as bytes.
 
-Owns the messages and their encoding. Each begins with the release that made it. Nothing is unpickled (H80).
+Owns the messages and their encoding. Each message begins with the release that made it. Nothing is unpickled (H80).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvpact.memory.arena import SegmentAddress
 Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport")
 
 VERSION: Final = 1
-"""Of the messages: another one whenever a field of theirs is another."""
+"""Version of the messages: changes whenever one of their fields changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnorderedLoad:
-    """A load that could not be ordered although the engine counts on it; the workers report it as failed."""
+    """A load that could not be ordered although the engine relies on it; the workers report it as failed."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -34,7 +34,7 @@ class UnorderedLoad:
 
 @dataclass(frozen=True, slots=True)
 class SharedTierConfig:
-    """What a worker needs to open the shared tiers as the scheduler's half has: only that half knows all ranks.
+    """What a worker needs to open the same shared tiers as the scheduler's half: only that half knows all ranks.
 
     `tiers` has pairs: the position under which the scheduler's half knows a tier, and its place in the configuration.
     """
@@ -47,7 +47,7 @@ class SharedTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUsed:
-    """These blocks were loaded for adapter `number`, as its files of this `stamp` are."""
+    """Blocks that were loaded for adapter `number` with files of this `stamp`."""
 
     number: int
     stamp: bytes
@@ -56,32 +56,32 @@ class AdapterUsed:
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """One scheduler step, as the workers get it."""
+    """One scheduler step for the workers."""
 
     work: StepWork = field(default_factory=StepWork)
     broken: tuple[UnorderedLoad, ...] = ()
     store: SharedTierConfig | None = None
-    """Where to look; with every step whose work has look-ups."""
+    """The tiers to search; present in every step whose work has look-ups."""
     adapters: tuple[AdapterUsed, ...] = ()
-    """What requests that run with loaded blocks for the first time must run with."""
+    """The adapters that requests running with loaded blocks for the first time must run with."""
     changes: tuple[int, ...] = ()
-    """With loads or saves: how often each rank had said that its weights change, when they were ordered."""
+    """With loads or saves: per rank, the number of reported changes of its weights when they were ordered."""
     spoilt: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """With overdue loads, where vLLM can only be told of blocks: by job, those to be named."""
+    """With overdue loads, where vLLM accepts only block ids: job id -> the blocks to report."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandshake:
-    """What a worker says of itself once: where its part of the arena is, and what the bytes of its blocks mean."""
+    """What a worker reports once: the address of its part of the arena, and what the bytes of its blocks mean."""
 
     rank: int
     segment: SegmentAddress
     step_hook: bool = False
-    """Whether the worker asks this half before each step."""
+    """Whether the worker calls its connector before each step."""
     watches_weights: bool = False
-    """Whether the worker says in the segment's notice when its weights change."""
+    """Whether the worker reports changes of its weights in the segment's notice."""
     facts: dict[str, str] = field(default_factory=dict)
-    """What only this worker knows of the content of its blocks, by name: see `kvpact.vllm.worker_identity`."""
+    """Facts about the content of its blocks that only this worker knows, by name: see `kvpact.vllm.worker_identity`."""
 
 
 def encode(message: StepMessage | WorkerHandshake | WorkerReport) -> bytes:
