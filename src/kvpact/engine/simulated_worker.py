@@ -6,16 +6,16 @@ random numbers, and no clock but the engine's steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpact.contract import ExternalCacheWorker, JobOutcome, JobQuery, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.contract import ExternalCacheWorker, JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.engine.output import SchedulerOutput
-from kvpact.ranges import BlockRange, RangeSet
+from kvpact.ranges import RangeSet
 
 Job: TypeAlias = LoadJob | SaveJob
 
@@ -114,9 +114,12 @@ class SimulatedWorker(ExternalCacheWorker):
         """See `ExternalCacheWorker`."""
         self._step += 1
         self._synchronous = []
-        self._recalled.update(work.recalls, self._under_way(work.overdue))
-        for inquiry in work.inquiries:
-            self._answer(inquiry)
+        waiting = {task.job.job_id for task in self._tasks}
+        self._recalled.update(work.recalls, waiting.intersection(work.overdue))
+        for query in work.inquiries:
+            if query.job_id not in waiting:  # else it is reported after its copy
+                unknown = JobOutcome(failed=RangeSet.of(query.blocks))
+                self._reports.append((self._step, query.job_id, self._said.get(query.job_id, unknown)))
         for job in work.loads:
             (self._synchronous if job.synchronous else self._tasks).append(self._take(job))
 
@@ -135,40 +138,22 @@ class SimulatedWorker(ExternalCacheWorker):
 
     def report(self) -> WorkerReport:
         """See `ExternalCacheWorker`; makes the copies that are due first."""
-        waiting = []
-        for task in self._tasks:
-            if task.copy_at > self._step:
-                waiting.append(task)
-                continue
+        due = [task for task in self._tasks if task.copy_at <= self._step]
+        self._tasks = [task for task in self._tasks if task.copy_at > self._step]
+        for task in due:
             for layer in range(len(self.layers)):
                 self._copy(task, layer)
             self._done(task)
-        self._tasks = waiting
         outcomes: dict[int, JobOutcome] = {}
-        later = []
-        for due, job_id, outcome in self._reports:
-            if due > self._step:
-                later.append((due, job_id, outcome))
-            else:
-                outcomes[job_id] = outcomes.get(job_id, JobOutcome()).merge(outcome)
-        self._reports = later
+        for _, job_id, outcome in (report for report in self._reports if report[0] <= self._step):
+            outcomes[job_id] = outcomes.get(job_id, JobOutcome()).merge(outcome)
+        self._reports = [report for report in self._reports if report[0] > self._step]
         return WorkerReport({self.rank: outcomes})
 
     def go_on(self) -> None:
         """Make all hanging and delayed copies with the next report."""
         for task in self._tasks:
             task.copy_at = self._step
-
-    def _under_way(self, job_ids: Sequence[int]) -> list[int]:
-        """The jobs among these that are not copied yet."""
-        waiting = {task.job.job_id for task in self._tasks}
-        return [job_id for job_id in job_ids if job_id in waiting]
-
-    def _answer(self, inquiry: JobQuery) -> None:
-        """Report a finished job's outcome again; a job that is not copied yet is reported after its copy."""
-        if all(task.job.job_id != inquiry.job_id for task in self._tasks):
-            unknown = JobOutcome(failed=RangeSet.of(inquiry.blocks))
-            self._reports.append((self._step, inquiry.job_id, self._said.get(inquiry.job_id, unknown)))
 
     def _take(self, job: Job) -> _Task:
         conduct = FAITHFUL if self._conduct is None else self._conduct(self.rank, job)
@@ -191,15 +176,15 @@ class SimulatedWorker(ExternalCacheWorker):
     def _done(self, task: _Task) -> None:
         job, conduct = task.job, task.conduct
         due = self._step + conduct.report_after_steps
-        failed = RangeSet.of(job.blocks).intersection(conduct.failed_blocks)
+        blocks = RangeSet.of(job.blocks)
+        failed = blocks.intersection(conduct.failed_blocks)
         if job.job_id in self._recalled:
             self._recalled.discard(job.job_id)
-            failed = RangeSet.of(job.blocks)
+            failed = blocks
+        pieces = [blocks]
         if conduct.block_by_block:
-            pieces = [RangeSet.of(BlockRange(block, 1)) for block in reversed(list(job.blocks))]
-        else:
-            pieces = [RangeSet.of(job.blocks)]
-        self._said[job.job_id] = JobOutcome(RangeSet.of(job.blocks).difference(failed), failed)
+            pieces = [RangeSet.span(block, block + 1) for block in reversed(list(job.blocks))]
+        self._said[job.job_id] = JobOutcome(blocks.difference(failed), failed)
         if len(self._said) > REMEMBERED_JOBS:
             del self._said[next(iter(self._said))]
         for time in range(conduct.times_reported):
