@@ -18,6 +18,7 @@ from kvpact.cache import late_tiers
 from kvpact.errors import ConfigError
 from kvpact.identity import base_weights, weights
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
+from kvpact.threads import LOW_PRIORITY
 from servers.redis_server import redis_server
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(3)]
@@ -100,7 +101,7 @@ def test_h39_until_the_weights_are_told_memory_serves_and_then_all_of_it_is_on_d
     assert_right(engine, PROMPTS[:2], 0)
     engine.forget()
     assert_right(engine, PROMPTS[:2], 6)
-    assert reading.priority == 19
+    assert reading.priority == LOW_PRIORITY
     assert not (tmp_path / "slabs").exists()
     reading.end()
     step_until(engine, lambda: engine.counts.get(HELD, 0) == 12)
