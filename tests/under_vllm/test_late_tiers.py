@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
 from kvpact import weights
+from kvpact.background import LOW_PRIORITY
 from kvpact.errors import ConfigError
 from kvpact.vllm import base_weights, late_tiers
 from servers import redis_server
@@ -110,7 +111,7 @@ def test_h39_until_the_weights_are_told_memory_serves_and_then_all_of_it_is_on_d
     assert_right(engine, PROMPTS[:2], 0)
     engine.forget()
     assert_right(engine, PROMPTS[:2], 6)
-    assert reading.priority == 19
+    assert reading.priority == LOW_PRIORITY
     assert not (tmp_path / "slabs").exists()
     reading.end()
     step_until(engine, lambda: engine.counts.get(HELD, 0) == 12)
