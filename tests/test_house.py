@@ -28,14 +28,12 @@ REACHES_ITS_STORE = {"tiers.mooncake.store": {"socket", "http.client"}}
 
 OWN_OPTIONAL_MEMBERS = {
     "before_update_states",
+    "cache_worker",
     "external_hits_applied",
     "hits_agree_over_ranks",
-    "loaded_adapters",
     "model_at",
     "step_hook_bound",
     "take_hit_corrections",
-    "watch_weights",
-    "weights_notices",
 }
 """What kvpact itself asks of connectors, which need not have it."""
 
@@ -46,7 +44,7 @@ MAX_PRIVATE_REACHES = {
     "tests/cache": 12,
     "tests/engine": 11,
     "tests/identity": 1,
-    "tests/under_vllm": 15,
+    "tests/under_vllm": 11,
 }
 """Folder -> uses of another module's private names that are left there. A number may only fall; the goal is none."""
 
@@ -278,7 +276,7 @@ LARGER = {
     "index.block_index": 558,
     "index.block_index.BlockIndex": 483,
     "tiers.disk.tier.DiskTier": 347,
-    "vllm.connector.PactConnector": 39,
+    "vllm.connector.PactConnector": 36,
 }
 """What may be larger, and how large it is: the lines of a file or class, or a class's public methods if those are too
 many and its lines are not. Each is one thing that would be harder to read in two places. A number may only fall."""

@@ -152,7 +152,7 @@ def test_the_worker_watches_the_manager_of_its_model_runner_once(
 ) -> None:
     """Without adapters, and on a release that keeps them elsewhere, nothing is said."""
     table = LoadedAdaptersWriter(page)
-    connector = SimpleNamespace(watch_weights=lambda: None, weights_notices=None, loaded_adapters=table)
+    connector = SimpleNamespace(cache_worker=SimpleNamespace(notices=None, adapters=table))
     monkeypatch.setattr(worker_module, "_connector", lambda: connector)
     base = KvpactWorker.__bases__[0]
     managers = [None, SimpleNamespace(), Manager(), Manager()]
@@ -186,7 +186,7 @@ class AdapterEngine(PlayedEngine):
         self.manager = Manager()
         self.before_loading: Callable[[], None] = lambda: None
         if watched:
-            table = self.worker.loaded_adapters
+            table = self.worker.cache_worker.adapters
             assert table is not None
             watch_adapters(self.manager, table)
 

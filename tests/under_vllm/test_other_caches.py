@@ -64,7 +64,7 @@ def test_h24_identity_applies_to_another_authors_cache(start: Callable[..., Play
 def test_p13_weights_that_change_end_what_another_authors_cache_serves(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
     cached_blocks(engine, STORED)
-    notices = engine.worker.weights_notices
+    notices = engine.worker.cache_worker.notices
     assert isinstance(notices, NoticeWriter)
     notices.weights_change()
     assert cached_blocks(engine, STORED) == 0

@@ -192,7 +192,7 @@ def engine(tmp_path: Path, sync_load_limit: object) -> Iterator[PlayedEngine]:
 
 
 def notices(engine: PlayedEngine) -> NoticeWriter:
-    found = engine.worker.weights_notices
+    found = engine.worker.cache_worker.notices
     assert found is not None
     return found
 
@@ -357,7 +357,7 @@ def test_without_the_worker_class_one_warning_says_what_is_not_seen(
 
     def watched(self: PactConnector, kv_caches: dict[str, Any]) -> None:
         register(self, kv_caches)
-        self.watch_weights()
+        self.cache_worker.watches_weights = True
 
     monkeypatch.setattr(PactConnector, "register_kv_caches", watched)
     PlayedEngine(tmp_path / "watched").close()

@@ -44,11 +44,8 @@ class Connector:
     def __init__(self) -> None:
         self.page = memoryview(bytearray(4096))
         self.reader = NoticeReader([self.page])
-        self.weights_notices = NoticeWriter(self.page)
-        self.watched = False
-
-    def watch_weights(self) -> None:
-        self.watched = True
+        self.notices = NoticeWriter(self.page)
+        self.cache_worker = SimpleNamespace(notices=self.notices, adapters=None, watches_weights=False)
 
     @property
     def said(self) -> Notice:
@@ -136,7 +133,7 @@ def test_h32_what_changes_weights_says_so_before_and_after(
     base: dict[str, list[Any]], connector: Connector, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     worker = start()
-    assert connector.watched
+    assert connector.cache_worker.watches_weights
     before = connector.said.changes
     told: list[int] = []
 
@@ -276,7 +273,7 @@ def test_h37_a_word_is_of_the_weights_as_they_are_then(connector: Connector) -> 
 def test_h32_an_engine_that_has_rested_looks_at_its_weights(seconds: float, *, is_found: bool) -> None:
     model, clock, connector = Model(), Clock(), Connector()
     watch = ModelWatch(SimpleNamespace(get_model=lambda: model), clock)
-    watch.bind(connector.weights_notices)
+    watch.bind(connector.notices)
 
     def step() -> None:
         watch.before_step(touched=False)
@@ -296,7 +293,7 @@ def test_h32_an_engine_that_has_rested_looks_at_its_weights(seconds: float, *, i
 def test_where_the_engine_moves_experts_about_nothing_is_sampled() -> None:
     model, connector = Model(), Connector()
     watch = ModelWatch(SimpleNamespace(get_model=lambda: model))
-    watch.bind(connector.weights_notices, samples=False)
+    watch.bind(connector.notices, samples=False)
     for _ in range(2):
         watch.before_step(touched=True)
         model.norm.weight.data.mul_(2)
@@ -310,7 +307,7 @@ def test_a_model_that_cannot_be_read_counts_as_changed_and_stops_nothing(caplog:
         raise RuntimeError("injected")
 
     watch = ModelWatch(SimpleNamespace(get_model=get_model))
-    watch.bind(connector.weights_notices)
+    watch.bind(connector.notices)
     for _ in range(3):
         watch.before_step(touched=True)
     assert connector.said.changes == 0

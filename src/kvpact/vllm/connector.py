@@ -24,8 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvpact.config import load_config
 from kvpact.contract import WorkerReport
 from kvpact.errors import ConfigError
-from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
-from kvpact.identity.notices import NoticeWriter
 from kvpact.metrics import Metrics
 from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm, worker_place
 from kvpact.vllm.compat.objects import failed_requests
@@ -109,20 +107,6 @@ class PactConnector(KVConnectorBase_V1):
         """The worker will ask before each step."""
         self.cache_worker.has_step_hook = True
 
-    def watch_weights(self) -> None:
-        """The worker will say in `weights_notices` when its weights change."""
-        self.cache_worker.watches_weights = True
-
-    @property
-    def weights_notices(self) -> NoticeWriter | None:
-        """Where a rank says what becomes of its weights; None on the scheduler's half, and before the KV memory."""
-        return self._worker.notices if self._worker is not None else None
-
-    @property
-    def loaded_adapters(self) -> LoadedAdaptersWriter | None:
-        """Where a rank says which adapters it has loaded; None as `weights_notices`."""
-        return self._worker.adapters if self._worker is not None else None
-
     @guarded(dict)
     def _find_hits(self, scheduler_output: SchedulerOutput) -> Mapping[str, int]:
         """Look for what the step is to compute, in the shared tiers."""
@@ -135,6 +119,7 @@ class PactConnector(KVConnectorBase_V1):
 
     @property
     def cache_worker(self) -> CacheWorker:
+        """This rank's half: `kvpact.vllm.worker` says in it what becomes of weights and adapters."""
         if self._worker is None:
             raise ConfigError("a worker's hook was called on the scheduler's half of the connector")
         return self._worker

@@ -123,15 +123,16 @@ BETWEEN_STEPS = ("sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
 def pact_connector(connector: Any) -> Any:
     """kvpact's connector: the given one, or the one among MultiConnector's; None if there is none."""
     for one in connectors_of(connector):
-        if getattr(one, "watch_weights", None) is not None:
+        if getattr(one, "cache_worker", None) is not None:
             return one
     return None
 
 
 def weights_notices() -> NoticeWriter:
     """Where this process's rank says what becomes of its weights. Raises ConfigError without kvpact's connector."""
-    notices = getattr(pact_connector(_connector()), "weights_notices", None)
-    if not isinstance(notices, NoticeWriter):
+    connector = pact_connector(_connector())
+    notices: NoticeWriter | None = connector.cache_worker.notices if connector is not None else None
+    if notices is None:
         raise ConfigError("this engine has no PactConnector, so nothing is stored that weights could be told of")
     return notices
 
@@ -216,16 +217,17 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
         return answer
 
     def _watch_weights(self, connector: Any) -> None:
-        if connector is None or connector.weights_notices is None:
+        if connector is None or connector.cache_worker.notices is None:
             return
-        self.kvpact_watch.bind(connector.weights_notices, samples=not moves_experts(self.vllm_config))
-        connector.watch_weights()
+        self.kvpact_watch.bind(connector.cache_worker.notices, samples=not moves_experts(self.vllm_config))
+        connector.cache_worker.watches_weights = True
         for name in extension_methods(type(self)):
             if name not in vars(self):
                 setattr(self, name, self.kvpact_watch.comparing()(getattr(self, name)))
 
     def _watch_adapters(self, connector: Any) -> None:
-        manager, table = adapter_manager(self.model_runner), getattr(connector, "loaded_adapters", None)
+        manager = adapter_manager(self.model_runner)
+        table = connector.cache_worker.adapters if connector is not None else None
         if manager is None or table is None or manager is self._kvpact_adapters:
             return
         self._kvpact_adapters = manager
