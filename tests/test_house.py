@@ -282,7 +282,6 @@ LARGER = {
 many and its lines are not. Each is one thing that would be harder to read in two places. A number may only fall."""
 
 TO_BE_SPLIT = {
-    "testkit.vllm.played_engine": 411,
 }
 """As `LARGER`, but for no good reason."""
 

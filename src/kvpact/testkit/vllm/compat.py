@@ -43,6 +43,19 @@ HEAD_SIZE = 16
 """Elements of a head's key; two bytes each, keys and values side by side."""
 MAX_MODEL_LEN = 8192
 """Tokens of the longest request."""
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": HEADS,
+    "num_hidden_layers": 2,
+    "vocab_size": 32_000,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "torch_dtype": "float16",
+}
+"""`config.json` of the model that is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +88,8 @@ class EngineSettings:
     """LoRA adapters that run at once; 0 turns LoRA off."""
     failure_policy: str = "recompute"
     """What becomes of a request whose load failed: "recompute" or "fail"."""
+    load_format: str = "dummy"
+    """How vLLM is told to load the model's weights, of which there are none."""
 
     @property
     def workers(self) -> int:
@@ -93,19 +108,7 @@ def release() -> str:
 def _model_directory() -> str:
     directory = tempfile.TemporaryDirectory(prefix="kvpact-testkit-")
     atexit.register(directory.cleanup)
-    description = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": HEADS,
-        "num_hidden_layers": 2,
-        "vocab_size": 32_000,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "torch_dtype": "float16",
-    }
-    Path(directory.name, "config.json").write_text(json.dumps(description))
+    Path(directory.name, "config.json").write_text(json.dumps(MODEL))
     return directory.name
 
 
@@ -132,13 +135,17 @@ def layers_of_worker(settings: EngineSettings, worker: int) -> list[str]:
     return names[first : first + sizes[stage]]
 
 
-def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any]) -> Any:
-    """A `VllmConfig` for an engine with the connector that `transfer` (fields of `KVTransferConfig`) names."""
+def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], model: Any = None) -> Any:
+    """A `VllmConfig` for an engine with the connector that `transfer` (fields of `KVTransferConfig`) names.
+
+    Its model is `model`, a `ModelConfig`, by default `MODEL`.
+    """
     from vllm import config
 
+    model = model or _model_config()
     vllm_config = config.VllmConfig(
-        model_config=_model_config(),
-        load_config=config.LoadConfig(load_format="dummy"),
+        model_config=model,
+        load_config=config.LoadConfig(load_format=settings.load_format),
         device_config=config.DeviceConfig(device="cpu"),
         cache_config=config.CacheConfig(block_size=settings.block_size, enable_prefix_caching=True),
         parallel_config=config.ParallelConfig(
@@ -149,7 +156,7 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any]) -> A
         scheduler_config=config.SchedulerConfig(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.token_budget,
-            max_model_len=MAX_MODEL_LEN if settings.chunked_prefill else settings.token_budget,
+            max_model_len=model.max_model_len if settings.chunked_prefill else settings.token_budget,
             enable_chunked_prefill=settings.chunked_prefill,
             long_prefill_token_threshold=settings.chunk,
             is_encoder_decoder=False,
@@ -158,7 +165,7 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any]) -> A
         lora_config=config.LoRAConfig(max_loras=settings.adapters, max_lora_rank=8) if settings.adapters else None,
         speculative_config=_draft_config(settings),
         kv_transfer_config=config.KVTransferConfig(
-            kv_role="kv_both", kv_load_failure_policy=settings.failure_policy, **transfer
+            **{"kv_role": "kv_both", "kv_load_failure_policy": settings.failure_policy, **transfer}
         ),
     )
     # The CPU platform forces this off, because it has one stream; what is simulated here is an engine that has more.

@@ -2,8 +2,8 @@
 
 The "model" is an oracle: each token's slot in the KV memory holds a digest of the slot before it and the token, and an
 answer is a digest of every slot that attention would read. So one stale, foreign, torn or early byte anywhere changes
-the answer, and `answer` says what is right without an engine. The hooks come in the order of vLLM's own runner
-(`kv_connector_model_runner_mixin.py`). A step takes a millisecond.
+the answer, and `answer` says what is right without an engine. The hooks are called by vLLM's own runner mixin. A step
+takes a millisecond.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import ModelConfig
+from vllm.forward_context import set_forward_context
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from kvpact.cache.open import OpenCache
 from kvpact.config import load_config
 from kvpact.testkit.vllm import compat
 from kvpact.vllm.connector import PactConnector
@@ -39,12 +41,9 @@ SLOT = 256
 """Bytes of one token in one layer; a block of all layers takes 8 KiB."""
 VOCABULARY = 512
 MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
+    **compat.MODEL,
     "intermediate_size": 128,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
     "vocab_size": VOCABULARY,
@@ -102,19 +101,8 @@ def vllm_config(
         # The played model computes faster than anything can be loaded.
         "kv_connector_extra_config": {"model_id": "oracle", "recompute_if_faster": False, **settings},
     }
-    return VllmConfig(
-        model_config=model,
-        cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=num_batched_tokens,
-            max_model_len=2048,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-        ),
-        device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(**{**named, **transfer}),
-    )
+    shape = compat.EngineSettings(block_size=block_size, token_budget=num_batched_tokens, load_format="auto")
+    return compat.make_vllm_config(shape, {**named, **transfer}, model)
 
 
 class PlayedLayer:
@@ -166,7 +154,7 @@ class PlayedEngine:
         self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {}, block_size, dtype)
         self.block_size = block_size
         self.config.cache_config.num_gpu_blocks = num_blocks
-        shape = compat.EngineSettings(num_blocks=num_blocks, block_size=block_size, layers=LAYERS)
+        self.shape = shape = compat.EngineSettings(num_blocks=num_blocks, block_size=block_size, layers=LAYERS)
         names = compat.layer_names(shape)
         self.config.compilation_config.static_forward_context = {name: PlayedLayer() for name in names}
         self.kv = {name: torch.zeros((num_blocks, block_size, SLOT), dtype=torch.uint8) for name in names}
@@ -253,10 +241,8 @@ class PlayedEngine:
                 self.external_hits += external.hits
                 self.external_hits_again += external.preempted_hits
                 self.external_hits_by_source += sum(external.hits_by_source.values())
-                least = min(
-                    external.queries, external.hits, external.preempted_hits, *external.hits_by_source.values(), 0
-                )
-                assert least == 0, f"a counter would go back: {external}"
+                counts = (external.queries, external.hits, external.preempted_hits, *external.hits_by_source.values())
+                assert min(counts) >= 0, f"a counter would go back: {external}"
             for one in outputs.outputs:
                 played = self.requests[one.request_id]
                 played.said.extend(one.new_token_ids)
@@ -268,39 +254,23 @@ class PlayedEngine:
 
     def execute(self, scheduled: Any) -> ModelRunnerOutput:
         """The runner's part of a step."""
-        worker = self.worker
         wanted = scheduled
         if self.step_hook is not None:
             scheduled = self.step_hook.apply(wanted)
         if self.zero_new_blocks:
             self._zero(wanted)
-        worker.handle_preemptions(scheduled.kv_connector_metadata)
-        worker.bind_connector_metadata(scheduled.kv_connector_metadata)
-        context: Any = SimpleNamespace()
-        if scheduled.has_sync_kv_loads:
-            worker.start_load_kv(context)
-        sampled = self.forward(scheduled.num_scheduled_tokens) if scheduled.num_scheduled_tokens else {}
-        if not scheduled.has_sync_kv_loads:
-            worker.start_load_kv(context)
-        worker.wait_for_save()
-        transfers = worker.get_transfer_results(scheduled.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=transfers.finished_sending,
-            finished_recving=transfers.finished_recving,
-            failed_recving=transfers.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=worker.get_kv_connector_stats(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        worker.clear_connector_metadata()
+        self.worker.handle_preemptions(scheduled.kv_connector_metadata)
+        with (
+            compat.acting_as(self.shape, 0, self.worker),
+            set_forward_context(None, self.config),
+            KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(scheduled) as output,
+        ):
+            sampled = self.forward(scheduled.num_scheduled_tokens) if scheduled.num_scheduled_tokens else {}
         if not sampled:
             return ModelRunnerOutput.with_kv_conn_output_only(output)
-        names = list(sampled)
+        places = {name: index for index, name in enumerate(sampled)}
         return ModelRunnerOutput(
-            names,
-            {name: index for index, name in enumerate(names)},
-            sampled_token_ids=[sampled[name] for name in names],
-            kv_connector_output=output,
+            list(sampled), places, sampled_token_ids=list(sampled.values()), kv_connector_output=output
         )
 
     def _zero(self, scheduled: Any) -> None:
@@ -359,19 +329,20 @@ class PlayedEngine:
     @property
     def counts(self) -> dict[str, float]:
         """All of kvpact's counts as they are now."""
+        return self._opened.observe()
+
+    @property
+    def _opened(self) -> OpenCache:
         mounted = self.connector.scheduler_side.mounted
         assert mounted is not None
-        return mounted.opened.observe()
+        return mounted.opened
 
     def assert_at_rest(self) -> None:
         """No request, no lease, no block or slot held by anything, every invariant true."""
-        mounted = self.connector.scheduler_side.mounted
-        assert mounted is not None
-        cache = mounted.opened.own
+        cache, context = self._opened.own, self.connector.scheduler_side.context
         assert cache is not None
-        cache.check()
-        context = self.connector.scheduler_side.context
         assert context is not None
+        cache.check()
         held = {
             "loads": cache.under_way["loads"],
             "saves": cache.under_way["saves"],
