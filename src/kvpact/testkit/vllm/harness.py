@@ -148,11 +148,15 @@ class Harness:
             engine.add(request_id, tokens, **settings)
         return names
 
-    def load(self, engine: VllmEngine, name: str, *prompts: Sequence[int], **settings: Any) -> None:
-        """Run requests, named as by `add`; the connector must promise a token for one of them at least."""
+    def serve(self, engine: VllmEngine, name: str, *prompts: Sequence[int], **settings: Any) -> list[str]:
+        """As `add`, and run until no request is left."""
         names = self.add(engine, name, *prompts, **settings)
         self.finish(engine)
-        self.require_promise(engine, *names)
+        return names
+
+    def load(self, engine: VllmEngine, name: str, *prompts: Sequence[int], **settings: Any) -> None:
+        """As `serve`; the connector must promise a token for one of these requests at least."""
+        self.require_promise(engine, *self.serve(engine, name, *prompts, **settings))
 
     def forget(self, engine: VllmEngine) -> None:
         """Let everything be saved, then empty the engine's own prefix cache."""
@@ -191,11 +195,10 @@ class Harness:
 
     def held(self, engine: VllmEngine) -> dict[str, int]:
         """What the connector's adapter counts as held, without zeros."""
-        connectors = [one for one in connectors_of(engine.connector) if type(one).__name__ == self.subject.name]
-        counts: dict[str, int] = {}
-        for connector in connectors:
-            for name, count in self.subject.adapter.held(connector).items():
-                counts[name] = counts.get(name, 0) + count
+        counts: Counter[str] = Counter()
+        for connector in connectors_of(engine.connector):
+            if type(connector).__name__ == self.subject.name:
+                counts.update(self.subject.adapter.held(connector))
         return {name: count for name, count in counts.items() if count}
 
     def judge(self, situation: Callable[[Harness], None]) -> None:
@@ -215,9 +218,9 @@ class Harness:
         """No request is left to run: what must be true now is."""
         self.finish(engine)
         drained = engine.drain(self.subject.timeout)
-        found = [*self._promises(engine), *self.reads(engine)]
-        found += [Violation("P8", what) for what in engine.wrong_published()]
-        self.violations += _first_of_each([*found, *self.answers(engine), *self._lasting(engine, drained)])
+        published = [Violation("P8", what) for what in engine.wrong_published()]
+        found = [*self._promises(engine), *self.reads(engine), *published, *self.answers(engine)]
+        self.violations += _first_of_each([*found, *self._lasting(engine, drained)])
 
     def _lasting(self, engine: VllmEngine, drained: bool) -> Iterator[Violation]:
         if not drained:
@@ -225,20 +228,19 @@ class Harness:
         if engine.held_blocks:
             yield Violation("P1", f"with no request alive, {engine.held_blocks} of the engine's blocks are not free")
         if held := self.held(engine):
-            yield Violation("P1", f"with no request alive, the connector holds {_counted(held)}")
+            counted = ", ".join(f"{count} {name}" for name, count in held.items())
+            yield Violation("P1", f"with no request alive, the connector holds {counted}")
 
     def _promises(self, engine: VllmEngine) -> Iterator[Violation]:
+        observed = engine.observed
         asynchronous = {
-            (probe.step, probe.request_id) for probe in engine.observed.probes if probe.asynchronous and probe.answer
+            (probe.step, probe.request_id) for probe in observed.probes if probe.asynchronous and probe.answer
         }
-        loads: dict[str, int] = {}
-        for commit in engine.observed.commits:
-            if (commit.step, commit.request_id) in asynchronous:
-                loads[commit.request_id] = loads.get(commit.request_id, 0) + 1
-        for request_id, times in engine.observed.received.items():
-            if times > loads.get(request_id, 0):
-                yield Violation("H08", f"{times} receives of {request_id} are reported, {loads.get(request_id, 0)} ran")
-        for probe in engine.observed.probes:
+        loads = Counter(one.request_id for one in observed.commits if (one.step, one.request_id) in asynchronous)
+        for request_id, times in observed.received.items():
+            if times > loads[request_id]:
+                yield Violation("H08", f"{times} receives of {request_id} are reported, {loads[request_id]} ran")
+        for probe in observed.probes:
             room = probe.num_tokens - probe.computed - (0 if probe.asynchronous else 1)
             if probe.answer is not None and not 0 <= probe.answer <= max(room, 0):
                 yield Violation(
@@ -258,11 +260,10 @@ class Harness:
 
     def reads(self, engine: VllmEngine) -> Iterator[Violation]:
         """Wrong slots that attention has read, one for each request."""
-        seen: set[str] = set()
+        firsts: dict[str, Violation] = {}
         for slot in engine.observed.wrong_slots:
-            if slot.request_id not in seen:
-                seen.add(slot.request_id)
-                yield Violation("P2", str(slot))
+            firsts.setdefault(slot.request_id, Violation("P2", str(slot)))
+        yield from firsts.values()
 
 
 def _first_of_each(violations: Sequence[Violation]) -> list[Violation]:
@@ -275,7 +276,3 @@ def _first_of_each(violations: Sequence[Violation]) -> list[Violation]:
         Violation(broken, first.what + (f" (and {counts[broken] - 1} more like it)" if counts[broken] > 1 else ""))
         for broken, first in firsts.items()
     ]
-
-
-def _counted(held: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in held.items())

@@ -7,6 +7,7 @@ vLLM's own: its runner mixin and its decorator of attention layers run here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -68,9 +69,11 @@ class Rank:
         """Slots that the step's forward pass read and that did not hold what they must."""
         self.mute = False
         """The rank computes, but does nothing of what its connector is told, and says nothing."""
+        from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+
         self._vllm_config = vllm_config
         self.connector = make_worker_connector(settings, vllm_config, rank)
-        self._attention = self._decorated_attention()
+        self._attention: Callable[[dict[str, int], str], None] = maybe_transfer_kv_layer(self._attend)
         # All ranks share one configuration here, and shake hands when the last of them is there.
         vllm_config.compilation_config.static_forward_context.update(self._layers())
         with self.acting():
@@ -86,47 +89,29 @@ class Rank:
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Runner
 
-        vllm_config = self._vllm_config
-        vllm_config.compilation_config.static_forward_context = self._layers()
+        self._vllm_config.compilation_config.static_forward_context = self._layers()
         self.wrong = []
+        scheduled = scheduler_output.num_scheduled_tokens
         with self.acting():
-            if self.mute:
-                return self._execute_mute(scheduler_output, identities)
-            self.connector.handle_preemptions(scheduler_output.kv_connector_metadata)
+            if not self.mute:
+                self.connector.handle_preemptions(scheduler_output.kv_connector_metadata)
             self._update_states(scheduler_output, identities)
-            if not scheduler_output.total_num_scheduled_tokens:
-                answer = Runner.kv_connector_no_forward(scheduler_output, vllm_config)
+            if not (self.mute or scheduled):
+                answer = Runner.kv_connector_no_forward(scheduler_output, self._vllm_config)
                 return ModelRunnerOutput([], {}, kv_connector_output=answer.kv_connector_output)
-            scheduled = scheduler_output.num_scheduled_tokens
             metadata = {layer: SimpleNamespace(slot_mapping=None) for layer in self.layers}
-            with (
-                set_forward_context(metadata, vllm_config, slot_mapping={}),
-                Runner.maybe_get_kv_connector_output(scheduler_output) as connector_output,
-            ):
+            around = nullcontext() if self.mute else Runner.maybe_get_kv_connector_output(scheduler_output)
+            with set_forward_context(metadata, self._vllm_config, slot_mapping={}), around as connector_output:
                 for layer in self.layers:
-                    self._attention(scheduled, layer)
-            sampled = [self._sample(request_id, scheduled[request_id]) for request_id in scheduled]
+                    (self._attend if self.mute else self._attention)(scheduled, layer)
+            sampled = [self._sample(request_id, count) for request_id, count in scheduled.items()]
+        places = {request_id: index for index, request_id in enumerate(scheduled)}
         return ModelRunnerOutput(
-            list(scheduled),
-            {request_id: index for index, request_id in enumerate(scheduled)},
-            sampled_token_ids=sampled,
-            kv_connector_output=connector_output,
+            list(scheduled), places, sampled_token_ids=sampled, kv_connector_output=connector_output
         )
 
     def _layers(self) -> dict[str, OracleLayer]:
         return {layer: OracleLayer(tensor) for layer, tensor in self.memory.tensors.items()}
-
-    def _execute_mute(self, scheduler_output: Any, identities: dict[str, str]) -> Any:
-        from vllm.v1.outputs import ModelRunnerOutput
-
-        self._update_states(scheduler_output, identities)
-        scheduled = scheduler_output.num_scheduled_tokens
-        for request_id, count in scheduled.items():
-            for layer in self.layers:
-                self._attend(request_id, count, layer)
-        sampled = [self._sample(request_id, count) for request_id, count in scheduled.items()]
-        places = {request_id: index for index, request_id in enumerate(scheduled)}
-        return ModelRunnerOutput(list(scheduled), places, sampled_token_ids=sampled)
 
     def _update_states(self, scheduler_output: Any, identities: dict[str, str]) -> None:
         """As `GPUModelRunner._update_states`, as far as tokens and block tables go."""
@@ -153,30 +138,20 @@ class Rank:
             elif new_blocks is not None:
                 request.block_ids.extend(new_blocks[0])
 
-    def _decorated_attention(self) -> Callable[[dict[str, int], str], None]:
-        """One attention layer under vLLM's decorator: wait for the layer's load, attend, hand the layer out."""
-        from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-
-        def attend(scheduled: dict[str, int], layer_name: str) -> None:
-            for request_id, count in scheduled.items():
-                self._attend(request_id, count, layer_name)
-
-        decorated: Callable[[dict[str, int], str], None] = maybe_transfer_kv_layer(attend)
-        return decorated
-
-    def _attend(self, request_id: str, count: int, layer: str) -> None:
-        """Read the keys and values of all computed tokens, write those of the next `count`."""
-        request = self.requests[request_id]
-        computed = request.num_computed_tokens
-        before = request.chain.digests(0, computed)
-        wrong = self.memory.first_wrong(request.block_ids, before, layer)
-        if wrong is not None:
-            block_id, offset = request.block_ids[wrong // self.settings.block_size], wrong % self.settings.block_size
-            found = self.memory.describe(block_id, offset, layer, iter(self.known.items()))
-            self.wrong.append(WrongSlot(request_id, wrong, block_id, layer, self.rank, found))
-        # Draft tokens have no digest: nothing is written for them, and none of them is ever accepted.
-        known = min(computed + count, len(request.chain.tokens))
-        self.memory.write(request.block_ids, computed, request.chain.digests(computed, known), layer)
+    def _attend(self, scheduled: dict[str, int], layer_name: str) -> None:
+        """Read the keys and values of all computed tokens, write those of the tokens that are scheduled."""
+        size = self.settings.block_size
+        for request_id, count in scheduled.items():
+            request = self.requests[request_id]
+            computed = request.num_computed_tokens
+            wrong = self.memory.first_wrong(request.block_ids, request.chain.digests(0, computed), layer_name)
+            if wrong is not None:
+                block_id = request.block_ids[wrong // size]
+                found = self.memory.describe(block_id, wrong % size, layer_name, iter(self.known.items()))
+                self.wrong.append(WrongSlot(request_id, wrong, block_id, layer_name, self.rank, found))
+            # Draft tokens have no digest: nothing is written for them, and none of them is ever accepted.
+            known = min(computed + count, len(request.chain.tokens))
+            self.memory.write(request.block_ids, computed, request.chain.digests(computed, known), layer_name)
 
     def _sample(self, request_id: str, count: int) -> list[int]:
         """The next token if this step computed the last known one; a wrong one if attention read wrong slots."""

@@ -124,8 +124,8 @@ def run_on_release(
             "config": dict(config or {}),
             "names": names,
             "answer": str(answer),
+            "seconds": max(1.0, seconds - GRACE_SECONDS),
         }
-        order["seconds"] = max(1.0, seconds - GRACE_SECONDS)
         command = [sys.executable, "-m", "kvpact.testkit.vllm.driver", json.dumps(order)]
         with log.open("wb") as output:
             try:

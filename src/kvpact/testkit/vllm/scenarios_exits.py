@@ -95,8 +95,7 @@ def window_is_computed_again(harness: Harness, engine: VllmEngine) -> None:
     """Sliding windows are replayed: a match is cut to whole blocks, its end computed again, a short one dropped."""
     tokens, short = harness.store(engine, prompt(1, 10), prompt(2, 2))
     _switch(engine, "prefix_replay_tokens", 3 * BLOCK)
-    engine.add("long", tokens)
-    harness.finish(engine, "long")
+    harness.serve(engine, "long", tokens)
     harness.load(engine, "short", short)
     if engine.observed.committed_tokens("short"):
         raise NotObservable("the short match was taken")
@@ -176,8 +175,7 @@ def h28_failed_load_of_a_request_that_is_preempted(harness: Harness, engine: Vll
     engine.run(lambda: engine.status("victim") == "RUNNING", steps=50)
     _preempt(engine, "victim")
     harness.require_sound(engine)
-    engine.add("next", tokens, max_tokens=4)
-    harness.finish(engine)
+    harness.serve(engine, "next", tokens, max_tokens=4)
 
 
 def _preempt(engine: VllmEngine, request_id: str) -> None:

@@ -20,8 +20,7 @@ LATENCIES = (0, 1, 2, 3, 4, 5, 6)
 def chunked_prefill_is_stored_whole(harness: Harness, engine: VllmEngine) -> None:
     """Three prompts are computed in chunks that end anywhere; what was stored of them is loaded and checked."""
     prompts = [prompt(seed, 12) for seed in range(1, 4)]
-    harness.add(engine, "first", *prompts)
-    harness.finish(engine)
+    harness.serve(engine, "first", *prompts)
     harness.forget(engine)
     harness.load(engine, "again", *prompts)
 
@@ -77,8 +76,7 @@ def h07_cancelled_while_its_load_runs(harness: Harness, engine: VllmEngine, dela
     if engine.status("loading") != "WAITING_FOR_REMOTE_KVS":
         raise NotObservable("the connector loads inside the step, so nothing can come between")
     engine.abort("loading", during_step=bool(delay % 2))
-    engine.add("next", prompt(2, 15))
-    harness.finish(engine)
+    harness.serve(engine, "next", prompt(2, 15))
 
 
 @scenario.on_engine("P1", "H08", ranks=2, num_blocks=81)
@@ -108,16 +106,14 @@ def h28_failed_load_leaves_nothing_published(harness: Harness, engine: VllmEngin
     engine.abort("victim")
     engine.step()
     harness.require_sound(engine)
-    engine.add("next", tokens, max_tokens=4)
-    harness.finish(engine)
+    harness.serve(engine, "next", tokens, max_tokens=4)
 
 
 @scenario.on_engine("P9", failure_policy="fail")
 def failed_load_ends_its_request_alone(harness: Harness, engine: VllmEngine) -> None:
     """Under the policy "fail" a failed load ends its own request with an error; all others go on."""
     engine.add("victim", _stored_for_a_failing_load(harness, engine, 3), max_tokens=4)
-    engine.add("bystander", prompt(2, 10), max_tokens=12)
-    harness.finish(engine)
+    harness.serve(engine, "bystander", prompt(2, 10), max_tokens=12)
     harness.require_promise(engine, "victim")
 
 
@@ -157,8 +153,7 @@ def h13_hooks_do_not_raise(harness: Harness) -> None:
             engine.journal(f"{hook} raises the next three times")
             harness.subject.adapter.break_hooks(engine)[hook]()
             engine.add("after", tokens, max_tokens=3)
-            engine.add("other", prompt(2, 10), max_tokens=3)
-            harness.finish(engine)
+            harness.serve(engine, "other", prompt(2, 10), max_tokens=3)
             harness.abandon(engine)
 
 
@@ -188,8 +183,7 @@ def _damaged(harness: Harness, how: str) -> None:
         raise NotObservable("the connector stores nothing in its folder")
     harness.journal.note(f"{how} {files} stored files")
     with harness.engine() as engine:
-        engine.add("again", tokens)
-        harness.finish(engine)
+        harness.serve(engine, "again", tokens)
 
 
 @scenario("P2", "H59")
@@ -209,8 +203,7 @@ def h20_same_tokens_behind_another_prefix(harness: Harness, engine: VllmEngine) 
     first, second, shared = prompt(1, 4, tail=0), prompt(2, 4, tail=0), prompt(3, 4)
     harness.store(engine, [*first, *shared], [*second, *prompt(4, 4)])
     engine.add("crossed", [*second, *shared])
-    engine.add("alone", shared)
-    harness.finish(engine)
+    harness.serve(engine, "alone", shared)
     harness.require_promise(engine)
 
 
@@ -219,11 +212,9 @@ def h24_tenants_share_nothing(harness: Harness, engine: VllmEngine) -> None:
     """The same prompt under another salt, or none, loads nothing of what was stored for the first."""
     (tokens,) = harness.store(engine, prompt(1, 10), salt="tenant one")
     engine.add("other", tokens, salt="tenant two")
-    engine.add("none", tokens)
-    harness.finish(engine)
+    harness.serve(engine, "none", tokens)
     engine.forget_computed()
-    engine.add("same", tokens, salt="tenant one")
-    harness.finish(engine)
+    harness.serve(engine, "same", tokens, salt="tenant one")
     harness.require_promise(engine)
 
 
@@ -241,14 +232,12 @@ def h40_silent_rank_saves_nothing(harness: Harness, engine: VllmEngine) -> None:
     tokens = prompt(1, 10)
     engine.journal("rank 1 neither copies nor speaks")
     engine.ranks[1].mute = True
-    engine.add("first", tokens, max_tokens=4)
-    harness.finish(engine)
+    harness.serve(engine, "first", tokens, max_tokens=4)
     engine.run(lambda: False, steps=10)
     engine.journal("rank 1 copies and speaks again")
     engine.ranks[1].mute = False
     engine.evict_computed()
-    engine.add("again", tokens, max_tokens=4)
-    harness.finish(engine)
+    harness.serve(engine, "again", tokens, max_tokens=4)
     harness.abandon(engine)
 
 
@@ -257,8 +246,7 @@ def h44_report_of_a_request_that_just_ended(harness: Harness, engine: VllmEngine
     """A request ends with its first token, before its save is reported: what it computed is stored all the same."""
     (longer,) = harness.store(engine, prompt(1, 10), max_tokens=10)
     shortest = prompt(2, 10)
-    engine.add("short", shortest, max_tokens=1)
-    harness.finish(engine, "short")
+    harness.serve(engine, "short", shortest, max_tokens=1)
     harness.forget(engine)
     engine.add("short again", shortest)
     harness.load(engine, "longer again", longer)
@@ -270,8 +258,7 @@ def h44_report_of_a_request_that_just_ended(harness: Harness, engine: VllmEngine
 def preempted_while_it_saves(harness: Harness, engine: VllmEngine) -> None:
     """Requests are preempted in the step that computed new blocks; what is saved of them is right."""
     prompts = [prompt(seed, 8) for seed in range(1, 5)]
-    harness.add(engine, "r", *prompts, max_tokens=70)
-    harness.finish(engine)
+    harness.serve(engine, "r", *prompts, max_tokens=70)
     harness.forget(engine)
     for seed, tokens in enumerate(prompts):
         engine.add(f"again{seed}", [*tokens, *engine.observed.outputs[f"r{seed}"]])
@@ -288,6 +275,5 @@ def steps_overlap(harness: Harness, engine: VllmEngine) -> None:
     harness.add(engine, "r", *prompts, max_tokens=50)
     engine.run(lambda: len(engine.observed.outputs["r0"]) > 5, steps=60)
     engine.abort("r1", during_step=True)
-    engine.add("late", prompts[1], max_tokens=30)
-    harness.finish(engine)
+    harness.serve(engine, "late", prompts[1], max_tokens=30)
     harness.require_promise(engine)

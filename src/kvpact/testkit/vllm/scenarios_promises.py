@@ -85,12 +85,10 @@ def h04_fewer_tokens_are_committed(harness: Harness, engine: VllmEngine) -> None
     tokens, others = harness.store(engine, prompt(1, 10), prompt(2, 10))
     engine.journal("vLLM takes one block less than it is promised")
     engine.rewrite = lambda _, answer: answer - BLOCK
-    engine.add("less", tokens)
-    harness.finish(engine)
+    harness.serve(engine, "less", tokens)
     engine.journal("vLLM takes nothing of what it is promised")
     engine.rewrite = lambda _, answer: 0
-    engine.add("nothing", others)
-    harness.finish(engine)
+    harness.serve(engine, "nothing", others)
     harness.require_promise(engine)
 
 
@@ -98,8 +96,7 @@ def h04_fewer_tokens_are_committed(harness: Harness, engine: VllmEngine) -> None
 def h04_prompt_logprobs_need_the_whole_prompt(harness: Harness, engine: VllmEngine) -> None:
     """A request that must compute its prompt itself loads nothing, also where vLLM leaves that to the connector."""
     (tokens,) = harness.store(engine, prompt(1, 10))
-    engine.add("logprobs", tokens, prompt_logprobs=True)
-    harness.finish(engine)
+    harness.serve(engine, "logprobs", tokens, prompt_logprobs=True)
     if taken := engine.observed.committed_tokens("logprobs"):
         raise BrokenError("P4", f"{taken} tokens are loaded whose log-probabilities were asked for")
 
@@ -170,8 +167,7 @@ def preempted_after_a_load(harness: Harness, engine: VllmEngine) -> None:
 def overtaken_by_priority(harness: Harness, engine: VllmEngine) -> None:
     """A blocked request with a promise is overtaken by urgent ones that fill the cache; its promise holds."""
     _blocked(harness, engine, priority=5)
-    harness.add(engine, "urgent", *(prompt(seed, 7) for seed in range(20, 26)), priority=0)
-    harness.finish(engine)
+    harness.serve(engine, "urgent", *(prompt(seed, 7) for seed in range(20, 26)), priority=0)
 
 
 @scenario.on_engine("P1", "P2", "H11", num_blocks=21)
@@ -283,8 +279,7 @@ def h32_new_weights_make_old_blocks_useless(harness: Harness, engine: VllmEngine
         raise NotObservable("vLLM says that the cache could not be reset")
     engine.new_weights()
     engine.add("again", tokens)
-    engine.add("saved again", saving)
-    harness.finish(engine)
+    harness.serve(engine, "saved again", saving)
 
 
 @scenario.on_engine("H62", "H13")
@@ -294,15 +289,13 @@ def h62_requests_without_names_cost_only_themselves(harness: Harness, engine: Vl
     sick = [[*prompt(seed, 6), token, *prompt(seed, 4)] for seed, token in ((3, -1), (4, 2**32), (5, 2**40))]
     engine.add("again", stored, max_tokens=8)
     engine.add("new", new, max_tokens=8)
-    harness.add(engine, "sick", *sick, max_tokens=8)
-    harness.finish(engine)
+    harness.serve(engine, "sick", *sick, max_tokens=8)
     harness.require_promise(engine, "again")
     if engine.observed.invalid_blocks:
         raise BrokenError("H62", f"blocks {engine.observed.invalid_blocks} are not loaded beside them")
     harness.forget(engine)
     engine.add("new again", new)
-    harness.add(engine, "sick again", *sick, max_tokens=8)
-    harness.finish(engine)
+    harness.serve(engine, "sick again", *sick, max_tokens=8)
     for name in ("again", "new again"):
         found = engine.observed.committed_tokens(name)
         if found < 10 * BLOCK:

@@ -43,13 +43,11 @@ def h41_each_rank_fails_another_block(harness: Harness, engine: VllmEngine, dela
     _fail(harness, engine, 0, loads=[4])
     _fail(harness, engine, 1, loads=[2])
     engine.report_delay = delays
-    engine.add("victim", tokens, max_tokens=4)
-    harness.finish(engine)
+    harness.serve(engine, "victim", tokens, max_tokens=4)
     _require_asynchronous(harness, engine, "victim")
     _well(harness, engine)
     harness.forget(engine)
-    engine.add("again", tokens, max_tokens=4)
-    harness.finish(engine)
+    harness.serve(engine, "again", tokens, max_tokens=4)
 
 
 @scenario.on_engine("P8", "P10", "H42", each=DELAYS, ranks=2)
@@ -60,8 +58,7 @@ def h42_each_rank_saves_with_a_gap(harness: Harness, engine: VllmEngine, delays:
     engine.report_delay = delays
     (tokens,) = harness.store(engine, prompt(1, 10))
     _well(harness, engine)
-    engine.add("again", tokens, max_tokens=4)
-    harness.finish(engine, "again")
+    harness.serve(engine, "again", tokens, max_tokens=4)
     harness.forget(engine)
     harness.load(engine, "once more", tokens, max_tokens=4)
 
@@ -79,8 +76,7 @@ def h43_one_rank_loads_all_and_the_other_nothing(harness: Harness, engine: VllmE
     harness.finish(engine)
     _require_asynchronous(harness, engine, "victim")
     _well(harness, engine)
-    engine.add("next", cancelled, max_tokens=4)
-    harness.finish(engine)
+    harness.serve(engine, "next", cancelled, max_tokens=4)
 
 
 @scenario.on_engine("P1", "P10", "H44", "H45", each=DELAYS, ranks=2)
@@ -88,8 +84,7 @@ def h44_ranks_report_after_their_request_has_ended(harness: Harness, engine: Vll
     """A request ends with its first token; its ranks say in other steps, and later, that they saved its blocks."""
     engine.report_delay = delays
     longer, shortest = prompt(1, 10), prompt(2, 10)
-    engine.add("short", shortest, max_tokens=1)
-    harness.finish(engine, "short")
+    harness.serve(engine, "short", shortest, max_tokens=1)
     engine.add("longer", longer, max_tokens=3)
     engine.abort("longer", during_step=True)
     harness.finish(engine)
@@ -116,5 +111,4 @@ def one_stage_fails_alone(harness: Harness, engine: VllmEngine) -> None:
     harness.load(engine, "victim", tokens, max_tokens=4)
     _well(harness, engine)
     harness.forget(engine)
-    engine.add("again", tokens, max_tokens=4)
-    harness.finish(engine)
+    harness.serve(engine, "again", tokens, max_tokens=4)
