@@ -80,7 +80,7 @@ def filled_buffers(keys: Sequence[BlockKey], nbytes: int, pieces: int = 1) -> li
     return buffers
 
 
-def fill(buffer: BlockBuffer, data: bytes) -> None:
+def fill(buffer: BlockBuffer, data: bytes | bytearray) -> None:
     """Write `data` over the pieces of a block."""
     at = 0
     for piece in buffer:

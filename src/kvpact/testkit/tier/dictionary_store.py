@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from kvpact.testkit.faults import Faults
+from kvpact.testkit.sample_blocks import fill
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreError, StoreUsage
 
@@ -42,10 +43,7 @@ class DictionaryStore(RecordStore):
             record = self.records.get(name)
         if record is None or len(record) != sum(piece.nbytes for piece in buffer):
             return False
-        at = 0
-        for piece in buffer:
-            piece[:] = record[at : at + piece.nbytes]
-            at += piece.nbytes
+        fill(buffer, record)
         return True
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:

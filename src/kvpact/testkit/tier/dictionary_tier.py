@@ -16,6 +16,7 @@ from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.testkit.faults import Faults
+from kvpact.testkit.sample_blocks import fill
 from kvpact.tiers.base import (
     HEADER_BYTES,
     BlockBuffer,
@@ -101,13 +102,10 @@ class DictionaryTier(Tier):
             record = self.records.get((self.namespace, key))
         if record is None:
             return False
-        at = 0
-        for piece in buffer:
-            part = record.payload[at : at + piece.nbytes]
-            piece[: len(part)] = part
-            at += piece.nbytes
-        if len(record.payload) == self.slot_bytes and payload_digest(buffer) == record.header.digest:
-            return True
+        if len(record.payload) == self.slot_bytes:
+            fill(buffer, record.payload)
+            if payload_digest(buffer) == record.header.digest:
+                return True
         with self._lock:
             self._counts = replace(self._counts, damaged=self._counts.damaged + (self._drop([key]) > 0))
         return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,29 +36,24 @@ class Background(Generic[Result]):
     """A call under way on a thread of its own."""
 
     def __init__(self, call: Callable[[], Result]) -> None:
-        self._call = call
-        self._results: list[Result] = []
-        self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, name="kvpact-background", daemon=True)
-        self._thread.start()
+        self._future: Future[Result] = Future()
+        threading.Thread(target=self._run, args=(call,), name="kvpact-background", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[], Result]) -> None:
         try:
-            self._results.append(self._call())
+            self._future.set_result(call())
         except BaseException as error:
-            self._errors.append(error)
+            self._future.set_exception(error)
 
     def ended(self, timeout: float = 0.0) -> bool:
         """Whether it ends within `timeout` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        wait([self._future], timeout)
+        return self._future.done()
 
     def result(self, timeout: float = PATIENCE_S) -> Result:
         """What it returned or raised. Raises Broken if it does not end within `timeout` seconds."""
         require(self.ended(timeout), f"an operation has not ended after {timeout:g} s")
-        if self._errors:
-            raise self._errors[0]
-        return self._results[0]
+        return self._future.result()
 
 
 class TierHarness:

@@ -158,18 +158,16 @@ class MonitoredTier:
         for wanted in documents:
             for block, key in enumerate(wanted.keys[: self.tier.lookup(wanted.keys)]):
                 header = headers[key]
-                parent = wanted.keys[block - 1] if block else b""
-                digest = self.place.seal.payload_digest([memoryview(content(key, self.place.slot_bytes))])
+                right = {
+                    "namespace": self.place.namespace.digest,
+                    "parent": wanted.keys[block - 1] if block else b"",
+                    "depth": block,
+                    "length": self.place.slot_bytes,
+                    "digest": self.place.seal.payload_digest([memoryview(content(key, self.place.slot_bytes))]),
+                }
+                found = {name: getattr(header, name) for name in right}
                 wrong = [
-                    f"{name} is {found!r} and not {right!r}"
-                    for name, found, right in (
-                        ("namespace", header.namespace, self.place.namespace.digest),
-                        ("parent", header.parent, parent),
-                        ("depth", header.depth, block),
-                        ("length", header.length, self.place.slot_bytes),
-                        ("digest", header.digest, digest),
-                    )
-                    if found != right
+                    f"{name} is {found[name]!r} and not {right[name]!r}" for name in right if found[name] != right[name]
                 ]
                 require(not wrong, f"scan's header of block {block} of {wanted.name}: {'; '.join(wrong)}")
 
