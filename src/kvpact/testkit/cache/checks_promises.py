@@ -140,7 +140,7 @@ class PromiseChecks(CacheSuite):
     @kept_in_every_mode("P4", "H04", stored=DOCUMENT, quirks={"rounds_match_to_tokens": 16})
     def test_h04_a_commit_may_take_less(self, scene: CacheHarness) -> None:
         """The engine commits 16 of 28 tokens: those are loaded, and the rest is let go at once."""
-        commit_multiple_of(scene, 16)
+        commit_multiple_of(scene, "rounded", 16)
         scene.as_good_as_new("P4", "H04")
 
     @kept_in_every_mode("P4", "H04", stored=DOCUMENT, quirks={"commits_zero": True, "local_tail_tokens": 1000})
@@ -153,7 +153,7 @@ class PromiseChecks(CacheSuite):
     @kept_in_every_mode("P4", "H30", stored=DOCUMENT, quirks={"rounds_match_to_tokens": 5})
     def test_h30_a_commit_may_end_inside_a_block(self, scene: CacheHarness) -> None:
         """The engine commits 25 of 28 tokens: seven blocks are loaded, and the seventh is computed to its end."""
-        commit_multiple_of(scene, 5)
+        commit_multiple_of(scene, "partial", 5)
         scene.as_good_as_new("P4", "H30")
 
     @kept_in_every_mode("P5", "H05")
@@ -218,9 +218,9 @@ class PromiseChecks(CacheSuite):
         scene.as_good_as_new("H32")
 
 
-def commit_multiple_of(scene: CacheHarness, tokens: int) -> None:
-    """Of what is promised the engine commits a multiple of `tokens`. Raises Broken unless just that is used."""
-    request, match = promised(scene, "rounded", DOCUMENT)
+def commit_multiple_of(scene: CacheHarness, name: str, tokens: int) -> None:
+    """The engine commits a multiple of `tokens` of what is promised. Raises Broken unless just that is used."""
+    request, match = promised(scene, name, DOCUMENT)
     used = scene.use(request)
     wanted = match.num_tokens - match.num_tokens % tokens
     require(used == wanted, f"{wanted} of {match.num_tokens} tokens were committed and {used} used")
