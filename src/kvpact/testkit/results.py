@@ -32,10 +32,13 @@ class NotObservable(SkipTest):
     """The property cannot be seen here, for the reason given; pytest and unittest count the check as skipped."""
 
 
-def require(condition: bool, explanation: str) -> None:
-    """Raise `Broken` with `explanation` unless `condition`; works under `python -O`, and without pytest."""
+def require(condition: bool, explanation: str, protects: str = "") -> None:
+    """Raise `Broken` with `explanation` unless `condition`; works under `python -O`, and without pytest.
+
+    `protects` are the ids that are concerned, with spaces between them.
+    """
     if not condition:
-        raise Broken(explanation)
+        raise Broken(explanation, protects=protects.split())
 
 
 class Verdict(StrEnum):
@@ -90,10 +93,7 @@ class ConformanceReport:
 
     def check(self, name: str) -> Check:
         """The check of this name. Raises KeyError if there is none."""
-        for check in self.checks:
-            if check.name == name:
-                return check
-        raise KeyError(name)
+        return {check.name: check for check in self.checks}[name]
 
     def to_json(self) -> bytes:
         """The report as JSON."""
@@ -109,17 +109,14 @@ def as_text(report: ConformanceReport, *, scripts: bool = True) -> str:
     """The report for a terminal: one line a check, and under each broken one what was seen and what was done."""
     lines = [f"{report.subject} on {report.engine}"]
     for check in report.checks:
-        lines.append(f"{check.verdict:>14}  {check.name} ({', '.join(check.protects)}){_note(check.note)}")
+        note = f": {check.note}" if check.note else ""
+        lines.append(f"{check.verdict:>14}  {check.name} ({', '.join(check.protects)}){note}")
         if check.verdict is Verdict.BROKEN:
             lines += [f"{'':>14}    {violation}" for violation in check.violations]
             if scripts:
                 lines += [f"{'':>14}    | {line}" for line in check.script]
     counts = [f"{sum(check.verdict is verdict for check in report.checks)} {verdict}" for verdict in Verdict]
     return "\n".join([*lines, ", ".join(counts)])
-
-
-def _note(note: str) -> str:
-    return f": {note}" if note else ""
 
 
 def shortened(lines: Sequence[str], limit: int = 60) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from kvpact.contract import JobOutcome, LoadJob, LoadSettlement, SaveJob, SchedulerContext
 from kvpact.identity.keys import BlockKey, BlockKeys
-from kvpact.testkit.results import Broken
+from kvpact.ranges import BlockRange
+from kvpact.testkit.results import Broken, require
 
 MONITOR_NAMESPACE = bytes(32)
 
@@ -56,20 +57,14 @@ class Promise:
 
 @dataclass(slots=True)
 class Commit:
-    """A match that the engine took: blocks from `start` on, into `block_ids`, one sequence a KV cache group."""
+    """A match that the engine took: `blocks` of its request, into `block_ids`, one sequence a KV cache group."""
 
-    start: int
-    num_blocks: int
+    blocks: BlockRange
     asynchronous: bool
     block_ids: tuple[tuple[int, ...], ...]
     keys: list[BlockKey]
     copies: dict[StoredBlock, int]
     jobs: list[Job] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """The block after the last one."""
-        return self.start + self.num_blocks
 
 
 @dataclass(slots=True)
@@ -113,34 +108,29 @@ class JobMonitor:
         self._of_epoch = self.ever_stored.setdefault("", dict(self.stored))
         self._saves = max((save for stored in self.ever_stored.values() for save in stored.values()), default=0)
 
-    def _require(self, holds: bool, names: str, explanation: str) -> None:
-        if not holds:
-            raise Broken(explanation, protects=names.split())
-
     def _take_load(self, job: LoadJob) -> None:
         name = job.request_id
         commit = self.commits.get(name)
         if commit is None:
             raise Broken(f"a load is ordered for {name}, for which nothing is committed", protects=("P1", "P4"))
         blocks = job.blocks
-        self._require(
-            commit.start <= blocks.start and blocks.end <= commit.end,
+        require(
+            commit.blocks.start <= blocks.start and blocks.end <= commit.blocks.end,
+            f"a load of {_named(blocks)} is ordered for {name}; {_named(commit.blocks)} were committed",
             "P4 H04 H03",
-            f"a load of blocks {blocks.start} to {blocks.end - 1} is ordered for {name}; "
-            f"blocks {commit.start} to {commit.end - 1} were committed",
         )
         if job.group_id < len(commit.block_ids):
             wanted = commit.block_ids[job.group_id][blocks.start : blocks.end]
-            self._require(
+            require(
                 job.block_ids == wanted,
-                "P4 H03",
-                f"a load of blocks {blocks.start} to {blocks.end - 1} of {name} is to go into the engine's blocks "
+                f"a load of {_named(blocks)} of {name} is to go into the engine's blocks "
                 f"{job.block_ids}; its own are {wanted}",
+                "P4 H03",
             )
-        self._require(
+        require(
             job.synchronous is not commit.asynchronous,
-            "P5",
             f"the load of {name} was promised as {'a' if commit.asynchronous else ''}synchronous and ordered otherwise",
+            "P5",
         )
         contents = tuple((commit.keys[block], job.group_id) for block in blocks)
         entry = self._jobs[job.job_id] = Job(job, contents)
@@ -158,11 +148,11 @@ class JobMonitor:
             contents = tuple((key, 0) for key in content if key is not None)
             self._jobs[job.job_id] = Job(job, contents if len(contents) == len(content) else ())
             return
-        self._require(
+        require(
             job.blocks.end <= computed or not len(job.blocks) or known is None,
-            "P8 H29 H30",
-            f"a save of blocks {job.blocks.start} to {job.blocks.end - 1} of {job.request_id} is ordered, "
+            f"a save of {_named(job.blocks)} of {job.request_id} is ordered, "
             f"of which {known.computed if known is not None else 0} tokens are computed",
+            "P8 H29 H30",
         )
         contents = tuple((keys[block], job.group_id) for block in job.blocks) if known is not None else ()
         self._jobs[job.job_id] = Job(job, contents)
@@ -170,12 +160,12 @@ class JobMonitor:
     def _require_covered(self, name: str, commit: Commit, when: str) -> None:
         for group, table in enumerate(commit.block_ids):
             covered = {block for entry in commit.jobs if entry.job.group_id == group for block in entry.job.blocks}
-            missing = [b for b in range(commit.start, commit.end) if table[b] and b not in covered]
-            self._require(
+            missing = [b for b in commit.blocks if table[b] and b not in covered]
+            require(
                 not missing,
-                "P5 H05",
-                f"blocks {commit.start} to {commit.end - 1} were committed for {name}; no load of block "
+                f"{_named(commit.blocks)} were committed for {name}; no load of block "
                 f"{missing[:1]} is ordered in {when}",
+                "P5 H05",
             )
 
     def _require_held(self) -> None:
@@ -188,11 +178,11 @@ class JobMonitor:
             return
         for entry in self._late:
             free = [block for block in entry.job.block_ids if not held.get(block)]
-            self._require(
+            require(
                 not free,
-                "H07",
                 f"the load of {entry.job.request_id} was settled as late, and may still write to the engine's blocks "
                 f"{free}, which the cache does not hold",
+                "H07",
             )
 
     def _note_saved(self, entry: Job) -> None:
@@ -211,15 +201,15 @@ class JobMonitor:
         if not self.own_workers:
             self._require_covered(name, commit, "all the steps before it was settled")
         loaded, failed = set(settlement.loaded.blocks()), set(settlement.failed.blocks())
-        committed = set(range(commit.start, commit.end))
-        self._require(
+        committed = set(commit.blocks)
+        require(
             loaded | failed == committed and not loaded & failed,
-            "P7",
-            f"blocks {commit.start} to {commit.end - 1} were committed for {name}; loaded {sorted(loaded)} and failed "
+            f"{_named(commit.blocks)} were committed for {name}; loaded {sorted(loaded)} and failed "
             f"{sorted(failed)} must name each of them once",
+            "P7",
         )
-        self._require(
-            settlement.asynchronous is commit.asynchronous, "P5", f"the load of {name} is settled as of another kind"
+        require(
+            settlement.asynchronous is commit.asynchronous, f"the load of {name} is settled as of another kind", "P5"
         )
         named = {block for entry in commit.jobs for _, said in entry.said.values() for block in said}
         self.loads_failed_by_ranks += bool(named)
@@ -229,15 +219,15 @@ class JobMonitor:
                 continue
             self._judge(name, entry, loaded)
             self._jobs.pop(entry.job.job_id, None)
-        self._require(
-            not (settlement.late and loaded), "P7", f"blocks {sorted(loaded)} of {name} are settled as loaded, and late"
+        require(
+            not (settlement.late and loaded), f"blocks {sorted(loaded)} of {name} are settled as loaded, and late", "P7"
         )
         hull = set(range(min(named), max(named) + 1)) if named else set()
         lost = [b for b in sorted(failed - hull) if self._all_said(commit, b) and not self.own_workers]
-        self._require(
+        require(
             not lost or settlement.late,
-            "P2 P9",
             f"the load of blocks {lost} of {name} is settled as failed; every rank reported them as arrived",
+            "P2 P9",
         )
         if failed:
             self.say(f"the load of {name} is settled; blocks {sorted(failed)} failed")
@@ -266,22 +256,26 @@ class JobMonitor:
         for rank in range(self.num_ranks):
             done, failed = entry.said.get(rank, _SILENT)
             silent = sorted(blocks - done - failed)
-            self._require(
+            require(
                 not loaded.intersection(silent),
-                "P10 H40 H31",
                 f"rank {rank} has not said what became of blocks {silent} of {name}; they are settled as loaded",
+                "P10 H40 H31",
             )
-            self._require(
+            require(
                 not silent,
-                "P10 H07",
                 f"rank {rank} may still write to blocks {silent} of {name}; they are settled as failed, and given away",
+                "P10 H07",
             )
             failed = failed - entry.taken_back.get(rank, set())
-            self._require(
+            require(
                 not loaded & failed,
-                "P10 H41",
                 f"rank {rank} said that blocks {sorted(loaded & failed)} of {name} failed; they are settled as loaded",
+                "P10 H41",
             )
+
+
+def _named(blocks: BlockRange) -> str:
+    return f"blocks {blocks.start} to {blocks.end - 1}"
 
 
 _SILENT: tuple[set[int], set[int]] = (set(), set())

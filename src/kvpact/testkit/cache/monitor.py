@@ -26,6 +26,7 @@ from kvpact.contract import (
 )
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.keys import BlockKeys
+from kvpact.ranges import BlockRange
 from kvpact.testkit.cache.job_monitor import (
     MONITOR_NAMESPACE,
     Commit,
@@ -34,7 +35,7 @@ from kvpact.testkit.cache.job_monitor import (
     Promise,
     StoredBlock,
 )
-from kvpact.testkit.results import Broken
+from kvpact.testkit.results import Broken, require
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -108,7 +109,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
             )
         else:
             same = match.query_result is again.query_result or match.query_result == again.query_result
-            self._require(same, "P3", f"request {name} gets another plan for the same question")
+            require(same, f"request {name} gets another plan for the same question", "P3")
         if match is None:
             self._wait(name, known)
             return None
@@ -124,11 +125,11 @@ class ContractMonitor(JobMonitor, ExternalCache):
         if known.asked_since is None:
             known.asked_since = now
             self.say(f"{name} is told to ask again later")
-        self._require(
+        require(
             now - known.asked_since <= self.timeout,
-            "P11 H10",
             f"request {name} has been told to ask again later for {now - known.asked_since:.1f} s; "
             f"{self.timeout:g} s are the longest here",
+            "P11 H10",
         )
 
     def _promise(self, request: EngineRequest, known: Known, computed: int, match: ExternalKVMatch) -> None:
@@ -138,32 +139,32 @@ class ContractMonitor(JobMonitor, ExternalCache):
             return
         self.say(f"{name} is promised {tokens} tokens behind {computed}")
         length = len(request.token_ids)
-        self._require(
+        require(
             0 < tokens <= length - 1 - computed,
-            "P6 H06",
             f"request {name} of {length} tokens, {computed} of them computed, was promised {tokens} more; "
             f"at most {length - 1 - computed} leave one to compute",
+            "P6 H06",
         )
-        self._require(name not in self.commits, "P1", f"request {name} is promised tokens while its load is under way")
-        self._require(request.may_load, "P5", f"request {name} must compute its prompt itself and is promised {tokens}")
+        require(name not in self.commits, f"request {name} is promised tokens while its load is under way", "P1")
+        require(request.may_load, f"request {name} must compute its prompt itself and is promised {tokens}", "P5")
         if known.keys is None:
             raise Broken(f"request {name} has an unknown identity and is promised {tokens} tokens", protects=("H24",))
         keys = known.keys.extend(request.token_ids)
         first, end = computed // size, num_blocks_for(computed + tokens, size)
-        self._require(
+        require(
             known.failed_from is None or end <= known.failed_from,
-            "P9 H09",
             f"request {name} is promised blocks {first} to {end - 1}; its load of {known.failed_from} failed before",
+            "P9 H09",
         )
         groups = range(len(self._tables(name)) or 1) if self.cache.supports_kv_cache_groups else range(1)
         # Workers of the cache's own may have been told of saves in `StepWork.extra`: the oracle judges those.
         for block in range(first, min(end, len(keys))) if not self.own_workers else ():
             content = [(keys[block], group) for group in groups]
             if not any(self._is_stored(one) for one in content):
-                self._require(
+                require(
                     self._forgotten.isdisjoint(content),
-                    "P13 H32",
                     f"request {name} is promised block {block}, which was stored before the last reset",
+                    "P13 H32",
                 )
                 raise Broken(
                     f"request {name} is promised block {block}, which not all ranks have reported as saved "
@@ -191,17 +192,19 @@ class ContractMonitor(JobMonitor, ExternalCache):
         tables = self._tables(name) if self.cache.supports_kv_cache_groups else (tuple(block_ids),)
         accepted = self._timed(self.cache.commit_external_match, request, match, num_tokens, block_ids)
         self.say(f"{num_tokens} of them are committed for {name}; the cache accepts {accepted}")
-        self._require(
+        require(
             accepted == num_tokens or (0 <= accepted < num_tokens and not self.whole_answers),
-            "P5 H05",
             f"{num_tokens} tokens are committed for {name}, and the engine counts on them; the cache takes {accepted}",
+            "P5 H05",
         )
         known = self._know(request)
         if accepted and known.keys is not None:
             start = promise.computed // self.block_size
             end = num_blocks_for(promise.computed + accepted, self.block_size)
             keys = list(known.keys.extend(request.token_ids)[:end])
-            self.commits[name] = Commit(start, end - start, match.load_kv_async, tables, keys, promise.copies)
+            self.commits[name] = Commit(
+                BlockRange(start, end - start), match.load_kv_async, tables, keys, promise.copies
+            )
             if not match.load_kv_async:
                 self._new_sync.append(name)
         return accepted
@@ -307,9 +310,9 @@ class ContractMonitor(JobMonitor, ExternalCache):
         try:
             self._timed(self.cache.set_weights_version, version)
         except WeightsVersionRefused:
-            self._require(bool(why), "P13", f"the word {version!r} is refused, though a reset came since the last one")
+            require(bool(why), f"the word {version!r} is refused, though a reset came since the last one", "P13")
             raise
-        self._require(not why, "P13", f"the word {version!r} is believed, though {why}")
+        require(not why, f"the word {version!r} is believed, though {why}", "P13")
         self._word, self._awaits_word = version, False
         self._of_epoch = self.ever_stored.setdefault(version, {})
         self.stored.update(self._of_epoch)
@@ -331,8 +334,8 @@ class ContractMonitor(JobMonitor, ExternalCache):
 
     def check_rest(self) -> None:
         """No request is alive: every committed match must have been settled. Raises Broken."""
-        self._require(
-            not self.commits, "P1 P7", f"no request is alive, and the loads of {[*self.commits]} were never settled"
+        require(
+            not self.commits, f"no request is alive, and the loads of {[*self.commits]} were never settled", "P1 P7"
         )
 
 
