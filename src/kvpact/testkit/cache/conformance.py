@@ -53,16 +53,14 @@ def run_conformance(
     progress: Callable[[Check], object] = lambda check: None,
 ) -> ConformanceReport:
     """Run all checks whose name matches `only` on the caches that `factory` makes, in all modes or the named ones."""
-    chosen = modes or CacheConformance.modes
 
     class Anonymous(CacheConformance):
         """The suite around one factory."""
 
-        modes = chosen
-
         def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
             return factory(place)
 
+    Anonymous.modes = modes or CacheConformance.modes
     return run_suite_as_report(Anonymous, subject, only=only, parent=parent, progress=progress)
 
 

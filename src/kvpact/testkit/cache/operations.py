@@ -21,6 +21,7 @@ from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.cache.engine_harness import HarnessSettings
 from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
+from kvpact.testkit.cache.rank_faults import described
 from kvpact.testkit.cache.subjects import CacheFactory
 from kvpact.testkit.faults import Crash, Fault, Operation
 from kvpact.testkit.results import Broken
@@ -169,7 +170,7 @@ class Operations:
                 self.figures.steps += 1
                 self.scene.step()
             except Crash:
-                self._restart(crash=True)
+                self.restart(crash=1)
                 return
 
     # Trouble in the engine
@@ -219,14 +220,11 @@ class Operations:
     ) -> None:
         """How a rank treats its next job, or load: late, lost (0 reports), repeated, in pieces; which blocks fail."""
         rank %= self.settings.ranks
-        what = "load" if load else "job"
-        self.scene.say(
-            f"rank {rank} treats its next {what} so: copied {copy_after} and reported {report_after} steps late, "
-            f"{reports} times{', in pieces' if pieces else ''}, {fail_count} blocks failing from block {fail_at} on"
-        )
         failed = RangeSet.of(BlockRange(fail_at, fail_count))
-        conducts = self.scene.load_conducts if load else self.scene.conducts
-        conducts[rank].append(JobBehavior(copy_after, report_after, failed, reports, bool(pieces)))
+        conduct = JobBehavior(copy_after, report_after, failed, reports, bool(pieces))
+        what, conducts = ("load", self.scene.load_conducts) if load else ("job", self.scene.conducts)
+        self.scene.say(f"rank {rank} and its next {what}: {described(conduct) or 'nothing is wrong'}")
+        conducts[rank].append(conduct)
         for name, happens in (
             ("late copies", copy_after),
             ("late reports", report_after),
@@ -284,9 +282,6 @@ class Operations:
 
     def restart(self, crash: int = 0) -> None:
         """The engine's process ends, in order or not, and another one takes over what outlives it."""
-        self._restart(crash=bool(crash))
-
-    def _restart(self, *, crash: bool) -> None:
         self.scene.say("the process dies and starts again" if crash else "the engine is shut down and starts again")
         self._count()
         self.scene.place.faults.revive()

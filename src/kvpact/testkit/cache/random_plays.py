@@ -25,45 +25,39 @@ from kvpact.testkit.cache.subjects import CacheFactory
 SHRINK_TRIES = 400
 """Plays by which a broken one is made shorter, at most."""
 
-CHANCES: tuple[tuple[str, int, dict[str, tuple[int, int]]], ...] = (
-    ("step", 100, {"times": (1, 8)}),
-    (
-        "arrive",
-        80,
-        {"prefix": (0, 2), "shared": (0, 60), "tail": (0, 12), "outputs": (0, 6), "kind": (0, 21), "priority": (0, 2)},
+AT_LEAST_ONE = ("times", "steps", "tenths")
+"""Arguments that are at least 1 in a random play; others are at least 0."""
+
+
+def _chance(name: str, weight: int, **most: int) -> tuple[str, int, dict[str, tuple[int, int]]]:
+    """A call's name, its weight, and the bounds of each argument, both included; `most` are the upper ones."""
+    return name, weight, {argument: (int(argument in AT_LEAST_ONE), bound) for argument, bound in most.items()}
+
+
+CHANCES = (
+    _chance("step", 100, times=8),
+    _chance("arrive", 80, prefix=2, shared=60, tail=12, outputs=6, kind=21, priority=2),
+    _chance("cancel", 10, which=11),
+    _chance(
+        "misbehave", 30, rank=2, copy_after=4, report_after=4, reports=2, pieces=1, fail_at=12, fail_count=3, load=1
     ),
-    ("cancel", 10, {"which": (0, 11)}),
-    (
-        "misbehave",
-        30,
-        {
-            "rank": (0, 2),
-            "copy_after": (0, 4),
-            "report_after": (0, 4),
-            "reports": (0, 2),
-            "pieces": (0, 1),
-            "fail_at": (0, 12),
-            "fail_count": (0, 3),
-            "load": (0, 1),
-        },
-    ),
-    ("silence", 5, {"rank": (0, 2), "steps": (1, 12)}),
-    ("rank_restarts", 2, {"rank": (0, 2)}),
-    ("squeeze", 2, {"leave": (0, 6)}),
-    ("release", 6, {}),
-    ("forget_local", 25, {}),
-    ("wait", 3, {"tenths": (1, 40)}),
-    ("stall", 6, {"steps": (1, 30)}),
-    ("tier_fault", 8, {"operation": (0, 1), "fault": (0, 2)}),
-    ("tier_crash", 1, {"after": (0, 3)}),
-    ("damage", 3, {"at": (0, 999)}),
-    ("reset", 1, {}),
-    ("reset_connector", 1, {}),
-    ("update_weights", 2, {"to": (0, 2), "clear": (0, 1)}),
-    ("weights_version", 2, {}),
-    ("restart", 1, {"crash": (0, 1)}),
+    _chance("silence", 5, rank=2, steps=12),
+    _chance("rank_restarts", 2, rank=2),
+    _chance("squeeze", 2, leave=6),
+    _chance("release", 6),
+    _chance("forget_local", 25),
+    _chance("wait", 3, tenths=40),
+    _chance("stall", 6, steps=30),
+    _chance("tier_fault", 8, operation=1, fault=2),
+    _chance("tier_crash", 1, after=3),
+    _chance("damage", 3, at=999),
+    _chance("reset", 1),
+    _chance("reset_connector", 1),
+    _chance("update_weights", 2, to=2, clear=1),
+    _chance("weights_version", 2),
+    _chance("restart", 1, crash=1),
 )
-"""The calls of a random play: name, weight, and the bounds of each argument, both included."""
+"""The calls of a random play."""
 
 BOUNDS = {name: bounds for name, _, bounds in CHANCES}
 _NAMES = st.sampled_from([None] + [name for name, weight, _ in CHANCES for _ in range(weight)])

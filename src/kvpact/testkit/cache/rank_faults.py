@@ -44,20 +44,20 @@ class InjectedRankFault:
     conduct: JobBehavior
 
     def __str__(self) -> str:
-        said = []
-        if self.conduct.failed_blocks.ranges:
-            said.append(f"fails blocks {sorted(self.conduct.failed_blocks.blocks())}")
-        if self.conduct.copy_after_steps:
-            said.append(f"copies {self.conduct.copy_after_steps} steps late")
-        if self.conduct.times_reported == 0:
-            said.append("never reports")
-        elif self.conduct.report_after_steps:
-            said.append(f"reports {self.conduct.report_after_steps} steps late")
-        if self.conduct.times_reported > 1:
-            said.append("reports twice")
-        if self.conduct.block_by_block:
-            said.append("reports block by block")
-        return f"rank {self.rank}, job {self.job_id}: {', '.join(said)}"
+        return f"rank {self.rank}, job {self.job_id}: {described(self.conduct)}"
+
+
+def described(conduct: JobBehavior) -> str:
+    """How a job is treated, in words; nothing if it is treated faithfully."""
+    ways = {
+        f"fails blocks {sorted(conduct.failed_blocks.blocks())}": conduct.failed_blocks.ranges,
+        f"copies {conduct.copy_after_steps} steps late": conduct.copy_after_steps,
+        "never reports": conduct.times_reported == 0,
+        f"reports {conduct.report_after_steps} steps late": conduct.report_after_steps and conduct.times_reported,
+        "reports twice": conduct.times_reported > 1,
+        "reports block by block": conduct.block_by_block,
+    }
+    return ", ".join(way for way, is_taken in ways.items() if is_taken)
 
 
 class RankFaults:
