@@ -6,13 +6,49 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import pytest
 
-from kvpact.testkit.context_checks import CHECKS, EmbeddedStage
+from kvpact.contract import SchedulerContext
+from kvpact.engine import Engine, EngineConfig, Request
+from kvpact.testkit.context_checks import BLOCK, BLOCKS, CHECKS
 from kvpact.testkit.results import Verdict, as_text
 
 ENGINES = ["embedded", "vllm"]
+
+
+class EmbeddedStage:
+    """The embedded engine."""
+
+    def __init__(self, *, by_priority: bool = False) -> None:
+        self.engine = Engine(
+            EngineConfig(num_blocks=BLOCKS, block_size=BLOCK, policy="priority" if by_priority else "fcfs")
+        )
+
+    @property
+    def context(self) -> SchedulerContext:
+        """See `ContextStage`."""
+        return self.engine.context
+
+    def add(self, name: str, tokens: Sequence[int], outputs: int = 8, priority: int = 0) -> None:
+        """See `ContextStage`."""
+        self.engine.add_request(Request(name, tokens, outputs, priority=priority))
+
+    def cancel(self, name: str) -> None:
+        """See `ContextStage`."""
+        self.engine.cancel(name)
+
+    def step(self, times: int = 1) -> None:
+        """See `ContextStage`; every invariant of the engine is verified."""
+        for _ in range(times):
+            self.engine.step()
+            self.engine.check()
+
+    def finish(self, name: str) -> None:
+        """See `ContextStage`."""
+        while name not in self.engine.finished:
+            self.step()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,7 +1,6 @@
 """What a `SchedulerContext` promises, as checks that run on any engine: the embedded one and vLLM's real scheduler.
 
-Owns the checks and what they ask of an engine (`ContextStage`). Starts none: `embedded_stage` here and the scenarios of
-`vllm/scenarios_context.py` do.
+Owns the checks and what they ask of an engine (`ContextStage`). Starts no engine.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from random import Random
 from typing import Protocol, TypeAlias
 
 from kvpact.contract import SchedulerContext
-from kvpact.engine import Engine, EngineConfig, Request
 from kvpact.errors import PactViolation
 from kvpact.testkit.results import require
 
@@ -326,36 +324,3 @@ def _blocks_of(context: SchedulerContext, name: str) -> Sequence[int]:
         return context.blocks_of(name)[0]
     except PactViolation:  # it has ended by itself
         return ()
-
-
-class EmbeddedStage:
-    """The embedded engine."""
-
-    def __init__(self, *, by_priority: bool = False) -> None:
-        self.engine = Engine(
-            EngineConfig(num_blocks=BLOCKS, block_size=BLOCK, policy="priority" if by_priority else "fcfs")
-        )
-
-    @property
-    def context(self) -> SchedulerContext:
-        """See `ContextStage`."""
-        return self.engine.context
-
-    def add(self, name: str, tokens: Sequence[int], outputs: int = 8, priority: int = 0) -> None:
-        """See `ContextStage`."""
-        self.engine.add_request(Request(name, tokens, outputs, priority=priority))
-
-    def cancel(self, name: str) -> None:
-        """See `ContextStage`."""
-        self.engine.cancel(name)
-
-    def step(self, times: int = 1) -> None:
-        """See `ContextStage`; every invariant of the engine is verified."""
-        for _ in range(times):
-            self.engine.step()
-            self.engine.check()
-
-    def finish(self, name: str) -> None:
-        """See `ContextStage`."""
-        while name not in self.engine.finished:
-            self.step()

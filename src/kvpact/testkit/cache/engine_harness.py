@@ -60,7 +60,6 @@ class HarnessSettings:
     max_running: int = 16
     prefix_caching: bool = True
     priority: bool = False
-    layers: int = 1
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     write_queue_bytes: int = 1 << 30
     timeout: float = 60.0
@@ -142,7 +141,6 @@ class EngineHarness:
             block_size=settings.block_size,
             groups=settings.groups,
             num_ranks=settings.ranks,
-            num_layers=settings.layers,
             max_model_len=(settings.num_blocks + 8) * settings.block_size,
             max_running=settings.max_running,
             max_tokens_per_step=settings.max_tokens_per_step,
@@ -154,7 +152,7 @@ class EngineHarness:
             num_slots=settings.num_slots,
             num_ranks=settings.ranks,
             num_groups=len(settings.groups),
-            slot_bytes=settings.layers * config.page_bytes,
+            slot_bytes=config.page_bytes,
             clock=self.clock,
             directory=directory,
             shared_directory=shared_directory or directory,
