@@ -448,7 +448,7 @@ def test_what_the_file_system_refuses_is_an_error_that_says_what_to_do(
     def refuse(*arguments: object) -> int:
         raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
 
-    monkeypatch.setattr(os, "writev", refuse)
+    monkeypatch.setattr(os, "pwritev", refuse)
     with pytest.raises(StoreError) as caught:
         store.write([f"{GROUP}/{'ab' * 32}"], [[bytes(HEADER_BYTES), b"payload"]])
     assert str(caught.value).startswith(f"cannot write in dir://{tmp_path}: ")

@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from kvpact.own_files import PRIVATE, open_own
+from kvpact.own_files import PRIVATE, closing, open_own
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces
-
-Result = TypeVar("Result")
+from kvpact.tiers.vectored import completely
 
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP})
+
+
+class _UnlessGone:
+    """Ends what is done with a file that turns out to be gone; other errors are raised."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        return isinstance(error, OSError) and error.errno in _GONE
+
+
+_UNLESS_GONE: Final = _UnlessGone()
 
 
 def path_of(root: Path, name: str) -> Path:
@@ -39,45 +51,33 @@ def records(root: Path, group: str = "") -> Iterator[tuple[str, os.DirEntry[str]
 
 def status(path: Path) -> os.stat_result | None:
     """None if there is no such file."""
-    return _if_there(os.stat, path)
+    with _UNLESS_GONE:
+        return os.stat(path)
+    return None
 
 
 def read_record(path: Path, buffer: RecordBuffer) -> bool:
     """Whether it was there and has exactly that length."""
-    return _if_there(_read_record, path, buffer) or False
-
-
-def _read_record(path: Path, buffer: RecordBuffer) -> bool:
-    descriptor = open_own(path, os.O_RDONLY)
-    try:
+    with _UNLESS_GONE, closing(open_own(path, os.O_RDONLY)) as descriptor:
         nbytes = sum(piece.nbytes for piece in buffer)
-        return os.fstat(descriptor).st_size == nbytes and _read_into(descriptor, buffer) == nbytes
-    finally:
-        os.close(descriptor)
+        views = [piece.cast("B") for piece in buffer]
+        return os.fstat(descriptor).st_size == nbytes and completely(os.preadv, descriptor, views, 0) == nbytes
+    return False
 
 
 def beginning(path: Path, most: int) -> bytes | None:
     """Up to `most` bytes of a file, None if it is not there."""
-    descriptor = _if_there(open_own, path, os.O_RDONLY)
-    if descriptor is None:
-        return None
-    try:
+    with _UNLESS_GONE, closing(open_own(path, os.O_RDONLY)) as descriptor:
         return os.pread(descriptor, most, 0)
-    finally:
-        os.close(descriptor)
+    return None
 
 
 def write_new(path: Path, pieces: RecordPieces, used_ns: int) -> None:
     """A file that was not there, last used at `used_ns`, on disk when this returns."""
-    descriptor = PRIVATE.create(path)
-    try:
-        rest = [memoryview(piece).cast("B") for piece in pieces]
-        while rest:
-            rest = _without_first(rest, os.writev(descriptor, rest))
+    with closing(PRIVATE.create(path)) as descriptor:
+        completely(os.pwritev, descriptor, [memoryview(piece).cast("B") for piece in pieces], 0)
         os.utime(descriptor, ns=(used_ns, used_ns))
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -87,12 +87,10 @@ def publish(temporary: Path, path: Path) -> None:
 
 def remove(path: Path | str) -> bool:
     """Whether it was there."""
-
-    def unlink() -> bool:
+    with _UNLESS_GONE:
         os.unlink(path)
         return True
-
-    return _if_there(unlink) or False
+    return False
 
 
 def _list(directory: Path) -> list[str]:
@@ -100,32 +98,3 @@ def _list(directory: Path) -> list[str]:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _if_there(call: Callable[..., Result], *arguments: Any) -> Result | None:
-    """What a call answers; None if the file that it is about is gone."""
-    try:
-        return call(*arguments)
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        return None
-
-
-def _read_into(descriptor: int, buffer: RecordBuffer) -> int:
-    """Fill the pieces in order; how many bytes there were."""
-    rest = [piece.cast("B") for piece in buffer]
-    at = 0
-    while rest and (arrived := os.preadv(descriptor, rest, at)):
-        at += arrived
-        rest = _without_first(rest, arrived)
-    return at
-
-
-def _without_first(pieces: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of the pieces without their first `nbytes`."""
-    for index, piece in enumerate(pieces):
-        if nbytes < piece.nbytes:
-            return [piece[nbytes:], *pieces[index + 1 :]]
-        nbytes -= piece.nbytes
-    return []

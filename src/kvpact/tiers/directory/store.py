@@ -204,13 +204,12 @@ class DirectoryStore(RecordStore):
         try:
             yield
         except OSError as error:
-            number = error.errno or 0
             right = ""
-            if number in _FULL:
+            if error.errno in _FULL:
                 right = (
                     f"; make room there, or lower the capacity of {self.quota.capacity_bytes} bytes below what there is"
                 )
-            elif number in _DENIED:
+            elif error.errno in _DENIED:
                 right = f"; give user {os.geteuid()} the right to write there, and run all its engines as this user"
             raise StoreError(f"cannot {what} in {self.place}: {error.strerror or error}{right}") from None
 
