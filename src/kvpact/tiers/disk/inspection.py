@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpact.errors import TierError
-from kvpact.own_files import OwnFolder, open_own
+from kvpact.own_files import OwnFolder, closing, open_own
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header, payload_digest
 from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock, occupied
 from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at
@@ -82,16 +82,13 @@ def scan_directory(path: str | os.PathLike[str], now: float | None = None) -> li
     Raises:
         TierError: the directory cannot be read.
     """
+    now = time.time() if now is None else now
     try:
         os.listdir(path)
         with suppress(FileNotFoundError), OwnFolder.look(Path(path)) as folder:
             os.listdir(folder.held)
-        found = [look_at(slab) for slab in SlabDirectory(Path(path)).slab_paths()]
-        return [
-            summary
-            for item in found
-            if item is not None and (summary := _summary(item, time.time() if now is None else now)) is not None
-        ]
+        slabs = [look_at(slab) for slab in SlabDirectory(Path(path)).slab_paths()]
+        return [*filter(None, (_summary(slab, now) for slab in slabs if slab is not None))]
     except OSError as error:
         raise TierError(f"cannot read {path}: {error.strerror}; give the directory of a disk tier") from None
 
@@ -106,15 +103,10 @@ def verify_slab(path: str | os.PathLike[str], progress: Callable[[int, int], Non
     """
     path = Path(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
+            return _verify(descriptor, path, progress)
     except OSError as error:
         raise TierError(f"cannot read {path}: {error.strerror}") from None
-    try:
-        return _verify(descriptor, path, progress)
-    except OSError as error:
-        raise TierError(f"cannot read {path}: {error.strerror}") from None
-    finally:
-        os.close(descriptor)
 
 
 def _verify(descriptor: int, path: Path, progress: Callable[[int, int], None] | None) -> VerifyReport:
@@ -146,9 +138,7 @@ def _read_record(
         return None
     key, torn, reason = "", False, ""
     try:
-        header = RecordHeader.decode(
-            raw, namespace=superblock.namespace.digest, length=superblock.slot_bytes, slot=slot
-        )
+        header = superblock.header(slot, raw)
         key, torn = header.key.hex(), True
         at = superblock.file_bytes(slot)
         got = os.preadv(descriptor, [payload], at)
@@ -177,25 +167,17 @@ def _orphans(parents: Mapping[bytes, bytes]) -> int:
 def _summary(item: Neighbour, now: float) -> SlabSummary | None:
     """None if the slab is gone by now."""
     path, in_use, file_bytes = item.path, item.in_use, item.file_bytes
+    written: list[float] = []
     try:
-        descriptor = open_own(path, os.O_RDONLY)
+        with closing(open_own(path, os.O_RDONLY)) as descriptor:
+            superblock = Superblock.read(descriptor, path)
+            for slot, raw in occupied(_table(descriptor, superblock)):
+                with suppress(RecordError):
+                    written.append(superblock.header(slot, raw).written)
     except FileNotFoundError:
         return None
-    try:
-        superblock = Superblock.read(descriptor, path)
-        written: list[float] = []
-        for slot, raw in occupied(_table(descriptor, superblock)):
-            try:
-                header = RecordHeader.decode(
-                    raw, namespace=superblock.namespace.digest, length=superblock.slot_bytes, slot=slot
-                )
-            except RecordError:
-                continue
-            written.append(header.written)
     except TierError as error:
         return SlabSummary(path, path.stem, {}, 0, 0, 0, 0, file_bytes, 0.0, 0.0, 0 if in_use else None, str(error))
-    finally:
-        os.close(descriptor)
     return SlabSummary(
         path=path,
         namespace=superblock.namespace.name,

@@ -95,11 +95,11 @@ class Superblock:
     def for_capacity(cls, namespace: Namespace, slot_bytes: int, capacity_bytes: int) -> Superblock:
         """The layout of a new slab of at most `capacity_bytes`, with as many slots as fit. May have room for none."""
         slots = max(0, capacity_bytes - PAGE_BYTES) // (slot_bytes + _TABLE_ROOM * HEADER_BYTES)
-        layout = cls(slot_bytes, max(1, _TABLE_ROOM * slots), namespace)
-        while slots and layout.file_bytes(slots) > capacity_bytes:
-            slots -= 1
+        while True:
             layout = cls(slot_bytes, max(1, _TABLE_ROOM * slots), namespace)
-        return layout
+            if not slots or layout.file_bytes(slots) <= capacity_bytes:
+                return layout
+            slots -= 1
 
     def header(self, slot: int, raw: bytes | memoryview) -> RecordHeader:
         """The header in `raw`, of the record in `slot`. Raises RecordError."""

@@ -92,11 +92,9 @@ class Batches:
         except Exception as error:
             self.servers.forget()
             match error:
-                case StoreError():
-                    message = str(error)
                 case TimeoutError():
                     message = f"no answer within {self._timeout:g} s"
-                case OSError() | ErrorReply() | ValueError():
+                case StoreError() | OSError() | ErrorReply() | ValueError():
                     message = str(error) or type(error).__name__
                 case _:
                     raise

@@ -26,7 +26,7 @@ PART_BYTES: Final = 64 << 20
 of 64 MiB keeps all others waiting for some 20 ms. The most that it takes is 512 MiB. Parts need Redis 6.2 or Valkey."""
 
 
-def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS, *, for_tool: bool = False) -> RedisStore:
+def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     """The store that `url` names. Connects to nothing yet: a server that is down may be back by the first call.
 
     `for_tool`: reads prolong no record's life, and do not count as use where the server can be told so.
@@ -59,7 +59,7 @@ def open_redis(url: TierURL, timeout: float = TIMEOUT_SECONDS, *, for_tool: bool
     if not MIN_PART <= part_bytes <= MAX_PART:
         raise TierError(f"{url}: part must be from {format_size(MIN_PART)} to {format_size(MAX_PART)}")
     expiry = url.seconds("expiry", 0.0) if "expiry" in options else None
-    timeout = url.seconds("timeout", timeout)
+    timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     if expiry == 0 or timeout == 0:
         raise TierError(f"{url}: a time must be more than 0; leave the option out for none")
     if for_tool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -62,22 +62,14 @@ class StoreReport:
 def summarize(store: RecordStore, now: float | None = None) -> list[GroupSummary]:
     """A summary of every namespace in the store, by name. Reads names and headers. Raises StoreError."""
     now = time.time() if now is None else now
-    return [
-        _summary(store, group, records, now)
-        for group, records in sorted(_by_group(store.names()).items())
-        if any(key_of(record.name) for record in records)
-    ]
-
-
-def _by_group(records: Iterable[StoredRecord]) -> dict[str, list[StoredRecord]]:
     groups: dict[str, list[StoredRecord]] = defaultdict(list)
-    for record in records:
-        groups[record.name.partition("/")[0]].append(record)
-    return groups
+    for record in store.names():
+        if key_of(record.name):
+            groups[record.name.partition("/")[0]].append(record)
+    return [_summary(store, group, blocks, now) for group, blocks in sorted(groups.items())]
 
 
-def _summary(store: RecordStore, group: str, records: Sequence[StoredRecord], now: float) -> GroupSummary:
-    blocks = [record for record in records if key_of(record.name)]
+def _summary(store: RecordStore, group: str, blocks: Sequence[StoredRecord], now: float) -> GroupSummary:
     written = []
     for _, raw in headers_of(store, [record.name for record in blocks]):
         with suppress(RecordError):
