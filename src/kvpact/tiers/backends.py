@@ -14,11 +14,8 @@ _KINDS: Final = ("disk", "directory", "redis", "objects", "mooncake")
 """The folders beside this file, one for each kind of tier; see `kvpact.tiers.backend`."""
 
 BACKENDS: Final = tuple(cast(Backend, import_module(f"kvpact.tiers.{kind}").BACKEND) for kind in _KINDS)
-_OF_SCHEME: Final = {scheme: backend for backend in BACKENDS for scheme in backend.schemes}
+BACKEND_OF: Final = {scheme: backend for backend in BACKENDS for scheme in backend.schemes}
+"""The kind with URLs of each scheme."""
+
 SCHEMES: Final = {scheme: rules for backend in BACKENDS for scheme, rules in backend.schemes.items()}
 """What the URLs of the kinds that kvpact brings look like."""
-
-
-def backend_of(scheme: str) -> Backend | None:
-    """The kind with URLs of this scheme; None if kvpact brings none."""
-    return _OF_SCHEME.get(scheme)

@@ -261,15 +261,14 @@ class TierClient:
     def poll(self) -> Iterator[LookupDone | GetDone | PutDone | Deleted]:
         """What has ended of what was submitted; what the caller does not take stays for a later call. Never waits."""
         for done in self.executor.poll():
-            now = self._clock()
             if isinstance(done, ControlDone):
                 was_open = self.is_open
                 keys = self.deletions.end(done)
                 self._say_whether_open(was_open)
                 yield Deleted(keys)
-                continue
-            self._note(done, now)
-            yield done
+            else:
+                self._note(done, self._clock())
+                yield done
 
     def _note(self, done: LookupDone | GetDone | PutDone, now: float) -> None:
         if isinstance(done, LookupDone):

@@ -17,7 +17,7 @@ from kvpact._moved import renamed
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.backend import Backend
-from kvpact.tiers.backends import BACKENDS, ENTRY_POINTS, backend_of
+from kvpact.tiers.backends import BACKEND_OF, BACKENDS, ENTRY_POINTS
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
 from kvpact.tiers.shared.store import RecordStore
 from kvpact.tiers.shared.tier import SharedTier
@@ -49,7 +49,7 @@ def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
     `for_tool`: for a person who looks. Nothing is made, evicted, kept for longer or lent by opening, asking, reading
     and closing; `remove` alone changes what is there, and nothing is written.
     """
-    backend = backend_of(url.scheme)
+    backend = BACKEND_OF.get(url.scheme)
     if backend is None or not backend.shared:
         shared = [scheme for backend in BACKENDS if backend.shared for scheme in backend.schemes]
         raise TierError(f"{url} is no store that several engines share; those are {', '.join(shared)}")
@@ -67,7 +67,7 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     Raises:
         TierError: with one message for people; the engine serves on without this tier.
     """
-    backend = backend_of(url.scheme)
+    backend = BACKEND_OF.get(url.scheme)
     if backend is not None and not backend.shared:
         return cast(OpenTier, _opener(backend))(url, place)
     if backend is not None:

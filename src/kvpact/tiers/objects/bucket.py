@@ -150,18 +150,13 @@ class Bucket:
     def pages(self, folder: str = "") -> Iterator[list[str]]:
         """The names of all objects in a folder, or in all."""
         listing = self._api.list(self.client, prefix=folder or None, chunk_size=PAGE_OBJECTS)
-        while True:
-            [page] = self.each(self.next_page, [listing])
-            if page is None:
-                return
-            yield page
+        return iter(lambda: self.each(self.next_page, [listing])[0], None)
 
     def next_page(self, listing: Any) -> list[str] | None:
         """Some more names of a listing; None at its end."""
         try:
-            return [entry["path"] for entry in next(listing)]
-        except StopIteration:
-            return None
+            page = next(listing, None)
+            return None if page is None else [entry["path"] for entry in page]
         except self._failures as error:
             if self._gone(error):
                 return None

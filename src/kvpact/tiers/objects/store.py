@@ -281,15 +281,14 @@ class ObjectStore(RecordStore):
         doomed = set(names)
         packs: dict[str, None] = {}
         unknown = [name for name in names if not self.memory.holders(name)]
-        if unknown:
-            found = self._find(unknown, past_holes=True)
-            for group in {name.partition("/")[0] for name in unknown if name not in found}:
-                for page in self.bucket.pages(group):
-                    packs |= {
-                        pack.name: None
-                        for pack in self._tables(page)
-                        if pack is not None and (pack.name in doomed or doomed & pack.records.keys())
-                    }
+        found = self._find(unknown, past_holes=True)
+        for group in {name.partition("/")[0] for name in unknown if name not in found}:
+            for page in self.bucket.pages(group):
+                packs |= {
+                    pack.name: None
+                    for pack in self._tables(page)
+                    if pack is not None and (pack.name in doomed or doomed & pack.records.keys())
+                }
         for name in names:
             packs |= dict.fromkeys(self.memory.holders(name))
 
