@@ -281,8 +281,7 @@ LARGER = {
 """What may be larger, and how large it is: the lines of a file or class, or a class's public methods if those are too
 many and its lines are not. Each is one thing that would be harder to read in two places. A number may only fall."""
 
-TO_BE_SPLIT = {
-}
+TO_BE_SPLIT = {}
 """As `LARGER`, but for no good reason."""
 
 
