@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvpact.contract import JobOutcome, LoadJob, SaveJob
+from kvpact.contract import JobOutcome, LoadJob
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 from kvpact.vllm.scheduler import KvpactScheduler
@@ -53,18 +53,19 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
 
 def fail_loads(engine: PlayedEngine, fails: Callable[[LoadJob, int], bool]) -> None:
     """From now on these blocks of a request do not arrive; they are cleared instead."""
-    side: Any = engine.worker.cache_worker
-    end = side._end
+    jobs: Any = engine.worker.cache_worker.jobs
+    end = jobs.end
 
-    def end_badly(job: LoadJob | SaveJob, outcome: JobOutcome) -> None:
+    def end_badly(job_id: int, outcome: JobOutcome) -> None:
+        job = jobs.open.get(job_id)
         if isinstance(job, LoadJob):
             failed = [block for block in job.blocks if fails(job, block)]
             for memory in engine.kv.values():
                 memory[[job.block_ids[block - job.start_block] for block in failed]] = 0
             outcome = outcome.merge(JobOutcome(failed=RangeSet.of(*(BlockRange(block, 1) for block in failed))))
-        end(job, outcome)
+        end(job_id, outcome)
 
-    side._end = end_badly
+    jobs.end = end_badly
 
 
 def loads_in_the_step(engine: PlayedEngine) -> bool:
