@@ -44,11 +44,11 @@ FRESH = 4
 
 def _redis_url(directory: Path, stack: ExitStack) -> str:
     options = ("--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru")
-    return f"redis://{stack.enter_context(redis_server(directory, *options)).address}"
+    return f"redis://{stack.enter_context(redis_server(directory, *options)).address}?timeout=10s"
 
 
 def _cluster_url(directory: Path, stack: ExitStack) -> str:
-    return f"redis+cluster://{stack.enter_context(redis_cluster(directory))[0].address}"
+    return f"redis+cluster://{stack.enter_context(redis_cluster(directory))[0].address}?timeout=10s"
 
 
 def _objects_url(directory: Path, stack: ExitStack) -> str:
@@ -60,7 +60,7 @@ def _directory_url(directory: Path, stack: ExitStack) -> str:
 
 
 def _mooncake_url(directory: Path, stack: ExitStack) -> str:
-    return stack.enter_context(mooncake_pool(directory, 512)).url("shared")
+    return stack.enter_context(mooncake_pool(directory, 512)).url("shared", timeout="10s")
 
 
 KINDS: Mapping[str, Callable[[Path, ExitStack], str]] = {
