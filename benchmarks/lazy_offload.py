@@ -30,7 +30,7 @@ from kvpact.demo.engine import EngineProcess, EngineSettings
 from kvpact.demo.model import TINY_SHAPE, ensure_model
 from tiny_engine import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config
 
-TRACE = Path("/work/shared/data/mooncake_conversation.jsonl")
+TRACE = Path(__file__).parents[2] / "shared/data/mooncake_conversation.jsonl"
 TRACE_BLOCK = 512
 MAX_BLOCKS = 16
 MAX_TURNS = 8
