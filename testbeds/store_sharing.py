@@ -60,7 +60,7 @@ def _directory_url(directory: Path, stack: ExitStack) -> str:
 
 
 def _mooncake_url(directory: Path, stack: ExitStack) -> str:
-    return stack.enter_context(mooncake_pool(directory, 512)).url("shared", timeout="10s")
+    return stack.enter_context(mooncake_pool(directory, 512)).url("shared")
 
 
 KINDS: Mapping[str, Callable[[Path, ExitStack], str]] = {
