@@ -44,8 +44,10 @@ class StatsFile:
     def close(self, snapshot: Mapping[str, float]) -> None:
         """Write the last counts, and end."""
         self.offer(snapshot)
-        with suppress(Full):
+        try:
             self._latest.put(None, timeout=CLOSE_SECONDS)
+        except Full:  # a write hangs, and the thread will not hear that it is to end
+            return
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 
