@@ -6,6 +6,7 @@ package is on the stack.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import sys
@@ -42,7 +43,7 @@ def forbid() -> None:
 
 
 def _is_ours() -> bool:
-    frame = sys._getframe(2)
+    frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE) and not name.startswith(DRIVER):

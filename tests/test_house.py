@@ -39,14 +39,17 @@ OWN_OPTIONAL_MEMBERS = {
 
 
 MAX_PRIVATE_REACHES = {
-    "src/kvpact/testkit/vllm": 3,
-    "tests": 1,
     "tests/cache": 12,
     "tests/engine": 11,
-    "tests/identity": 1,
-    "tests/under_vllm": 8,
 }
 """Folder -> uses of another module's private names that are left there. A number may only fall; the goal is none."""
+
+OTHERS_PRIVATES = {
+    "_get_attn_isa": "vLLM's choice of a CPU kernel: one machine has no two processors whose kernels pack differently",
+    "_preempt_request": "vLLM preempts by this alone, in the step in which blocks run out, which no test can place",
+    "_update_request_as_session": "vLLM's own way to continue a streaming request, without an engine around it",
+}
+"""Private names of other people's libraries that a test must call or replace, and why."""
 
 PUBLIC_ALL_THE_SAME = {"_asdict", "_exit", "_fields", "_field_defaults", "_make", "_replace"}
 """Names that Python's own documentation gives to named tuples, and to `os`."""
@@ -200,8 +203,13 @@ def test_tests_kit_and_benchmarks_reach_for_fewer_and_fewer_private_names() -> N
     for folder in ("benchmarks", "examples", "scripts", "src/kvpact/testkit", "testbeds", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).extend(private_reaches(path))
+    reached = {name.rpartition(".")[2] for names in found.values() for name in names}
+    assert reached >= OTHERS_PRIVATES.keys(), f"nothing needs {OTHERS_PRIVATES.keys() - reached} any more"
+    ours = "".join(path.read_text() for path in modules().values())
+    assert not [name for name in OTHERS_PRIVATES if f"def {name}(" in ours], "these are kvpact's own"
     for folder, names in found.items():
-        assert len(names) <= MAX_PRIVATE_REACHES.get(folder, 0), f"{folder}: {sorted(names)}"
+        own = [name for name in names if name.rpartition(".")[2] not in OTHERS_PRIVATES]
+        assert len(own) <= MAX_PRIVATE_REACHES.get(folder, 0), f"{folder}: {sorted(own)}"
 
 
 GIVES_TESTS_NO_PARAMETER = {"memory", "worker"}

@@ -17,6 +17,7 @@ from kvpact.identity.keys import BlockKeys, Namespace, RequestIdentity
 from kvpact.ranges import BlockRange
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.wire import SharedTierConfig
+from kvpact.worker import step_reader
 from kvpact.worker.step_reader import StepReader, Wanted
 
 NAMESPACE = Namespace({"engine": "test"})
@@ -54,6 +55,18 @@ class Store:
         return StepReader(self.config, rank, lambda slot, part: slots.update({slot: bytes(part)})), slots
 
 
+def opened_tiers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The tiers that readers open from now on, in the order of opening."""
+    opened: list[Any] = []
+
+    def open_and_note(*arguments: Any, **options: Any) -> Any:
+        opened.append(open_tier(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(step_reader, "open_tier", open_and_note)
+    return opened
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_keeps_its_own_part_of_blocks_from_the_first_tier_that_has_them(tmp_path: Path, rank: int) -> None:
     store = Store(tmp_path, 2, 5)
@@ -73,18 +86,17 @@ def test_each_rank_keeps_its_own_part_of_blocks_from_the_first_tier_that_has_the
 def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path, 4, deadline="300ms")
+    store, tiers = Store(tmp_path, 4, deadline="300ms"), opened_tiers(monkeypatch)
     reader, slots = store.reader(0)
     assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])]) == {1: 4}
     slots.clear()
-    source = reader._sources[0]
-    get = type(source.client.tier).get
+    get = tiers[0].get
 
     def slow(*arguments: Any, **options: Any) -> int:
         time.sleep(0.8)
         return get(*arguments, **options)
 
-    monkeypatch.setattr(type(source.client.tier), "get", slow)
+    monkeypatch.setattr(tiers[0], "get", slow)
     began = time.monotonic()
     assert reader.read(store.address, [Wanted(2, KEYS[:4], 0, [4, 5, 6, 7])]) == {2: 0}
     assert time.monotonic() - began >= 0.3
@@ -109,10 +121,10 @@ def test_h61_a_rank_leaves_a_tier_alone_in_which_all_its_threads_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The healthy tier beside it keeps its hits; steps wait for the sick one only until both its threads are stuck."""
-    store = Store(tmp_path, 4, 4, deadline="100ms")
+    store, tiers = Store(tmp_path, 4, 4, deadline="100ms"), opened_tiers(monkeypatch)
     reader, _ = store.reader(0)
     assert reader.read(store.address, [Wanted(0, KEYS[:4], 0, [0, 1, 2, 3])]) == {0: 4}
-    sick, calls, go_on = reader._sources[0].client.tier, [], threading.Event()
+    sick, calls, go_on = tiers[0], [], threading.Event()
     get = sick.get
 
     def hang(*arguments: Any, **options: Any) -> int:

@@ -154,7 +154,8 @@ def test_h34_a_table_that_is_cast_when_it_is_first_used_stays_the_same(engine: V
     module = rope(engine, ROPES["Llama 3"], torch.float32)
     before = position(engine)
     query = torch.zeros(1, HEAD, dtype=torch.bfloat16)
-    assert module._match_cos_sin_cache_dtype(query).dtype == module.cos_sin_cache.dtype == torch.bfloat16
+    module.forward_native(torch.zeros(1, dtype=torch.int64), query)
+    assert module.cos_sin_cache.dtype == torch.bfloat16
     assert position(engine) == before
 
 
@@ -326,7 +327,7 @@ def test_facts_name_no_host_path_process_or_device_and_are_short(
     monkeypatch.chdir("/")
     moved = with_length(engine, 2048)
     moved.model_config.model = "/elsewhere/model"
-    moved.model_config.hf_config._name_or_path = "/elsewhere/model"
+    moved.model_config.hf_config.name_or_path = "/elsewhere/model"
     assert facts_of_layers(moved, layers) == facts
 
 

@@ -195,13 +195,13 @@ def commits_come_with_the_next_output(harness: Harness, engine: VllmEngine) -> N
     _switch(engine, "defer_block_free", True)
     prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 5)))
     put_off: set[str] = set()
-    start = engine.scheduler._drain_deferred_loads
+    take_in = engine.scheduler.update_from_output
 
-    def note_and_start() -> None:
+    def note_and_take_in(*outputs: Any) -> Any:
         put_off.update(engine.scheduler.deferred_loads)
-        start()
+        return take_in(*outputs)
 
-    engine.scheduler._drain_deferred_loads = note_and_start
+    engine.scheduler.update_from_output = note_and_take_in
     engine.add("running", prompt(9, 2), max_tokens=60)
     engine.step(3)
     for number, tokens in enumerate(prompts):
