@@ -108,7 +108,7 @@ WORKER_METHODS = [
     "worker.wait_for_layer_load",
     "worker.start_saves",
     "worker.poll",
-    "jobs.take_invalid_blocks",
+    "jobs.ended_loads",
     "worker.report",
     "jobs.report_broken",
     "transfer.start_loads",
@@ -162,7 +162,9 @@ def test_h13_a_hook_that_always_fails_does_not_keep_an_engine_stepping_that_has_
             flush(engine)
         fault = Fault(part(engine, owner), name, 1_000_000)
         engine.run()
-        if name != "poll" or settings is SYNCHRONOUS:  # else nobody knows when a copy has ended: its request must wait
+        if (
+            name not in ("poll", "ended_loads") or settings is SYNCHRONOUS
+        ):  # else nobody knows when a copy has ended: its request must wait
             for prompt in (stem, LATER):
                 assert_right(engine, prompt)
         fault.end()
@@ -395,7 +397,7 @@ def test_h13_orders_that_cannot_be_encoded_are_a_broken_step_and_hold_nothing(
 
 # Everything at once
 
-LAST_WORDS = {"jobs.report_broken", "jobs.take_invalid_blocks"}
+LAST_WORDS = {"jobs.report_broken", "jobs.ended_loads"}
 """These only name what failed. Should they fail beside another fault, nothing is left to say so."""
 NAMES = sorted({*SCHEDULER_METHODS, *WORKER_METHODS, "engine.scatter", "engine.gather"} - LAST_WORDS)
 
@@ -515,14 +517,11 @@ def test_h44_what_a_step_reports_that_ends_its_request_is_stored(
     start: Callable[..., PlayedEngine], settings: dict[str, Any]
 ) -> None:
     engine = start(**settings)
-    worker, save = part(engine, "worker"), engine.worker.wait_for_save
+    transfers, save = part(engine, "transfer"), engine.worker.wait_for_save
 
     def save_at_once() -> None:
         save()
-        until = time.monotonic() + 10.0
-        while worker.jobs.open:
-            assert time.monotonic() < until
-            worker.poll()
+        assert transfers.drain(10.0)
 
     engine.worker.wait_for_save = save_at_once  # type: ignore[method-assign]
     played = engine.add(STORED, max_tokens=1)

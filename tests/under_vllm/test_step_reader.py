@@ -72,14 +72,14 @@ def test_each_rank_keeps_its_own_part_of_blocks_from_the_first_tier_that_has_the
     store = Store(tmp_path, 2, 5)
     reader, slots = store.reader(rank)
     wanted = [Wanted(7, KEYS[:8], 0, list(range(20, 28))), Wanted(8, KEYS[:4], 3, [40])]
-    assert reader.read(store.address, wanted) == {7: 5, 8: 1}
+    found, reads = reader.read(store.address, wanted)
+    assert found == {7: 5, 8: 1}
     assert slots == {20 + block: part_of(block, rank) for block in range(5)} | {40: part_of(3, rank)}
-    assert sorted(reader.take_reads(), key=repr) == [
+    assert sorted(reads, key=repr) == [
         StoreRead(7, 5, BlockRange(0, 2)),
         StoreRead(7, 6, BlockRange(2, 3)),
         StoreRead(8, 6, BlockRange(3, 1)),
     ]
-    assert reader.take_reads() == ()
     reader.close(5.0)
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
 ) -> None:
     store, tiers = Store(tmp_path, 4, deadline="300ms"), opened_tiers(monkeypatch)
     reader, slots = store.reader(0)
-    assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])]) == {1: 4}
+    assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])])[0] == {1: 4}
     slots.clear()
     get = tiers[0].get
 
@@ -98,10 +98,10 @@ def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
 
     monkeypatch.setattr(tiers[0], "get", slow)
     began = time.monotonic()
-    assert reader.read(store.address, [Wanted(2, KEYS[:4], 0, [4, 5, 6, 7])]) == {2: 0}
+    assert reader.read(store.address, [Wanted(2, KEYS[:4], 0, [4, 5, 6, 7])]) == ({2: 0}, ())
     assert time.monotonic() - began >= 0.3
     time.sleep(1.2)
-    assert reader.read(store.address, [Wanted(3, KEYS[:1], 1, [])]) == {3: 0}, "nothing is wanted"
+    assert reader.read(store.address, [Wanted(3, KEYS[:1], 1, [])]) == ({3: 0}, ()), "nothing is wanted"
     assert slots == {}
     reader.close(5.0)
 
@@ -111,9 +111,10 @@ def test_a_tier_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "0").rename(tmp_path / "away")
     (tmp_path / "0").write_text("no directory")
     reader, slots = store.reader(0)
-    assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])]) == {1: 3}
+    found, reads = reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])])
+    assert found == {1: 3}
     assert len(slots) == 3
-    assert [read.tier for read in reader.take_reads()] == [6]
+    assert [read.tier for read in reads] == [6]
     reader.close(5.0)
 
 
@@ -123,7 +124,7 @@ def test_h61_a_rank_leaves_a_tier_alone_in_which_all_its_threads_hang(
     """The healthy tier beside it keeps its hits; steps wait for the sick one only until both its threads are stuck."""
     store, tiers = Store(tmp_path, 4, 4, deadline="100ms"), opened_tiers(monkeypatch)
     reader, _ = store.reader(0)
-    assert reader.read(store.address, [Wanted(0, KEYS[:4], 0, [0, 1, 2, 3])]) == {0: 4}
+    assert reader.read(store.address, [Wanted(0, KEYS[:4], 0, [0, 1, 2, 3])])[0] == {0: 4}
     sick, calls, go_on = tiers[0], [], threading.Event()
     get = sick.get
 
@@ -133,7 +134,7 @@ def test_h61_a_rank_leaves_a_tier_alone_in_which_all_its_threads_hang(
         return get(*arguments, **options)
 
     monkeypatch.setattr(sick, "get", hang)
-    found = [reader.read(store.address, [Wanted(step, KEYS[:4], 0, [0, 1, 2, 3])])[step] for step in range(1, 9)]
+    found = [reader.read(store.address, [Wanted(step, KEYS[:4], 0, [0, 1, 2, 3])])[0][step] for step in range(1, 9)]
     assert len(calls) == 2, "each thread is stuck once"
     assert found[:2] == [0, 0]
     assert found[2:] == [4] * 6, "the third step sees it"

@@ -35,6 +35,7 @@ from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
 from kvpact.vllm.worker_identity import layer_pages, worker_facts
 from kvpact.wire import StepMessage
+from kvpact.worker.jobs import EndedLoads
 from kvpact.worker.worker import CacheWorker
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class PactConnector(KVConnectorBase_V1):
         self._pages: dict[str, str] = {}
         """Layer -> how a block's bytes lie in it."""
         self._facts: dict[str, str] = {}
+        self._invalid_blocks: set[int] = set()
+        """What the step's end brought and vLLM, which asks for requests first, has not asked for yet."""
         if role == KVConnectorRole.SCHEDULER:
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
             self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard)
@@ -115,7 +118,7 @@ class PactConnector(KVConnectorBase_V1):
 
     def external_hits_applied(self, hits: Mapping[str, int]) -> None:
         """The step skips these tokens, on all ranks. Not guarded: they must be loaded."""
-        self.cache_worker.take_hits(hits)
+        self.cache_worker.apply_hits(hits)
 
     @property
     def cache_worker(self) -> CacheWorker:
@@ -186,21 +189,29 @@ class PactConnector(KVConnectorBase_V1):
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose asynchronous load ended, each once."""
-        with self.cache_worker.giving_up_loads():  # in the next step it would be too late to say so
-            self.cache_worker.poll()
-        return None, self.cache_worker.jobs.take_arrived() or None
+        """Requests whose asynchronous load ended, each once. Releases before 0.30 ask so."""
+        return None, self._end_loads().arrived or None
 
     @guarded(lambda: transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The same, and those of them to which nothing of their load is to count. Releases from 0.30 on ask so."""
-        _, arrived = self.get_finished(finished_req_ids)
-        return transfer_results(arrived or set(), self.cache_worker.jobs.take_lost() if arrived else set())
+        ended = self._end_loads()
+        return transfer_results(ended.arrived, ended.lost)
+
+    def _end_loads(self) -> EndedLoads:
+        ended = self._poll() or self.cache_worker.give_up_step()  # in the next step it would be too late to say so
+        self._invalid_blocks |= ended.invalid_blocks
+        return ended
+
+    @guarded(lambda: None)
+    def _poll(self) -> EndedLoads | None:
+        return self.cache_worker.poll()
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were to be loaded and were not."""
-        return self.cache_worker.jobs.take_invalid_blocks()
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

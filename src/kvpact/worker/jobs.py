@@ -6,7 +6,7 @@ Copies nothing and waits for nothing: `kvpact.worker.transfer` does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpact.contract import JobOutcome, JobQuery, LoadJob, SaveJob
@@ -16,6 +16,18 @@ from kvpact.worker.copy.base import Job
 
 ENDED_JOBS: Final = 4096
 """Ended jobs whose outcome can be said again: far more than can end before a lost report is asked for."""
+
+
+@dataclass(slots=True)
+class EndedLoads:
+    """What the engine must know of its loads, each said once."""
+
+    arrived: set[str] = field(default_factory=set)
+    """Requests whose asynchronous load ended, in whatever way."""
+    lost: set[str] = field(default_factory=set)
+    """Those of `arrived` that are to compute everything, in other blocks."""
+    invalid_blocks: set[int] = field(default_factory=set)
+    """The engine's blocks that were to be loaded and were not."""
 
 
 class RankJobs:
@@ -32,9 +44,7 @@ class RankJobs:
         """Jobs under way whose blocks are of other weights than the engine's, or of a step that went wrong."""
         self._outcomes: dict[int, JobOutcome] = {}
         self._ended: dict[int, JobOutcome] = {}
-        self._arrived: set[str] = set()
-        self._lost: set[str] = set()
-        self._invalid_blocks: set[int] = set()
+        self._unsaid = EndedLoads()
 
     def order(self, jobs: Iterable[Job]) -> None:
         """These begin."""
@@ -69,9 +79,9 @@ class RankJobs:
         if len(self._ended) > ENDED_JOBS:
             del self._ended[next(iter(self._ended))]
         if isinstance(job, LoadJob) and not left:  # else the engine has been told
-            self._invalid_blocks.update(job.block_ids[block - job.start_block] for block in outcome.failed.blocks())
+            self.report_invalid(job.block_ids[block - job.start_block] for block in outcome.failed.blocks())
             if not job.synchronous:
-                self._arrived.add(job.request_id)
+                self._unsaid.arrived.add(job.request_id)
 
     def fail(self, job: Job) -> None:
         """The job ends without a copy, even if it never began."""
@@ -82,7 +92,7 @@ class RankJobs:
         """The step does not wait for this load any longer."""
         if job.job_id in self.open and job.job_id not in self.left:
             self.left.add(job.job_id)
-            self._invalid_blocks.update(job.block_ids)
+            self.report_invalid(job.block_ids)
 
     def leave_overdue(self, job_id: int, spoilt: tuple[int, ...] | None) -> None:
         """The engine goes on without this asynchronous load, unless it has ended.
@@ -92,10 +102,10 @@ class RankJobs:
         job = self.open.get(job_id)
         if isinstance(job, LoadJob) and job_id not in self.left and not job.synchronous:
             self.left.add(job_id)
-            self._arrived.add(job.request_id)
-            self._invalid_blocks.update(spoilt or ())
+            self._unsaid.arrived.add(job.request_id)
+            self.report_invalid(spoilt or ())
             if spoilt is None:
-                self._lost.add(job.request_id)
+                self._unsaid.lost.add(job.request_id)
 
     def answer(self, query: JobQuery) -> None:
         """Say again what became of a job; one that was never heard of has failed."""
@@ -111,30 +121,20 @@ class RankJobs:
     def report_broken(self, broken: Iterable[UnorderedLoad]) -> None:
         """Report loads as failed that nobody will carry out, so that the engine recomputes them."""
         for load in broken:
-            self._invalid_blocks.update(load.block_ids)
+            self.report_invalid(load.block_ids)
             if not load.synchronous:
-                self._arrived.add(load.request_id)
+                self._unsaid.arrived.add(load.request_id)
 
     def report_invalid(self, block_ids: Iterable[int]) -> None:
         """The engine must not use what these blocks hold."""
-        self._invalid_blocks.update(block_ids)
+        self._unsaid.invalid_blocks.update(block_ids)
 
-    def take_arrived(self) -> set[str]:
-        """Requests whose asynchronous load ended, in whatever way; each is named once (H08)."""
-        arrived, self._arrived = self._arrived, set()
-        return arrived
+    def ended_loads(self) -> EndedLoads:
+        """What the engine has not been told of its loads (H08)."""
+        ended, self._unsaid = self._unsaid, EndedLoads()
+        return ended
 
-    def take_lost(self) -> set[str]:
-        """Requests of `take_arrived` that are to compute everything, in other blocks."""
-        lost, self._lost = self._lost, set()
-        return lost
-
-    def take_invalid_blocks(self) -> set[int]:
-        """The engine's blocks that were to be loaded and were not."""
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
-        return invalid
-
-    def take_outcomes(self) -> dict[int, JobOutcome]:
-        """Job id -> outcome, of what ended or was asked for since the last call."""
+    def report(self) -> dict[int, JobOutcome]:
+        """Job id -> outcome, of what ended or was asked for since the last report."""
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes

@@ -78,16 +78,21 @@ class StepReader:
         self._bounds: list[tuple[int, int]] = []
         self._block_bytes = 0
         self._reads: list[StoreRead] = []
+        """Of the call that runs."""
         self._tickets = count(1)
         self._walks: dict[int, _Walk] = {}
         self._crowded: list[_Walk] = []
         """Which wait until their tier has less to read."""
 
-    def read(self, store: SharedTierConfig, wanted: Sequence[Wanted]) -> dict[int, int]:
-        """By job, how many blocks in a row from the start are in their slots now. Takes `step_deadline` at most."""
+    def read(self, store: SharedTierConfig, wanted: Sequence[Wanted]) -> tuple[dict[int, int], tuple[StoreRead, ...]]:
+        """By job, how many blocks in a row from the start are in their slots now; and what was read from which tier.
+
+        Takes at most `step_deadline`.
+        """
         deadline = time.monotonic() + self._config.step_deadline
         if not self._open(store).wait(self._config.step_deadline):
-            return {}
+            return {}, ()
+        self._reads.clear()
         walks = [_Walk(one, one.start) for one in wanted]
         for walk in walks:
             self._go_on(walk)
@@ -96,12 +101,7 @@ class StepReader:
         for walk in [*self._walks.values()]:
             self._give_up(walk)
         self._crowded.clear()
-        return {walk.wanted.job_id: walk.at - walk.wanted.start for walk in walks}
-
-    def take_reads(self) -> tuple[StoreRead, ...]:
-        """What was read since the last call."""
-        reads, self._reads = tuple(self._reads), []
-        return reads
+        return {walk.wanted.job_id: walk.at - walk.wanted.start for walk in walks}, tuple(self._reads)
 
     def _go_on(self, walk: _Walk) -> None:
         """Ask the next tier, in the user's order, for the next blocks."""

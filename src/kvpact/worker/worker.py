@@ -19,6 +19,7 @@ from kvpact.contract import (
     LoadJob,
     SaveJob,
     StepWork,
+    StoreRead,
     WorkerReport,
     load_id,
 )
@@ -29,7 +30,7 @@ from kvpact.memory.arena import ArenaSegment, slots_for
 from kvpact.memory.prefault import START_SECONDS
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import transfer_engine_for
-from kvpact.worker.jobs import RankJobs
+from kvpact.worker.jobs import EndedLoads, RankJobs
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.step_reader import StepReader, Wanted
 from kvpact.worker.transfer import RankTransfers
@@ -56,6 +57,8 @@ class CacheWorker(ExternalCacheWorker):
         self._synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
         self._reader = StepReader(config, place.rank, self._keep) if config.match_at == "step" else None
+        self._reads: tuple[StoreRead, ...] = ()
+        """What was read from shared tiers since the last report."""
         self.has_step_hook = False
         """Whether the engine's worker asks before each step."""
         self.notices: NoticeWriter | None = None
@@ -116,7 +119,8 @@ class CacheWorker(ExternalCacheWorker):
         saves = {job.job_id: job for job in message.work.saves}
         asked = [(lookup, saves[lookup.job_id]) for lookup in message.work.lookups]
         wanted = [Wanted(save.job_id, lookup.keys, save.start_block, save.slots) for lookup, save in asked]
-        found = self._reader.read(store, wanted)
+        found, reads = self._reader.read(store, wanted)
+        self._reads += reads
         hits: dict[str, int] = {}
         for lookup, save in asked:
             blocks = found.get(save.job_id, 0)
@@ -129,7 +133,7 @@ class CacheWorker(ExternalCacheWorker):
         self._block_size = store.block_size
         return hits
 
-    def take_hits(self, hits: Mapping[str, int]) -> None:
+    def apply_hits(self, hits: Mapping[str, int]) -> None:
         """What of it the step does not compute: to be loaded before the forward pass."""
         loads = []
         for request_id, tokens in hits.items():
@@ -234,7 +238,7 @@ class CacheWorker(ExternalCacheWorker):
         if self.transfers is None:
             return
         self.transfers.leave(tuple(overdue))
-        self._take_ended()
+        self._take_in_ended()
         for job_id in overdue:
             self.jobs.leave_overdue(job_id, spoilt.get(job_id))
 
@@ -257,7 +261,7 @@ class CacheWorker(ExternalCacheWorker):
         if self._synchronous:
             self.transfers.wait_for_loads()
         if self._step_loads:
-            self.poll()
+            self._take_in_ended()
             self._require_step_loads()
         self.jobs.order(work.saves)
         saves = [self.jobs.unfilled(job) for job in work.saves]
@@ -280,25 +284,30 @@ class CacheWorker(ExternalCacheWorker):
             else:
                 self.jobs.recall((job.job_id,))
 
-    def poll(self) -> None:
-        """The step is over: take in what the transfer threads finished."""
+    def poll(self) -> EndedLoads:
+        """The step is over: take in what the transfer threads finished, and tell what the engine must know of it."""
         self._check_adapters()
-        if self.transfers is None or self._segment is None:
-            return
-        self._segment.pages.step_ended()
-        self._take_ended()
+        if self._segment is not None:
+            self._segment.pages.step_ended()
+        self._take_in_ended()
         for job in self._synchronous:
             self.jobs.leave_synchronous(job)
+        return self.jobs.ended_loads()
 
-    def _take_ended(self) -> None:
+    def give_up_step(self) -> EndedLoads:
+        """`poll` failed: the step's synchronous loads have failed, too."""
+        self._give_up(self._synchronous)
+        return self.jobs.ended_loads()
+
+    def _take_in_ended(self) -> None:
         if self.transfers is not None:
             for job_id, outcome in self.transfers.poll().items():
                 self.jobs.end(job_id, outcome)
 
     def report(self) -> WorkerReport:
         """See `ExternalCacheWorker`."""
-        reads = self._reader.take_reads() if self._reader is not None and self.place.rank == 0 else ()
-        return WorkerReport({self.place.rank: self.jobs.take_outcomes()}, reads)
+        reads, self._reads = self._reads, ()
+        return WorkerReport({self.place.rank: self.jobs.report()}, reads if self.place.rank == 0 else ())
 
     def shutdown(self) -> None:
         """See `ExternalCacheWorker`."""
