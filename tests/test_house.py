@@ -254,6 +254,34 @@ def test_no_parameter_is_there_for_tests_alone() -> None:
                     assert given, f"{module}: only a test gives `{name}` of {called}"
 
 
+SWITCHES = {
+    "contract.BlockHolder.free_blocks: evict_first": "an engine's own word: where in its queue a freed block stands",
+    "vllm.context.VllmContext.free_blocks: evict_first": "the contract's",
+    "vllm.guard.guarded: in_step": "a fact about the hook, given where it is declared",
+}
+"""Parameters that are true or false unless a caller says otherwise, and why. May only shrink."""
+
+WITHOUT_SWITCHES = {"contract", "memory", "vllm", "wire", "worker"}
+
+
+def test_no_boolean_that_may_be_left_out_changes_what_a_public_method_means() -> None:
+    found = set()
+    for module, path in modules().items():
+        if module.split(".")[0] not in WITHOUT_SWITCHES:
+            continue
+        tree = ast.parse(path.read_text())
+        for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.Module)):
+            name = f"{module}.{owner.name}" if isinstance(owner, ast.ClassDef) else module
+            for function in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
+                arguments, public = function.args, function.name == "__init__" or not function.name.startswith("_")
+                by_place = arguments.args[len(arguments.args) - len(arguments.defaults) :]
+                given = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+                for argument, default in (*zip(by_place, arguments.defaults, strict=True), *given):
+                    if public and isinstance(default, ast.Constant) and isinstance(default.value, bool):
+                        found.add(f"{name}.{function.name}: {argument.arg}")
+    assert found == SWITCHES.keys()
+
+
 def top_level_modules(folder: str) -> set[str]:
     """The names under which the folder's files can be imported by one who has it on the path."""
     entries = (ROOT / folder).iterdir()

@@ -41,13 +41,13 @@ def test_steps_that_are_late_leave_the_counts_to_others_for_a_while() -> None:
     collector.collect()
     metrics.add("lookups", 3)
     now[0] += INTERVAL_SECONDS
-    assert collector.collect(can_wait=True) is None
+    assert collector.can_wait
     assert collector.collect() is None
     metrics.add("lookups", 1)
-    for _ in range(10):
-        assert collector.collect(can_wait=True) is None
+    assert collector.can_wait
     now[0] += PATIENCE_SECONDS
-    stats = collector.collect(can_wait=True)  # there was no step with time, so a late one does it
+    assert not collector.can_wait
+    stats = collector.collect()  # there was no step with time, so a late one does it
     assert stats is not None
     assert stats.data == {"lookups": 3}
 

@@ -273,7 +273,7 @@ def test_h37_a_word_is_of_the_weights_as_they_are_then(connector: Connector) -> 
 def test_h32_an_engine_that_has_rested_looks_at_its_weights(seconds: float, *, is_found: bool) -> None:
     model, clock, connector = Model(), Clock(), Connector()
     watch = ModelWatch(SimpleNamespace(get_model=lambda: model), clock)
-    watch.bind(connector.notices)
+    watch.bind(connector.notices, samples=True)
 
     def step() -> None:
         watch.before_step(touched=False)
@@ -307,7 +307,7 @@ def test_a_model_that_cannot_be_read_counts_as_changed_and_stops_nothing(caplog:
         raise RuntimeError("injected")
 
     watch = ModelWatch(SimpleNamespace(get_model=get_model))
-    watch.bind(connector.notices)
+    watch.bind(connector.notices, samples=True)
     for _ in range(3):
         watch.before_step(touched=True)
     assert connector.said.changes == 0

@@ -270,7 +270,7 @@ def test_layers_that_lie_inside_blocks_are_joined_and_come_back_bit_for_bit(sync
     paged = PagedKV.from_tensors({f"layer.{layer}": memory[:, layer] for layer in range(10)}, BLOCKS)
     assert paged.groups == (range(3), range(3, 6), range(6, 9), range(9, 10))
     segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
-    worker = RankTransfers(CpuTransferEngine(paged, segment, 0), paged.layer_index, 0, time.monotonic)
+    worker = RankTransfers(CpuTransferEngine(paged, segment, 0), paged.layer_index, 0, time.monotonic, layerwise=True)
     worker.start_saves([SaveJob(1, "r", 0, (4, 5, 0), (1, 2, 7))])
     assert worker.drain(10)
     piece = np.frombuffer(segment.slot_view(5), np.uint8)

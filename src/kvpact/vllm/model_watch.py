@@ -48,7 +48,7 @@ class ModelWatch:
         self._asked: set[int] = set()
         """The models whose `load_weights` says that it changes them."""
 
-    def bind(self, notices: NoticeWriter, *, samples: bool = True) -> None:
+    def bind(self, notices: NoticeWriter, *, samples: bool) -> None:
         """The rank's notice is there. Without `samples`, the engine itself moves weights about between steps."""
         self._notices, self._samples = notices, samples
 

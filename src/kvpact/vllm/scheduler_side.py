@@ -315,7 +315,9 @@ class SchedulerSide:
 
     def collect_stats(self) -> PactStats | None:
         """`get_kv_connector_stats`: what was counted since the last time, for vLLM's own metrics."""
-        return self._stats.collect(can_wait=self._budget.exhausted) if self._stats is not None else None
+        if self._stats is None or (self._budget.exhausted and self._stats.can_wait):
+            return None
+        return self._stats.collect()
 
     def reset(self) -> None:
         """`reset_cache`: the weights may be others from now on."""

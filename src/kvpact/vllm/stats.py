@@ -65,16 +65,16 @@ class StatsCollector:
         self._shot: Snapshot | None = None
         self._last: Mapping[str, float] = {}
 
-    def collect(self, *, can_wait: bool = False) -> PactStats | None:
-        """What changed from the last look to the one that the call before this took; None at every other call.
+    @property
+    def can_wait(self) -> bool:
+        """Whether a step without time may leave the next `collect` to a later one."""
+        return self._clock() < self._next + PATIENCE_SECONDS
 
-        If it `can_wait`, a look or a difference is left to a later call, for a while.
-        """
+    def collect(self) -> PactStats | None:
+        """What changed from the last look to the one that the call before this took; None at every other call."""
         now = self._clock()
-        if (self._shot is None and now < self._next) or (can_wait and now < self._next + PATIENCE_SECONDS):
-            return None
         if self._shot is None:
-            self._shot = self._observe()
+            self._shot = self._observe() if now >= self._next else None
             return None
         self._next = now + INTERVAL_SECONDS
         shot, self._shot = self._shot, None

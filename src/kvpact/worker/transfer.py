@@ -30,7 +30,7 @@ class RankTransfers:
         rank: int,
         clock: Callable[[], float],
         *,
-        layerwise: bool = True,
+        layerwise: bool,
         timeout: float | None = None,
     ) -> None:
         """`layer_index`: layer name -> number."""
@@ -53,12 +53,9 @@ class RankTransfers:
         if not jobs:
             return
         self.wait_for_loads()
-        urgent = [job for job in jobs if job.synchronous]
-        if urgent:
-            self._leave_at = self._clock() + (self._timeout or 0.0)
-            self._synchronous = self._opened(urgent, self.engine.load(urgent, urgent=True))
-        others = [job for job in jobs if not job.synchronous]
-        self._opened(others, self.engine.load(others, urgent=False))
+        self._leave_at = self._clock() + (self._timeout or 0.0)
+        transfers = self._opened(jobs, self.engine.load(jobs))
+        self._synchronous = [transfer for job, transfer in zip(jobs, transfers, strict=True) if job.synchronous]
         if not self._layerwise:
             self.wait_for_loads()
 
@@ -121,9 +118,9 @@ class RankTransfers:
         """End all copies within `seconds`; unfinished jobs fail. Returns whether all have ended. Idempotent."""
         return self.engine.close(seconds)
 
-    def _opened(self, jobs: Sequence[Job], transfers: Sequence[Transfer]) -> list[Transfer]:
+    def _opened(self, jobs: Sequence[Job], transfers: Sequence[Transfer]) -> Sequence[Transfer]:
         self._open.update((job.job_id, (job, transfer)) for job, transfer in zip(jobs, transfers, strict=True))
-        return list(transfers)
+        return transfers
 
     def _log(self, job: Job, error: Exception | None) -> None:
         """Log the first failure of each kind with its traceback; outcomes report the later ones."""

@@ -53,11 +53,11 @@ class FaultyEngine:
         self.groups = inner.groups
         self._fails = fails
 
-    def load(self, jobs: Sequence[LoadJob], *, urgent: bool) -> Sequence[Transfer]:
+    def load(self, jobs: Sequence[LoadJob]) -> Sequence[Transfer]:
         """See `TransferEngine`."""
         chosen = [self._choose(job) for job in jobs]
         loads = [_part(job, kept) for job, (kept, _) in zip(jobs, chosen, strict=True)]
-        return _faulty(self.inner.load(loads, urgent=urgent), chosen)
+        return _faulty(self.inner.load(loads), chosen)
 
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
         """See `TransferEngine`."""

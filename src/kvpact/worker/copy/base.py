@@ -32,8 +32,8 @@ class Transfer(Protocol):
     def wait(self, groups: int, seconds: float | None) -> bool:
         """Wait, on the computing thread, until the first `groups` groups of layers are copied.
 
-        Waits at most `seconds` (None: no limit); returns whether they are copied, or the transfer has ended. All
-        groups of a transfer that is not urgent arrive at its end.
+        Waits at most `seconds` (None: no limit); returns whether they are copied, or the transfer has ended. Only a
+        synchronous load's groups arrive one by one, all others at the transfer's end.
         """
 
     def cancel(self) -> None:
@@ -46,15 +46,15 @@ class TransferEngine(Protocol):
 
     `load` and `save` are called on the computing thread, return at once and never raise because of a job. Copies happen
     after all that the thread has computed before the call. Transfers of one direction are carried out in order, but
-    urgent loads come first, together, group by group. Saves pause for urgent loads.
+    synchronous loads come first, together, group by group. Saves pause for synchronous loads.
     """
 
     @property
     def groups(self) -> Sequence[range]:
         """The groups of layers that are copied together, in the order of the forward pass."""
 
-    def load(self, jobs: Sequence[LoadJob], *, urgent: bool) -> Sequence[Transfer]:
-        """Copy slots into pages. An urgent load that cannot be copied fails completely, any other one block by
+    def load(self, jobs: Sequence[LoadJob]) -> Sequence[Transfer]:
+        """Copy slots into pages. A synchronous load that cannot be copied fails completely, any other one block by
         block."""
 
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:

@@ -137,6 +137,7 @@ class CpuTransferEngine:
         self._changed = threading.Condition()
         # All below is guarded by _changed.
         self._urgent: list[CpuTransfer] = []
+        """Synchronous loads."""
         self._loads: list[CpuTransfer] = []
         self._saves: list[CpuTransfer] = []
         self._closing = False
@@ -147,13 +148,13 @@ class CpuTransferEngine:
             start_background(f"kvpact-save-{rank}", self._run_saves),
         )
 
-    def load(self, jobs: Sequence[LoadJob], *, urgent: bool) -> Sequence[CpuTransfer]:
+    def load(self, jobs: Sequence[LoadJob]) -> Sequence[CpuTransfer]:
         """See `TransferEngine`."""
-        return self._submit(jobs, self._urgent if urgent else self._loads)
+        return self._submit(jobs)
 
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[CpuTransfer]:
         """See `TransferEngine`."""
-        return self._submit(jobs, self._saves)
+        return self._submit(jobs)
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`."""
@@ -165,14 +166,20 @@ class CpuTransferEngine:
             thread.join()
         return ended
 
-    def _submit(self, jobs: Sequence[Job], queue: list[CpuTransfer]) -> Sequence[CpuTransfer]:
-        submitted = [CpuTransfer(job, self._changed, queue) for job in jobs]
+    def _submit(self, jobs: Sequence[Job]) -> Sequence[CpuTransfer]:
+        submitted = [CpuTransfer(job, self._changed, self._queue_of(job)) for job in jobs]
         with self._changed:
-            queue.extend(submitted)
-            for transfer in submitted if self._closing else ():
-                transfer.end(())
+            for transfer in submitted:
+                transfer.queue.append(transfer)
+                if self._closing:
+                    transfer.end(())
             self._changed.notify_all()
         return submitted
+
+    def _queue_of(self, job: Job) -> list[CpuTransfer]:
+        if isinstance(job, SaveJob):
+            return self._saves
+        return self._urgent if job.synchronous else self._loads
 
     def _run_loads(self) -> None:
         while (transfer := self._next(self._urgent, self._loads)) is not None:
