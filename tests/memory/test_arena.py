@@ -54,9 +54,7 @@ def test_slots_are_page_aligned_disjoint_and_zero_at_first() -> None:
 
 def test_a_slots_number_says_which_class_it_is_of_and_classes_do_not_overlap() -> None:
     small, large = SlotClass(range(3), PIECE), SlotClass(range(3, 5), 3 * PIECE, 3 * PIECE)
-    descriptor = os.memfd_create("classes")
-    os.ftruncate(descriptor, large.end + HUGE_BYTES)
-    segment = ArenaSegment(descriptor, (small, large))
+    segment = segment_of(small, large)
     assert [segment.class_of(slot) for slot in range(5)] == [small] * 3 + [large] * 2
     for slot in range(5):
         view = segment.slot_view(slot)
@@ -74,6 +72,26 @@ def test_the_address_of_a_segment_names_its_slot_classes() -> None:
     segment = ArenaSegment.create(4, PIECE)
     assert segment.address().classes == segment.classes == (SlotClass(range(4), PIECE),)
     segment.close()
+
+
+def segment_of(*classes: SlotClass) -> ArenaSegment:
+    descriptor = os.memfd_create("classes")
+    os.ftruncate(descriptor, classes[-1].end + HUGE_BYTES)
+    return ArenaSegment(descriptor, classes)
+
+
+def test_an_arena_has_of_each_slot_class_what_all_ranks_have() -> None:
+    small = SlotClass(range(3), PIECE)
+    segments = [segment_of(small, SlotClass(range(3, end), 3 * PIECE, 3 * PIECE)) for end in (6, 5)]
+    arena = Arena(segments)
+    assert (arena.slots, arena.num_slots, arena.slot_bytes) == ((range(3), range(3, 5)), 5, 6 * PIECE)
+    assert [[view.nbytes for view in arena.slot_views(slot)] for slot in (2, 3)] == [[PIECE] * 2, [3 * PIECE] * 2]
+    other = segment_of(SlotClass(range(2), PIECE), SlotClass(range(2, 5), 3 * PIECE, 2 * PIECE))
+    for wrong in (other, segment_of(SlotClass(range(5), PIECE))):
+        with pytest.raises(PactViolation, match="number their slot classes differently"):
+            Arena([segments[0], wrong])
+        wrong.close()
+    arena.close()
 
 
 def test_an_arena_shows_one_piece_per_rank_in_rank_order() -> None:

@@ -35,7 +35,7 @@ class Schedules(RuleBasedStateMachine):
     @initialize(size=st.one_of(st.integers(1, 1 << 30), st.integers(1 << 30, 4 << 30)))
     def start(self, size: int) -> None:
         self.now = 100.0
-        self.schedule = PageSchedule(size, self.now)
+        self.schedule = PageSchedule((size,), self.now)
         self.used = 0
         self.computing = False
         self.taken_at_rest = 0
@@ -108,6 +108,39 @@ class Schedules(RuleBasedStateMachine):
 
 TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_each_slot_class_has_a_window_of_its_own() -> None:
+    """A slot of the second class in use does not have all of the first class taken in the engine's way."""
+    first, second = 1024 * MIB, 1536 * MIB
+    schedule = PageSchedule((first, second), 0.0)
+    schedule.step_began()
+
+    def take_all_that_is_wanted() -> list[tuple[int, int]]:
+        pieces = []
+        while not schedule.wait(0.0):
+            schedule.check()
+            pieces.append(schedule.take(0.0))
+        return pieces
+
+    pieces = take_all_that_is_wanted()
+    assert [start for start, _ in pieces] == [
+        *range(0, AHEAD_BYTES, PIECE_BYTES),
+        *range(first, first + AHEAD_BYTES, PIECE_BYTES),
+    ]
+    assert schedule.has_first
+    assert schedule.use(first + 16 * MIB)
+    assert take_all_that_is_wanted() == [
+        (first + AHEAD_BYTES, PIECE_BYTES),
+        (first + AHEAD_BYTES + PIECE_BYTES, PIECE_BYTES),
+    ]
+    assert not schedule.use(0)
+    schedule.step_ended(0.0)
+    rest = 0.0
+    while schedule.taken < schedule.size:
+        rest += schedule.wait(rest)
+        pieces.append(schedule.take(rest))
+    assert sum(length for _, length in pieces) + 2 * PIECE_BYTES == second
 
 
 def test_a_new_arena_takes_its_window_follows_its_use_and_leaves_the_rest_to_an_engine_at_rest(

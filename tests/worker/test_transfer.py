@@ -19,6 +19,7 @@ from hook_time import assert_ends_within
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.memory.arena import ArenaSegment, SlotClass
+from kvpact.memory.prefault import HUGE_BYTES
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.threads import on_spare_cpus, start_background
@@ -96,7 +97,7 @@ class Scene:
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(layer)))
         self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
         self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)
-        self.engine = CpuTransferEngine(self.paged, self.segment, 0)
+        self.engine = CpuTransferEngine(self.paged, self.segment, *self.segment.classes, 0)
         engine = self.engine if fails is None else FaultyEngine(self.engine, fails)
         self.worker = RankTransfers(engine, self.paged.layer_index, 0, time.monotonic, layerwise=layerwise, **settings)
         self.jobs = 0
@@ -239,6 +240,39 @@ def test_a_copy_reaches_the_slots_of_its_class_alone() -> None:
     segment.close()
 
 
+def test_slots_of_two_classes_are_taken_filled_and_read_back_each_with_its_own_layers() -> None:
+    small = PagedKV.from_tensors({"a": torch.randn(BLOCKS, 2, 4, 8)}, BLOCKS)
+    large = PagedKV.from_tensors({"b": torch.randn(BLOCKS, 64, 4, 32), "c": torch.randn(BLOCKS, 4, 8)}, BLOCKS)
+    sizes = [paged.layout.rank_slot_bytes for paged in (small, large)]
+    assert sizes[0] < sizes[1]
+    classes = (SlotClass(range(4), sizes[0]), SlotClass(range(4, SLOTS), sizes[1], 4 * sizes[0]))
+    descriptor = os.memfd_create("classes")
+    os.ftruncate(descriptor, classes[-1].end + HUGE_BYTES)
+    segment = ArenaSegment(descriptor, classes)
+    segment.pages.start()
+    assert segment.pages.wait_for_first(60.0)
+    for number, (paged, one) in enumerate(zip((small, large), classes, strict=True)):
+        before = [layer.view().copy() for layer in paged.layers]
+        worker = RankTransfers(
+            CpuTransferEngine(paged, segment, one, 0), paged.layer_index, 0, time.monotonic, layerwise=True
+        )
+        slots = (one.slots[-1], one.slots[0])
+        segment.use(slots)
+        worker.start_saves([SaveJob(1, "r", 0, slots, (5, 2), group_id=number)])
+        assert worker.drain(10)
+        assert worker.poll()[1] == JobOutcome(RangeSet.span(0, 2))
+        other = classes[1 - number].slots[0]
+        worker.start_loads([LoadJob(2, "r", 0, (*slots, other), (0, 1, 3), synchronous=False, group_id=number)])
+        assert worker.drain(10)
+        assert worker.poll()[2] == JobOutcome(RangeSet.span(0, 2), RangeSet.span(2, 3)), "of another class"
+        for layer, old in zip(paged.layers, before, strict=True):
+            assert np.array_equal(layer.view()[[0, 1]], old[[5, 2]])
+            assert np.array_equal(layer.view()[2:], old[2:])
+        assert worker.shutdown(10)
+    assert [slot for slot in range(SLOTS) if any(segment.slot_view(slot))] == [0, 3, 4, SLOTS - 1]
+    segment.close()
+
+
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
@@ -270,7 +304,8 @@ def test_layers_that_lie_inside_blocks_are_joined_and_come_back_bit_for_bit(sync
     paged = PagedKV.from_tensors({f"layer.{layer}": memory[:, layer] for layer in range(10)}, BLOCKS)
     assert paged.groups == (range(3), range(3, 6), range(6, 9), range(9, 10))
     segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
-    worker = RankTransfers(CpuTransferEngine(paged, segment, 0), paged.layer_index, 0, time.monotonic, layerwise=True)
+    engine = CpuTransferEngine(paged, segment, *segment.classes, 0)
+    worker = RankTransfers(engine, paged.layer_index, 0, time.monotonic, layerwise=True)
     worker.start_saves([SaveJob(1, "r", 0, (4, 5, 0), (1, 2, 7))])
     assert worker.drain(10)
     piece = np.frombuffer(segment.slot_view(5), np.uint8)

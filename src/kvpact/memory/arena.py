@@ -103,13 +103,14 @@ class ArenaSegment:
         """Of all its slots, lowest numbers first."""
         self._descriptor = descriptor
         self._closed = False
-        size = self.classes[-1].end
+        ends = [one.end for one in self.classes]
+        size = ends[-1]
         self._mapping, start = _map_aligned(descriptor, size)
         self.memory = memoryview(self._mapping)[start : start + size]
         """All slots, one behind the other, writable."""
         self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES :]
         """The file's last page, which no slot reaches; zeros at first."""
-        self.pages = PageTaker(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), size)
+        self.pages = PageTaker(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), ends)
         """Takes the slots' memory from the machine."""
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):  # prompts do not belong into core dumps
             with contextlib.suppress(OSError):
@@ -180,7 +181,7 @@ class ArenaSegment:
 
     @property
     def num_slots(self) -> int:
-        """Of all classes."""
+        """The slots of all classes."""
         return self.classes[-1].slots.stop
 
     @property
@@ -222,9 +223,10 @@ class ArenaSegment:
 
     def use(self, slots: Sequence[int]) -> None:
         """These slots are in use, or about to be: have the pages of the ones after them ready."""
-        if slots:
-            last = max(slots)
-            self.pages.use(self.class_of(last).start_of(last + 1))
+        for one in self.classes:
+            last = max((slot for slot in slots if slot in one.slots), default=None)
+            if last is not None:
+                self.pages.use(one.start_of(last + 1))
 
     def close(self) -> None:
         """Free the memory. Exported views keep the mapping alive until the last of them is released."""
@@ -240,14 +242,21 @@ class ArenaSegment:
 
 
 class Arena:
-    """All ranks' segments, in rank order: a slot is one piece of each. The scheduler's process works on this."""
+    """All ranks' segments, in rank order: a slot is one piece of each. The scheduler's process works on this.
+
+    Raises PactViolation without a rank, and if a slot is of one class on one rank and of another on the next.
+    """
 
     def __init__(self, segments: Sequence[ArenaSegment]) -> None:
         if not segments:
             raise PactViolation("an arena needs the segment of at least one rank")
         self.segments = tuple(segments)
-        self.num_slots = min(segment.num_slots for segment in segments)
+        self.slots = _slots_of_all(self.segments)
+        """The numbers of each class's slots of which every rank has its piece."""
+        self.num_slots = self.slots[-1].stop
+        """All slots have lower numbers."""
         self.slot_bytes = sum(segment.rank_slot_bytes for segment in segments)
+        """Of the largest slot, over all ranks."""
 
     def slot_views(self, slot: int) -> list[memoryview]:
         """One writable, page-aligned view per rank; their concatenation is the slot's payload."""
@@ -257,6 +266,13 @@ class Arena:
         """Close every segment."""
         for segment in self.segments:
             segment.close()
+
+
+def _slots_of_all(segments: Sequence[ArenaSegment]) -> tuple[range, ...]:
+    if len({tuple(one.slots.start for one in segment.classes) for segment in segments}) > 1:
+        raise PactViolation("the ranks number their slot classes differently")
+    classes = zip(*(segment.classes for segment in segments), strict=True)
+    return tuple(range(ones[0].slots.start, min(one.slots.stop for one in ones)) for ones in classes)
 
 
 def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:

@@ -12,6 +12,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from kvpact.threads import give_way, start_background
@@ -32,7 +35,7 @@ GiB if the host must find the memory first. It delays the start by at most this;
 priority until the first step."""
 
 AHEAD_BYTES: Final = 256 << 20
-"""Bytes taken ahead of the slots in use: two prompts of 4,096 tokens of a model with 32 KiB per token."""
+"""Bytes of a slot class taken ahead of the slots in use: two prompts of 4,096 tokens at 32 KiB per token."""
 
 REST_SECONDS: Final = 10.0
 """An engine is idle if its last step ended at least this long ago. Longer than the pause between the prompts of one
@@ -48,15 +51,33 @@ MADV_COLLAPSE: Final = 25
 """Linux 6.1: turn a range into huge pages now, whatever the setting for transparent huge pages."""
 
 
-class PageSchedule:
-    """Decides which bytes of one segment are taken next, and when; from the low end to the high end."""
+@dataclass(slots=True)
+class _Window:
+    """One slot class: the segment's bytes from `start` to `end`, whose slots are handed out from the low end."""
 
-    def __init__(self, size: int, now: float) -> None:
-        self.size = size
-        self.taken = 0
-        """All bytes below were taken, or tried."""
-        self.wanted = min(size, AHEAD_BYTES)
-        """All bytes below are to be taken at once."""
+    start: int
+    end: int
+    taken: int
+    """All bytes from `start` to here were taken, or tried."""
+    wanted: int
+    """All bytes from `start` to here are to be taken at once."""
+
+    @property
+    def first_end(self) -> int:
+        return min(self.end, self.start + AHEAD_BYTES)
+
+
+class PageSchedule:
+    """Decides which bytes of one segment are taken next, and when; from the low end of each slot class to its high end.
+
+    `ends` are the bytes of the segment at which its slot classes end.
+    """
+
+    def __init__(self, ends: Sequence[int], now: float) -> None:
+        self.size = ends[-1]
+        self._windows = [_Window(start, end, start, start) for start, end in pairwise((0, *ends))]
+        for window in self._windows:
+            window.wanted = window.first_end
         self._start_seconds = START_SECONDS
         """Seconds left of it."""
         self._stepped = False
@@ -65,9 +86,24 @@ class PageSchedule:
         self._not_before = now + REST_SECONDS
 
     def use(self, end: int) -> bool:
-        """Note that all bytes below `end` are in use; returns whether bytes are to be taken at once."""
-        self.wanted = max(self.wanted, min(self.size, end + AHEAD_BYTES))
-        return self.taken < self.wanted
+        """Note that all bytes of a slot class below `end` are in use; returns whether bytes are to be taken at once."""
+        window = next(window for window in self._windows if end <= window.end)
+        window.wanted = max(window.wanted, min(window.end, end + AHEAD_BYTES))
+        return self._is_behind
+
+    @property
+    def _is_behind(self) -> bool:
+        return any(window.taken < window.wanted for window in self._windows)
+
+    @property
+    def taken(self) -> int:
+        """Bytes that were taken, or tried."""
+        return sum(window.taken - window.start for window in self._windows)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the first `AHEAD_BYTES` of each slot class were taken, or tried."""
+        return all(window.taken >= window.first_end for window in self._windows)
 
     @property
     def starting(self) -> bool:
@@ -86,15 +122,17 @@ class PageSchedule:
     def wait(self, now: float) -> float:
         """Seconds until the next piece may be taken, 0 for now; at most `REST_SECONDS`, after which the caller asks
         again."""
-        if self.taken < self.wanted or not self._stepped:
+        if self._is_behind or not self._stepped:
             return 0.0
         return REST_SECONDS if self._computing else max(0.0, self._not_before - now)
 
     def take(self, now: float) -> tuple[int, int]:
         """The next piece as (start, bytes); it counts as taken from now on. Call only while `taken` is below `size`."""
-        start, self.taken = self.taken, min(self.size, self.taken + PIECE_BYTES)
+        behind = (window for window in self._windows if window.taken < window.wanted)
+        window = next(behind, None) or next(window for window in self._windows if window.taken < window.end)
+        start, window.taken = window.taken, min(window.end, window.taken + PIECE_BYTES)
         self._not_before = max(self._not_before, now + RESTING_PAUSE_SECONDS)
-        return start, self.taken - start
+        return start, window.taken - start
 
     def took(self, seconds: float) -> None:
         """The last piece took this many seconds of CPU time."""
@@ -102,22 +140,26 @@ class PageSchedule:
 
     def check(self) -> None:
         """Verify the invariants, for tests. Raises AssertionError."""
-        assert 0 <= self.taken <= self.size
-        assert self.wanted <= self.size
+        for window in self._windows:
+            assert window.start <= window.taken <= window.end
+            assert window.first_end <= window.wanted <= window.end
 
 
 class PageTaker:
     """Takes the pages of one mapping of a memfd, in huge pages where the kernel can."""
 
-    def __init__(self, descriptor: int, address: int, size: int) -> None:
-        """The file behind `descriptor` is mapped at `address`, aligned to `HUGE_BYTES`, from its start on."""
-        self._descriptor, self._address, self._size = descriptor, address, size
+    def __init__(self, descriptor: int, address: int, ends: Sequence[int]) -> None:
+        """The file behind `descriptor` is mapped at `address`, aligned to `HUGE_BYTES`, from its start on.
+
+        `ends` are the bytes at which its slot classes end.
+        """
+        self._descriptor, self._address, self._size = descriptor, address, ends[-1]
         self._huge = True
         self._closing = False
         self._wake = threading.Event()
         self._has_first = threading.Event()
         self._thread: threading.Thread | None = None
-        self._schedule = PageSchedule(size, time.monotonic())
+        self._schedule = PageSchedule(ends, time.monotonic())
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -133,14 +175,14 @@ class PageTaker:
             self._thread = start_background("kvpact-prefault", self._run)
 
     def wait_for_first(self, seconds: float) -> bool:
-        """After `start`: wait until the first `AHEAD_BYTES` are taken, so that no prompt pays for them.
+        """After `start`: wait until each slot class has its first `AHEAD_BYTES`, so that no prompt pays for them.
 
-        At most so long; whether they are.
+        Waits at most `seconds`; returns whether they are taken.
         """
         return self._has_first.wait(seconds)
 
     def use(self, end: int) -> None:
-        """Note that all bytes below `end` are in use, or soon will be: the bytes after them are taken next."""
+        """Note that a slot class is in use up to `end`, or soon will be: the bytes after it are taken next."""
         if self._schedule.use(end):
             self._wake.set()
 
@@ -188,7 +230,7 @@ class PageTaker:
                 if not self._take(*schedule.take(time.monotonic())):
                     return
                 schedule.took(time.thread_time() - began)
-                if schedule.taken >= AHEAD_BYTES:
+                if schedule.has_first:
                     self._has_first.set()
 
     def _take(self, start: int, length: int) -> bool:

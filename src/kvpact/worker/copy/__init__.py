@@ -12,7 +12,8 @@ from kvpact.worker.paged import PagedKV
 def transfer_engine_for(paged: PagedKV, segment: ArenaSegment, rank: int) -> TransferEngine:
     """The engine for the device that holds `paged`. Raises ConfigError if there is none."""
     if paged.device_type == "cpu":
-        return CpuTransferEngine(paged, segment, rank)
+        (slot_class,) = segment.classes  # a further class has layers of its own, and an engine of its own for them
+        return CpuTransferEngine(paged, segment, slot_class, rank)
     raise ConfigError(f"KV memory on device {paged.device_type!r} cannot be copied by this release; supported: 'cpu'")
 
 

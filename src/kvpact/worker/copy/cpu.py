@@ -125,11 +125,10 @@ class CpuTransfer:
 
 
 class CpuTransferEngine:
-    """See `TransferEngine`."""
+    """See `TransferEngine`. Copies between these layers and the slots of one class."""
 
-    def __init__(self, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
+    def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_class: SlotClass, rank: int) -> None:
         self.groups = paged.groups
-        (slot_class,) = segment.classes  # a further one would need layers of its own in `paged`
         self.copier = PageCopier(paged, segment, slot_class)
         """How a group is copied; both threads call it."""
         self._first_slot = slot_class.slots.start
