@@ -44,7 +44,7 @@ class RankJobs:
         """Jobs under way whose blocks are of other weights than the engine's, or of a step that went wrong."""
         self._outcomes: dict[int, JobOutcome] = {}
         self._ended: dict[int, JobOutcome] = {}
-        self._unsaid = EndedLoads()
+        self._unreported = EndedLoads()
 
     def order(self, jobs: Iterable[Job]) -> None:
         """These begin."""
@@ -81,7 +81,7 @@ class RankJobs:
         if isinstance(job, LoadJob) and not left:  # else the engine has been told
             self.report_invalid(job.block_ids[block - job.start_block] for block in outcome.failed.blocks())
             if not job.synchronous:
-                self._unsaid.arrived.add(job.request_id)
+                self._unreported.arrived.add(job.request_id)
 
     def fail(self, job: Job) -> None:
         """The job ends without a copy, even if it never began."""
@@ -102,10 +102,10 @@ class RankJobs:
         job = self.open.get(job_id)
         if isinstance(job, LoadJob) and job_id not in self.left and not job.synchronous:
             self.left.add(job_id)
-            self._unsaid.arrived.add(job.request_id)
+            self._unreported.arrived.add(job.request_id)
             self.report_invalid(spoilt or ())
             if spoilt is None:
-                self._unsaid.lost.add(job.request_id)
+                self._unreported.lost.add(job.request_id)
 
     def answer(self, query: JobQuery) -> None:
         """Say again what became of a job; one that was never heard of has failed."""
@@ -123,15 +123,15 @@ class RankJobs:
         for load in broken:
             self.report_invalid(load.block_ids)
             if not load.synchronous:
-                self._unsaid.arrived.add(load.request_id)
+                self._unreported.arrived.add(load.request_id)
 
     def report_invalid(self, block_ids: Iterable[int]) -> None:
         """The engine must not use what these blocks hold."""
-        self._unsaid.invalid_blocks.update(block_ids)
+        self._unreported.invalid_blocks.update(block_ids)
 
     def ended_loads(self) -> EndedLoads:
         """What the engine has not been told of its loads (H08)."""
-        ended, self._unsaid = self._unsaid, EndedLoads()
+        ended, self._unreported = self._unreported, EndedLoads()
         return ended
 
     def report(self) -> dict[int, JobOutcome]:
