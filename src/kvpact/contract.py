@@ -41,7 +41,7 @@ class EngineRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Unique among live requests."""
+        """No other live request has it."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -77,13 +77,13 @@ class BlockHolder(Protocol):
         """A view of the block as it is now. Raises PactViolation for a block id that the pool does not have."""
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks: they are neither evicted nor given away until as many `free_blocks`."""
+        """Hold blocks: they are neither evicted nor reused until `free_blocks` was called as often."""
 
     def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
-        """Give back blocks held by `touch`. Raises PactViolation for a block not touched through this context.
+        """Release blocks held by `touch`. Raises PactViolation for a block not touched through this context.
 
-        Those that nobody holds any more are evicted last, as if they had just been used, or, with `evict_first`, before
-        all others; of `block_ids` the first one first. (An engine may evict unpublished blocks first in any case.)
+        Blocks that nothing holds any more are evicted last, as if they had just been used, or, with `evict_first`,
+        before all others; of `block_ids` the first one first. (An engine may always evict unpublished blocks first.)
         """
 
 
@@ -92,10 +92,10 @@ class SchedulerContext(BlockHolder, Protocol):
     """The scheduler's block pool and queues, as far as a connector may use them."""
 
     def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
-        """The free queue in eviction order, from its head or behind `after_block` (PactViolation if not in it)."""
+        """The free queue in eviction order, from its head or after `after_block` (PactViolation if not in it)."""
 
     def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
-        """The request's block ids, one sequence a KV cache group."""
+        """The request's block ids, one sequence per KV cache group."""
 
     def waiting_requests(self) -> Sequence[str]:
         """Ids of requests not admitted yet, in the order in which the scheduler would take them."""
@@ -138,7 +138,7 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class JobQuery:
-    """A job whose report is overdue: a worker says again what became of it, and "failed" if it never heard of it."""
+    """Asks about a job whose report is overdue: a worker repeats its outcome, or reports failure if it knows none."""
 
     job_id: int
     blocks: BlockRange
@@ -148,8 +148,8 @@ class JobQuery:
 class StepLookup:
     """What workers are to look for: `keys` of a request from its first block on, those from the save's start.
 
-    `job_id` is the save's. What is found is loaded under the number `load_id(job_id)`. The engine has
-    `computed_tokens` of the request, and at most the `max_tokens` behind them can be skipped in this step.
+    `job_id` is the save's. What is found is loaded under the number `load_id(job_id)`. The engine has `computed_tokens`
+    of the request; this step can skip at most the `max_tokens` tokens after them.
     """
 
     job_id: int
@@ -161,7 +161,7 @@ class StepLookup:
 
 @dataclass(frozen=True, slots=True)
 class StoreRead:
-    """Blocks of a look-up that a rank read from a tier, whether or not they were used; `tier` is its position."""
+    """Blocks that a rank read from a tier for a lookup, used or not; `tier` is the tier's position."""
 
     job_id: int
     tier: int
@@ -169,13 +169,13 @@ class StoreRead:
 
 
 def load_id(job_id: int) -> int:
-    """The number of the load that fills the engine's blocks from the slots of a save; no order has it."""
+    """The number of the load that fills the engine's blocks from the slots of a save; no order has this number."""
     return -job_id
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What the workers are told with one scheduler step. `extra` is for a cache's own workers, opaque to the engine."""
+    """What the workers must do in one scheduler step. `extra` is for a cache's own workers, opaque to the engine."""
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
@@ -190,7 +190,7 @@ class StepWork:
     """What workers look for before they begin the step; each belongs to one of `saves` (`SupportsStepLookup`)."""
 
     def failed(self, num_ranks: int) -> WorkerReport:
-        """The report of ranks none of which carried out any of the loads and saves."""
+        """The report of ranks of which none carried out any load or save of this step."""
         jobs: tuple[LoadJob | SaveJob, ...] = (*self.loads, *self.saves)
         outcomes = {job.job_id: JobOutcome(failed=RangeSet.of(job.blocks)) for job in jobs}
         return WorkerReport(dict.fromkeys(range(num_ranks), outcomes))
@@ -198,24 +198,24 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """What one rank says about a job so far: blocks copied, blocks that failed, in the request's numbering."""
+    """One rank's report on a job so far: blocks copied and blocks that failed, in the request's numbering."""
 
     done: RangeSet = field(default_factory=RangeSet)
     failed: RangeSet = field(default_factory=RangeSet)
 
     def merge(self, later: JobOutcome) -> JobOutcome:
-        """Both pieces together. Saying the same twice changes nothing; what failed once stays failed."""
+        """Both pieces together. A repeated piece changes nothing; a block that failed once stays failed."""
         failed = self.failed.union(later.failed)
         return JobOutcome(self.done.union(later.done).difference(failed), failed)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What the workers say after one step: rank -> job id -> outcome. Never absent, always true, even if empty."""
+    """The workers' report after one step: rank -> job id -> outcome. Never absent, always true, even if empty."""
 
     ranks: Mapping[int, Mapping[int, JobOutcome]]
     reads: tuple[StoreRead, ...] = ()
-    """What the first rank has read for look-ups; the other ranks have read the same."""
+    """What the first rank has read for lookups; the other ranks have read the same."""
 
     def __bool__(self) -> bool:
         """True: an engine that skips falsy reports would take a silent rank for an agreeing one (H40)."""
@@ -223,7 +223,7 @@ class WorkerReport:
 
     @property
     def says_something(self) -> bool:
-        """Whether any rank speaks of any job, or of what it read."""
+        """Whether any rank reports on a job, or on what it read."""
         return bool(self.reads) or any(self.ranks.values())
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
@@ -237,7 +237,7 @@ class WorkerReport:
 
 
 class JobTally:
-    """One job's outcomes gathered over ranks until every rank has spoken about every block (P10)."""
+    """One job's outcomes gathered over ranks until every rank has reported every block (P10)."""
 
     __slots__ = ("_blocks", "_outcomes", "_ranks")
 
@@ -254,18 +254,18 @@ class JobTally:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks have accounted for all blocks; a silent rank keeps the job open."""
+        """Whether all ranks have reported all blocks; a rank that reports nothing keeps the job open."""
         return len(self._outcomes) == self._ranks and all(
             len(outcome.done) + len(outcome.failed) == len(self._blocks) for outcome in self._outcomes.values()
         )
 
     def loaded(self) -> JobOutcome:
-        """As a load: failed is the hull over ranks, the rest arrived."""
+        """For a load: the failed blocks are the hull over ranks, the others arrived."""
         failed = hull(outcome.failed for outcome in self._outcomes.values())
         return JobOutcome(self._blocks.difference(failed), failed)
 
     def saved(self) -> JobOutcome:
-        """As a save: done is the intersection over ranks, the rest failed."""
+        """For a save: the blocks done are the intersection over ranks, the others failed."""
         done = self._blocks
         for outcome in self._outcomes.values():
             done = done.intersection(outcome.done)
@@ -292,11 +292,11 @@ class LoadSettlement:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a cache is made for where kvpact brings the workers and the slots: `"cache"` in the configuration.
+    """What a cache is made for where kvpact supplies the workers and the slots: `"cache"` in the configuration.
 
-    `block_size` is in tokens; `slot_bytes` is what one rank copies of one block at most; the cache gives its jobs slots
-    below `num_slots`. `namespace` are 32 bytes for all but the weights that decides what a block's bytes mean: enough
-    for what ends with the engine, as resets say when the weights change. `clock` gives seconds that never go back.
+    `block_size` is in tokens; one rank copies at most `slot_bytes` of one block; the cache gives its jobs slots below
+    `num_slots`. `namespace` is a digest (32 bytes) of all that gives a block's bytes their meaning but the weights:
+    enough for a cache that ends with the engine, as a reset announces other weights. `clock` (seconds) never goes back.
     """
 
     block_size: int
@@ -349,11 +349,11 @@ class ExternalCache(ABC):
 
     @abstractmethod
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
-        """Take in the workers' report; returns the loads that it settled, and the tokens that look-ups spared.
+        """Take in the workers' report; returns the loads that it settled, and the tokens that lookups spared.
 
-        A load is settled when no rank can still write its blocks, because the engine may then give them away (H07). A
-        load that has not ended by its deadline is settled as `late`, while the cache holds its blocks through the
-        scheduler context (P11); without a context it is waited for.
+        A load is settled when no rank can still write its blocks, because the engine may then reuse them (H07). A load
+        that has not ended by its deadline is settled as `late`, while the cache holds its blocks through the scheduler
+        context (P11); without a context it is waited for.
         """
 
     @abstractmethod
@@ -364,17 +364,17 @@ class ExternalCache(ABC):
         """The engine accepted a request; a cache may start looking for its prefix. Default: nothing."""
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Whether `prepare_external_match` would say "ask again later" as it did the last time.
+        """Whether `prepare_external_match` would again answer "ask again later".
 
-        Engines ask for each waiting request in each step; a cache that can tell cheaply says so here. Default: no.
+        Engines ask for each waiting request in each step; a cache that can tell cheaply does so here. Default: no.
         """
         return False
 
     @property
     def asks_shared(self) -> bool:
-        """Whether `prepare_external_match` asks stores that answer later, which costs the step time.
+        """Whether `prepare_external_match` asks stores that answer later, which takes time of the step.
 
-        An engine may then leave some requests to a later step, and decline those for which there is none. Default: no.
+        An engine may then leave some requests to a later step, and decline others for lack of time. Default: no.
         """
         return False
 
@@ -391,21 +391,21 @@ class ExternalCache(ABC):
 
     @property
     def has_overdue_loads(self) -> bool:
-        """Whether `apply_report` must be called though no rank said anything. Default: after every step."""
+        """Whether `apply_report` must be called although no rank reported anything. Default: after every step."""
         return True
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """The engine offers its block pool, or its whole `SchedulerContext`. Default: not used."""
 
     def reset(self) -> None:
-        """The weights may be others from now on: a new epoch begins at once (P13). Default: nothing stored.
+        """The weights may have changed: a new epoch begins at once (P13). Default: nothing stored.
 
-        Of what was stored before nothing is served, of what was computed before nothing is stored. Never raises, asks
-        no store, and deletes nothing that others may use.
+        Nothing that was stored before is served, and nothing that was computed before is stored. Never raises, asks no
+        store, and deletes nothing that others may use.
         """
 
     def set_weights_version(self, version: str) -> None:
-        """The weights that came with the last reset are called `version`: caches that are told the same word share.
+        """The weights that came with the last reset are called `version`: caches that get the same word share.
 
         Raises WeightsVersionRefused if no reset came since the last word, or if it is the word from before that reset.
         Default: refused.
@@ -420,15 +420,15 @@ class ExternalCache(ABC):
         return False
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
-        """These blocks of the engine hold garbage: nothing of them, or computed behind them, is stored (H48).
+        """These blocks of the engine hold garbage: nothing of them, or computed after them, is stored (H48).
 
-        `tables` has the blocks of each request that may have some of them. What is stored of these requests already,
-        from the first of these blocks on, is dropped. Default: a reset, which drops everything.
+        `tables` has the blocks of each request that may have some of them. Whatever is already stored of these
+        requests, from the first of these blocks on, is dropped. Default: a reset, which drops everything.
         """
         self.reset()
 
     def distrust_adapter(self, adapter: str) -> None:
-        """What the engine computed under `adapter`, as identities name it, may be another's.
+        """What the engine computed under `adapter`, as identities name it, may belong to another adapter.
 
         None of it that is not saved yet is saved. What was reported as saved before is the adapter's. Default: a reset.
         """
@@ -436,7 +436,7 @@ class ExternalCache(ABC):
 
     @property
     def supports_kv_cache_groups(self) -> bool:
-        """Whether the cache stores and loads the blocks of every KV cache group, not the first alone. Default: no."""
+        """Whether the cache stores and loads the blocks of every KV cache group, not only the first. Default: no."""
         return False
 
     @property
@@ -450,18 +450,18 @@ class ExternalCache(ABC):
 
 @runtime_checkable
 class SupportsStepLookup(Protocol):
-    """A cache that can have its workers look for a match when the step begins, which the scheduler knew nothing of."""
+    """A cache whose workers can look for a match when the step begins, of which the scheduler knew nothing."""
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
         """Have the workers look, when the running step begins, for what it computes and saves: `StepWork.lookups`.
 
-        To be called after `note_computed`. Of the request the engine has `computed_tokens`; at most the `max_tokens`
+        Call it after `note_computed`. The engine has `computed_tokens` of the request; at most the `max_tokens` tokens
         after them can be skipped.
         """
 
 
 class ExternalCacheWorker(ABC):
-    """One rank's side of a cache: it copies what it is told and says what it did."""
+    """One rank's side of a cache: it copies what it is told and reports what it did."""
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -495,7 +495,7 @@ class ExternalCacheWorker(ABC):
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
+    """Blocks that hold `num_tokens` tokens; the last one may be partly filled."""
     return -(-num_tokens // block_size)
 
 

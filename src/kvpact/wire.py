@@ -34,9 +34,9 @@ class UnorderedLoad:
 
 @dataclass(frozen=True, slots=True)
 class SharedTierConfig:
-    """What a worker needs to open the same shared tiers as the scheduler's half: only that half knows all ranks.
+    """What a worker needs to open the same shared tiers as the scheduler's half, which alone knows all ranks.
 
-    `tiers` has pairs: the position under which the scheduler's half knows a tier, and its place in the configuration.
+    `tiers` has pairs: the number by which the scheduler's half knows a tier, and the tier's place in the configuration.
     """
 
     namespace: str
@@ -47,7 +47,7 @@ class SharedTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUsed:
-    """Blocks that were loaded for adapter `number` with files of this `stamp`."""
+    """Blocks that were loaded for adapter `number`, whose files had this `stamp`."""
 
     number: int
     stamp: bytes
@@ -61,11 +61,11 @@ class StepMessage:
     work: StepWork = field(default_factory=StepWork)
     broken: tuple[UnorderedLoad, ...] = ()
     store: SharedTierConfig | None = None
-    """The tiers to search; present in every step whose work has look-ups."""
+    """The tiers to search; present in every step whose work has lookups."""
     adapters: tuple[AdapterUsed, ...] = ()
-    """The adapters that requests running with loaded blocks for the first time must run with."""
+    """The adapters that this step must use for requests that run with loaded blocks for the first time."""
     changes: tuple[int, ...] = ()
-    """With loads or saves: per rank, the number of reported changes of its weights when they were ordered."""
+    """With loads or saves: per rank, how many changes of its weights it had reported when they were ordered."""
     spoilt: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """With overdue loads, where vLLM accepts only block ids: job id -> the blocks to report."""
 
@@ -85,12 +85,12 @@ class WorkerHandshake:
 
 
 def encode(message: StepMessage | WorkerHandshake | WorkerReport) -> bytes:
-    """A message, as bytes."""
+    """The message as bytes."""
     return _NOTHING_TO_DO if message == _NO_WORK else _encode(message)
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
-    """The message. Raises ConfigError for another install's, msgspec.DecodeError for anything else than a `kind`."""
+    """The message. Raises ConfigError if another install made it, msgspec.DecodeError if it is not a `kind`."""
     if payload == _SILENT and isinstance(_SILENCE, kind):
         return _SILENCE
     what, decoder = _KINDS[kind]
@@ -115,7 +115,7 @@ _KINDS: dict[type, tuple[str, msgspec.msgpack.Decoder[Any]]] = {
     WorkerHandshake: ("a worker's handshake", msgspec.msgpack.Decoder(WorkerHandshake)),
     WorkerReport: ("a worker's report", msgspec.msgpack.Decoder(WorkerReport)),
 }
-# Most steps order nothing and most reports of a single rank are empty: those cost the scheduler a comparison.
+# Most steps order nothing, and most reports of a single rank are empty: each costs the scheduler one comparison.
 _NO_WORK = StepMessage()
 _NOTHING_TO_DO = _encode(_NO_WORK)
 _SILENCE = WorkerReport({0: {}})

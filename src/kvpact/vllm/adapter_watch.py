@@ -1,6 +1,6 @@
-"""A worker's watch over the adapters that vLLM loads: from which state of their files, said before a step uses them.
+"""A worker's watch over the adapters that vLLM loads: the state of their files, reported before a step uses them.
 
-Owns the wrapper around vLLM's loading; `kvpact.vllm.worker` puts it on.
+Owns the wrapper around vLLM's loading; `kvpact.vllm.worker` installs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def watch_adapters(manager: Any, table: LoadedAdaptersWriter) -> bool:
-    """Have `manager`, vLLM's `WorkerLoRAManager`, say in `table` what it loads; whether it can be made to."""
+    """Make `manager`, vLLM's `WorkerLoRAManager`, record in `table` what it loads; returns whether that is possible."""
     return wrap_adapter_loader(manager, partial(_saying_so, table))
 
 
@@ -51,7 +51,7 @@ def _say(table: LoadedAdaptersWriter, lora_request: Any, stamp: bytes) -> None:
 
 
 def _look(lora_request: Any) -> FilesSeen | None:
-    """The adapter's files as they are now; None if a later change may look the same."""
+    """The state of the adapter's files now; None if a later change may look the same."""
     if is_tensorized(lora_request):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Which weights vLLM has loaded: a name of the user's, a commit of the model hub, or a digest over files.
+"""Which weights vLLM has loaded: a name from the user, a commit of the model hub, or a digest over files.
 
-Owns the translation from vLLM's configuration into one of these, remote code included. A branch or a tag never tells;
-what cannot be told is one ConfigError that names `model_id`.
+Owns the translation from vLLM's configuration into one of these, remote code included. A branch or a tag never
+identifies weights; what cannot be identified raises one ConfigError that names `model_id`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpact.vllm.compat.configuration import (
 )
 
 COMMIT = re.compile("[0-9a-f]{40}")
-"""The name that the hub gives to a commit, and to nothing else."""
+"""The form of a commit's name on the hub, which nothing else has."""
 
 FROM_THE_MODEL = frozenset(
     {
@@ -41,7 +41,7 @@ FROM_THE_MODEL = frozenset(
         "sharded_state",
     }
 )
-"""Load formats that read the files of `model`; others may have their weights from anywhere."""
+"""Load formats that read the files of `model`; other formats may read weights from anywhere."""
 
 
 def base_weights(vllm_config: Any, model_id: str | None) -> BaseWeights:
@@ -95,7 +95,8 @@ def hub_commit(repository: str, revision: str | None, cache: str | None) -> str 
     """The commit of a hub repository that the engine serves, never a branch or a tag; None if it is not known.
 
     vLLM resolves it once when it starts (0.28 and later, `ResolvedRevision` of huggingface_hub), so a branch that moves
-    meanwhile changes nothing. Else the hub's `cache` tells (None: the usual folder), from which the engine has loaded.
+    meanwhile changes nothing. Otherwise the hub's `cache` (None: the usual folder), from which the engine has loaded,
+    has it.
     """
     revision = resolved_revision(revision, repository)
     if revision is not None and COMMIT.fullmatch(revision):
@@ -109,14 +110,14 @@ def hub_commit(repository: str, revision: str | None, cache: str | None) -> str 
 
 
 def hub_folder(repository: str, cache: str | None) -> Path:
-    """Where the hub's cache (None: the usual one) keeps a model's repository."""
+    """The folder in which the hub's cache (None: the usual one) keeps a model's repository."""
     return Path(cache or HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
 
 
 def snapshot_commit(directory: Path, cache: str | None) -> str | None:
     """`repository@commit` of a snapshot in the hub's cache, which vLLM serves when it is offline; else None.
 
-    A folder anywhere else may be called what it likes.
+    A folder elsewhere may have any name.
     """
     commit, snapshots = directory.absolute().name, directory.absolute().parent
     repository = snapshots.parent.name.removeprefix("models--").replace("--", "/")
@@ -128,7 +129,7 @@ def snapshot_commit(directory: Path, cache: str | None) -> str | None:
 
 
 def _remote_code(model_config: Any, cache: str | None) -> list[str]:
-    """The Python files that the engine runs and that do not come with the weights: their commits."""
+    """The commits of the Python files that the engine runs and that do not come with the weights."""
     if not model_config.trust_remote_code:
         return []
     model, found = str(model_config.model), set()

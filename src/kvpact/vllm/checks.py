@@ -1,4 +1,4 @@
-"""Which engines can be served correctly: checked once at start, each refusal one clear message.
+"""Which engines can be served correctly: checked once at start, with one clear message per refusal.
 
 Owns the settings under which kvpact's promises hold.
 """
@@ -23,7 +23,8 @@ SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ConfigError if this engine's settings break a promise; warn of what only costs speed or safety margins."""
+    """Raise ConfigError if this engine's settings break a promise; warn of those that only cost speed or safety
+    margins."""
     import vllm
 
     release = str(vllm.__version__)
@@ -66,7 +67,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def check_settings(config: KvpactConfig, vllm_config: Any) -> None:
-    """Raise ConfigError for settings of kvpact that exclude each other, or the engine's."""
+    """Raise ConfigError for settings of kvpact that exclude each other, or settings of the engine."""
     check_cache(config)
     if config.save == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
@@ -86,7 +87,7 @@ def check_settings(config: KvpactConfig, vllm_config: Any) -> None:
 
 
 def log_like_vllm() -> None:
-    """Send kvpact's log where the engine's goes, unless the user has set up logging for kvpact himself."""
+    """Send kvpact's log to the engine's handlers, unless the user has set up logging for kvpact."""
     ours, engine = logging.getLogger("kvpact"), logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:
         ours.handlers = engine.handlers
@@ -95,7 +96,7 @@ def log_like_vllm() -> None:
 
 
 def worker_place(vllm_config: Any, kv_cache_config: Any) -> RankInfo:
-    """Where this worker stands; pipeline stages are counted before tensor-parallel ranks."""
+    """This worker's rank and number of ranks; pipeline stages are counted before tensor-parallel ranks."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     parallel = vllm_config.parallel_config

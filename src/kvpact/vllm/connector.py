@@ -74,10 +74,10 @@ class PactConnector(KVConnectorBase_V1):
         self._worker: CacheWorker | None = None
         self._find_model: Callable[[], torch.nn.Module] | None = None
         self._pages: dict[str, str] = {}
-        """Layer -> how a block's bytes lie in it."""
+        """Layer -> where a block's bytes lie in it."""
         self._facts: dict[str, str] = {}
         self._invalid_blocks: set[int] = set()
-        """What the step's end brought and vLLM, which asks for requests first, has not asked for yet."""
+        """Blocks that the step's end found invalid; vLLM asks for them after the requests."""
         if role == KVConnectorRole.SCHEDULER:
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
             self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard)
@@ -87,13 +87,14 @@ class PactConnector(KVConnectorBase_V1):
                 self.before_update_states = self._find_hits
 
     def _require_alone(self, engine_id: str) -> None:
-        """Two in one engine would share one arena: MultiConnector hands the first one's handshake to both."""
+        """Two connectors in one engine would share one arena: MultiConnector hands the first one's handshake to
+        both."""
         if self._of_engine.setdefault(engine_id, self) is not self:
             raise ConfigError("this engine has a PactConnector already; MultiConnector can have one of them")
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache owes nobody a delivery."""
+        """False: a cache owes no request a delivery."""
         return False
 
     @classmethod
@@ -104,15 +105,15 @@ class PactConnector(KVConnectorBase_V1):
     # Worker
 
     before_update_states: Callable[[SchedulerOutput], Mapping[str, int]] | None = None
-    """`kvpact.vllm.worker` asks before each step where this is a function: with `match_at` "step"."""
+    """A function with `match_at` "step"; then `kvpact.vllm.worker` calls it before each step."""
 
     def step_hook_bound(self) -> None:
-        """The worker will ask before each step."""
+        """The worker will call `before_update_states` before each step."""
         self.cache_worker.has_step_hook = True
 
     @guarded(dict)
     def _find_hits(self, scheduler_output: SchedulerOutput) -> Mapping[str, int]:
-        """Look for what the step is to compute, in the shared tiers."""
+        """Look in the shared tiers for what the step is to compute."""
         metadata = scheduler_output.kv_connector_metadata
         return self.cache_worker.find_hits(metadata.message()) if isinstance(metadata, PactMetadata) else {}
 
@@ -122,21 +123,21 @@ class PactConnector(KVConnectorBase_V1):
 
     @property
     def cache_worker(self) -> CacheWorker:
-        """This rank's half: `kvpact.vllm.worker` says in it what becomes of weights and adapters."""
+        """This rank's half: `kvpact.vllm.worker` records changes of weights and adapters in it."""
         if self._worker is None:
             raise ConfigError("a worker's hook was called on the scheduler's half of the connector")
         return self._worker
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        """The half in the scheduler's process. Raises ConfigError on the other one."""
+        """The half in the scheduler's process. Raises ConfigError on a worker's half."""
         if self._scheduler is None:
             raise ConfigError("a scheduler's hook was called on the worker's half of the connector")
         return self._scheduler
 
     @property
     def scheduler_context(self) -> VllmContext | None:
-        """The context over vLLM's scheduler, once vLLM has offered it."""
+        """The context over vLLM's scheduler; None until vLLM has offered it."""
         return self._scheduler.context if self._scheduler is not None else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -145,7 +146,7 @@ class PactConnector(KVConnectorBase_V1):
         self._pages = layer_pages(kv_caches, self.cache_worker.place.num_blocks)
 
     def model_at(self, find_model: Callable[[], torch.nn.Module]) -> None:
-        """`kvpact.vllm.worker` says where the model is: it tells of position encoding that nothing else shows."""
+        """`kvpact.vllm.worker` passes a way to the model, which shows position encoding that nothing else shows."""
         self._find_model = find_model
 
     @guarded(lambda: None)
@@ -154,7 +155,7 @@ class PactConnector(KVConnectorBase_V1):
         hello = self.cache_worker.hello()
         if hello is None:
             return None
-        if not self._facts:  # vLLM asks again at each wake; what was true of the first block is said then, too
+        if not self._facts:  # vLLM asks again at each wake; the facts of the first time are repeated
             self._facts = worker_facts(self._vllm_config, self._pages, self._find_model)
         return PactHandshake.of(replace(hello, facts=self._facts))
 
@@ -163,7 +164,7 @@ class PactConnector(KVConnectorBase_V1):
         return metadata.message() if isinstance(metadata, PactMetadata) else StepMessage()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The step begins. The engine starts loads only behind the forward pass if none has to come before it."""
+        """The step begins. The engine starts loads after the forward pass unless one has to come before it."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.step_began()
@@ -180,26 +181,26 @@ class PactConnector(KVConnectorBase_V1):
             self.cache_worker.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole blocks are saved after the forward pass."""
+        """Does nothing: whole blocks are saved after the forward pass."""
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
-        """The forward pass is over: its blocks are copied out in the background, protected by the scheduler's half."""
+        """The forward pass is over: copy its blocks in the background, protected by the scheduler's half."""
         self.cache_worker.end_forward(self._message())
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose asynchronous load ended, each once. Releases before 0.30 ask so."""
+        """Requests whose asynchronous load ended, each once. Releases before 0.30 call this."""
         return None, self._end_loads().arrived or None
 
     @guarded(lambda: transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same, and those of them to which nothing of their load is to count. Releases from 0.30 on ask so."""
+        """The same, and those of them whose load counts for nothing. Releases from 0.30 on call this."""
         ended = self._end_loads()
         return transfer_results(ended.arrived, ended.lost)
 
     def _end_loads(self) -> EndedLoads:
-        ended = self._poll() or self.cache_worker.give_up_step()  # in the next step it would be too late to say so
+        ended = self._poll() or self.cache_worker.give_up_step()  # the next step would be too late to report them
         self._invalid_blocks |= ended.invalid_blocks
         return ended
 
@@ -215,7 +216,7 @@ class PactConnector(KVConnectorBase_V1):
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """This rank's report; every step, even if empty."""
+        """This rank's report, every step, even if empty."""
         return PactWorkerMetadata.of(self.cache_worker.report())
 
     # Scheduler
@@ -233,7 +234,7 @@ class PactConnector(KVConnectorBase_V1):
         self.scheduler_side.attach(hellos)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The same, from releases without pipeline ranks in the key."""
+        """The same for releases without pipeline ranks in the key."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake for rank, handshake in metadata.items()})
 
     @guarded(lambda: None)
@@ -253,16 +254,16 @@ class PactConnector(KVConnectorBase_V1):
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Prepare."""
+        """Prepare a match."""
         return self.scheduler_side.probe(request, num_computed_tokens)
 
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Commit, for the number that the scheduler finally chose."""
+        """Commit the match, for the number of tokens that the scheduler finally chose."""
         self.scheduler_side.commit(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The step's end."""
+        """End the step."""
         metadata = self._end_step(scheduler_output)
         if metadata is None:
             metadata = self.scheduler_side.end_broken_step()
@@ -285,7 +286,7 @@ class PactConnector(KVConnectorBase_V1):
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Settlement: what the workers reported, combined over ranks."""
+        """Settle what the workers reported, combined over ranks."""
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.message() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
         failed = failed_requests(connector_output)
@@ -293,23 +294,23 @@ class PactConnector(KVConnectorBase_V1):
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Abort, if the request has a plan. Blocks under copy are held through the block pool, so none is delayed."""
+        """Abort the request's plan, if it has one. The block pool holds blocks under copy, so none is delayed."""
         self.scheduler_side.request_finished(request.request_id)
         return False, None
 
     @guarded(lambda: False, in_step=False)
     def has_pending_push_work(self) -> bool:
-        """Keep stepping until the workers' reports are in. vLLM asks when it has no request left."""
+        """Whether vLLM must keep stepping until the workers' reports are in. vLLM asks when it has no request left."""
         return self.scheduler_side.has_pending_work()
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """The scheduler's half counts; the workers' half reports through it."""
+        """The scheduler's half counts; the workers' half reports to it."""
         return self._scheduler.collect_stats() if self._scheduler is not None else None
 
     @guarded(lambda: (0, 0))
     def take_hit_corrections(self) -> tuple[int, int]:
-        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, at requests' first go and after a preemption."""
+        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, for first admissions and after preemptions."""
         return self.scheduler_side.credit.corrections()
 
     @classmethod

@@ -1,7 +1,7 @@
 """Digests of what vLLM's requests bring as tensors: features of media, masks, prompt embeddings.
 
-Owns the encoding under which equal content has equal digests in every process. Runs on background threads only: it
-reads every byte.
+Owns the encoding, in which equal content has equal digests in every process. Runs on background threads only, because
+it reads every byte.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from blake3 import blake3
 
 
 def features_digest(item: Mapping[str, Any]) -> str:
-    """Hex digest of a `MultiModalKwargsItem`: field names and values, with type and shape, in no order.
+    """Hex digest of a `MultiModalKwargsItem`: field names and values, with type and shape, in any order.
 
     How vLLM batches a field (`elem.field`) is left out: it may depend on the other items of the request. Raises
     TypeError for a value whose content cannot be read.
@@ -28,7 +28,7 @@ def features_digest(item: Mapping[str, Any]) -> str:
 
 
 def mask_digest(mask: torch.Tensor) -> str:
-    """Hex digest of a mask of bools [tokens]."""
+    """Hex digest of a mask, a tensor of bools [tokens]."""
     digest = blake3()
     _add_value(digest, mask)
     return digest.hexdigest()
@@ -38,7 +38,7 @@ def embedding_digests(rows: torch.Tensor, is_token: Sequence[bool] | None, block
     """By block, a digest of the prompt embeddings in it: dtype, width, which positions have one, and those rows.
 
     `rows` is [tokens, hidden]; at positions where `is_token` holds, the engine takes the token and not the row. None:
-    it takes every row. The last block may be partly filled: then the digest says how far.
+    it takes every row. The last block may be partly filled: then the digest includes the number of positions.
     """
     kind = f"{rows.dtype} {tuple(rows.shape[1:])}".encode()
     rows = rows.detach().cpu()
@@ -59,7 +59,7 @@ def embedding_digests(rows: torch.Tensor, is_token: Sequence[bool] | None, block
 
 
 def _add(digest: blake3, tag: bytes, *parts: bytes | memoryview) -> None:
-    """Each part with its length, so that no two contents share an encoding."""
+    """Each part after its length, so that no two contents share an encoding."""
     for part in (tag, *parts):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
@@ -88,7 +88,7 @@ def _add_value(digest: blake3, value: Any) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements in order, as bytes, copied only if they do not lie in order."""
+    """The tensor's elements in order, as bytes; copied only if they are not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())
 

@@ -1,6 +1,6 @@
-"""vLLM's block pool, block tables and queues as a `SchedulerContext`: one seam between a connector and vLLM's insides.
+"""vLLM's block pool, block tables and queues as a `SchedulerContext`, between a connector and vLLM's internals.
 
-Owns what is held through it and which requests it was told of; hands out views and ids, never vLLM's own structures.
+Owns which blocks are held through it and which requests it knows; returns views and ids, never vLLM's own structures.
 For any connector, not only kvpact's: see `scheduler_context`.
 """
 
@@ -23,22 +23,22 @@ from kvpact.vllm.compat.scheduler import (
 )
 
 NOT_ADMITTED = frozenset({"WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "PREEMPTED"})
-"""vLLM's states of a request that it may still take. One that waits for its load has been taken."""
+"""vLLM's states of a request that the scheduler may still admit. One that waits for its load has been admitted."""
 
 
 def scheduler_context(offered: Any, policy: str = "fcfs") -> VllmContext:
     """The context over what vLLM offers a connector's scheduler half.
 
     `offered` is the argument of `bind_kv_cache_manager` or, before vLLM 0.30, of `bind_gpu_block_pool`; `policy` is
-    `vllm_config.scheduler_config.policy`. The connector passes on three of its hooks, first thing in each of them:
-    `on_new_request`, `update_state_after_alloc` and `build_connector_meta`.
+    `vllm_config.scheduler_config.policy`. The connector passes on three of its hooks, as the first thing in each of
+    them: `on_new_request`, `update_state_after_alloc` and `build_connector_meta`.
     """
     pool, tables = pool_and_tables(offered)
     return VllmContext(pool, tables, policy)
 
 
 class VllmContext:
-    """A `SchedulerContext` on vLLM 0.26 to 0.33. What is approximate is said in docs/scheduler-context.md."""
+    """A `SchedulerContext` on vLLM 0.26 to 0.33. docs/scheduler-context.md lists what is approximate."""
 
     def __init__(self, block_pool: Any, tables: BlockTables, policy: str) -> None:
         self.tables = tables
@@ -58,12 +58,13 @@ class VllmContext:
         self._requests[request.request_id] = request
 
     def update_state_after_alloc(self, request: Any, blocks: Any) -> None:
-        """vLLM gave a request its blocks; releases before 0.30 say so nowhere else while it waits for its load."""
+        """vLLM gave a request its blocks; releases before 0.30 tell this nowhere else while the request waits for its
+        load."""
         if isinstance(self.tables, StepBlockTables):
             self.tables.note_blocks(request.request_id, blocks.get_block_ids())
 
     def build_connector_meta(self, scheduler_output: Any) -> None:
-        """vLLM's step is decided: walks begun in it end here, because nobody tells when vLLM moves a block."""
+        """vLLM's step is decided: walks begun in it end here, because vLLM does not announce when it moves a block."""
         self._step += 1
         self._touches.clear()
         if isinstance(self.tables, StepBlockTables):
@@ -96,16 +97,16 @@ class VllmContext:
 
     @property
     def touched_blocks(self) -> int:
-        """Blocks held through this context now."""
+        """The number of blocks held through this context now."""
         return self._holds.total
 
     # Queues
 
     def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
-        """See `SchedulerContext`. Blocks may come and go while iterating, except the one handed out last.
+        """See `SchedulerContext`. Blocks may come and go while iterating, except the last one returned.
 
-        If that one left the queue, even if it is back, the next step raises PactViolation; so it does in a later step
-        of the scheduler: begin again, behind any block that is free then.
+        If that one left the queue, even if it is back, the next iteration raises PactViolation, and so it does in a
+        later step of the scheduler: begin again, after any block that is free then.
         """
         start = None
         if after_block is not None:
@@ -128,7 +129,8 @@ class VllmContext:
             yield self._view(cursor)
 
     def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
-        """See `SchedulerContext`; empty sequences for a request that holds none. PactViolation for an unknown one."""
+        """See `SchedulerContext`; empty sequences for a request without blocks. PactViolation for an unknown
+        request."""
         tables = tuple(tuple(group) for group in self.tables.get_block_ids(request_id))
         request = self._requests.get(request_id)
         over = request is None or request.is_finished()
@@ -137,7 +139,7 @@ class VllmContext:
         return tables or ((),) * self.tables.num_kv_cache_groups
 
     def waiting_requests(self) -> Sequence[str]:
-        """See `SchedulerContext`. In order of arrival, preempted ones first, where vLLM does not go by priority."""
+        """See `SchedulerContext`. In order of arrival, preempted ones first, unless vLLM's policy is by priority."""
         waiting = [request for request in self._requests.values() if request.status.name in NOT_ADMITTED]
         if self._by_priority:
             waiting.sort()

@@ -1,6 +1,6 @@
 """Keeps kvpact's mistakes away from the engine: an exception in a hook costs a hit, never the engine (H13).
 
-Owns the count of errors and what was logged already; what hooks cost is charged to the step's budget.
+Owns the count of errors and the set of those already logged; charges the time of hooks to the step's budget.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Guard:
         self._metrics = metrics
         self._seen: set[tuple[str, type[BaseException]]] = set()
         self.budget = StepBudget()
-        """Of the running scheduler step."""
+        """The time budget of the running scheduler step."""
 
     def failed(self, hook: str, error: BaseException) -> None:
         """Count an error of a hook; log the first of its kind with the traceback."""
@@ -43,11 +43,11 @@ class Guard:
 
 
 class Guarded(Protocol):
-    """Whoever has hooks to guard."""
+    """An object that has hooks to guard."""
 
     @property
     def guard(self) -> Guard:
-        """Where errors and time are counted."""
+        """The guard that counts this object's errors and time."""
 
 
 Owner = TypeVar("Owner", bound=Guarded)
@@ -56,10 +56,10 @@ Owner = TypeVar("Owner", bound=Guarded)
 def guarded(
     otherwise: Callable[[], Any], *, in_step: bool = True
 ) -> Callable[[Callable[Concatenate[Owner, Arguments], Answer]], Callable[Concatenate[Owner, Arguments], Answer]]:
-    """Make a method a hook that never raises: on an exception it answers `otherwise()`.
+    """Make a method a hook that never raises: on an exception it returns `otherwise()`.
 
-    But for StepLoadLost: whoever hears it must not answer the user. A hook that only an idle engine calls is not
-    `in_step`: its time is no scheduler step's.
+    StepLoadLost alone passes: its caller must not answer the user. A hook that only an idle engine calls is not
+    `in_step`: its time is charged to no step.
     """
 
     def decorate(

@@ -1,7 +1,7 @@
-"""Tells vLLM what it really did not compute: tokens that it took for loaded and that failed, and others found later.
+"""Tells vLLM how many tokens it did not compute: without those whose load failed, with those found later.
 
 Owns the corrections of two counts that vLLM makes when it admits a request: the request's own statistics
-(`Request.prefill_stats`), which it sends with the first answer, after the workers' report, so there is time to mend
+(`Request.prefill_stats`), which it sends with the first answer, after the workers' report, so there is time to correct
 them; and its hits of external caches, for `kvpact.vllm.scheduler`.
 """
 
@@ -14,41 +14,42 @@ from typing import Any
 
 @dataclass(slots=True)
 class AdmittedLoad:
-    """A load that vLLM counted as hits, until it is known what came of it."""
+    """A load that vLLM counted as hits, until its outcome is known."""
 
     request: Any
     stats: Any
-    """The request's statistics, None where vLLM counted the load elsewhere: after a preemption."""
+    """The request's statistics; None where vLLM counted the load elsewhere: after a preemption."""
     tokens: int
-    """What arrives, as far as is known."""
+    """The tokens that arrive, as far as is known."""
     synchronous: bool
 
     @property
     def after_preemption(self) -> bool:
-        """Whether vLLM counts its hits apart."""
+        """Whether the request was preempted: vLLM counts such hits apart."""
         return self.stats is None
 
 
 class HitCredit:
-    """Hits as vLLM is to count them: `num_cached_tokens` of each request, and the hits of all."""
+    """Hits as vLLM should count them: `num_cached_tokens` of each request, and the hits of all."""
 
     def __init__(self) -> None:
         self._watched: dict[str, tuple[Any, Any]] = {}
         self._gone: set[str] = set()
         self._loads: dict[str, AdmittedLoad] = {}
         self._hits = {False: 0, True: 0}
-        """What to add to vLLM's, by whether it is of a request after a preemption."""
+        """Tokens to add to vLLM's hits, by whether the request was preempted."""
 
     # Loads
 
     def admit(self, request: Any, tokens: int, *, synchronous: bool) -> None:
-        """vLLM admits a request with a load of `tokens` and counts them; that is taken back until they are used."""
+        """vLLM admits a request with a load of `tokens` tokens and counts them as hits; subtract them until they are
+        used."""
         stats = request.prefill_stats if request.num_preemptions <= 0 else None
         load = self._loads[request.request_id] = AdmittedLoad(request, stats, tokens, synchronous)
         self._hits[load.after_preemption] -= tokens
 
     def load_failed(self, request_id: str, arrived: int) -> None:
-        """All but the first `arrived` tokens of the request's load are to be computed."""
+        """All but the first `arrived` tokens of the request's load will be computed."""
         load = self._loads.get(request_id)
         if load is None or arrived >= load.tokens:
             return
@@ -57,13 +58,13 @@ class HitCredit:
         load.tokens = arrived
 
     def step_reported(self, request_id: str) -> None:
-        """The step of a synchronous load is over: what arrived was used in it."""
+        """The step of a synchronous load is over: the tokens that arrived were used in it."""
         load = self._loads.get(request_id)
         if load is not None and load.synchronous:
             self._use(request_id)
 
     def scheduled(self, request_ids: Container[str]) -> None:
-        """These requests are computed in the step: what their asynchronous loads brought is used."""
+        """These requests are computed in the step: the tokens that their asynchronous loads brought are used."""
         for request_id in [each for each, load in self._loads.items() if not load.synchronous and each in request_ids]:
             self._use(request_id)
 
@@ -74,14 +75,16 @@ class HitCredit:
     # Tokens found when a step begins
 
     def watch(self, request: Any) -> None:
-        """Something is looked for: its statistics are remembered, because the answer may be told without them."""
+        """A lookup begins: keep the request's statistics, because the answer may arrive when vLLM no longer has
+        them."""
         stats = request.prefill_stats
         known = self._watched.get(request.request_id)
         if known is None or known[0] is not request:
             self._watched[request.request_id] = (request, stats)
 
     def credit(self, hits: Mapping[str, int]) -> None:
-        """The workers' report is in. As everywhere in vLLM, what a request gets after a preemption counts apart."""
+        """The workers' report is in. As everywhere in vLLM, tokens that a request gets after a preemption count
+        apart."""
         for request_id, tokens in hits.items():
             request, stats = self._watched.get(request_id, (None, None))
             if request is None:
@@ -96,7 +99,7 @@ class HitCredit:
     # Both
 
     def request_finished(self, request_id: str) -> None:
-        """The request ended; the report of its last step comes after this."""
+        """The request ended; the report of its last step comes after this call."""
         if request_id in self._watched:
             self._gone.add(request_id)
         load = self._loads.get(request_id)
@@ -104,9 +107,9 @@ class HitCredit:
             del self._loads[request_id]
 
     def corrections(self) -> tuple[int, int]:
-        """What to add to vLLM's hits since the last call: of requests at their first go, and after a preemption.
+        """Tokens to add to vLLM's hits since the last call: of first admissions, and after preemptions.
 
-        Negative only by what vLLM counted since then itself.
+        Negative by at most what vLLM itself has counted since then.
         """
         hits, self._hits = self._hits, {False: 0, True: 0}
         return hits[False], hits[True]
@@ -116,9 +119,9 @@ class HitCredit:
 
 
 def _mend(request: Any, stats: Any, tokens: int) -> None:
-    """So many tokens more were not computed; less if negative."""
+    """This many more tokens were not computed; fewer if negative."""
     stats.num_cached_tokens += tokens
     stats.num_external_cached_tokens += tokens
     stats.num_computed_tokens -= tokens
-    if request.prefill_stats is not stats:  # final: what was not computed was not created here either
+    if request.prefill_stats is not stats:  # final: tokens that were not computed were not created here either
         stats.num_cache_creation_tokens = max(0, stats.num_cache_creation_tokens - tokens)

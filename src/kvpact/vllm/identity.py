@@ -15,10 +15,10 @@ from kvpact.identity.keys import Namespace
 from kvpact.vllm.quantization import quantization
 
 FORMAT = "1"
-"""Version of a slot's content; raised when the meaning of its bytes changes."""
+"""Version of a slot's content; it rises when the meaning of the bytes changes."""
 
 VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
-"""Fields of a Hugging Face configuration that say where it came from, not what the model computes."""
+"""Fields of a Hugging Face configuration that describe its origin and do not change what the model computes."""
 
 
 def architecture_digest(hf_config: Any) -> str:
@@ -28,10 +28,10 @@ def architecture_digest(hf_config: Any) -> str:
 
 
 def engine_namespace(vllm_config: Any, workers: Mapping[str, str]) -> Namespace:
-    """Everything two engines must agree on to share KV bytes, but for the weights.
+    """Everything two engines must agree on to share KV bytes, except the weights.
 
-    `workers` is what these say of all ranks, by name. Block keys are made with it, always, so that they are the same
-    whether the weights were known at once or later.
+    `workers` has the facts of all ranks, by name. Block keys are always made with this namespace, so that they are the
+    same whether the weights were known at once or later.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return Namespace(

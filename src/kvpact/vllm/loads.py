@@ -1,7 +1,7 @@
-"""The engine's committed loads until their end, and what the workers must say of those that could not be ordered.
+"""The engine's committed loads until their end, and what the workers must report of those that could not be ordered.
 
-Owns which loads the engine counts on. One that is broken is reported as failed; what its request computes until the
-engine has heard so is worthless.
+Owns which loads the engine relies on. A broken load is reported as failed; what its request computes until the engine
+has received that report is worthless.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ class CommittedLoad:
 
     view: VllmRequest
     order: UnorderedLoad
-    """The load as it is to be reported should its order never reach the workers."""
+    """The load as the workers report it if its order never reaches them."""
     block_ids: tuple[int, ...]
-    """The request's blocks, from the first on that is to be filled."""
+    """The request's blocks, from the first one that the load fills."""
     epochs: int
-    """As `WeightsWatch.epochs` counts, when it was committed."""
+    """The value of `WeightsWatch.epochs` when it was committed."""
     job: LoadJob | None = None
-    """The order, once it was given; None for a synchronous load."""
+    """The order, once the cache has given it; None for a synchronous load."""
     is_broken: bool = False
-    """Whether it is to be reported as failed, and the engine has not heard of it yet."""
+    """Whether it is to be reported as failed, and the engine has not received the report yet."""
 
     def is_stale(self, settlement: LoadSettlement, epochs: int) -> bool:
-        """Whether it brought what was computed by other weights than those of now."""
+        """Whether it brought blocks that were computed by other weights than the current ones."""
         return settlement.asynchronous and bool(settlement.loaded.ranges) and self.epochs != epochs
 
 
 class CommittedLoads:
-    """All of one engine, by request."""
+    """All committed loads of one engine, by request."""
 
     def __init__(self, credit: HitCredit, block_size: int) -> None:
         self._credit, self._block_size = credit, block_size
         self._loads: dict[str, CommittedLoad] = {}
         self._ordered: list[CommittedLoad] = []
-        """The running step's."""
+        """The loads ordered in the running step."""
         self.ordered_at: tuple[int, ...] = ()
         """How often each rank's weights had changed when the first of `_ordered` was committed."""
         self.broken: list[UnorderedLoad] = []
-        """What the workers are to report as failed."""
+        """Loads that the workers are to report as failed."""
         self._adapters: dict[str, AdapterUsed] = {}
-        """Request id -> what its blocks were loaded for, until a step has run with them."""
+        """Request id -> the adapter for which its blocks were loaded, until a step has run with them."""
 
     # The scheduler's step
 
     def admit(
         self, view: VllmRequest, answer: OfferedMatch, num_tokens: int, block_ids: Sequence[int], epochs: int
     ) -> CommittedLoad:
-        """The engine counts on `num_tokens` of the match, in these of its blocks."""
+        """The engine relies on `num_tokens` tokens of the match, in these of its blocks."""
         start, synchronous = answer.start_block, not answer.match.load_kv_async
         end = start + num_blocks_for(num_tokens, self._block_size)
         order = UnorderedLoad(view.request_id, tuple(block_ids[start:end]), synchronous)
@@ -65,29 +65,29 @@ class CommittedLoads:
         return load
 
     def order(self, load: CommittedLoad, changes: tuple[int, ...]) -> None:
-        """The cache orders it with this step. `changes` is how often each rank's weights have changed."""
+        """The cache orders the load with this step. `changes` is how often each rank's weights have changed."""
         self._ordered.append(load)
         self.ordered_at = self.ordered_at or changes
         if (used := load.view.adapter_in_use) is not None:
             self._adapters[load.view.request_id] = AdapterUsed(*used, load.order.block_ids)
 
     def fail(self, load: CommittedLoad, order: UnorderedLoad | None = None) -> None:
-        """The workers will report it as failed; nothing that its request computes until then is stored."""
+        """The workers will report the load as failed; nothing that its request computes until then is stored."""
         self.broken.append(order or load.order)
         load.is_broken = load.view.load_broken = True
 
     def fail_step(self) -> None:
-        """Nothing that was ordered with this step will happen."""
+        """None of the loads ordered with this step will happen."""
         for load in self._ordered:
             self.fail(load)
 
     def is_distrusted(self, request_id: str) -> bool:
-        """Whether the engine has not heard yet that the request's load is broken."""
+        """Whether the request's load is broken and the engine has not received the report yet."""
         load = self._loads.get(request_id)
         return load is not None and load.is_broken
 
     def begin_jobs(self, jobs: Iterable[LoadJob]) -> None:
-        """The cache's orders of this step."""
+        """Take in the cache's load orders of this step."""
         for job in jobs:
             if not job.synchronous and (load := self._loads.get(job.request_id)) is not None:
                 load.job = job
@@ -97,11 +97,12 @@ class CommittedLoads:
         return [load.job for load in self._loads.values() if load.job and load.job.job_id in job_ids]
 
     def run(self, request_ids: KeysView[str]) -> tuple[AdapterUsed, ...]:
-        """What those of these requests must run with that run with loaded blocks for the first time."""
+        """The adapters that must be in use for those of these requests that now run with loaded blocks for the first
+        time."""
         return tuple(self._adapters.pop(request_id) for request_id in self._adapters.keys() & request_ids)
 
     def end_step(self) -> None:
-        """The workers have been told; the next step begins empty."""
+        """The workers have got the step's message; the next step begins empty."""
         self.broken.clear()
         self._ordered.clear()
         self.ordered_at = ()
@@ -109,7 +110,8 @@ class CommittedLoads:
     # Reports
 
     def spoilt_by(self, invalid_block_ids: set[int]) -> set[int]:
-        """The invalid blocks and those behind them in the requests that were loading them, whose hits are less."""
+        """The invalid blocks, and the blocks after them in the requests that were loading them; those hits are
+        subtracted."""
         spoilt = set(invalid_block_ids)
         for request_id, load in list(self._loads.items()):
             blocks = load.block_ids
@@ -123,7 +125,7 @@ class CommittedLoads:
         return spoilt
 
     def settle(self, settlement: LoadSettlement, epochs: int, *, is_alive: bool) -> None:
-        """A load is settled; if it came too late for its weights, the engine is told so with the next report."""
+        """A load is settled; if its weights have changed meanwhile, the next report tells the engine that it failed."""
         request_id = settlement.request_id
         load = self._loads.get(request_id)
         if load is not None and not load.is_broken:
@@ -135,5 +137,5 @@ class CommittedLoads:
         self._credit.step_reported(request_id)
 
     def request_finished(self, request_id: str) -> None:
-        """No step will run with what was loaded for it."""
+        """No step will run with the blocks that were loaded for this request."""
         self._adapters.pop(request_id, None)

@@ -1,11 +1,10 @@
-"""What a request's images, clips and videos are, by their features, whatever a client calls them.
+"""What a request's images, clips and videos contain, by their features and not by a client's names for them.
 
-Owns the map from vLLM's identifiers to content. Features are read on a background thread.
-
-An identifier is no content: it may be the client's own word (`uuid`), with or without vLLM's hash over it. Nor are the
-features alone: vLLM keeps what its encoder made of them under the identifier, and takes that for the next request that
-brings the same identifier with other features. So an item has a content only while all that came under its identifier
-had the same features. Otherwise either may be in a request's KV, and requests with it are neither stored nor served.
+Owns the map from vLLM's identifiers to content. A background thread reads the features. An identifier is no content: it
+may be the client's own string (`uuid`), with or without vLLM's hash over it. Features alone are no content either: vLLM
+keeps its encoder's output under the identifier, and uses it for the next request that brings the same identifier with
+other features. So an item has a content only while all that came under its identifier had the same features. Otherwise
+either may be in a request's KV, and requests with it are neither stored nor served.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.vllm.content_digests import features_digest, mask_digest
 
 MIN_NAMES = 8192
-"""Identifiers that are remembered at least; with an encoder cache of more embeddings, as many as it can hold: what vLLM
-has encoded under a name is forgotten here after it is there."""
+"""At least this many identifiers are remembered, and more if the encoder's cache can hold more embeddings: an
+identifier is forgotten here only after vLLM has dropped its encoding."""
 
 
 @dataclass(slots=True, eq=False)
 class NamedContent:
-    """What came under one identifier."""
+    """The features that came under one identifier."""
 
     _item: weakref.ref[Any]
     pending: Pending[str]
@@ -39,11 +38,11 @@ class NamedContent:
     """Whether other features came under the identifier."""
 
     def is_of(self, item: Any) -> bool:
-        """Whether the features that were digested are this very object."""
+        """Whether the features that were digested are this same object."""
         return self._item() is item or any(known() is item for known, _ in self._rivals)
 
     def settle(self) -> bool:
-        """Compare what has been digested by now; whether that is all."""
+        """Compare the features that have been digested by now; returns whether these are all."""
         if not self.pending.is_done:
             return False
         if any(not rival.is_done for _, rival in self._rivals):
@@ -55,25 +54,25 @@ class NamedContent:
         return True
 
     def add_rival(self, item: Any, pending: Pending[str]) -> None:
-        """Other features, perhaps, have come under the identifier."""
+        """Features that may differ have come under the identifier."""
         self._rivals.append((weakref.ref(item), pending))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaContent:
-    """One item of one request: what it is called, what its features are, and which of its positions they take."""
+    """One item of one request: its identifier, its features, and the positions that it takes."""
 
     _named: NamedContent
     _mask: Pending[str] | None
 
     @property
     def is_known(self) -> bool:
-        """Whether `digest` says all that will ever be known."""
+        """Whether `digest` is final."""
         return self._named.settle() and (self._mask is None or self._mask.is_done)
 
     @property
     def digest(self) -> str | None:
-        """The content; None while it is not known, and if it cannot be told."""
+        """The content; None while it is not known, and if it cannot be known."""
         if not self.is_known or self._named.is_disputed or self._named.pending.value is None:
             return None
         if self._mask is None:
@@ -82,15 +81,15 @@ class MediaContent:
 
 
 class MediaContents:
-    """The contents of all items that requests of one engine bring."""
+    """The contents of all media items in one engine's requests."""
 
     def __init__(self, thread: DigestThread, most: int = MIN_NAMES) -> None:
-        """Features are digested by `thread`; `most` identifiers are remembered."""
+        """`thread` digests features; at most `most` identifiers are remembered."""
         self._thread = thread
         self._most = most
         self._names: OrderedDict[bytes, NamedContent] = OrderedDict()
         self.disputes = 0
-        """How often features came that may differ from those that came before under the same identifier."""
+        """How often features came that may differ from earlier ones under the same identifier."""
 
     def __len__(self) -> int:
         return len(self._names)
@@ -98,7 +97,7 @@ class MediaContents:
     def ask(self, feature: Any) -> MediaContent | None:
         """The content of a `MultiModalFeatureSpec`; None if its features are not in this process.
 
-        They are not with vLLM's cache in shared memory, where a place stands for them.
+        They are not with vLLM's cache in shared memory: then the request has only an address there.
         """
         item = feature.data
         if item is None or "address" in item or not feature.identifier:

@@ -1,4 +1,4 @@
-"""kvpact's messages in the envelopes that vLLM carries: they hold nothing but bytes (H80)."""
+"""kvpact's messages in the envelopes that vLLM carries: the envelopes hold only bytes (H80)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PactHandshake(_Envelope[WorkerHandshake], KVConnectorHandshakeMetadata):
 
 
 class PactWorkerMetadata(_Envelope[WorkerReport], KVConnectorWorkerMetadata):
-    """Workers to scheduler, every step, from every rank; true even when there is nothing to say (H40)."""
+    """Workers to scheduler, every step, from every rank; true even when the report is empty (H40)."""
 
     kind = WorkerReport
 

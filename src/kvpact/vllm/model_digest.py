@@ -1,7 +1,7 @@
-"""Whether the numbers of a model are still the same: a digest of all of them, and a sample that costs little.
+"""Whether the numbers of a model are still the same: a digest of all of them, and a cheap sample.
 
-Owns which tensors count and how they are read; decides nothing. Works on the device where a tensor lies and brings a
-number a tensor back.
+Owns which tensors count and how they are read; decides nothing. Works on the tensor's device and copies one number per
+tensor back.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from kvpact.vllm.compat.objects import draft_module
 
 SAMPLED_ELEMENTS = 1 << 16
-"""Of all parameters together: a change of one element in 10,000, anywhere, is missed once in 700 times."""
+"""Elements in the sample of all parameters together: it misses a change of one element in 10,000 once in 700 times."""
 
 CHUNK_WORDS = 1 << 18
-"""A tensor is digested in pieces of so many words of 8 bytes, so that no copy of it is made."""
+"""A tensor is digested in pieces of this many words of 8 bytes, so that no copy of the whole is made."""
 
 SEED, STRIDE = 20261122, 0x9E3779B97F4A7C1 | 1
-"""Nobody chooses weights so that digests meet: the factors need not be secret."""
+"""Weights are not chosen to make digests collide, so the factors need not be secret."""
 
 SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the integers as which it is read: a NaN equals itself then."""
+"""Bytes per element -> the integer type as which it is read: then a NaN equals itself."""
 
 
 def models_of(worker: Any) -> list[Any]:
@@ -49,17 +49,17 @@ def tensors_of(models: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def digest_of(models: Sequence[Any]) -> dict[str, int | None]:
-    """Name -> digest over all bytes of the parameter or buffer; None where a tensor has none that can be read.
+    """Name -> digest over all bytes of the parameter or buffer; None where a tensor has no readable bytes.
 
     Not `torch.hash_tensor`: that is an XOR over the elements, and so 0 for an even number of equal ones, whatever they
-    are; the scales of a norm are such a tensor. Reads about 2 GB/s on a core of a CPU.
+    are; the scales of a norm are such a tensor. Reads about 2 GB/s on one CPU core.
     """
     sums = {name: _digest(tensor) for name, tensor in tensors_of(models)}
     return {name: int(total) if total is not None else None for name, total in sums.items()}
 
 
 class Sample:
-    """Some elements of each parameter as they are when it is made: of large ones more, of each at least one."""
+    """Some elements of each parameter when this object is made: more of large parameters, at least one of each."""
 
     def __init__(self, models: Sequence[Any]) -> None:
         tensors = [(name, tensor) for name, tensor in parameters_of(models) if _is_readable(tensor) and tensor.numel()]
@@ -73,14 +73,14 @@ class Sample:
         self._values = self._read(models)
 
     def is_still_true(self, models: Sequence[Any]) -> bool:
-        """Whether the sampled elements have the values that they had, in parameters of the same names and forms."""
+        """Whether the sampled elements still have their values, in parameters of the same names and shapes."""
         if _forms(models) != self._forms:
             return False
         now = self._read(models)
         return all(torch.equal(now[kind], values) for kind, values in self._values.items())
 
     def _read(self, models: Sequence[Any]) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
-        """The elements, in one tensor for each kind of number and device, so that few are compared."""
+        """The elements, in one tensor per dtype and device, so that few tensors are compared."""
         parts: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for name, tensor in parameters_of(models):
             if (places := self._places.get(name)) is not None:
@@ -98,10 +98,10 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A sum in which every word of 8 bytes has a random odd factor of its own."""
+    """A sum in which every word of 8 bytes has its own random odd factor."""
     if not _is_readable(tensor):
         return None
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # no copy of a tensor that is transposed
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # avoids a copy of a transposed tensor
     numbers = tensor.permute(order).contiguous().view(-1).view(torch.uint8)
     whole = numbers.numel() // 8 * 8
     rest = torch.zeros(8, dtype=torch.uint8, device=tensor.device)
@@ -112,7 +112,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor | None:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for words in (*numbers[:whole].view(torch.int64).split(CHUNK_WORDS), rest.view(torch.int64)):
         products = words * factors[: words.numel()]
-        products ^= products >> 32  # else two flips of a word's highest bit would cancel each other
+        products ^= products >> 32  # otherwise two flips of a word's highest bit would cancel out
         total = total * STRIDE + products.sum()
     return total
 

@@ -1,6 +1,6 @@
-"""A worker's watch over its own weights: who may change them says so before, and what changed unsaid is found.
+"""A worker's watch over its own weights: announced changes are recorded before they happen, others are found later.
 
-Owns when which check is made; writes what it finds into the rank's notice, where the scheduler's half reads it before
+Owns when which check is made; writes its findings into the rank's notice, which the scheduler's half reads before
 anything else (`kvpact.cache.weights_watch`). `kvpact.vllm.worker` calls this.
 """
 
@@ -22,41 +22,41 @@ logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 GAP_SECONDS = 0.05
-"""An engine that has not stepped for so long may have been given other weights; under load a step takes less."""
+"""Seconds without a step after which an engine may have been given other weights; under load a step takes less."""
 
 RARELY_SECONDS = 10.0
-"""So often the sample is looked at in any case. It takes some milliseconds."""
+"""The sample is compared at least this often, in seconds. It takes some milliseconds."""
 
 SLEEP_TAGS = frozenset(("weights", "kv_cache"))
-"""What vLLM puts to sleep and may wake one by one."""
+"""The parts that vLLM puts to sleep and may wake one by one."""
 
 
 class ModelWatch:
-    """Watches one worker's models. Until `bind` nobody is told anything, because nothing is stored yet."""
+    """Watches one worker's models. Reports nothing until `bind`, because nothing is stored before that."""
 
     def __init__(self, worker: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._worker = worker
         self._clock = clock
         self._notices: NoticeWriter | None = None
         self._sample: Sample | None = None
-        """The weights as the last step had them; None if they are known to have changed since."""
+        """The weights at the last step; None if they are known to have changed since."""
         self._samples = True
         self._step_ended = self._sampled = clock()
         self._asleep: set[str] = set()
         self._before_sleep: tuple[dict[str, int | None], int, int] | None = None
-        """The digests with which it fell asleep, and how often changes and words had been said by then."""
+        """The digests when it fell asleep, and how many changes and words had been recorded by then."""
         self._asked: set[int] = set()
-        """The models whose `load_weights` says that it changes them."""
+        """The models whose `load_weights` records that it changes them."""
 
     def bind(self, notices: NoticeWriter, *, samples: bool) -> None:
-        """The rank's notice is there. Without `samples`, the engine itself moves weights about between steps."""
+        """The rank's notice is there. `samples` is False if the engine itself moves weights between steps."""
         self._notices, self._samples = notices, samples
 
-    # Those who say what they do
+    # Recorded changes
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Around whatever changes weights. It is said before too: who dies half-way has changed them."""
+        """Around a change of weights. It is recorded before too: a process that dies half-way has changed them."""
         self._say_change()
         try:
             yield
@@ -64,7 +64,7 @@ class ModelWatch:
             self._say_change()
 
     def watch_loading(self) -> None:
-        """The models are there: from now on their `load_weights` says that it changes them, whoever calls it."""
+        """The models are there: from now on their `load_weights` records that it changes them, whatever calls it."""
         for model in models_of(self._worker):
             load = weight_loader(model)
             if load is not None and id(model) not in self._asked:
@@ -73,7 +73,7 @@ class ModelWatch:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Around what may change weights and may not: it counts as a change if one number differs, or if it fails."""
+        """Around a possible change of weights: it counts as a change if one number differs, or if it fails."""
         if self._notices is None:
             yield
             return
@@ -87,17 +87,17 @@ class ModelWatch:
             self._say_change()
 
     def set_word(self, word: str) -> None:
-        """See `NoticeWriter.set_word`. A change that nobody has said is looked for first, so that the word is of it."""
+        """See `NoticeWriter.set_word`. An unrecorded change is looked for first, so that the word applies to it."""
         if self._notices is not None:
             self.before_step(touched=True)
             self._notices.set_word(word)
 
-    # What nobody says
+    # Other changes
 
     def before_step(self, *, touched: bool) -> None:
-        """The engine is about to compute. `touched`: somebody has asked the worker for its models since the last step.
+        """The engine is about to compute. `touched`: the worker's models were requested since the last step.
 
-        Copies that were ordered for this step are refused by the worker's half if the weights have changed unsaid.
+        If the weights have changed unrecorded, the worker's half refuses the copies that were ordered for this step.
         """
         if self._notices is None or not self._samples:
             return
@@ -114,7 +114,7 @@ class ModelWatch:
                 self._sample = self._new_sample()
 
     def step_ended(self) -> None:
-        """The engine has computed."""
+        """The engine has computed the step."""
         self._step_ended = self._clock()
 
     # Sleep
@@ -132,7 +132,7 @@ class ModelWatch:
         self._before_sleep = (digests, self._notices.changes, words) if digests is not None else None
 
     def woke(self, tags: Sequence[str] | None) -> None:
-        """What the tags name is awake again; all, without tags. Equal weights are told once all is awake."""
+        """What the tags name is awake again; all, without tags. Unchanged weights are reported once all is awake."""
         self._asleep -= set(tags) if tags else self._asleep
         if self._asleep or self._before_sleep is None or self._notices is None:
             return
@@ -144,7 +144,7 @@ class ModelWatch:
         else:
             self._say_change()
 
-    # Beneath
+    # Helpers
 
     def _say_change(self) -> None:
         self._sample = None
@@ -152,12 +152,12 @@ class ModelWatch:
             self._notices.weights_change()
 
     def _digest(self) -> dict[str, int | None] | None:
-        """None, which nothing is equal to, if the models cannot be read, or one tensor of them."""
+        """The digests; None, which equals nothing, if the models, or one tensor of them, cannot be read."""
         digests = self._read(digest_of)
         return None if digests is None or None in digests.values() else digests
 
     def _read(self, read: Callable[[Sequence[Any]], Found]) -> Found | None:
-        """What `read` says of the models; None if they cannot be read."""
+        """The result of `read` on the models; None if they cannot be read."""
         try:
             return read(models_of(self._worker))
         except Exception:
@@ -174,9 +174,9 @@ class ModelWatch:
 
 
 def extension_methods(kind: type) -> list[str]:
-    """The public methods that a class of workers has from neither vLLM, kvpact nor Python: those of an extension.
+    """The public methods of a worker class that come from neither vLLM, kvpact nor Python: those of an extension.
 
-    vLLM adds a `worker_extension_cls` to the bases of the worker's class, and refuses one with names that it has.
+    vLLM adds a `worker_extension_cls` to the bases of the worker's class, and refuses one that redefines its names.
     """
     foreign: set[str] = set()
     ours: set[str] = set()

@@ -1,6 +1,6 @@
 """How vLLM has quantised the weights: method, settings and what decides its kernels, as one field of the namespace.
 
-The checkpoint's own settings stand in the model's configuration or beside the weights and are told from others there.
+The checkpoint's own settings are in the model's configuration or beside the weights, which are compared separately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpact.vllm.compat.configuration import kernel_settings, kernel_variables, 
 
 
 def quantization(vllm_config: Any) -> str:
-    """What two engines must have in common to compute the same from the same quantised files; "None" without.
+    """What two engines must have in common to compute the same from the same quantised files; "None" if not quantised.
 
     Raises ConfigError if a file with settings that the user names cannot be read.
     """
@@ -31,7 +31,7 @@ def quantization(vllm_config: Any) -> str:
         "method": str(model.quantization),
         "settings": settings if settings is None or isinstance(settings, dict) else asdict(settings),
         "file": _file(overrides.get("quantization_config_file")),
-        "device": str(current_platform.get_device_capability()),  # the same method has other kernels on others
+        "device": str(current_platform.get_device_capability()),  # the same method has other kernels on other devices
         "kernels": kernel_settings(vllm_config),
         "variables": kernel_variables(),
     }

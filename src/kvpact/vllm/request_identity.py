@@ -1,6 +1,6 @@
 """What decides the content of one request's KV blocks under vLLM, besides the engine's namespace and its tokens.
 
-Owns the translation from vLLM's requests into `RequestIdentity`. What it does not know it refuses: such a request is
+Owns the translation from vLLM's requests into `RequestIdentity`. It refuses what it does not know: such a request is
 neither stored nor served. Nothing is digested on the caller's thread.
 """
 
@@ -24,11 +24,12 @@ from kvpact.vllm.media_contents import MIN_NAMES, MediaContent, MediaContents
 logger = logging.getLogger(__name__)
 
 MIN_WAIT_SECONDS = 0.05
-"""So long a digest is waited for in any case, also where nothing else is: a look at an adapter's files takes a step."""
+"""Seconds for which a request waits for a digest even where it waits for nothing else: a look at an adapter's files
+takes one step."""
 
 
 class RequestIdentities:
-    """What the requests of one engine bring, digested in the background. Make it before the engine loads adapters."""
+    """The identities of one engine's requests, digested in the background. Make it before the engine loads adapters."""
 
     def __init__(self, vllm_config: Any) -> None:
         lora = vllm_config.lora_config
@@ -37,20 +38,21 @@ class RequestIdentities:
         self.adapters = AdapterDigests(MAX_ADAPTERS + (int(lora.max_cpu_loras or 0) if lora is not None else 0))
         self.media = MediaContents(self.contents, max(MIN_NAMES, encoder_cache_size(vllm_config)))
         self.adapter_kind = str(lora.lora_dtype) if lora is not None else ""
-        """What vLLM makes of an adapter's weights when it loads them."""
+        """The settings by which vLLM transforms an adapter's weights when it loads them."""
         self.media_come_from_elsewhere = encodes_media_elsewhere(vllm_config)
-        """Whether another process encodes media: under an identifier, whatever the features here are."""
+        """Whether another process encodes media: by identifier, whatever the features here are."""
         self.media_depend_on_adapters = runs_encoder_with_adapters(lora)
-        """Whether the encoder runs with the adapter; vLLM keeps its output by the adapter's name, not its weights."""
+        """Whether the encoder runs with the adapter; vLLM keeps its output by the adapter's name, not by its
+        weights."""
         self._said: set[str] = set()
 
     @property
     def revision(self) -> int:
-        """Goes up when what was known of a name before may be void, or more may be known."""
+        """Rises when what was known of a name may be void, or when more may be known."""
         return self.adapters.revision + self.media.disputes
 
     def refuse(self, reason: str) -> None:
-        """Say once why requests of a kind are not cached. `reason` completes a sentence and is one of a few."""
+        """Log once why requests of a kind are not cached. `reason` completes a sentence and is one of a few."""
         if reason not in self._said:
             self._said.add(reason)
             logger.warning("kvpact: requests are not cached %s (said once)", reason)
@@ -63,7 +65,7 @@ class RequestIdentities:
 
 @dataclass(frozen=True, slots=True)
 class OfferedMatch:
-    """What the last probe of a request was told, and where the match began, in blocks."""
+    """The answer to a request's last probe, and where the match began, in blocks."""
 
     match: ExternalKVMatch
     start_block: int
@@ -76,20 +78,20 @@ class VllmRequest:
     request: Any
     _identities: RequestIdentities
     answer: OfferedMatch | None = None
-    """What the engine may commit."""
+    """The match that the engine may commit."""
     load_broken: bool = False
-    """Whether a match of this request could not be ordered; then it is not offered one again (H09)."""
+    """Whether a match of this request could not be ordered; then the request is offered none again (H09)."""
     was_answered: bool = False
     """See `Waiter`."""
     turn_by: float | None = None
     """See `Waiter`."""
     _identity: RequestIdentity | None = None
     _is_open: bool = True
-    """Whether a digest of which the identity depends is still under way."""
+    """Whether a digest on which the identity depends is still under way."""
     _read_at: tuple[int, int] = (-1, -1)
-    """How many items of media it had, and the revision of what is known, when the identity was read."""
+    """The number of media items, and the revision of what is known, when the identity was read."""
     _known_end: int | None = None
-    """Tokens up to the first new item of media that is not in `_identity`."""
+    """Tokens before the first new media item that is not in `_identity`."""
     _wait_until: float | None = None
     _adapter: tuple[AdapterUse, Pending[AdapterFound]] | None = None
     _media: list[MediaContent | None] = field(default_factory=list)
@@ -102,7 +104,7 @@ class VllmRequest:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """See `EngineRequest`: up to the first new item of media that `identity` does not have yet."""
+        """See `EngineRequest`: tokens before the first new media item that `identity` does not have yet."""
         if len(self.request.mm_features) != self._read_at[0]:
             self._renew()
         tokens: Sequence[int] = self.request.all_token_ids
@@ -112,9 +114,10 @@ class VllmRequest:
     def identity(self) -> RequestIdentity | None:
         """See `EngineRequest`: the same object while nothing changes.
 
-        It is None at first where digests come from a thread. It is another one once the request has more media (a
-        streaming session) and their digests are there; until then the blocks before them keep what they have. It may be
-        None again: when a name that it goes by turns out to stand for two things, or for other weights than were read.
+        It is None at first where digests come from a thread. It is another object once the request has more media (a
+        streaming session) and their digests are there; until then the blocks before them keep their identity. It may
+        become None again: when one of its names turns out to stand for two contents, or for other weights than were
+        read.
         """
         if self._is_open or self._read_at != (len(self.request.mm_features), self._identities.revision):
             self._renew()
@@ -131,7 +134,7 @@ class VllmRequest:
             self._identity = identity
 
     def _has_grown(self, known: RequestIdentity) -> bool:
-        """Whether all is as in `known`, but for media behind its own."""
+        """Whether all is as in `known`, except media after its own."""
         if len(self.request.mm_features) <= len(known.media) or known.adapter != self._read_adapter():
             return False
         return self._known_media()[: len(known.media)] == list(known.media)
@@ -139,8 +142,8 @@ class VllmRequest:
     def waits_for_identity(self, timeout: float, now: float) -> bool:
         """Whether to ask again later because a digest is under way; for at most `timeout` seconds from the first time.
 
-        What the engine computes meanwhile would be nobody's. `now` in seconds. Nobody waits who could not be served
-        anything: for a prompt of one block, for one.
+        What the engine computes meanwhile would have no identity. `now` is in seconds. A request that could not be
+        served anything, such as a prompt of one block, does not wait.
         """
         if self.identity is not None or not self._is_open or not self.may_load:
             return False
@@ -156,14 +159,14 @@ class VllmRequest:
         return not (self.request.skip_reading_prefix_cache or self.load_broken)
 
     def release(self) -> None:
-        """The request is gone: what only it wants digested is let go."""
+        """The request is gone: cancel digests that only it needs."""
         if self._adapter is not None:
             self._adapter[1].give_up()
         if self._embeddings is not None:
             self._embeddings.give_up()
 
     def _read(self) -> RequestIdentity | None:
-        """What is known by now; None if any of it is unknown. Sets `_is_open`."""
+        """The identity as known by now; None if any part of it is unknown. Sets `_is_open`."""
         request, self._is_open = self.request, False
         if request.pooling_params is not None or not self._can_be_told():
             return None
@@ -176,7 +179,7 @@ class VllmRequest:
 
     def _can_be_told(self) -> bool:
         request, identities = self.request, self._identities
-        # The workers are told of a request by its id.
+        # The workers know a request by its id.
         for name, text in (("cache_salt", request.cache_salt), ("request_id", request.request_id)):
             if not _is_unicode(text or ""):
                 identities.refuse(f"whose {name} is no Unicode text")
@@ -208,7 +211,7 @@ class VllmRequest:
 
     @property
     def adapter_in_use(self) -> tuple[int, bytes] | None:
-        """The id of its adapter, and the stamp of the files that `identity` is of; None without an adapter."""
+        """The id of its adapter, and the stamp of the files from which `identity` was made; None without an adapter."""
         if self._adapter is None or (found := self._adapter[1].value) is None:
             return None
         return self._adapter[0].number, found.stamp
@@ -249,7 +252,7 @@ class VllmRequest:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: it has no lone surrogate."""
+    """Whether a string can be encoded: it has no lone surrogate."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Schedulers that a user names in `scheduler_cls`: `vllm:external_prefix_cache_hits` is then what was not computed.
+"""Schedulers for `scheduler_cls`: `vllm:external_prefix_cache_hits` then counts only tokens that were not computed.
 
-Owns nothing but that count: vLLM's scheduler adds it up when it admits a request, where nobody knows yet what arrives,
-and offers connectors no way to correct it. Everything else works without these classes.
+Owns nothing but that count: vLLM's scheduler adds to it when it admits a request, before it is known what arrives, and
+offers connectors no way to correct it. Everything else works without these classes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvpact.vllm.compat.objects import set_hit_sources
 class _CountsWhatWasUsed:
     """Adds a connector's `take_hit_corrections() -> (tokens, tokens after a preemption)` to the statistics.
 
-    A load's tokens are taken out in the step that admits it and come back as they are used, so that no step counts less
-    than nothing.
+    A load's tokens are subtracted in the step that admits it and added again as they are used, so that no step's count
+    is negative.
     """
 
     connector: Any
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's statistics of a step."""
+        """vLLM's statistics of a step, corrected."""
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         take = getattr(self.connector, "take_hit_corrections", None)
         if take is not None and stats is not None and stats.connector_prefix_cache_stats is not None:

@@ -1,7 +1,7 @@
-"""The scheduler's half of the connector: vLLM's hooks, told to the cache in the order in which they come.
+"""The scheduler's half of the connector: passes vLLM's hooks to the cache in the order in which they come.
 
-Owns the map from vLLM's requests to the cache's, and what must be said to the workers this step. Lives in the
-scheduler's process only; never blocks on I/O.
+Owns the map from vLLM's requests to the cache's, and this step's message to the workers. Lives in the scheduler's
+process only; never blocks on I/O.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvpact.wire import StepMessage, WorkerHandshake
 
 
 class SchedulerSide:
-    """The scheduler's half. Until the workers have said hello it has no cache and answers no hit."""
+    """The scheduler's half. It has no cache and returns no hit until the workers' handshakes have arrived."""
 
     def __init__(self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard) -> None:
         self._config = config
@@ -59,7 +59,7 @@ class SchedulerSide:
 
     @property
     def cache(self) -> ExternalCache | None:
-        """The cache, once there is one."""
+        """The cache; None until the workers are up."""
         return self.mounted.cache if self.mounted is not None else None
 
     # Start
@@ -67,9 +67,9 @@ class SchedulerSide:
     def attach(self, hellos: Sequence[WorkerHandshake]) -> None:
         """The workers are up: map their memory, open the tiers, begin to serve.
 
-        A tier that cannot be opened is left out with one message; the engine serves on without it. vLLM may say it
-        again whenever it wakes: the same memory is attached once, and for other memory a new cache begins.
-        Raises ConfigError if a rank is missing: what the others saved would count as saved by all (H40).
+        A tier that cannot be opened is left out with one message; the engine serves on without it. vLLM may repeat this
+        call whenever it wakes: the same memory is attached once, and for other memory a new cache begins. Raises
+        ConfigError if a rank is missing: what the others saved would count as saved by all (H40).
         """
         hellos = sorted(hellos, key=lambda hello: hello.rank)
         parallel = self._vllm_config.parallel_config
@@ -128,9 +128,9 @@ class SchedulerSide:
         return view
 
     def probe(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """`get_num_new_matched_tokens`: the tokens that can be loaded behind `num_computed_tokens`, and whether later.
+        """`get_num_new_matched_tokens`: the tokens that can be loaded after `num_computed_tokens`, and whether later.
 
-        Whatever goes wrong, the request has no plan afterwards that the engine does not know of.
+        Whatever goes wrong, the request then has no plan that the engine does not know of.
         """
         view = self._view(request)
         view.answer = None
@@ -162,9 +162,9 @@ class SchedulerSide:
         return match.num_tokens, match.load_kv_async
 
     def commit(self, request: Any, blocks: Any, num_tokens: int) -> None:
-        """`update_state_after_alloc`: the engine takes `num_tokens` of what the last probe was told, perhaps 0.
+        """`update_state_after_alloc`: the engine takes `num_tokens` tokens of the last probe's answer, perhaps 0.
 
-        The engine cannot be told "no" here, so if the commit goes wrong the workers report those blocks as not loaded.
+        The engine cannot be refused here, so if the commit goes wrong the workers report those blocks as not loaded.
         """
         (block_ids,) = blocks.get_block_ids()
         if self.context is not None:
@@ -222,12 +222,12 @@ class SchedulerSide:
         return metadata
 
     def wake_tiers(self) -> None:
-        """The step is over: the tiers' threads begin what it handed them. In its middle they would have its core."""
+        """The step is over: the tiers' threads begin its work. In the middle of the step they would take its core."""
         if self.mounted is not None:
             self.mounted.wake_tiers()
 
     def _look_up(self, scheduler_output: Any, cache: SupportsStepLookup) -> None:
-        """Have the workers look for what this step computes, where a request may be given it then."""
+        """Have the workers look for what this step computes, where the request can still be given it then."""
         for request_id, max_tokens in self._candidates.of_step(scheduler_output).items():
             view = self._requests.get(request_id)
             if view is not None and not self._loads.is_distrusted(request_id):
@@ -235,14 +235,15 @@ class SchedulerSide:
                 self.credit.watch(view.request)
 
     def end_broken_step(self) -> PactMetadata:
-        """What to tell the workers when `end_step` raised: none of the step's loads will happen."""
+        """The message to the workers when `end_step` raised: none of the step's loads will happen."""
         self._loads.fail_step()
         metadata = PactMetadata.of(StepMessage(broken=tuple(self._loads.broken)))
         self._loads.end_step()
         return metadata
 
     def abandon_step(self) -> None:
-        """Take back what the cache was about to order when `end_step` raised: sent later, it would hit other blocks."""
+        """Cancel what the cache was about to order when `end_step` raised: sent later, it would write to other
+        blocks."""
         if self.mounted is not None:
             self.mounted.cache.abandon_step(self._ranks)
 
@@ -262,11 +263,11 @@ class SchedulerSide:
     def apply_report(
         self, report: WorkerReport, invalid_block_ids: set[int], failed_requests: Collection[str] = ()
     ) -> None:
-        """`update_connector_output`: settle what the workers say is done.
+        """`update_connector_output`: settle what the workers report as done.
 
-        Blocks that a synchronous load left invalid are in the engine's prefix cache already, and what was computed from
-        them is as well. All are taken out: the request that would recompute them may be gone before it does (H28).
-        Of `failed_requests` nothing was loaded.
+        Blocks that a synchronous load left invalid are in the engine's prefix cache already, and so is what was
+        computed from them. All are removed: the request that would recompute them may be gone before it does (H28).
+        Nothing was loaded for `failed_requests`.
         """
         mounted = self.mounted
         overdue = mounted is not None and mounted.cache.has_overdue_loads
@@ -275,14 +276,14 @@ class SchedulerSide:
             return
         for request_id in failed_requests:
             self.credit.load_failed(request_id, 0)
-        self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over the last time
+        self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over from the last step
         if invalid_block_ids:
             spoilt = self._loads.spoilt_by(invalid_block_ids)
             if self.context is not None:
                 self.context.evict_published(sorted(spoilt))
         if mounted is None:
             return
-        mounted.may_serve()  # what is reported as saved may be of weights that are gone
+        mounted.may_serve()  # blocks reported as saved may be from weights that are gone
         doubtful = self._late.unnamed(invalid_block_ids, overdue=overdue)
         if doubtful and self.context is not None:
             tables = {name: self._block_ids_or_none(name) for name in self._requests}
@@ -314,18 +315,18 @@ class SchedulerSide:
         return self.mounted is not None and self.mounted.has_pending_work()
 
     def collect_stats(self) -> PactStats | None:
-        """`get_kv_connector_stats`: what was counted since the last time, for vLLM's own metrics."""
+        """`get_kv_connector_stats`: the counts since the last call, for vLLM's own metrics."""
         if self._stats is None or (self._budget.exhausted and self._stats.can_wait):
             return None
         return self._stats.collect()
 
     def reset(self) -> None:
-        """`reset_cache`: the weights may be others from now on."""
+        """`reset_cache`: the weights may have changed."""
         if self.mounted is not None:
             self.mounted.reset()
 
     def shutdown(self) -> None:
-        """Flush the tiers in bounded time and say how the cache did."""
+        """Flush the tiers in bounded time and log a summary of the cache's work."""
         self._identities.close()
         self._end_cache()
 

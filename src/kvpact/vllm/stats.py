@@ -1,7 +1,6 @@
 """kvpact's counts in vLLM's own metrics: the log line and the Prometheus endpoint.
 
-Owns the translation of a `Metrics` snapshot into vLLM's connector statistics. Counts what `kvpact.metrics` names,
-nothing else.
+Owns the translation of a `Metrics` snapshot into vLLM's connector statistics. Counts only what `kvpact.metrics` names.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvpact.metrics import METRICS, STEP_SECONDS, Metric, Snapshot, series
 
 INTERVAL_SECONDS = 1.0
-"""Counts are handed to vLLM this often at most: collecting them is not free, and nobody scrapes faster."""
+"""vLLM gets counts at most this often, in seconds: collecting them takes time, and no scraper is faster."""
 
 PATIENCE_SECONDS = 0.5
-"""So long counts that are due wait for a step that has time to collect them."""
+"""Seconds for which counts that are due wait for a step that has time to collect them."""
 
 SLOW_STEP_SECONDS = 1e-3
-"""A scheduler step is not to spend more than this in kvpact (P11)."""
+"""A scheduler step should spend at most this many seconds in kvpact (P11)."""
 
 _GAUGES = frozenset(series(m.name, label) for m in METRICS if m.kind == "gauge" for label in m.label_values)
 
 
 @dataclass
 class PactStats(KVConnectorStats):
-    """What was counted since the last statistics; gauges as they are. `data` is series name -> value."""
+    """The counts since the last statistics; gauges as they are. `data` is series name -> value."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all counts."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -43,7 +42,7 @@ class PactStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the log line shows."""
+        """The values in the log line."""
         shown = ("lookups", "promised_tokens", "used_tokens", "failed_tokens", "saved_blocks", "leases_held")
         return {f"kvpact {name}": self.data.get(name, 0) for name in shown}
 
@@ -53,9 +52,10 @@ class PactStats(KVConnectorStats):
 
 
 class StatsCollector:
-    """Takes the difference between two looks at the counts, at most once an interval.
+    """Takes the difference between two snapshots of the counts, at most once per interval.
 
-    A scheduler step looks and the next one takes the difference: both together would be a good part of a millisecond.
+    One scheduler step takes the snapshot and the next one the difference: both together would take a good part of a
+    millisecond.
     """
 
     def __init__(self, observe: Callable[[], Snapshot], clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,11 +67,11 @@ class StatsCollector:
 
     @property
     def can_wait(self) -> bool:
-        """Whether a step without time may leave the next `collect` to a later one."""
+        """Whether a step without time may leave the next `collect` to a later step."""
         return self._clock() < self._next + PATIENCE_SECONDS
 
     def collect(self) -> PactStats | None:
-        """What changed from the last look to the one that the call before this took; None at every other call."""
+        """The difference from the last snapshot to the one that the call before this took; None at every other call."""
         now = self._clock()
         if self._shot is None:
             self._shot = self._observe() if now >= self._next else None
@@ -95,7 +95,7 @@ STEP_COUNTERS = (
     Metric("slow_steps", "counter", "scheduler", "steps that spent more than 1 ms in kvpact"),
     Metric("step_seconds", "counter", "seconds", "spent in kvpact in scheduler steps"),
 )
-"""Counts that vLLM gets in place of the histogram of steps."""
+"""The counts that vLLM gets instead of the histogram of steps."""
 
 
 class PactPromMetrics(KVConnectorPromMetrics):

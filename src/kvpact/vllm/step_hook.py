@@ -1,8 +1,8 @@
 """`before_update_states` on stock vLLM: which requests it may serve, how ranks agree, what that does to the step.
 
-Owns the hook's rules for vLLM's own scheduler output, for any connector that has the hook. Never edits
-that output: with one process it is the scheduler's own object, and a preempted request whose numbers were edited is
-never scheduled again (H90). `kvpact.vllm.worker` calls this.
+Owns the hook's rules for vLLM's own scheduler output, for any connector that has the hook. Never edits that output:
+with one process it is the scheduler's own object, and a preempted request whose numbers were edited is never scheduled
+again (H90). `kvpact.vllm.worker` calls this.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from kvpact.vllm.compat.objects import collects_outputs, load_before_forward, re
 logger = logging.getLogger(__name__)
 
 Hits: TypeAlias = Mapping[str, int]
-"""Request id -> tokens, counted from the first that the step is to compute of the request."""
+"""Request id -> tokens, counted from the first one that the step is to compute of the request."""
 
 Minimum: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 """The smallest of each number over all ranks. A collective: every rank calls it, with equally many numbers."""
 
 
 class StepHookConnector(Protocol):
-    """What a connector has that supplies tokens when the step begins, on the worker.
+    """A connector that supplies tokens when the step begins, on the worker.
 
     Three more members are used if they are there. `external_hits_applied(hits)`: what the step will really skip,
-    perhaps nothing, on every rank; to be loaded in this step's `start_load_kv`. Without it, whatever was said is to be
-    loaded. An exception from it ends the engine, because other ranks skip these tokens already.
-    `hits_agree_over_ranks`, a bool: every rank always finds the same, so no collective is needed. `step_hook_bound()`:
-    called once at start, when the hook is sure to be called.
+    perhaps nothing, on every rank; the connector loads it in this step's `start_load_kv`. Without this member the
+    connector loads what it returned. An exception from it ends the engine, because other ranks skip these tokens
+    already. `hits_agree_over_ranks`, a bool: every rank always finds the same, so no collective is needed.
+    `step_hook_bound()`: called once at start, when it is certain that the hook will be called.
     """
 
     def before_update_states(self, scheduler_output: Any) -> Hits:
-        """Before the model runner takes in the step: tokens of each request that this rank can load.
+        """Before the model runner takes in the step: the tokens of each request that this rank can load.
 
         Nothing may be written into the engine's blocks yet: the state update zeroes new ones (H93).
         """
@@ -44,10 +44,10 @@ class StepHookConnector(Protocol):
 class Candidates:
     """Which requests of a step may be served; equal on all ranks, because all see the same steps.
 
-    Left out for good: requests with media, prompt embeddings or prompt log-probabilities, and pooling, which need the
-    forward pass of every token. Left out of a step: requests with speculative tokens, and those with one token to
-    compute. With `new_requests_only`, so are those that run already: vLLM's second model runner keeps their position
-    on the device and does not hear of a change.
+    Never served: requests with media, prompt embeddings or prompt log-probabilities, and pooling, which need the
+    forward pass of every token. Not served in a step: requests with speculative tokens, and those with one token to
+    compute. With `new_requests_only`, nor are running requests: vLLM's second model runner keeps their position on the
+    device and does not read a change.
     """
 
     def __init__(self, *, new_requests_only: bool) -> None:
@@ -55,7 +55,7 @@ class Candidates:
         self._left_out: set[str] = set()
 
     def of_step(self, scheduler_output: Any) -> dict[str, int]:
-        """Request id -> the most tokens that can be skipped. To be called once for every step."""
+        """Request id -> the largest number of tokens that can be skipped. Call it once for every step."""
         self._left_out -= scheduler_output.finished_req_ids
         for new in scheduler_output.scheduled_new_reqs:
             if _needs_every_token(new):
@@ -86,7 +86,7 @@ def _needs_every_token(new: Any) -> bool:
 
 
 def apply_external_hits(scheduler_output: Any, hits: Hits) -> Any:
-    """The step without the tokens in `hits`; the given output stays as it is, and without hits it is what comes back.
+    """The step without the tokens in `hits`; `scheduler_output` is not changed, and is returned if there are no hits.
 
     Raises PactViolation if a request is not computed in this step, or if less than one token of it would be left.
     """
@@ -113,7 +113,7 @@ def apply_external_hits(scheduler_output: Any, hits: Hits) -> Any:
 
 
 class StepHook:
-    """Asks one rank's connector in each step. `minimum` is None where this rank is alone."""
+    """Asks one rank's connector in each step. `minimum` is None for a single rank."""
 
     def __init__(self, connector: StepHookConnector, *, new_requests_only: bool, minimum: Minimum | None) -> None:
         self._connector = connector
@@ -128,7 +128,7 @@ class StepHook:
         found = self._ask(scheduler_output)
         numbers: Sequence[int] = [min(max(0, found.get(name, 0)), limit) for name, limit in most.items()]
         if self._minimum is not None and numbers:
-            numbers = self._minimum(numbers)  # also after an exception: whoever left it out would stop all others (H43)
+            numbers = self._minimum(numbers)  # also after an exception: a rank without it would stop all others (H43)
         hits = {name: number for name, number in zip(most, numbers, strict=True) if number}
         if self._applied is not None:
             self._applied(hits)

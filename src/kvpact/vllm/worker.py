@@ -1,6 +1,6 @@
-"""`KvpactWorker`: the platform's worker, which says when its weights change, and asks connectors before each step.
+"""`KvpactWorker`: the platform's worker, which records changes of its weights, and calls connectors before each step.
 
-Owns the class, what of vLLM's methods changes weights, and which engines the hook is known to be right on. With another
+Owns the class, which of vLLM's methods change weights, and on which engines the hook is known to be right. With another
 connector than kvpact's, and without such a hook, it is the platform's worker. Imported by workers only.
 """
 
@@ -40,7 +40,7 @@ def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHoo
     import vllm
 
     release = str(vllm.__version__)
-    if not is_known(release):  # how a model runner takes in a step's numbers is no promise of vLLM's: they were read
+    if not is_known(release):  # how a model runner takes in a step's numbers was read in each release
         raise ConfigError(
             f"the step hook is not known to be right on vLLM {release}, only on {', '.join(SERIES)}: "
             "leave worker_cls out"
@@ -62,7 +62,7 @@ def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHoo
 def is_second_runner(runner: Any) -> bool:
     """Whether the model runner is vLLM's second one, whose running requests keep their position on the device.
 
-    Asked of the object that will run and not of a setting (H92). Raises ConfigError if it is neither of the two.
+    Decided by the object that will run and not by a setting (H92). Raises ConfigError if it is neither of the two.
     """
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(runner).__mro__}
     if SECOND_RUNNER in names:
@@ -76,7 +76,7 @@ def is_second_runner(runner: Any) -> bool:
 
 
 def minimum_over_ranks(groups: Sequence[Any]) -> Minimum | None:
-    """The minimum over the members of each process group in turn; None without groups."""
+    """The minimum over the members of all process groups, one group after another; None without groups."""
     if not groups:
         return None
     import torch
@@ -92,7 +92,7 @@ def minimum_over_ranks(groups: Sequence[Any]) -> Minimum | None:
 
 
 def _rank_groups() -> list[Any]:
-    """The groups over which ranks must skip the same tokens: a layer's parts, and the layers behind one another."""
+    """The process groups whose ranks must skip the same tokens: tensor-parallel and pipeline-parallel ones."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return [group.cpu_group for group in (get_tp_group(), get_pp_group()) if group.world_size > 1]
@@ -117,11 +117,11 @@ CHANGES_WEIGHTS = (
 """Methods of vLLM's workers that may change the weights; a release has some of them."""
 
 BETWEEN_STEPS = ("sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
-"""Methods that belong to a step and ask for the models themselves."""
+"""Methods that belong to a step and use the models themselves."""
 
 
 def pact_connector(connector: Any) -> Any:
-    """kvpact's connector: the given one, or the one among MultiConnector's; None if there is none."""
+    """kvpact's connector: the given one, or one inside MultiConnector; None if there is none."""
     for one in connectors_of(connector):
         if getattr(one, "cache_worker", None) is not None:
             return one
@@ -129,7 +129,8 @@ def pact_connector(connector: Any) -> Any:
 
 
 def weights_notices() -> NoticeWriter:
-    """Where this process's rank says what becomes of its weights. Raises ConfigError without kvpact's connector."""
+    """The notice in which this process's rank records changes of its weights. Raises ConfigError without
+    PactConnector."""
     connector = pact_connector(_connector())
     notices: NoticeWriter | None = connector.cache_worker.notices if connector is not None else None
     if notices is None:
@@ -138,7 +139,7 @@ def weights_notices() -> NoticeWriter:
 
 
 class WeightsExtension:
-    """What a user says of the weights by `collective_rpc`: a `worker_extension_cls` for workers that are not ours.
+    """Announces changes of weights by `collective_rpc`: a `worker_extension_cls` for workers that are not KvpactWorker.
 
     Both methods raise ConfigError if the engine has no PactConnector.
     """
@@ -148,31 +149,31 @@ class WeightsExtension:
         weights_notices().weights_change()
 
     def kvpact_set_weights_version(self, version: str) -> None:
-        """The weights as they are now are `version`: engines with the same word share. To be said after the change.
+        """The current weights are `version`: engines with the same word share. Call it after the change.
 
-        Raises ValueError for an empty word or one of more than 1024 bytes. That the word is not believed, because no
-        change or reset came since the last one, stands in the log of the scheduler's process.
+        Raises ValueError for an empty word or one of more than 1024 bytes. If the word is refused, because no change or
+        reset came since the last one, the log of the scheduler's process says so.
         """
         weights_notices().set_word(version)
 
 
 class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ignore[misc]
-    """The platform's worker: `worker_cls="kvpact.vllm.worker.KvpactWorker"`, as `kvpact serve` has it.
+    """The platform's worker: `worker_cls="kvpact.vllm.worker.KvpactWorker"`, which `kvpact serve` sets.
 
-    It says in the rank's shared memory when its weights change, and asks the connector before each step: see
+    It records in the rank's shared memory when its weights change, and calls the connector before each step: see
     `kvpact.vllm.step_hook.StepHookConnector` for what that needs.
     """
 
     step_hook: StepHook | None = None
     _kvpact_watch: ModelWatch | None = None
     _kvpact_adapters: Any = None
-    """vLLM's manager of adapters that says what it loads."""
+    """vLLM's manager of adapters, once it records what it loads."""
     _kvpact_touched = False
-    """Whether anybody has asked for the model runner since the last step: through it lead all ways to the weights."""
+    """Whether the model runner was requested since the last step: all ways to the weights lead through it."""
 
     @property
     def model_runner(self) -> Any:
-        """vLLM's."""
+        """vLLM's model runner."""
         self._kvpact_touched = True
         return self.__dict__.get("model_runner")
 
@@ -188,7 +189,7 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
         return self._kvpact_watch
 
     def load_model(self, *arguments: Any, **named: Any) -> Any:
-        """As vLLM; whoever calls the models' `load_weights` from now on says so."""
+        """As vLLM does; from now on each call of the models' `load_weights` is recorded."""
         with self.kvpact_watch.changing():
             answer = super().load_model(*arguments, **named)
             self.kvpact_watch.watch_loading()
@@ -201,7 +202,7 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
             weights_notices()
 
     def kvpact_set_weights_version(self, version: str) -> None:
-        """See `WeightsExtension`. A change that nobody has said is looked for first, and comes before the word."""
+        """See `WeightsExtension`. An unrecorded change is looked for first, and comes before the word."""
         weights_notices()
         self.kvpact_watch.set_word(version)
 
@@ -235,7 +236,7 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
             logger.warning("kvpact: %s does not show when it loads adapters", type(manager).__name__)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run the step, less what the connector supplies; returns what the platform's worker returns (H91)."""
+        """Run the step without what the connector supplies; returns what the platform's worker returns (H91)."""
         if self._kvpact_watch is not None:
             self._kvpact_watch.before_step(touched=self._kvpact_touched)
         try:
@@ -248,12 +249,12 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
                 self._kvpact_watch.step_ended()
 
     def sleep(self, level: int = 1, *arguments: Any, **named: Any) -> Any:
-        """As vLLM; the weights are remembered."""
+        """As vLLM does; the weights' digests are kept."""
         self.kvpact_watch.before_sleep(level)
         return super().sleep(level, *arguments, **named)
 
     def wake_up(self, tags: list[str] | None = None, *arguments: Any, **named: Any) -> Any:
-        """As vLLM; the weights are compared with those before the sleep."""
+        """As vLLM does; the weights are compared with those before the sleep."""
         answer = super().wake_up(tags, *arguments, **named)
         self.kvpact_watch.woke(tags)
         return answer
@@ -261,7 +262,7 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
 
 @contextmanager
 def _in_step(worker: KvpactWorker) -> Iterator[None]:
-    """Around what asks for the models on the step's behalf."""
+    """Around a method that uses the models on behalf of the step."""
     touched = worker._kvpact_touched
     try:
         yield

@@ -1,8 +1,8 @@
 """What only a worker knows of the content of its blocks: kernels, layouts, position encoding, the model as loaded.
 
-Owns the reading of vLLM's layers, rotary modules and loaded configuration into short strings, the facts, which are
-equal where the same bytes mean the same. What cannot be read becomes unlike everything else, never equal to it. No fact
-holds a host's name, a path, a process id or a device's index.
+Owns the reading of vLLM's layers, rotary modules and loaded configuration into short strings, the facts. Equal facts
+mean that the same bytes have the same meaning. A fact that cannot be read differs from every other. No fact has a
+host's name, a path, a process id or a device's index.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from kvpact.worker.paged import block_axis
 logger = logging.getLogger(__name__)
 
 CPU_FEATURES = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
-"""Questions to `torch.cpu` by which vLLM chooses CPU kernels."""
+"""Functions of `torch.cpu` by which vLLM chooses CPU kernels."""
 
 NO_SETTING = object()
-"""In place of an attribute that is no setting."""
+"""Replaces an attribute that is no setting."""
 
 ROTARY = re.compile("[Rr]otary|RoPE|Rope")
-"""In the name of a class that encodes positions, vLLM's or a model's own."""
+"""Part of the name of each class that encodes positions, vLLM's or a model's own."""
 
 SHOWN = 4
-"""Kinds that a fact names; a digest is over all."""
+"""At most this many kinds are named in a fact; a digest covers all."""
 
 SHOWN_CHARACTERS = 240
-"""What ranks say one by one is given in full up to this length: a namespace's description must fit in 3 KiB."""
+"""Up to this length the ranks' values are given in full: a namespace's description must fit in 3 KiB."""
 
 
 def layer_pages(kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, str]:
-    """Layer -> how the bytes of one block lie in it, the same for any number of blocks, in order of registration."""
+    """Layer -> where the bytes of one block lie in it, for any number of blocks, in order of registration."""
     return {name: _page(tensor, num_blocks) for name, tensor in kv_caches.items()}
 
 
 def worker_facts(
     vllm_config: Any, pages: Mapping[str, str], find_model: Callable[[], Any] | None = None
 ) -> dict[str, str]:
-    """Name -> fact of this worker, to be asked once the model is loaded and the layers are set up.
+    """Name -> fact of this worker. Call it once the model is loaded and the layers are set up.
 
-    `pages` is the answer of `layer_pages`, `find_model` returns the model, where the worker gives it to connectors.
+    `pages` is the result of `layer_pages`, `find_model` returns the model, where the worker gives it to connectors.
     Never raises: a fact that cannot be read is drawn at random, so the engine shares nothing, and one warning says so.
     """
     readers: dict[str, Callable[[], str]] = {
@@ -86,20 +86,20 @@ def worker_facts(
 
 
 def facts_of_ranks(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The facts of all ranks, each name's values in the order of the ranks: a slot holds the ranks' parts in it."""
+    """The facts of all ranks, each name's values in the order of the ranks, as a slot holds the ranks' parts."""
     names = sorted({name for facts in ranks for name in facts})
     return {name: _in_order([facts.get(name, "absent") for facts in ranks]) for name in names}
 
 
 def _in_order(values: Sequence[str]) -> str:
-    """The ranks' values, equal neighbours once: "2 x a | b"."""
+    """The ranks' values, equal neighbours merged: "2 x a | b"."""
     runs = [(value, len(list(run))) for value, run in groupby(values)]
     text = " | ".join(_times(count, value) for value, count in runs)
     return text if len(runs) == 1 or len(text) <= SHOWN_CHARACTERS else f"{len(values)} ranks, {_digest(values)}"
 
 
 def _kinds(values: Iterable[str]) -> str:
-    """Which values there are, for people; their order is in the digest over the layers."""
+    """The distinct values, for readers; the digest over the layers covers their order."""
     counts = Counter(values)
     shown = [_times(count, value) for value, count in sorted(counts.items())[:SHOWN]]
     return ", ".join([*shown, *([f"{len(counts) - SHOWN} more"] if len(counts) > SHOWN else [])])
@@ -121,7 +121,7 @@ def _page(tensor: Any, num_blocks: int) -> str:
     axes = []
     for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         if axis != blocks:
-            # Keys and values of all blocks may lie apart, as far as there are blocks.
+            # All keys may come before all values: their distance depends on the number of blocks.
             axes.append(f"{size}:{stride if stride < strides[blocks] * parts else 'apart'}")
     return f"{_word(tensor.dtype)} {_times(parts, '[' + ' '.join(axes) + ']')}"
 
@@ -148,10 +148,10 @@ def _layers_fact(layers: Mapping[str, Any], pages: Mapping[str, str]) -> str:
 
 
 def _machine() -> str:
-    """The platform and what its kernels are chosen by.
+    """The platform, and what its kernels are chosen by.
 
-    GPU kernels of another device generation lay nothing out differently under one backend's name, strides and dtype, so
-    the device's capability is not in it; which eight-bit numbers "fp8" means does depend on the device.
+    GPU kernels of another device generation do not change the layout under one backend's name, strides and dtype, so
+    the device's capability is left out; but the device decides which eight-bit format "fp8" means.
     """
     import torch
     from vllm.platforms import current_platform
@@ -177,7 +177,8 @@ def _architecture(model_config: Any, find_model: Callable[[], Any] | None) -> st
 
 
 def _position(model_config: Any, find_model: Callable[[], Any] | None) -> str:
-    """Each rotary module by its class, tables and settings; `max_model_len` where one may choose what is not seen."""
+    """Each rotary module by its class, tables and settings; and `max_model_len` where an unseen module may depend on
+    it."""
     import torch
 
     roots = list(rotary_modules().values()) if find_model is None else [find_model()]
@@ -194,10 +195,10 @@ def _position(model_config: Any, find_model: Callable[[], Any] | None) -> str:
 
 
 def _hides_positions(model_config: Any) -> bool:
-    """Whether the model may choose by `max_model_len` where only the model itself shows it.
+    """Whether the model may depend on `max_model_len` in a way that only the model itself shows.
 
-    A part of a model gets a copy of the configuration and changes that (Llama 4 within a multi-modal model); modules
-    of transformers are not among those that vLLM keeps a list of.
+    A part of a model gets a copy of the configuration and changes that (Llama 4 within a multi-modal model); modules of
+    transformers are not in vLLM's list.
     """
     config = model_config.hf_config
     return config.get_text_config() is not config or model_config.using_transformers_backend()
@@ -208,15 +209,15 @@ def _class(module: Any) -> str:
 
 
 def _short_form(module: Any) -> str:
-    """The class and the settings that are true, for people: `Phi3LongRoPEScaledRotaryEmbedding(use_long_rope)`."""
+    """The class and its settings that are true, for readers: `Phi3LongRoPEScaledRotaryEmbedding(use_long_rope)`."""
     chosen = sorted(name for name, value in _settings(module).items() if value is True)
     return f"{_class(module)}({' '.join(chosen)})" if chosen else _class(module)
 
 
 def _rotary(module: Any, dtype: Any) -> str:
-    """All that decides what a rotary module does: its class, its scalar attributes, its tables as `dtype` has them.
+    """All that decides what a rotary module does: its class, its scalar attributes, its tables in `dtype`.
 
-    vLLM casts a table to the model's dtype when it is first used, or each time, as the engine is compiled or not.
+    vLLM casts a table to the model's dtype at first use, or each time, depending on whether the engine is compiled.
     """
     import torch
 
@@ -238,7 +239,7 @@ def _settings(module: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can say it; NO_SETTING for what is none, such as a module, and for what holds such."""
+    """`value` in JSON's types; NO_SETTING for what is none, such as a module, and for a container of such."""
     import torch
 
     if value is None or isinstance(value, bool | int | str):
@@ -260,7 +261,7 @@ def _plain(value: Any) -> Any:
 
 
 def _value(value: Any) -> str:
-    """A number, or a tensor by dtype, shape and content."""
+    """A number, or a tensor as dtype, shape and content."""
     import torch
 
     if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Settings of vLLM that not every release, model or configuration has, each by one name."""
+"""Settings of vLLM that some releases, models or configurations lack, one function per setting."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 KERNEL_SETTINGS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
 KERNEL_VARIABLES = ("VLLM_DISABLED_KERNELS", "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_DEEP_GEMM", "VLLM_USE_MARLIN")
-"""What decides vLLM's quantised kernels; which of them there are depends on the release."""
+"""The settings that decide vLLM's quantised kernels; a release has some of them."""
 
 SPLIT_CONTEXT = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
 def runs_second_runner(vllm_config: Any) -> bool:
-    """Whether vLLM is told to use its second model runner."""
+    """Whether vLLM is configured to use its second model runner."""
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def split_context(parallel_config: Any) -> dict[str, int]:
-    """The settings that split a request's blocks over ranks, with their values, where that is more than one."""
+    """The settings that split a request's blocks over ranks, with their values where these exceed one."""
     return {name: size for name in SPLIT_CONTEXT if (size := getattr(parallel_config, name, 1)) > 1}
 
 
@@ -27,17 +27,17 @@ def moves_experts(vllm_config: Any) -> bool:
 
 
 def takes_scales_from_a_prompt(vllm_config: Any) -> bool:
-    """Whether the scales of quantised keys and values are those of the first prompt that comes."""
+    """Whether the scales of quantised keys and values are computed from the first prompt."""
     return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
 
 
 def allows_cascade_attention(vllm_config: Any) -> bool:
-    """Whether a common prefix of all requests may be computed once."""
+    """Whether vLLM may compute a common prefix of all requests once."""
     return not getattr(vllm_config.model_config, "disable_cascade_attn", True)
 
 
 def encoder_cache_size(vllm_config: Any) -> int:
-    """Tokens of media in the encoder's cache; 0 where vLLM does not say."""
+    """Tokens of media that the encoder's cache can hold; 0 where vLLM does not say."""
     return int(getattr(vllm_config.scheduler_config, "encoder_cache_size", None) or 0)
 
 
@@ -66,16 +66,16 @@ def load_format(load_config: Any) -> str:
 
 
 def weights_source(model_config: Any) -> str:
-    """Where the weights come from, if not from `model_config.model`, which is the answer otherwise."""
+    """Where the weights come from: `model_config.model` unless another place is set."""
     return str(getattr(model_config, "model_weights", "") or model_config.model)
 
 
 def resolved_revision(revision: Any, repository: str) -> str | None:
-    """The commit that vLLM resolved a revision of this repository to, or else the revision itself.
+    """The commit to which vLLM resolved a revision of this repository, or else the revision itself.
 
-    Releases from 0.28 on have huggingface_hub's `ResolvedRevision`, a text with more to it.
+    Releases from 0.28 on have huggingface_hub's `ResolvedRevision`, a string with more attributes.
     """
-    if getattr(revision, "_repo_id", repository) in (repository, None):  # a commit says something of its own one only
+    if getattr(revision, "_repo_id", repository) in (repository, None):  # a commit identifies only its own repository
         revision = getattr(revision, "resolved", revision)
     return None if revision is None else str(revision)
 
@@ -91,13 +91,13 @@ def quantization_settings(model_config: Any) -> Any:
 
 
 def kernel_settings(vllm_config: Any) -> dict[str, Any]:
-    """The settings that decide the quantised kernels; None for one that the release does not have."""
+    """The settings that decide the quantised kernels; None for each that the release does not have."""
     kernels = getattr(vllm_config, "kernel_config", None)
     return {name: getattr(kernels, name, None) for name in KERNEL_SETTINGS}
 
 
 def kernel_variables() -> dict[str, Any]:
-    """The environment variables that do so, as vLLM has read them."""
+    """The environment variables that decide the quantised kernels, as vLLM has read them."""
     from vllm import envs
 
     return {name: getattr(envs, name, None) for name in KERNEL_VARIABLES}

@@ -1,6 +1,6 @@
-"""How releases of vLLM that take no word of a whole request (before 0.30) are told of a load that hangs: by blocks.
+"""How a load that hangs is reported to releases before 0.30, which accept block ids and no request ids.
 
-Owns which blocks are named for it, so that the report of them is not taken for damage.
+Owns which blocks are reported for it, so that this report is not mistaken for damage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 
 
 class LateLoads:
-    """The blocks that are named for overdue loads, until vLLM has heard of them."""
+    """The blocks that were chosen to report overdue loads, until vLLM has received the report."""
 
     def __init__(self) -> None:
         self._named: set[int] = set()
@@ -20,11 +20,12 @@ class LateLoads:
     def name(
         self, jobs: Iterable[LoadJob], context: BlockHolder, table_of: Callable[[str], Sequence[int]]
     ) -> dict[int, tuple[int, ...]]:
-        """By job, the blocks to be named; nothing where vLLM takes a request's word for it.
+        """By job, the blocks to report; empty where vLLM accepts a request id.
 
-        The request's first one is among them, whoever computed it, so that vLLM gives it other blocks (H07): after a
-        partial failure it would compute into those that the copy may still write. Not if somebody else has that block
-        too, who would have to compute everything again; then the copy may write once more what the request computes.
+        The request's first block is among them, whatever computed it, so that vLLM gives the request other blocks
+        (H07): after a partial failure it would compute into those that the copy may still write. Not if another request
+        has that block too, which would then have to compute everything again; then the copy may overwrite once what the
+        request computes.
         """
         if TAKES_FAILED_REQUESTS:
             return {}
@@ -38,7 +39,7 @@ class LateLoads:
         return named
 
     def unnamed(self, invalid_block_ids: set[int], *, overdue: bool) -> set[int]:
-        """Of blocks that vLLM was told are invalid, those that were not named here; `overdue`: whether a load is."""
+        """The invalid blocks that were not reported here; `overdue` is whether any load is overdue."""
         doubtful = invalid_block_ids - self._named
         self._named = self._named - invalid_block_ids if overdue else set()
         return doubtful

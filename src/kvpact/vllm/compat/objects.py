@@ -1,4 +1,4 @@
-"""What vLLM's connectors, requests, steps, layers and models have in some releases or for some models only."""
+"""Attributes of vLLM's connectors, requests, steps, layers and models that only some releases or models have."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 SCALES = ("_q_scale", "_k_scale", "_v_scale", "_q_scale_float", "_k_scale_float", "_v_scale_float")
-"""What an attention layer multiplies by when it stores quantised keys and values, or reads them."""
+"""The factors by which an attention layer scales quantised keys and values."""
 
 LOAD_ADAPTER = "_load_adapter"
-"""Of vLLM's `WorkerLoRAManager`: reads an adapter's files, and nothing else does."""
+"""The method of vLLM's `WorkerLoRAManager` that reads an adapter's files; nothing else reads them."""
 
 
 # Connectors
 
 
 def connectors_of(connector: Any) -> tuple[Any, ...]:
-    """A connector and, if it is MultiConnector, those under it."""
+    """A connector and, if it is MultiConnector, those inside it."""
     return connector, *getattr(connector, "_connectors", ())
 
 
 def failed_requests(connector_output: Any) -> Collection[str]:
-    """Requests whose load failed as a whole, as far as the release tells."""
+    """Requests whose load failed as a whole; empty where the release does not tell."""
     return getattr(connector_output, "failed_recving", None) or ()
 
 
@@ -47,22 +47,23 @@ def is_tensorized(lora_request: Any) -> bool:
 
 
 def replays(new_request: Any) -> bool:
-    """Whether a request that comes in a step computes tokens again that it has computed elsewhere."""
+    """Whether a request of the step computes again tokens that were computed elsewhere."""
     return bool(getattr(new_request, "replay_start", 0))
 
 
 def collects_outputs(scheduler_output: Any) -> bool:
-    """Whether a step's forward pass leaves something of each token with another connector."""
+    """Whether a step's forward pass leaves part of each token with another connector."""
     return getattr(scheduler_output, "aux_output_connector_metadata", None) is not None
 
 
 def load_before_forward(scheduler_output: Any) -> dict[str, Any]:
-    """The changes to a step after which `start_load_kv` comes before the forward pass: from 0.30 on it is asked for."""
+    """The changes to a step that make vLLM call `start_load_kv` before the forward pass, which releases from 0.30 on
+    need."""
     return {"has_sync_kv_loads": True} if hasattr(scheduler_output, "has_sync_kv_loads") else {}
 
 
 def set_hit_sources(counted: Any, sources: Callable[[int], Any]) -> None:
-    """Tell statistics where their hits came from, where they have room for it: from 0.32 on."""
+    """Add the sources of hits to the statistics where they have a field for them, from 0.32 on."""
     if hasattr(counted, "hits_by_source"):
         counted.hits_by_source = sources(counted.hits)
 
@@ -81,12 +82,12 @@ def kv_cache_dtype(layer: Any) -> Any:
 
 
 def kv_cache_torch_dtype(layer: Any) -> Any:
-    """The same as torch calls it."""
+    """That type as a torch dtype."""
     return getattr(layer, "kv_cache_torch_dtype", None)
 
 
 def kv_scales(layer: Any) -> dict[str, Any]:
-    """A layer's scales by name, None for one that it does not have."""
+    """A layer's scales by name; None for each that it does not have."""
     return {name: getattr(layer, name, None) for name in SCALES}
 
 
@@ -99,7 +100,7 @@ def rotary_modules() -> dict[Any, Any]:
 
 
 def own_config(module: Any) -> Any:
-    """The configuration that a module of a model keeps; None without one."""
+    """The configuration that a part of a model keeps; None without one."""
     config = vars(module).get("config")
     return config if hasattr(config, "to_dict") else None
 
@@ -122,7 +123,7 @@ def adapter_manager(runner: Any) -> Any:
 
 
 def wrap_adapter_loader(manager: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Put a wrapper around what reads an adapter's files; False if this manager does not show it."""
+    """Wrap the method that reads an adapter's files; returns False if this manager does not have it."""
     load = getattr(manager, LOAD_ADAPTER, None)
     if load is not None:
         setattr(manager, LOAD_ADAPTER, wrap(load))

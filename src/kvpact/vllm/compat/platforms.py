@@ -1,6 +1,7 @@
 """vLLM's own worker class for each platform.
 
-Owns the table; loads a worker's module only when asked for the class, so that a front end can ask whether there is one.
+Owns the table; imports a worker's module only when the class is asked for, so that a front end can ask whether there is
+one.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ BASE_WORKERS = {
     "rocm": "vllm.v1.worker.gpu_worker.Worker",
     "xpu": "vllm.v1.worker.xpu_worker.XPUWorker",
 }
-"""Platform -> what vLLM itself puts for `worker_cls="auto"`, which it does not do for a class that the user names."""
+"""Platform -> the class that vLLM uses for `worker_cls="auto"`. vLLM does no such lookup for a class that a user
+names."""
 
 
 def platform_kind(platform: Any) -> str | None:
-    """Which of `BASE_WORKERS` vLLM's platform is; None for another one."""
+    """vLLM's platform, as a key of `BASE_WORKERS`; None for another one."""
     return next((name for name in BASE_WORKERS if getattr(platform, f"is_{name}")()), None)
 
 
 def base_worker(platform: Any) -> Any:
-    """The worker class of the platform. Raises ConfigError for one that is not known here."""
+    """The platform's worker class. Raises ConfigError for an unknown platform."""
     kind = platform_kind(platform)
     if kind is None:
         raise ConfigError(

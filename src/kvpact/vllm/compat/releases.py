@@ -1,7 +1,7 @@
 """The releases of vLLM that kvpact is written for and tested on, and what each offers. Imports nothing of vLLM.
 
-Nothing is decided by this table at run time but whether a release is known: the other modules of this folder ask
-vLLM's own objects, so that a release between two of these is served too. Tests compare the two.
+At run time this table decides only whether a release is known: the other modules of this folder inspect vLLM's own
+objects, so that a release between two of these is served too. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Release:
     failed_requests: bool = True
     """A connector can report that a request's load failed as a whole; else it names blocks."""
     counts_held_blocks: bool = False
-    """A block that is used as often as there are running requests is taken for one that all of them share."""
+    """A block used as often as there are running requests counts as one that all of them share."""
     hits_by_source: bool = True
-    """The statistics of the prefix cache tell where a hit's tokens came from."""
+    """The statistics of the prefix cache name the source of a hit's tokens."""
 
 
 _BEFORE_0_30 = Release(block_tables=False, failed_requests=False, counts_held_blocks=True, hits_by_source=False)
@@ -35,7 +35,7 @@ RELEASES = {
 """Release -> what it offers. The tests drive the scheduler of each, and start the engine of 0.32."""
 
 SERIES = tuple(version.rpartition(".")[0] for version in RELEASES)
-"""The same releases, whatever the patch: "0.26"."""
+"""The same releases without the patch number: "0.26"."""
 
 
 def is_known(version: str) -> bool:

@@ -1,7 +1,7 @@
-"""Where kvpact reaches into vLLM's scheduler: the free queue, block hashes, and what older releases do not offer.
+"""Where kvpact uses internals of vLLM's scheduler: the free queue, block hashes, and what older releases do not offer.
 
-Owns the block tables under releases before 0.30, which hand out the block pool alone. Written for 0.26 to 0.33; a
-release that moves any of this is bridged here and nowhere else.
+Owns the block tables under releases before 0.30, which offer the block pool alone. Written for 0.26 to 0.33; if a
+release moves any of this, only this module changes.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from vllm.v1.core.sched.output import SchedulerOutput
 _TRANSFER_RESULTS: Any = getattr(base, "KVConnectorTransferResults", None)
 
 TAKES_FAILED_REQUESTS = _TRANSFER_RESULTS is not None
-"""Whether a connector can say that a request's load failed as a whole: from 0.30 on. Earlier it names blocks."""
+"""Whether a connector can report that a request's load failed as a whole: from 0.30 on. Earlier it reports blocks."""
 
 COUNTS_HELD_BLOCKS = any(
     item.name == "num_common_prefix_blocks" and item.default_factory is MISSING for item in fields(SchedulerOutput)
 )
-"""Whether vLLM takes a block that is used as often as there are running requests for one that all of them have: up to
-0.30. A block held through a context counts as used once more (H94); only cascade attention goes by that."""
+"""Whether vLLM takes a block that is used as often as there are running requests for one that all of them share: up to
+0.30. A block held through a context counts one use more (H94); this affects only cascade attention."""
 
 
 def transfer_results(arrived: set[str], failed: set[str]) -> Any:
-    """What vLLM is told of asynchronous loads: requests whose load is over, and those of them that got nothing."""
+    """The report to vLLM on asynchronous loads: requests whose load is over, and those of them that got nothing."""
     return _TRANSFER_RESULTS(finished_recving=arrived, failed_recving=failed & arrived)
 
 
 class BlockTables(Protocol):
-    """As much of vLLM's KV cache manager as kvpact asks: the block ids of a request, one sequence a group."""
+    """The part of vLLM's KV cache manager that kvpact uses: a request's block ids, one sequence per group."""
 
     @property
     def num_kv_cache_groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
 
     def get_block_ids(self, request_id: str) -> tuple[Sequence[int], ...]:
         """All blocks that a request holds; none for a request that it does not know."""
 
 
 class StepBlockTables:
-    """The requests' block tables as each step's output tells them, before the workers get it."""
+    """The requests' block tables, rebuilt from each step's output before the workers get it."""
 
     def __init__(self) -> None:
         self.num_kv_cache_groups = 1
@@ -55,7 +55,7 @@ class StepBlockTables:
         self.num_kv_cache_groups = len(block_ids)
 
     def note_step(self, scheduler_output: Any) -> None:
-        """Take in a step. To be called for every one: a table is sent whole once, then by what is added to it."""
+        """Take in a step. Call it for every step: a table is sent whole once, then only its additions."""
         for request_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             self._tables.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
@@ -76,17 +76,17 @@ class StepBlockTables:
 
 
 def pool_and_tables(offered: Any) -> tuple[Any, BlockTables]:
-    """The block pool and the block tables of what vLLM offers: its KV cache manager, or its block pool alone."""
+    """The block pool and the block tables in what vLLM offers: its KV cache manager, or its block pool alone."""
     return (offered.block_pool, offered) if hasattr(offered, "block_pool") else (offered, StepBlockTables())
 
 
 def is_free(block: Any) -> bool:
-    """Whether a block of the pool stands in the free queue."""
+    """Whether a block of the pool is in the free queue."""
     return bool(block.ref_cnt == 0 and not block.is_null)
 
 
 def next_free(pool: Any, after: Any) -> Any:
-    """The block of the free queue behind `after` (None: the first), or None at its end."""
+    """The block of the free queue after `after` (None: the first), or None at the queue's end."""
     return next(pool.free_block_queue.iter_blocks_after(after), None)
 
 
