@@ -95,6 +95,7 @@ class Scene:
         tiers: Sequence[Tier | TierExecutor] = (),
         write_queue: int = 1 << 30,
         namespace: Namespace = NAMESPACE,
+        holds_blocks: bool = True,
         **settings: object,
     ) -> None:
         self.now = 0.0
@@ -111,7 +112,8 @@ class Scene:
             tiers=self.queues,
             clock=lambda: self.now,
         )
-        self.cache.bind_scheduler_context(self.blocks)
+        if holds_blocks:
+            self.cache.bind_scheduler_context(self.blocks)
         self._next_block = 1
         self.tables: dict[str, list[int]] = {}
 

@@ -366,8 +366,7 @@ def test_nothing_is_kept_of_a_request_that_was_cancelled_during_its_second_load(
     again = scene.loading()
     scene.ledger.finish_request("r")
     scene.ledger.settle(again, loaded=RangeSet.span(0, 10), failed=RangeSet())
-    for kept in (scene.ledger._open, scene.ledger._awaiting_use, scene.ledger._used_positions):
-        assert not kept
+    assert not scene.ledger.known_requests
 
 
 def test_more_than_was_loaded_cannot_be_used() -> None:
@@ -404,8 +403,7 @@ def test_h51_ended_plans_leave_a_bounded_history_and_nothing_else() -> None:
     assert scene.ledger.explain("r0") == []
     [record] = scene.ledger.explain(f"r{HISTORY_LENGTH}")
     assert (record.state, record.reason, record.used_tokens) == (State.LOADED, EndReason.LOADED, 160)
-    for kept in (scene.ledger._open, scene.ledger._awaiting_use, scene.ledger._used_positions):
-        assert not kept
+    assert not scene.ledger.known_requests
 
 
 def test_explain_shows_what_became_of_each_plan_of_a_request() -> None:
@@ -472,4 +470,4 @@ def test_a_match_found_at_the_step_is_told_afterwards_and_disturbs_no_plan() -> 
         )
     scene.ledger.finish_request("r")
     found(request_finished=True)
-    assert not scene.ledger._used_positions, "nothing is kept of a request that is gone"
+    assert not scene.ledger.known_requests, "nothing is kept of a request that is gone"

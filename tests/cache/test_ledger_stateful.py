@@ -167,7 +167,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def accounts_agree(self) -> None:
         self.ledger.check()
         assert self.held.total() == self.ledger.leases_held
-        assert self.ledger._used_positions.keys() == {name for name, used in self.used_by.items() if used}
+        with_plans = {plan.request_id for plan in self.seen if plan is self.ledger.find_settled(plan.request_id)}
+        with_plans |= {plan.request_id for plan in self.ledger.open_plans()}
+        assert self.ledger.known_requests == with_plans | {name for name, used in self.used_by.items() if used}
         assert self.ledger.totals.used_tokens == self.used
         assert self.ledger.totals.used_again_tokens == self.used_again
         for plan in self.seen:
@@ -184,8 +186,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check()
         assert self.ledger.is_quiescent
         assert self.held.total() == self.ledger.leases_held == 0
-        assert not self.ledger._awaiting_use
-        assert not self.ledger._used_positions
+        assert not self.ledger.known_requests
         assert self.ledger.totals.plans_opened == len(self.seen) + self.found == self.ledger.totals.ended.total()
         assert all(plan.state in ENDINGS for plan in self.seen)
 

@@ -183,8 +183,7 @@ def test_a_load_is_not_given_up_in_the_step_that_orders_it(scene: HangingScene) 
 
 
 def test_h07_without_a_scheduler_context_a_load_is_waited_for() -> None:
-    scene = HangingScene()
-    scene.cache._overdue._context = None
+    scene = HangingScene(holds_blocks=False)
     job = scene.begin(document("hangs"))
     scene.now += 10 * DEADLINE
     works, settlements = scene.steps(5)

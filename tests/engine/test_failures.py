@@ -9,16 +9,19 @@ from dataclasses import replace
 import pytest
 from workloads import outputs_of, prompt, waiting_for_load
 
-from kvpact.contract import LoadJob, LoadSettlement
+from kvpact.contract import JobOutcome, LoadJob, LoadSettlement, WorkerReport
 from kvpact.engine import (
+    ByteSegment,
     Engine,
     EngineConfig,
     EngineQuirks,
     JobBehavior,
     KVCacheGroup,
     OracleViolation,
+    ReferenceCache,
     Request,
     RequestStatus,
+    SimulatedWorker,
     reference_engine,
 )
 from kvpact.engine.simulated_worker import Job
@@ -59,8 +62,14 @@ def engine_with(
     asynchronous: bool,
     quirks: EngineQuirks | None = None,
     config: EngineConfig = CONFIG,
+    cache: ReferenceCache | None = None,
 ) -> Engine:
-    engine = reference_engine(config, quirks, asynchronous=asynchronous, conduct=failing(conducts))
+    if cache is None:
+        engine = reference_engine(config, quirks, asynchronous=asynchronous, conduct=failing(conducts))
+    else:
+        segments = [ByteSegment(256, config.num_layers * config.page_bytes) for _ in range(config.num_ranks)]
+        workers = [SimulatedWorker(rank, each.slot_view, failing(conducts)) for rank, each in enumerate(segments)]
+        engine = Engine(config, quirks, cache, workers)
     engine.run([Request("cold", PREFIX, 1)])
     engine.scheduler.kv.pool.unpublish_all()
     engine.counts.computed = 0
@@ -296,12 +305,8 @@ def test_several_groups_fail_as_the_engine_can(preset: str) -> None:
 def test_h09_a_load_that_always_fails_livelocks_a_stock_engine_unless_the_cache_remembers() -> None:
     quirks = EngineQuirks.vllm_0_32()
     for remembers in (True, False):
-        engine = engine_with({0: JobBehavior(failed_blocks=blocks(0))}, asynchronous=True, quirks=quirks)
-        cache = engine.cache
-        assert cache is not None
-        if not remembers:
-            cache._forget = lambda key, entry: None  # type: ignore[attr-defined]
-            cache._failed_from = NeverRemembers()  # type: ignore[attr-defined]
+        cache = None if remembers else NeverRemembers()
+        engine = engine_with({0: JobBehavior(failed_blocks=blocks(0))}, asynchronous=True, quirks=quirks, cache=cache)
         engine.add_request(warm())
         if remembers:
             engine.run()
@@ -314,18 +319,25 @@ def test_h09_a_load_that_always_fails_livelocks_a_stock_engine_unless_the_cache_
             assert engine.counts.computed == 0
 
 
-class NeverRemembers(dict[str, int]):
-    """Where failures are written down and never found again."""
+class NeverRemembers(ReferenceCache):
+    """Tells the engine that the first block of a load failed, and goes on as if all had arrived."""
 
-    def get(self, *_: object) -> None:  # type: ignore[override]
-        return None
+    def __init__(self) -> None:
+        super().__init__(CONFIG.block_size, 256, num_ranks=CONFIG.num_ranks)
+
+    def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
+        ranks = {
+            rank: {job_id: JobOutcome(outcome.done.union(outcome.failed)) for job_id, outcome in outcomes.items()}
+            for rank, outcomes in report.ranks.items()
+        }
+        return [
+            replace(settled, loaded=settled.loaded.difference(blocks(0)), failed=blocks(0))
+            for settled in super().apply_report(replace(report, ranks=ranks))
+        ]
 
 
 def test_h09_natively_even_a_forgetful_cache_cannot_livelock_a_request() -> None:
-    engine = engine_with({0: JobBehavior(failed_blocks=blocks(0))}, asynchronous=True)
-    assert engine.cache is not None
-    engine.cache._failed_from = NeverRemembers()  # type: ignore[attr-defined]
-    engine.cache._forget = lambda key, entry: None  # type: ignore[attr-defined]
+    engine = engine_with({0: JobBehavior(failed_blocks=blocks(0))}, asynchronous=True, cache=NeverRemembers())
     engine.run([warm()])
     assert engine.counts.commits == 1
     assert engine.finished["warm"].output_token_ids == right_output()

@@ -96,7 +96,7 @@ def test_a_saved_block_is_evicted_first_and_the_others_keep_their_turn() -> None
     assert saved(engine) == before, "an idle engine saves what is next once, not its whole pool in turn"
     head = [view.block_id for view in engine.context.iter_free_blocks()][:8]
     assert all(
-        (entry := memo_of(engine)._entries.get(block)) is None or entry.key in cache_of(engine).index for block in head
+        (entry := memo_of(engine).content_of(block)) is None or entry.key in cache_of(engine).index for block in head
     )
 
 
@@ -125,7 +125,7 @@ def test_h57_the_memo_is_bounded_by_the_engines_blocks(mode: str) -> None:
         memo_of(engine).check()
     engine.run()
     assert len(memo_of(engine)) <= 23
-    assert not memo_of(engine)._unpublished, "nothing is kept of requests that have ended"
+    assert not memo_of(engine).known_requests, "nothing is kept of requests that have ended"
 
 
 @pytest.mark.parametrize("mode", EngineQuirks.presets())
@@ -212,6 +212,12 @@ class Queue:
         self.content: dict[int, bytes | None] = dict.fromkeys(range(num_blocks))
         self.held: list[int] = []
         self.views = 0
+        self.walked: list[int] = []
+        """The blocks of the last walk, in its order."""
+
+    def cursor(self) -> int | None:
+        """The last block of the last walk that is still free: a walk that goes on does so after it."""
+        return next((block_id for block_id in reversed(self.walked) if block_id in self.free), None)
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         self.views += 1
@@ -223,7 +229,10 @@ class Queue:
         if after_block is not None and after_block not in self.free:
             raise PactViolation("not in the free queue")
         start = 0 if after_block is None else self.free.index(after_block) + 1
-        return iter([self.get_block(block_id) for block_id in self.free[start : start + VIEWS_PER_STEP]])
+        self.walked = []
+        for block_id in self.free[start : start + VIEWS_PER_STEP]:
+            self.walked.append(block_id)
+            yield self.get_block(block_id)
 
     def blocks_of(self, request_id: str) -> tuple[tuple[int, ...], ...]:
         return ((),)
@@ -254,7 +263,7 @@ class Scene:
         taken, self.queue.free = self.queue.free[:blocks], self.queue.free[blocks:]
         keys: list[BlockKey] = []
         for block in taken:
-            entry = self.lazy._entries.get(block)
+            entry = self.lazy.content_of(block)
             self.lost += entry is not None and self.queue.content[block] is not None and entry.key not in self.index
             self.numbers += 1
             keys.append(b"key%d" % self.numbers)
@@ -307,11 +316,10 @@ class Scene:
 
     def unsaved_at_the_head(self, window: int) -> list[int]:
         """Known blocks near eviction, still valid, that are not stored although they could be."""
-        entries = self.lazy._entries
         return [
             block
             for block in self.queue.free[:window]
-            if (entry := entries.get(block)) is not None
+            if (entry := self.lazy.content_of(block)) is not None
             and entry.block_hash == self.queue.content[block]
             and entry.key not in self.index
             and not entry.offered
@@ -328,7 +336,7 @@ def test_the_cursor_survives_whatever_happens_to_the_queue(trouble: list[tuple[s
     out: list[int] = []
     for what, number in trouble:
         free = scene.queue.free
-        cursor = scene.lazy._cursor
+        cursor = scene.queue.cursor()
         if what == "compute":
             scene.compute(1 + number % 40)
         elif what == "take out" and free:

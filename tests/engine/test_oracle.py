@@ -107,13 +107,15 @@ def test_the_incremental_oracle_looks_at_all_of_a_prefix_that_is_taken_over() ->
 
 
 def test_the_incremental_oracle_sees_two_requests_in_one_block() -> None:
-    engine = Engine(replace(CONFIG, oracle="incremental"))
+    engine = Engine(replace(CONFIG, oracle="incremental", num_blocks=5))
     first = engine.add_request(Request("first", prompt(20), 10))
-    second = engine.add_request(Request("second", prompt(20, 1), 10))
     engine.step()
-    engine.runner._tables[0, second.row, 1] = first.block_ids[0][1] * 16
-    with pytest.raises(OracleViolation, match=r"finds token 2. of request"):
+    given_twice = first.block_ids[0][1]
+    engine.scheduler.kv.pool.free([given_twice])
+    second = engine.add_request(Request("second", prompt(40, 1), 4))
+    with pytest.raises(OracleViolation, match=r"request first reads .* finds token 3. of request second"):
         engine.run()
+    assert second.block_ids[0][2] == given_twice
 
 
 def test_recorded_instead_of_raised_a_wrong_read_changes_the_output() -> None:

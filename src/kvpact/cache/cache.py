@@ -37,6 +37,7 @@ from kvpact.contract import (
     WorkerReport,
     num_blocks_for,
 )
+from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import BlockIndex, Pin
@@ -330,6 +331,10 @@ class PactCache(ExternalCache):
         """Verify the invariants of everything below; raises PactViolation."""
         for part in (self.ledger, self.index, self._jobs, self._overdue, self._prefetcher, self.saves, self.metrics):
             part.check()
+        known = self.ledger.known_requests.union(self.saves.lazy.known_requests if self.saves.lazy is not None else ())
+        loading = {load.job.request_id for load in self._jobs.loads.values()}
+        if gone := known - loading - self._requests.live.keys():
+            raise PactViolation(f"something is kept of requests that have finished: {sorted(gone)}")
 
     def shutdown(self) -> None:
         """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""

@@ -7,7 +7,7 @@ entry counts only while the engine publishes the block under the hash that it ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -300,6 +300,15 @@ class LazyOffload:
         block_ids = tuple(reversed(missing[-len(new) :]))
         owner = self._entries[block_ids[-1]].request_id
         return OffloadRun(owner, (*known, *new), len(known), block_ids, frozenset(block_ids).intersection(leaving))
+
+    def content_of(self, block_id: int) -> BlockContent | None:
+        """What a block of the engine is known to hold."""
+        return self._entries.get(block_id)
+
+    @property
+    def known_requests(self) -> Collection[str]:
+        """Requests with blocks that the engine has not published yet."""
+        return self._unpublished.keys()
 
     def __len__(self) -> int:
         """Blocks of the engine of which something is known."""

@@ -23,7 +23,6 @@ from kvpact.ranges import BlockRange, RangeSet
 HISTORY_LENGTH = 256
 """How many ended plans are remembered for a person who asks why; older ones are forgotten (H51)."""
 
-
 PLAN_LIFETIME_STEPS = 2
 """Steps a plan outlives without being asked for: an engine that preempts in a step does not look at its queue in it."""
 
@@ -231,15 +230,13 @@ class Ledger(Generic[Lease, Slots]):
         unused = self._awaiting_use.get(request_id)
         if unused is not None:  # The request was preempted after its load and before it ran.
             self.use(unused, 0)
-        moved: list[Lease] = []
         if old is not None:
-            moved, old.leases = old.leases, []
+            plan.leases, old.leases = old.leases, []
             self._abort(old, EndReason.SUPERSEDED)
         self._apply(plan, Event.PREPARE_READY if promised_tokens else Event.PREPARE_LATER)
         self._open[request_id] = plan
         self.totals.plans_opened += 1
         self._promise(plan, blocks, promised_tokens)
-        plan.leases = moved
         self._hold(plan, leases)
         return plan
 
@@ -421,10 +418,8 @@ class Ledger(Generic[Lease, Slots]):
 
     def abort(self, plan: Plan[Lease, Slots], reason: EndReason) -> None:
         """End a plan that is not loading yet and release its leases. A plan that is loading can only be settled."""
-        self._require(plan, Event.ABORT)
-        leases, plan.leases = plan.leases, []
         self._abort(plan, reason)
-        self._give_back(leases)
+        self._hold(plan, ())
 
     def expire(self, now: float) -> list[Plan[Lease, Slots]]:
         """Call once per scheduler step, at its end: abort and return the plans whose lifetime is over."""
@@ -452,11 +447,10 @@ class Ledger(Generic[Lease, Slots]):
         plan = self._open.get(request_id)
         if plan is not None:
             plan.request_finished = True
-            if plan.state is not State.LOADING:
-                self.abort(plan, EndReason.REQUEST_FINISHED)
-                self._used_positions.pop(request_id, None)
-        else:
-            self._used_positions.pop(request_id, None)
+            if plan.state is State.LOADING:
+                return plan
+            self.abort(plan, EndReason.REQUEST_FINISHED)
+        self._used_positions.pop(request_id, None)
         return plan
 
     # Accounts
@@ -465,6 +459,11 @@ class Ledger(Generic[Lease, Slots]):
     def leases_held(self) -> int:
         """Leases taken and not released yet."""
         return self.totals.leases_taken - self.totals.leases_released
+
+    @property
+    def known_requests(self) -> set[str]:
+        """Requests of which more is kept than the history has."""
+        return {*self._open, *self._awaiting_use, *self._used_positions}
 
     @property
     def is_quiescent(self) -> bool:
