@@ -224,10 +224,10 @@ class PactCache(ExternalCache):
         spared = self._steps.apply_report(report, self._clock(), self._requests.live.__contains__)
         self._computing -= sum(settled.skipped_tokens for settled in spared)
         # Loads first: what a request saved from a failed load on is not to be trusted.
-        settlements = [settled for load in self._jobs.take_loads(report) if (settled := self._loads.end(load))]
-        self._overdue.give_up(self._clock())
-        settlements += [self._loads.end_late(load) for load in self._overdue.take_late()]
-        for save in self._jobs.take_saves():
+        loads, saves = self._jobs.apply_report(report)
+        settlements = [settled for load in loads if (settled := self._loads.end(load))]
+        settlements += [self._loads.end_late(load) for load in self._overdue.give_up(self._clock())]
+        for save in saves:
             self.writeback.note_saved(save.keys[: self.saves.settle(save)])
         if not self.budget.exhausted:
             self.writeback.offer_some()

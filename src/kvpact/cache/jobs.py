@@ -104,7 +104,6 @@ class TransferJobs:
     ordered: int = field(default=0, init=False)
     """Jobs so far; each has its number of them."""
     _outbox: _Outbox = field(default_factory=_Outbox, init=False)
-    _spoken_of: set[int] = field(default_factory=set, init=False)
 
     def order_load(
         self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float
@@ -174,25 +173,25 @@ class TransferJobs:
         """What was to be ordered with the running step never reaches the workers: a report that all have failed it."""
         return self._outbox.take().failed(self.ranks)
 
-    def take_loads(self, report: WorkerReport) -> list[LoadState]:
-        """The loads that are over with this report, oldest first. Pieces of unknown jobs (said twice) are ignored.
+    def apply_report(self, report: WorkerReport) -> tuple[list[LoadState], list[SaveState]]:
+        """Count a report; return the loads and the saves that every rank has now reported, oldest first.
 
-        What they say of the saves that `take_saves` will give comes first: `invalidate`.
+        Each stays under way until it is settled and `end` is called. Pieces of unknown jobs (said twice) are ignored.
         """
+        reported: dict[int, LoadState | SaveState] = {}
         for rank, jobs in report.ranks.items():
             for job_id, outcome in jobs.items():
                 task = self.loads.get(job_id) or self.saves.get(job_id)
                 if task is not None:
                     task.tally.add(rank, outcome)
-                    self._spoken_of.add(job_id)
-        ended = sorted(job_id for job_id in self._spoken_of & self.loads.keys() if self.loads[job_id].tally.complete)
-        return [self.loads.pop(job_id) for job_id in ended]
+                    reported[job_id] = task
+        ended = [reported[job_id] for job_id in sorted(reported) if reported[job_id].tally.complete]
+        loads = [task for task in ended if isinstance(task, LoadState)]
+        return loads, [task for task in ended if isinstance(task, SaveState)]
 
-    def take_saves(self) -> list[SaveState]:
-        """The saves that are over with the last report, oldest first."""
-        ended = sorted(job_id for job_id in self._spoken_of & self.saves.keys() if self.saves[job_id].tally.complete)
-        self._spoken_of.clear()
-        return [self.saves.pop(job_id) for job_id in ended]
+    def end(self, task: LoadState | SaveState) -> None:
+        """The job is settled."""
+        (self.loads if isinstance(task, LoadState) else self.saves).pop(task.job.job_id)
 
     def invalidate(self, request_id: str, key: BlockKey, block: int) -> None:
         """Nobody knows what `block` of this request, named `key`, holds: nothing is stored from it on."""

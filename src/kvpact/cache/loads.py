@@ -71,6 +71,7 @@ class Loads:
     def end(self, load: LoadState) -> LoadSettlement | None:
         """No rank can write the load's blocks any more; None if the engine was told before."""
         job, plan, size = load.job, load.plan, self.block_size
+        self.jobs.end(load)
         self.overdue.end(load)
         if load.told:
             self.ledger.settle(plan, loaded=RangeSet(), failed=RangeSet.of(job.blocks), used_tokens=0)

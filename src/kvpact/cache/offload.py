@@ -141,6 +141,7 @@ class Offloader:
     def settle(self, save: SaveState) -> int:
         """All ranks have reported: the engine gets its blocks back. Returns how many blocks of the chain are saved."""
         job = save.job
+        self.jobs.end(save)
         outcome = save.tally.saved() if save.trusted else JobOutcome()
         if self._context is not None:
             self._give_back(self._context, save)

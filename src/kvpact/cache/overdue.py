@@ -52,9 +52,9 @@ class OverdueLoads:
     def end_step(self, now: float) -> None:
         """The step's orders are complete but for this: give up what is overdue."""
         self._step += 1
-        self.give_up(now)
+        self._give_up(now)
 
-    def give_up(self, now: float) -> None:
+    def _give_up(self, now: float) -> None:
         """Hold the blocks of loads whose deadline has passed, and let the workers know with this step."""
         if self._context is None:
             return
@@ -67,8 +67,9 @@ class OverdueLoads:
                 load.job.request_id,
             )
 
-    def take_late(self) -> list[LoadState]:
-        """Loads that the engine is to go on without from now on, each once."""
+    def give_up(self, now: float) -> list[LoadState]:
+        """Give up what is overdue; return the loads that the engine is to go on without from now on, each once."""
+        self._give_up(now)
         late = [load for load, step in self._given_up.values() if not load.told and self._step - step >= STEPS_TO_HEAR]
         for load in late:
             load.told = True
