@@ -93,7 +93,7 @@ class LazyOffload:
 
     def note(self, request_id: str, keys: Sequence[BlockKey], start: int, end: int, block_ids: Sequence[int]) -> None:
         """After this step, `keys[start:end]` of a request are in its blocks of these places."""
-        self._confirm(request_id, tuple(block_ids))
+        self._confirm(request_id, block_ids)
         unpublished = []
         for place in range(start, end):
             block_id, key = block_ids[place], keys[place]
@@ -114,13 +114,14 @@ class LazyOffload:
             self._unpublished.setdefault(request_id, []).extend(unpublished)
         self.dirty = True
 
-    def _confirm(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+    def _confirm(self, request_id: str, block_ids: Sequence[int]) -> None:
         """The request still holds `block_ids`: what the engine publishes them as is what it computed."""
         waiting = self._unpublished.pop(request_id, ())
         still = []
         for place, block_id in waiting:
             entry = self._entries.get(block_id)
-            if entry is None or entry.request_id != request_id or block_ids[place : place + 1] != (block_id,):
+            moved = place >= len(block_ids) or block_ids[place] != block_id
+            if moved or entry is None or entry.request_id != request_id:
                 continue
             entry.block_hash = self.context.get_block(block_id).block_hash
             if entry.block_hash is None:
@@ -145,7 +146,7 @@ class LazyOffload:
                 (block_ids, *_) = self.context.blocks_of(request_id)
             except PactViolation:
                 block_ids = ()
-            self._confirm(request_id, tuple(block_ids))
+            self._confirm(request_id, block_ids)
             self.rewind(request_id)
         self.dirty = True
 

@@ -118,6 +118,15 @@ class Offloader:
 
     def _save(self, run: OffloadRun, now: float) -> int:
         """Copy blocks out as far as there is room, and drop those behind; returns how many are copied."""
+        if not run.start:
+            return self._order(run, now)
+        before = self.index.pin(run.keys[run.start - 1])  # or each question about the chain walks it to its start
+        try:
+            return self._order(run, now)
+        finally:
+            self.index.unpin(before)
+
+    def _order(self, run: OffloadRun, now: float) -> int:
         end = min(len(run.keys), run.start + self.index.reservable(run.keys[run.start - 1] if run.start else ROOT))
         self.metrics.add("dropped_blocks", len(run.keys) - end)
         keys, held = run.keys[:end], run.block_ids[: end - run.start]

@@ -156,7 +156,7 @@ class Prefetcher:
         op = PrefetchOp(tuple(keys[start:stop]), reservation.slots, self.index.pin(keys[stop - 1]))
         op_id = self.tiers.begin(partial(self._end_read, client, op))
         views = [self.arena.slot_views(slot) for slot in op.slots]
-        if not client.submit_get(op_id, keys[:stop], start, views, now):
+        if not client.submit_get(op_id, keys, start, views, now):
             self.tiers.withdraw(op_id)
             self.index.abandon(op.slots)
             self.index.unpin(op.pin)

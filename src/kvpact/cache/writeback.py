@@ -172,7 +172,7 @@ class WriteBack:
             self.tiers.contents[client].being_written.update(op.keys)
             buffers = [self.arena.slot_views(slot) for slot in self.index.slots_of(op.keys)]
             nbytes = len(buffers) * self.arena.slot_bytes
-            if not client.submit_put(op_id, keys[:stop], start, buffers, nbytes, epoch):
+            if not client.submit_put(op_id, keys, start, buffers, nbytes, epoch):
                 self.tiers.withdraw(op_id)
                 self._let_go(client, op)
                 self.metrics.add("dropped_writes", end - start, client.name)

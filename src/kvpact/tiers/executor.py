@@ -349,7 +349,7 @@ def _work(tier: Tier, shared: _Shared) -> None:
         job.began = job.moved = time.monotonic()
         try:
             blocks = _run(tier, job)
-            ok = job.control is not None or _works(tier, job)
+            ok = job.control is not None or (tier.health().ok if job.changes else tier.health().readable)
         except Exception as error:  # a tier's defect costs this ticket, never the thread or the engine
             _log_once(tier, shared, job, error)
         if job.changes:
@@ -358,11 +358,6 @@ def _work(tier: Tier, shared: _Shared) -> None:
         if job.changes:
             shared.writer.release()
             shared.wakes.put(None)  # a write may have waited for its turn
-
-
-def _works(tier: Tier, job: _Job) -> bool:
-    health = tier.health()
-    return health.ok if job.changes else health.readable
 
 
 def _log_once(tier: Tier, shared: _Shared, job: _Job, error: Exception) -> None:
@@ -381,16 +376,17 @@ def _run(tier: Tier, job: _Job) -> int:
     if job.control is not None:
         job.control(tier)
         return 0
-    if job.kind is PutDone:
-        return checked_answer(tier.put(job.keys, job.start, job.buffers, job.epoch), len(job.buffers))
     if job.kind is LookupDone:
         return checked_answer(tier.lookup(job.keys), len(job.keys))
+    keys = job.keys[: job.start + len(job.buffers)]
+    if job.kind is PutDone:
+        return checked_answer(tier.put(keys, job.start, job.buffers, job.epoch), len(job.buffers))
 
     def progress(arrived: int) -> bool:
         job.arrived, job.moved = checked_answer(arrived, len(job.buffers)), time.monotonic()
         return not job.cancelled
 
-    return checked_answer(tier.get(job.keys, job.start, job.buffers, progress), len(job.buffers))
+    return checked_answer(tier.get(keys, job.start, job.buffers, progress), len(job.buffers))
 
 
 def checked_answer(blocks: int, most: int) -> int:
