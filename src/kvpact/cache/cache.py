@@ -1,7 +1,7 @@
-"""The cache, scheduler side: the contract kept with a ledger, an index, an arena and the tiers below it.
+"""The cache on the scheduler's side: keeps the contract with a ledger, an index, an arena and the tiers below it.
 
-Owns what is known of each live request and the copies that workers were told to make. Decides and accounts; bytes are
-moved by workers (`transfer.py`) and by the tiers' own threads, and no method here waits for either.
+Owns the order of calls among its parts. Decides and accounts; workers (`transfer.py`) and the tiers' own threads move
+the bytes, and no method here waits for either.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class PactCache(ExternalCache):
         lazy_window: int = MIN_WINDOW,
         budget: StepBudget | None = None,
     ) -> None:
-        """With `"save": "lazy"`, `lazy_window` blocks next to be evicted are always looked after.
+        """With `"save": "lazy"`, at least the next `lazy_window` blocks to be evicted are watched.
 
-        Without a `budget` no step is ever late.
+        Without a `budget` no step is late.
         """
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
@@ -78,9 +78,9 @@ class PactCache(ExternalCache):
         self._idle_steps = IdleSteps(clock)
         self._prefill = PrefillRate(2 * block_size)
         self._computing = 0
-        """Tokens that the engine computes in this step."""
+        """Tokens that the engine computes in the running step."""
         self._loading = 0
-        """Blocks that matches were committed into in this step."""
+        """Blocks that the running step's commits load into."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), len(arena.segments)
         requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed)
@@ -102,14 +102,14 @@ class PactCache(ExternalCache):
         below.open(tiers)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
-        """The tiers, if they were not there from the beginning. What memory holds is written to them bit by bit."""
+        """Use these tiers, which were not there from the start. What memory holds is written to them piece by piece."""
         self.tiers.open(tiers)
-        if self._epochs.generation == 1:  # later, memory has blocks of other epochs as well, and does not say which
+        if self._epochs.generation == 1:  # later, memory also holds blocks of other epochs, not told apart
             self.writeback.begin_backlog()
 
     @property
     def under_way(self) -> Mapping[str, int]:
-        """What has not ended, by kind; nothing once the engine rests and all reports are in."""
+        """Operations that have not ended, by kind; all are 0 once the engine rests and all reports are in."""
         return {
             "loads": len(self._jobs.loads),
             "saves": len(self._jobs.saves),
@@ -118,30 +118,30 @@ class PactCache(ExternalCache):
 
     @property
     def live_requests(self) -> int:
-        """Requests of which anything is known."""
+        """Number of requests that the cache knows."""
         return len(self._requests.live)
 
     # Prepare
 
     @property
     def asks_shared(self) -> bool:
-        """Whether `prepare_external_match` asks tiers that only they themselves can answer for."""
+        """Whether `prepare_external_match` asks shared tiers."""
         return self._finder.asks_shared
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
-        """Blocks are held through `context` while ranks copy them; its free queue says when to save lazily."""
+        """Hold blocks through `context` while ranks copy them; its free queue says when to save lazily."""
         self._overdue.bind(context)
         self.saves.bind(context, lazy_window=self._lazy_window)
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """See `ExternalCache`: the shared tiers are asked before the engine has room for the request.
+        """See `ExternalCache`: asks the shared tiers before the engine has room for the request.
 
-        A step that has cost enough leaves that to the first probe; what the request is, is asked now in any case.
+        A step that has used its budget leaves that to the first probe; the request's identity is read now in any case.
         """
         self._finder.ask_early(request, self._requests.of(request))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """See `ExternalCache`. Touches memory only; what a lower tier holds is fetched behind "ask again later"."""
+        """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
         record = self._requests.of(request)
         if self._planner.still_waits(request.request_id, record, num_computed_tokens):
             return None
@@ -155,7 +155,7 @@ class PactCache(ExternalCache):
         self._planner.decline(request, record, num_computed_tokens)
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """See `ExternalCache`; its plan is renewed then."""
+        """See `ExternalCache`; if so, the request's plan is renewed."""
         return self._planner.still_waits(request_id, self._requests.live.get(request_id), num_computed_tokens)
 
     # Commit and abort
@@ -183,14 +183,14 @@ class PactCache(ExternalCache):
     def note_computed(
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """See `ExternalCache`: orders copies of full blocks that are not stored yet, as far as there is room."""
+        """See `ExternalCache`: orders copies of full blocks that are not stored yet, while there is room."""
         self._loads.note_resumed(request.request_id)
         record = self._requests.of(request)
         self._computing += max(0, num_computed_tokens - record.computed)
         self.saves.note(request, record, num_computed_tokens, block_ids)
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
-        """See `SupportsStepLookup`: in the shared tiers, and not for blocks that another request is saving already."""
+        """See `SupportsStepLookup`: looks in the shared tiers, but not for blocks that another request is saving."""
         save = self._jobs.save_ordered_now(request.request_id)
         if save is not None and save.job.start_block == computed_tokens // self._block_size:
             keys = self._finder.find_elsewhere(request, self._requests.of(request), save.job.blocks)
@@ -200,7 +200,7 @@ class PactCache(ExternalCache):
     # Step and reports
 
     def end_step(self) -> StepWork:
-        """See `ExternalCache`: takes in what the tiers did, lets plans expire, and hands out the step's copies."""
+        """See `ExternalCache`: takes in what tiers have done, expires plans, and returns the step's copies."""
         now = self._clock()
         self.budget.do_in_turn(self.tiers.poll, self.writeback.offer_some)
         self.writeback.offer_backlog()
@@ -223,7 +223,7 @@ class PactCache(ExternalCache):
         self._steps.note_reads(report.reads)
         spared = self._steps.apply_report(report, self._clock(), self._requests.live.__contains__)
         self._computing -= sum(settled.skipped_tokens for settled in spared)
-        # Loads first: what a request saved from a failed load on is not to be trusted.
+        # Loads first: what a request saved after a failed load is not trusted.
         loads, saves = self._jobs.apply_report(report)
         settlements = [settled for load in loads if (settled := self._loads.end(load))]
         settlements += [self._loads.end_late(load) for load in self._overdue.give_up(self._clock())]
@@ -237,14 +237,14 @@ class PactCache(ExternalCache):
     # Requests
 
     def _renamed(self, request_id: str, record: RequestState, block: int) -> None:
-        """A request's blocks from `block` on have other keys: what was looked for or planned for them is over."""
+        """A request's blocks from `block` on have other keys: end their plan and lookup."""
         plan = self.ledger.find(request_id)
         if plan is not None and plan.blocks.end > block:
             self._planner.end_plan(request_id, EndReason.SUPERSEDED)
         record.drop_lookup()
 
     def request_finished(self, request_id: str) -> None:
-        """See `ExternalCache`. Copies under way keep what they need until all ranks have reported."""
+        """See `ExternalCache`. Copies under way keep their blocks until all ranks have reported."""
         self.ledger.finish_request(request_id)
         if self.saves.lazy is not None:
             self.saves.lazy.request_finished(request_id)
@@ -258,8 +258,8 @@ class PactCache(ExternalCache):
     def has_pending_work(self) -> bool:
         """Whether copies or writes are under way: the engine must step to take in the reports.
 
-        Not for ever: a tier may hang, and a hook or a worker may fail in every step. What is left then is taken in with
-        the next request's steps.
+        Not for ever: a tier may hang, and a hook or a worker may fail in every step. The next request's steps then take
+        in the rest.
         """
         dirty = self.saves.lazy is not None and self.saves.lazy.dirty
         return self._idle_steps.wait_for(
@@ -268,14 +268,14 @@ class PactCache(ExternalCache):
 
     @property
     def epoch(self) -> Epoch:
-        """Of which weights the blocks are that are stored and served now."""
+        """The epoch of the blocks that are stored and served now."""
         return self._epochs.current
 
     def reset(self) -> None:
         """See `ExternalCache`.
 
-        Blocks of other epochs stay where they lie until their room is needed: nobody can ask for them, so they are the
-        least recently used ones from now on.
+        Blocks of other epochs stay until their slots are needed: no request can ask for them, so they become the least
+        recently used ones.
         """
         self._epochs.reset()
         self.metrics.add("resets")
@@ -287,14 +287,14 @@ class PactCache(ExternalCache):
         self._begin_epoch()
 
     def take_back_reset(self) -> bool:
-        """See `ExternalCache`: not once a word was said. What was computed or stored since is not used any more."""
+        """See `ExternalCache`: not after a version was set. What was computed or stored since the reset is not used."""
         taken_back = self._epochs.take_back_reset()
         if taken_back:
             self._begin_epoch()
         return taken_back
 
     def _begin_epoch(self) -> None:
-        """The weights may be others than those before: whatever is under way belongs to the old ones."""
+        """The weights may have changed: everything under way belongs to the old ones."""
         self._planner.end_all(EndReason.CACHE_RESET)
         self._jobs.recall()
         if self.saves.lazy is not None:
@@ -315,7 +315,7 @@ class PactCache(ExternalCache):
         self._invalidation.distrust_adapter(adapter)
 
     def observe(self) -> Snapshot:
-        """All counts as they are now, the ledger's and the tiers' included."""
+        """All counts as they are now, with the ledger's and the tiers'."""
         for name, total, label in self.ledger.totals.counts():
             self.metrics.raise_to(name, total, label)
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
@@ -328,7 +328,7 @@ class PactCache(ExternalCache):
         return self.metrics.snapshot()
 
     def check(self) -> None:
-        """Verify the invariants of everything below; raises PactViolation."""
+        """Verify the invariants of all parts; raises PactViolation."""
         for part in (self.ledger, self.index, self._jobs, self._overdue, self._prefetcher, self.saves, self.metrics):
             part.check()
         known = self.ledger.known_requests.union(self.saves.lazy.known_requests if self.saves.lazy is not None else ())

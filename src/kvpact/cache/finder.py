@@ -1,6 +1,6 @@
-"""What can be found of a request's blocks, in memory and in the tiers, and whether it is worth finding or loading.
+"""Finds a request's blocks in memory and in the tiers, and says whether looking or loading is worth its time.
 
-Owns no state: what shared tiers were asked for a request is in its `RequestState`.
+Owns no state: a request's lookup is in its `RequestState`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Finder:
 
     @property
     def asks_shared(self) -> bool:
-        """Whether a prepare asks tiers that only they themselves can answer for."""
+        """Whether a prepare asks shared tiers."""
         return self.config.match_at == "schedule" and self.config.prepare_deadline > 0 and self._may_be_shared
 
     @property
     def looks_up_at_step(self) -> bool:
-        """Whether workers look in shared tiers when a step begins."""
+        """Whether workers look in shared tiers at a step's beginning."""
         return self.config.match_at == "step" and self._may_be_shared
 
     @property
@@ -67,19 +67,19 @@ class Finder:
         return (len(request.token_ids) - 1) // self.block_size
 
     def deadline(self, state: RequestState) -> float:
-        """Until when a request for which nothing is being read may wait for tiers."""
+        """Time until which a request may wait for tiers while nothing is read for it."""
         if self.config.prepare_deadline <= 0:
             return -inf
         return state.waits_until if state.waits_until is not None else inf
 
     def find(self, state: RequestState, keys: Sequence[BlockKey], now: float) -> Availability:
-        """Where these blocks of a request are. Memory only; nothing is waited for."""
+        """Where these blocks of a request are. Reads memory only and waits for nothing."""
         resident = self.index.held_prefix(keys)
         arriving = resident < len(keys) and self.prefetcher.is_arriving(keys[resident])
         return Availability(resident, self.prefetcher.readable(keys, state.tier_lookup, now), arriving)
 
     def find_elsewhere(self, request: EngineRequest, state: RequestState, blocks: BlockRange) -> Sequence[BlockKey]:
-        """The keys up to those of `blocks`, as far as workers may look for them in shared tiers; none if not enough."""
+        """Keys up to the end of `blocks` that workers may look for in shared tiers; none if fewer than a match."""
         if not self.looks_up_at_step or not request.may_load:
             return ()
         keys = self.usable_keys(request, state)[: blocks.end]
@@ -87,7 +87,7 @@ class Finder:
         return keys if len(keys) - blocks.start >= self.config.min_match_blocks else ()
 
     def ask(self, state: RequestState, keys: Sequence[BlockKey], available: Availability) -> None:
-        """Ask the shared tiers, once for each request, if they might hold what is worth the question."""
+        """Ask the shared tiers, once per request, if what they might hold is worth the question."""
         if state.tier_lookup is not None:
             return
         missing = len(keys) - max(available.resident, available.stored)
@@ -97,14 +97,14 @@ class Finder:
     def ask_early(self, request: EngineRequest, state: RequestState) -> None:
         """Ask the shared tiers for a request that the engine has no room for yet, if that is worth it.
 
-        A step that has cost enough leaves it to the first prepare.
+        A step that has used its budget leaves this to the first prepare.
         """
         if state.keys is not None and request.may_load and self.asks_shared and not self.budget.exhausted:
             keys = self.usable_keys(request, state)
             self.ask(state, keys, self.find(state, keys, self.clock()))
 
     def limits(self, state: RequestState, available: Availability, start: int, *, has_news: bool) -> Limits:
-        """What a prepare from block `start` on has to keep to; `has_news` if tiers have told something for it."""
+        """The limits of a prepare from block `start` on; `has_news`: tiers have answered something for it."""
         first, faster = max(available.resident, start), False
         if self.config.recompute_if_faster and available.stored > first:
             seconds = self.prefetcher.seconds_to_load(first, available.stored, available.by_tier)
@@ -117,5 +117,5 @@ class Finder:
         )
 
     def _computes_faster(self, blocks: int, seconds: float | None) -> bool:
-        """Whether the engine should have computed so many blocks before `seconds` have passed."""
+        """Whether the engine should compute `blocks` blocks in less than `seconds`."""
         return self.config.recompute_if_faster and self.prefill.is_faster(blocks * self.block_size, seconds)

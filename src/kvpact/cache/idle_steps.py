@@ -1,6 +1,6 @@
-"""For how long an engine without requests is kept stepping for what the cache has under way.
+"""How long an engine without requests keeps stepping for what the cache has under way.
 
-Owns the time that it was waited in vain.
+Owns the time during which nothing ended.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 VAIN_SECONDS = 5.0
-"""So long it goes on though nothing ends. An engine that steps takes a core; a process that waits on the same core by
-`sched_yield`, as vLLM's workers do, may get nothing of it."""
+"""Seconds that the engine steps on while nothing ends. A stepping engine takes a core; a process that waits on the same
+core by `sched_yield`, as vLLM's workers do, may get nothing of it."""
 
 LONGEST_STEP_SECONDS = 0.1
-"""A step that takes longer counts as so long: the process was stopped, and so was what it waits for."""
+"""A longer step counts as this many seconds: the process was stopped, and so was what it waits for."""
 
 PAUSE_SECONDS = 1.0
-"""Who asks again so long after a refusal has done something else meanwhile, or asks for what those things hold, as who
-resets the prefix cache until it is granted."""
+"""An engine that asks again this many seconds after a refusal has done something else meanwhile, or needs what is held:
+it may be asked to reset its prefix cache until it can."""
 
 AGAIN_SECONDS = 0.5
-"""How long it is tried then: it takes a few steps to hear of a copy that was long done."""
+"""Seconds that it steps then: a report of a copy that ended long ago takes a few steps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,9 +34,9 @@ class IdleSteps:
     _refused: float = field(default=0.0, init=False)
 
     def wait_for(self, under_way: int, begun: int = 0) -> bool:
-        """Whether to step again for so many things that have not ended. Asked between the steps of an idle engine.
+        """Whether to step again for `under_way` operations that have not ended. Asked between an idle engine's steps.
 
-        `begun` grows whenever one begins: as many as before are not the same ones.
+        `begun` grows with each operation that begins, so that an equal number of other ones is told apart.
         """
         now = self.clock()
         since, self._asked = now - self._asked, now

@@ -1,6 +1,6 @@
-"""What is not to be trusted any more: blocks that failed to load, and what was computed from garbage.
+"""Drops what is no longer trusted: blocks that failed to load, and blocks computed from garbage.
 
-Tells everybody who may have or get such blocks, in one place, and keeps nothing of its own.
+Tells every part that may have or get such blocks, in one place, and keeps no state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Invalidation:
-    """Takes blocks out of the index, the tiers, the jobs under way and the memo of lazy saves."""
+    """Removes blocks from the index, the tiers, the jobs under way and the memo of lazy saves."""
 
     requests: Requests
     index: BlockIndex
@@ -35,7 +35,7 @@ class Invalidation:
     block_size: int
 
     def _invalidate_from(self, request_id: str, keys: Sequence[BlockKey], block: int) -> None:
-        """Of the chain `keys`, nothing from `block` on is served or stored: the one place where all are told."""
+        """Neither serve nor store the chain `keys` from `block` on: the one place that tells all parts."""
         gone = keys[block:]
         self.jobs.invalidate(request_id, gone[0], block)
         self.index.drop(gone[0])
@@ -44,15 +44,15 @@ class Invalidation:
             self.saves.lazy.forget(gone)
 
     def load_failed(self, load: LoadState, first: int) -> None:
-        """A load failed from block `first` on: the entry and all after it go everywhere."""
+        """A load failed from block `first` on: drop it and all after it everywhere."""
         logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", first, load.job.request_id)
         self._invalidate_from(load.job.request_id, load.keys, first)
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
-        """These blocks of the engine hold garbage: nothing of them, or computed after them, is stored (H48).
+        """These blocks of the engine hold garbage: neither they nor blocks computed after them are stored (H48).
 
-        `tables` has the blocks of each request that may have some of them. What is stored of these requests already,
-        from the first of these blocks on, is dropped everywhere.
+        `tables` has the block table of each request that may have some of them. What is stored of these requests from
+        the first such block on is dropped everywhere.
         """
         self.tags.fill(block_ids, NO_TAG)
         saves = (save.job for save in self.jobs.saves.values())
@@ -64,7 +64,7 @@ class Invalidation:
             self._distrust_from(request_id, min(each[request_id] for each in (saving, computed) if request_id in each))
 
     def _distrust_from(self, request_id: str, first: int) -> None:
-        """Nobody knows what a request's blocks from `first` on hold. It may have ended."""
+        """The content of a request's blocks from `first` on is unknown. The request may have finished."""
         chains: list[Sequence[BlockKey]] = [
             save.keys for save in self.jobs.saves.values() if save.job.request_id == request_id
         ]
@@ -77,9 +77,9 @@ class Invalidation:
                 self._invalidate_from(request_id, keys, first)
 
     def distrust_adapter(self, adapter: str) -> None:
-        """What the engine computed under `adapter`, as identities name it, may be another's.
+        """What the engine computed under `adapter`, as identities name it, may be another adapter's.
 
-        None of it that is not saved yet is saved. What was reported as saved before is the adapter's.
+        None of it that is not saved yet is saved. Blocks that were reported as saved before are right.
         """
         tag = self.tags.withdraw(adapter)
         for save in self.jobs.saves.values():

@@ -1,7 +1,7 @@
 """The copies that workers were told to make, from the order until every rank has reported.
 
-Owns the jobs under way, what each rank has said of them, and when it is asked again. What a finished copy means, the
-caller decides. No clock: time comes in.
+Owns the jobs under way, what each rank has reported of them, and when a rank is asked again. The caller decides what a
+finished copy means. No clock: times are arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpact.ranges import BlockRange
 
 Slots = tuple[int, ...]
 PactPlan = Plan[Pin, Slots]
-"""A plan's intent is the slots of its blocks: its pins keep them as they are, even if entries are dropped meanwhile."""
+"""A plan carries the slots of its blocks: its pins keep their content, even if entries are dropped."""
 
 
 @dataclass(slots=True)
@@ -32,20 +32,20 @@ class LoadState:
     tally: JobTally
     ask_at: float
     recalled: bool = False
-    """Whether the weights it is of have gone meanwhile."""
+    """Whether the weights have changed since the order."""
     given_up: bool = False
-    """Whether its deadline has passed: the workers let the engine go on without it."""
+    """Whether its deadline has passed: the workers let the engine continue without it."""
     told: bool = False
-    """Whether it was settled as late. What the ranks say of it later is for the cache alone."""
+    """Whether it was settled as late. Later reports of it concern the cache alone."""
 
 
 @dataclass(slots=True)
 class SaveState:
     """Computed blocks on their way into the arena. `pin` keeps their chain.
 
-    `trusted` falls if the weights change; of the chain's blocks from `garbage_from` on nobody knows what they hold.
+    `trusted` becomes false if the weights change; the content of the chain's blocks from `garbage_from` on is unknown.
 
-    Of blocks saved because the engine is about to evict them, `leaving` are those to be evicted first afterwards.
+    `leaving` are blocks saved because the engine is about to evict them: it evicts them first afterwards.
     """
 
     job: SaveJob
@@ -60,7 +60,7 @@ class SaveState:
 
 @dataclass(slots=True)
 class _Outbox:
-    """What the workers are told at the end of the running step."""
+    """What the running step's end tells the workers."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
@@ -69,11 +69,11 @@ class _Outbox:
     overdue: list[int] = field(default_factory=list)
 
     def has(self, job: LoadJob | SaveJob) -> bool:
-        """Whether the workers are told of this job with this step, and so have not heard of it."""
+        """Whether this step orders the job, so that the workers do not know it yet."""
         return any(job is ordered for ordered in (*self.loads, *self.saves))
 
     def take(self, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
-        """All of it, with the look-ups of its saves; the next step begins empty."""
+        """All of it, with the lookups of its saves; the next step begins empty."""
         kinds = (self.loads, self.saves, self.inquiries, self.recalls, self.overdue)
         if not any(kinds):
             return _NOTHING
@@ -95,20 +95,20 @@ _NOTHING = StepWork()
 
 @dataclass(eq=False)
 class TransferJobs:
-    """All loads and saves under way on `ranks` ranks. One that no rank speaks of is asked about every `timeout` s."""
+    """All loads and saves under way on `ranks` ranks. Ranks are asked about a job every `timeout` seconds."""
 
     ranks: int
     timeout: float
     loads: dict[int, LoadState] = field(default_factory=dict, init=False)
     saves: dict[int, SaveState] = field(default_factory=dict, init=False)
     ordered: int = field(default=0, init=False)
-    """Jobs so far; each has its number of them."""
+    """Number of jobs so far; also the id of the last one."""
     _outbox: _Outbox = field(default_factory=_Outbox, init=False)
 
     def order_load(
         self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float
     ) -> LoadState:
-        """With this step, `blocks` of a committed plan go from its slots into the engine's blocks."""
+        """With this step, copy `blocks` of a committed plan from its slots into the engine's blocks."""
         job = LoadJob(
             self._next_id(),
             plan.request_id,
@@ -126,7 +126,7 @@ class TransferJobs:
         self, request_id: str, start: int, slots: Slots, block_ids: tuple[int, ...], keys: Sequence[BlockKey], pin: Pin,
         now: float, leaving: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """After this step, blocks from `start` on go from the engine into `slots`; `pin` keeps the chain of `keys`."""
+        """After this step, copy the engine's blocks from `start` on into `slots`; `pin` keeps the chain of `keys`."""
         job = SaveJob(self._next_id(), request_id, start, slots, block_ids)
         tally = JobTally(job.blocks, self.ranks)
         self.saves[job.job_id] = SaveState(job, tuple(keys), pin, tally, now + self.timeout, leaving)
@@ -137,27 +137,27 @@ class TransferJobs:
         return self.ordered
 
     def save_ordered_now(self, request_id: str) -> SaveState | None:
-        """What the running step will save of a request."""
+        """The save of a request that the running step orders, if any."""
         job = next((job for job in self._outbox.saves if job.request_id == request_id), None)
         return self.saves[job.job_id] if job is not None else None
 
     def end_step(self, now: float, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
-        """What the workers are told, with questions about copies that nobody has spoken of for long."""
+        """What to tell the workers, with queries about copies that have not ended for `timeout` seconds."""
         tasks: list[LoadState | SaveState] = [*self.loads.values(), *self.saves.values()]
         for task in tasks:
             if now < task.ask_at:
                 continue
-            task.ask_at = now + self.timeout  # a report was lost, or its worker is slow: it is asked, no more
-            if not self._outbox.has(task.job):  # who has not heard of a job calls it failed, and copies it afterwards
+            task.ask_at = now + self.timeout  # a report may be lost, or its worker slow: ask, and do no more
+            if not self._outbox.has(task.job):  # a worker calls an unknown job failed, and would copy it later
                 self._outbox.inquiries.append(JobQuery(task.job.job_id, task.job.blocks))
                 if isinstance(task, LoadState) and task.given_up:
-                    self._outbox.overdue.append(task.job.job_id)  # whoever has not heard it yet
+                    self._outbox.overdue.append(task.job.job_id)  # a worker may not have heard it
         return self._outbox.take(lookups)
 
     def give_up(self, now: float) -> list[LoadState]:
-        """Loads whose deadline has passed: with this step the workers are told so, once, and again as they are asked.
+        """Loads whose deadline has passed. This step tells the workers so, once, and again with each query.
 
-        Not in the step that orders the load.
+        A load is not given up in the step that orders it.
         """
         overdue = [
             load
@@ -170,13 +170,14 @@ class TransferJobs:
         return overdue
 
     def abandon_step(self) -> WorkerReport:
-        """What was to be ordered with the running step never reaches the workers: a report that all have failed it."""
+        """The running step's orders never reach the workers: returns a report that all ranks failed them."""
         return self._outbox.take().failed(self.ranks)
 
     def apply_report(self, report: WorkerReport) -> tuple[list[LoadState], list[SaveState]]:
         """Count a report; return the loads and the saves that every rank has now reported, oldest first.
 
-        Each stays under way until it is settled and `end` is called. Pieces of unknown jobs (said twice) are ignored.
+        Each stays under way until its caller settles it and calls `end`. Outcomes of unknown jobs (reported twice) are
+        ignored.
         """
         reported: dict[int, LoadState | SaveState] = {}
         for rank, jobs in report.ranks.items():
@@ -194,13 +195,13 @@ class TransferJobs:
         (self.loads if isinstance(task, LoadState) else self.saves).pop(task.job.job_id)
 
     def invalidate(self, request_id: str, key: BlockKey, block: int) -> None:
-        """Nobody knows what `block` of this request, named `key`, holds: nothing is stored from it on."""
+        """The content of a request's `block`, named `key`, is unknown: store nothing from it on."""
         for save in self.saves.values():
             if save.job.request_id == request_id or save.keys[block : block + 1] == (key,):
                 save.garbage_from = min(save.garbage_from, block)
 
     def recall(self) -> None:
-        """The weights may be others from now on: what is being saved is not stored, what is being loaded not used.
+        """The weights may have changed: do not store what is being saved, do not use what is being loaded.
 
         Synchronous loads belong to a step that the engine has begun, and to the weights of that step.
         """
@@ -212,7 +213,7 @@ class TransferJobs:
             load.recalled = True
 
     def check(self) -> None:
-        """Verify the book of jobs; raises PactViolation."""
+        """Verify the jobs under way; raises PactViolation."""
         tasks: list[tuple[int, LoadState | SaveState]] = [*self.loads.items(), *self.saves.items()]
         for job_id, task in tasks:
             if task.job.job_id != job_id or not 0 < job_id <= self.ordered or task.tally.complete:

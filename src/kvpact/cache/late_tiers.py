@@ -1,7 +1,7 @@
-"""Opens the tiers as soon as it is known whose weights these are: at once, or later on a thread of its own.
+"""Opens the tiers as soon as the weights' digest is known: at once, or later on a thread of its own.
 
 Owns the wait for the weights' digest, which may mean reading all of a model's files. Until then the engine serves from
-memory; keys of blocks do not depend on the digest, and tiers do, so what memory holds then is right for them.
+memory. Block keys do not depend on the digest, tiers do, so what memory holds then may be written to them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvpact.tiers.registry import TierContext, open_tier
 logger = logging.getLogger(__name__)
 
 READ_AT_ONCE_BYTES = 256 << 20
-"""As much of the model's files is read before the engine answers its first request: a fifth of a second."""
+"""Bytes of the model's files that are read before the engine answers its first request: 0.2 seconds."""
 
 STOP_SECONDS = 1.0
-"""A shutdown waits for so long at most until reading has stopped; a tier that is being opened then closes by itself."""
+"""Seconds that a shutdown waits at most for the end of reading; a tier being opened then closes by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTiers:
-    """Tiers that are ready to be used, and the namespace that they are for.
+    """Tiers that are ready, and their namespace.
 
     A tier that could not be opened is missing, and the log says why; `numbers` are places in the configuration.
     """
@@ -42,7 +42,7 @@ class OpenTiers:
     numbers: tuple[int, ...]
 
     def close(self) -> None:
-        """Before anything was handed to them."""
+        """Close tiers that were given no operation yet."""
         for queue in self.queues:
             queue.close(0.0)
             queue.tier.close()
@@ -66,9 +66,9 @@ class LateTiers:
     _thread: threading.Thread | None = None
 
     def open(self) -> OpenTiers | None:
-        """The tiers, if little has to be read for them; None if `poll` will have them later, or never.
+        """The tiers, if little has to be read for them; None if `poll` returns them later, or never.
 
-        Raises ConfigError if files that tell cannot be read.
+        Raises ConfigError if files that are needed cannot be read.
         """
         try:
             unread = self._weights.unread_bytes
@@ -89,12 +89,12 @@ class LateTiers:
         return None
 
     def poll(self) -> OpenTiers | None:
-        """The tiers that were opened since the last call."""
+        """Tiers that were opened since the last call."""
         opened, self._opened = self._opened, None
         return opened
 
     def close(self) -> None:
-        """Stop reading; tiers that nobody uses yet are closed."""
+        """Stop reading, and close tiers that are not used yet."""
         with self._lock:
             self._stopped = True
             opened = self.poll()
@@ -104,7 +104,7 @@ class LateTiers:
             self._thread.join(STOP_SECONDS)
 
     def _run(self) -> None:
-        """Read at low priority and open at the usual one: what a tier starts would inherit the other."""
+        """Read at low priority, and open at the usual one: threads that a tier starts inherit it."""
         began = time.monotonic()
         start_background("kvpact-weights", self._read).join()
         if self._identity is None:

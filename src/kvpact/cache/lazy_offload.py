@@ -1,8 +1,8 @@
 """What "save": "lazy" needs to know: what each of the engine's blocks holds, and which of them are evicted next.
 
 Owns a memo with one entry for each block of the engine's pool, and a cursor on the engine's free queue. Names chains of
-blocks that are about to be lost; `offload.py` saves them. The engine tells nobody when it gives a block away, so an
-entry counts only while the engine publishes the block under the hash that it had when the entry was made.
+blocks that are about to be lost; `offload.py` saves them. The engine does not say when it reuses a block, so an entry
+counts only while the engine publishes the block under the hash that it had when the entry was made.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, BlockIndex
 
 MIN_WINDOW: Final = 16
-"""Blocks from the head of the free queue that are looked after at least."""
+"""Blocks at the head of the free queue that are watched at least."""
 
 WINDOW_STEPS: Final = 2
-"""A block is saved when it may be given away within so many steps that take as many blocks as the hungriest one of
-late: a save is ordered in one step, and done by the end of the next."""
+"""A block is saved once it could be evicted within this many steps at the recent peak allocation rate. A save takes two
+steps."""
 
 PEAK_ALLOC_DECAY: Final = 0.98
-"""What is left of the hungriest step's blocks after another step."""
+"""The factor by which the peak allocation rate falls with each step."""
 
 VIEWS_PER_STEP: Final = 128
-"""Blocks of the free queue that are looked at in one step: a view costs about 1 us (P11)."""
+"""Blocks of the free queue that one step reads at most: each costs about 1 us (P11)."""
 
 SAVES_PER_STEP: Final = 96
-"""Blocks that one step orders to be saved: each costs about 6 us (P11)."""
+"""Blocks that one step orders to be saved at most: each costs about 6 us (P11)."""
 
 CLIMB_PER_STEP: Final = 1024
-"""Blocks of a chain that are gone through in one step on the way to what is stored of it."""
+"""Blocks of a chain that one step follows at most to find the stored part."""
 
 
 @dataclass(slots=True)
 class BlockContent:
-    """What a block of the engine holds: block `key` behind `parent`, computed for a request.
+    """What a block of the engine holds: block `key` after `parent`, computed for a request.
 
-    `block_hash` is the engine's name for it, None until the engine publishes it. `offered`: since it was last used it
-    was stored already, or could not be; it is not saved twice in a row, or two chains push each other out for ever.
+    `block_hash` is the engine's name for it, None until the engine publishes it. `offered`: since its last use it was
+    stored, or could not be. It is not saved twice in a row, or two chains would evict each other for ever.
     """
 
     key: BlockKey
@@ -56,7 +56,7 @@ class BlockContent:
 class OffloadRun:
     """Blocks to save now: `keys[start:]` of the whole chain `keys`, from the engine's `block_ids`.
 
-    `leaving` are those that are evicted next, and should be once they are saved.
+    `leaving` are those that the engine evicts next; they stay so after the save.
     """
 
     request_id: str
@@ -68,31 +68,31 @@ class OffloadRun:
 
 @dataclass(eq=False)
 class LazyOffload:
-    """The memo and the cursor of one engine. `min_window` blocks at the head of the queue are always looked after."""
+    """The memo and the cursor of one engine. At least `min_window` blocks at the head of the queue are watched."""
 
     context: SchedulerContext
     index: BlockIndex
     min_window: int = MIN_WINDOW
     dirty: bool = field(default=False, init=False)
-    """Whether the engine's blocks may have moved since the last walk through the window found nothing to do."""
+    """Whether the engine's blocks may have moved since a walk through the window last found nothing to do."""
     _entries: dict[int, BlockContent] = field(default_factory=dict, init=False)
     """Block id -> what it holds; at most one entry for each block of the pool (P12)."""
     _places: dict[BlockKey, int] = field(default_factory=dict, init=False)
-    """Key -> the block that was last seen to hold it; at most as many."""
+    """Key -> the block that was last seen to hold it; at most one for each entry."""
     _unpublished: dict[str, list[tuple[int, int]]] = field(default_factory=dict, init=False)
-    """Request -> (place, block id) of its blocks that the engine has not published yet."""
+    """Request -> (position, block id) of its blocks that the engine has not published yet."""
     _peak_alloc_rate: float = field(default=0.0, init=False)
     _held: int = field(default=0, init=False)
     _cursor: int | None = field(default=None, init=False)
     _passed: int = field(default=0, init=False)
-    """Blocks between the head of the queue and the cursor, the cursor too."""
+    """Blocks from the head of the queue to the cursor, both included."""
     _resume_key: BlockKey | None = field(default=None, init=False)
-    """The end of a chain that was too long for one step."""
+    """Where the next step continues with a chain that was too long for one."""
 
     # What the engine computes
 
     def note(self, request_id: str, keys: Sequence[BlockKey], start: int, end: int, block_ids: Sequence[int]) -> None:
-        """After this step, `keys[start:end]` of a request are in its blocks of these places."""
+        """After this step, a request's blocks from `start` to `end` hold `keys[start:end]`."""
         self._confirm(request_id, block_ids)
         unpublished = []
         for place in range(start, end):
@@ -107,7 +107,7 @@ class LazyOffload:
             self._entries[block_id] = BlockContent(key, parent, request_id, block_hash)
             if block_hash is None:
                 unpublished.append((place, block_id))
-                self._places.setdefault(key, block_id)  # the engine may have another block of it, and publish that one
+                self._places.setdefault(key, block_id)  # the engine may publish another block of the same content
             else:
                 self._places[key] = block_id
         if unpublished:
@@ -115,7 +115,7 @@ class LazyOffload:
         self.dirty = True
 
     def _confirm(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """The request still holds `block_ids`: what the engine publishes them as is what it computed."""
+        """The request still holds `block_ids`: their hashes are those of what it computed."""
         waiting = self._unpublished.pop(request_id, ())
         still = []
         for place, block_id in waiting:
@@ -132,7 +132,7 @@ class LazyOffload:
             self._unpublished[request_id] = still
 
     def rewind(self, request_id: str) -> None:
-        """The request lost its blocks; what was not published of them is not known any more."""
+        """The request lost its blocks: forget those that were not published."""
         for _, block_id in self._unpublished.pop(request_id, ()):
             entry = self._entries.get(block_id)
             if entry is not None and entry.request_id == request_id and entry.block_hash is None:
@@ -140,7 +140,7 @@ class LazyOffload:
         self.dirty = True
 
     def request_finished(self, request_id: str) -> None:
-        """The request ended; its blocks are still its own in this moment."""
+        """The request ends; it still holds its blocks during this call."""
         if request_id in self._unpublished:
             try:
                 (block_ids, *_) = self.context.blocks_of(request_id)
@@ -151,20 +151,20 @@ class LazyOffload:
         self.dirty = True
 
     def invalidate_blocks(self, block_ids: Sequence[int]) -> None:
-        """Somebody computes into these blocks of whom nothing is known: no entry speaks of them any more."""
+        """Something unknown is computed into these blocks: forget them."""
         if self._entries:
             for block_id in block_ids:
                 self._drop(block_id)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """What the engine has of these blocks is not to be saved, nor what stands behind them."""
+        """Do not save the engine's blocks of these keys, nor blocks after them."""
         for key in keys:
             block_id = self._places.get(key)
             if block_id is not None:
                 self._drop(block_id)
 
     def clear(self) -> None:
-        """Nothing that the engine holds is worth saving any more."""
+        """Forget all that the engine holds."""
         self._entries.clear()
         self._places.clear()
         self._unpublished.clear()
@@ -181,8 +181,8 @@ class LazyOffload:
     def due(self, taken_blocks: int) -> Iterator[OffloadRun]:
         """The chains to save in this step, in which the engine took `taken_blocks` from its free queue.
 
-        Go through all of them. Whoever saves one says so with `saving`, before the next is asked for, and with `saved`
-        when its blocks are given back. Bounded work, whatever is in the queue (P11).
+        The caller takes all of them. It calls `saving` for each one that it saves, before it takes the next, and
+        `saved` once the blocks are released. The work is bounded, whatever is in the queue (P11).
         """
         self._peak_alloc_rate = max(float(taken_blocks), self._peak_alloc_rate * PEAK_ALLOC_DECAY)
         self.dirty |= taken_blocks > 0
@@ -190,7 +190,7 @@ class LazyOffload:
             return
         window = max(self.min_window, int(WINDOW_STEPS * self._peak_alloc_rate))
         ahead, at_end = self._look_ahead(max(0, window - self._held))
-        # What is held cannot be taken by the engine: of a short queue, half at least is left to it.
+        # The engine cannot take what is held: at least half of a short queue is left to it.
         most = max(1, (self._passed + len(ahead)) // 2) if at_end else window
         room = min(SAVES_PER_STEP, most - self._held)
         ends = [entry.key for view in ahead if (entry := self._due(view)) is not None]
@@ -208,7 +208,7 @@ class LazyOffload:
             held = self._held
             yield chain
             if self._held == held:
-                self._resume_key = None  # nobody has room for it
+                self._resume_key = None  # there is no room for it
             else:
                 taken.update(chain.block_ids)
                 room -= len(chain.block_ids)
@@ -218,12 +218,12 @@ class LazyOffload:
         self.dirty = bool(taken) or room <= 0 or self._cursor is not None or self._resume_key is not None
 
     def _due(self, view: KVCacheBlockView) -> BlockContent | None:
-        """What a block of the free queue holds, if that is known and not stored."""
+        """The content of a block of the free queue, if it is known and not stored."""
         entry = self._entries.get(view.block_id)
         if entry is None or entry.offered or entry.block_hash is None:
             return None
         if entry.key in self.index:
-            entry.offered = True  # if the index drops it from now on, it did so for what was used later
+            entry.offered = True  # if the index drops it later, it does so for blocks used more recently
             return None
         if view.block_hash != entry.block_hash:
             self._drop(view.block_id)
@@ -232,31 +232,31 @@ class LazyOffload:
         return entry
 
     def saving(self, blocks: int) -> None:
-        """So many blocks are held until they are saved."""
+        """`blocks` blocks are held until they are saved."""
         self._held += blocks
 
     def saved(self, blocks: int) -> None:
-        """So many blocks are given back."""
+        """`blocks` blocks are released."""
         self._held -= blocks
         self.dirty = True
 
     def _look_ahead(self, window: int) -> tuple[list[KVCacheBlockView], bool]:
-        """The next blocks behind the cursor that are within the window, and whether the queue ended with them."""
+        """The next blocks after the cursor within the window, and whether the queue ends with them."""
         if self._passed >= window:
             self._restart()
         most = min(VIEWS_PER_STEP, window - self._passed)
         try:
             ahead = [*islice(self.context.iter_free_blocks(self._cursor), most)]
-        except PactViolation:  # the cursor was taken out of the queue: what stood before it is to be seen again
+        except PactViolation:  # the cursor left the queue: begin again at the head
             self._restart()
             ahead = [*islice(self.context.iter_free_blocks(), most)]
         return ahead, len(ahead) < most
 
     def _advance(self, stay: Sequence[int], window: int, at_end: bool) -> None:
-        """The next step goes on behind the last block that stays in the queue, or from the head if all was seen.
+        """The next step continues after the last block that stays in the queue, or at the head if all were seen.
 
-        A cursor that left the queue and came back stands at its end: the pass ends there, and the next one begins at
-        the head. So whatever happens to the queue costs one pass at most.
+        A cursor that left the queue and came back is at its end: the pass ends there, and the next one begins at the
+        head. Whatever happens to the queue costs at most one pass.
         """
         self._passed += len(stay)
         if at_end or not stay or self._passed >= window - self._held:
@@ -268,16 +268,16 @@ class LazyOffload:
         self._cursor, self._passed = None, 0
 
     def _chain_to(self, key: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> OffloadRun | None:
-        """What is to be saved so that `key` will be stored, at most `room` blocks of it, the first ones first.
+        """The blocks to save so that `key` will be stored: at most `room`, the first ones first.
 
-        None if a block between `key` and what is stored is lost, or if the way there is too long for one step.
+        None if a block between the stored part and `key` is lost, or if that piece is too long for one step.
         """
         missing: list[int] = []
         parent = key
         while parent != ROOT and parent not in self.index:
             block_id = self._places.get(parent)
             if block_id is None:
-                for behind in missing:  # nothing behind a block that is gone can be served
+                for behind in missing:  # no block after a lost one can be served
                     self._drop(behind)
                 return None
             if len(missing) == CLIMB_PER_STEP:
@@ -303,7 +303,7 @@ class LazyOffload:
         return OffloadRun(owner, (*known, *new), len(known), block_ids, frozenset(block_ids).intersection(leaving))
 
     def content_of(self, block_id: int) -> BlockContent | None:
-        """What a block of the engine is known to hold."""
+        """What a block of the engine is known to hold; None if that is unknown."""
         return self._entries.get(block_id)
 
     @property
@@ -312,7 +312,7 @@ class LazyOffload:
         return self._unpublished.keys()
 
     def __len__(self) -> int:
-        """Blocks of the engine of which something is known."""
+        """Number of the engine's blocks whose content is known."""
         return len(self._entries)
 
     def check(self) -> None:

@@ -2,7 +2,7 @@
 
 TRANSITIONS is the whole lifecycle: a plan's state changes in `Ledger._apply` and nowhere else, and what is not in the
 table raises PactViolation. Owns no block and no bytes, reads no clock, starts no thread: events and the time come in as
-arguments, and a lease is handed to `release` once, when its plan no longer needs it.
+arguments. Each lease is passed to `release` once, when its plan no longer needs it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvpact.metrics import EndReason
 from kvpact.ranges import BlockRange, RangeSet
 
 HISTORY_LENGTH = 256
-"""How many ended plans are remembered for a person who asks why; older ones are forgotten (H51)."""
+"""Number of ended plans kept to explain them; older ones are forgotten (H51)."""
 
 PLAN_LIFETIME_STEPS = 2
-"""Steps a plan outlives without being asked for: an engine that preempts in a step does not look at its queue in it."""
+"""Steps that a plan survives without a probe: an engine does not look at its queue in a step in which it preempts."""
 
 
 class State(StrEnum):
@@ -40,7 +40,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What happens to a plan; the value is what a person reads on the arrow."""
+    """What happens to a plan; the value is the arrow's text in docs/lifecycle.md."""
 
     PREPARE_LATER = "prepare, a tier answers later"
     PREPARE_READY = "prepare, all is held"
@@ -75,11 +75,11 @@ Slots = TypeVar("Slots")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Plan(Generic[Lease, Slots]):
-    """The cache's record behind one match. Everybody may read it; only its ledger writes it (`slots` is the cache's).
+    """The cache's record of one match. Only the ledger writes it, but for `slots`, which the cache writes.
 
     `blocks` is the match in engine blocks; its last block may be covered in part. Times are seconds on the caller's
-    clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds what others do:
-    staging while PENDING, the load while LOADING. `asynchronous`: the engine does not wait for the load.
+    clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds the staging while
+    PENDING and the load while LOADING. `asynchronous`: the engine does not wait for the load.
     """
 
     request_id: str
@@ -113,7 +113,7 @@ class Plan(Generic[Lease, Slots]):
         return BlockRange(self.blocks.start, -(-self.committed_tokens // self.block_size))
 
     def committed_tokens_in(self, blocks: RangeSet) -> int:
-        """How many committed tokens lie in `blocks`, which must be committed ones."""
+        """Number of committed tokens in `blocks`, which must be committed ones."""
         last = self.committed_blocks.end - 1
         missing_in_last = self.committed_blocks.count * self.block_size - self.committed_tokens
         return len(blocks) * self.block_size - (missing_in_last if last in blocks else 0)
@@ -121,7 +121,7 @@ class Plan(Generic[Lease, Slots]):
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """What a person may want to know of one plan; times are seconds on the ledger's clock."""
+    """A plan as the history keeps it; times are seconds on the ledger's clock."""
 
     request_id: str
     state: State
@@ -139,11 +139,11 @@ class PlanRecord:
 
 @dataclass(slots=True)
 class Totals:
-    """What a ledger has counted since it began; no number here ever falls.
+    """What a ledger has counted since its start; no number falls.
 
     Tokens: `promised = committed + withdrawn + still planned`, `committed = loaded + failed + still loading`,
-    `loaded >= used + used_again`. `used` counts each position of a request once; what the same request skips again
-    after a preemption is `used_again`. Leases held are `leases_taken - leases_released`.
+    `loaded >= used + used_again`. `used` counts each position of a request once; positions that the same request
+    skips again after a preemption are `used_again`. Leases held are `leases_taken - leases_released`.
     """
 
     promised_tokens: int = 0
@@ -174,8 +174,8 @@ class Ledger(Generic[Lease, Slots]):
     """All plans of one engine; at most one open plan per request.
 
     `release` is called once for each lease, after the plan has changed. A plan that was neither renewed nor committed
-    expires after more than `plan_lifetime_seconds` and more than `plan_lifetime_steps` scheduler steps: both, because
-    one long step is no reason to take a promise back, and many short ones are none either.
+    expires after more than `plan_lifetime_seconds` and more than `plan_lifetime_steps` scheduler steps: neither one
+    long step nor many short ones end a promise.
     """
 
     release: Callable[[Lease], object]
@@ -186,9 +186,9 @@ class Ledger(Generic[Lease, Slots]):
     step: int = field(default=0, init=False)
     _open: dict[str, Plan[Lease, Slots]] = field(default_factory=dict, init=False)
     _awaiting_use: dict[str, Plan[Lease, Slots]] = field(default_factory=dict, init=False)
-    """Settled plans of which the engine has not said yet how much it used."""
+    """Settled plans whose used tokens the engine has not reported yet."""
     _used_positions: dict[str, RangeSet] = field(default_factory=dict, init=False)
-    """Per living request the token positions (not blocks) that were counted as used."""
+    """Per live request the token positions (not blocks) that were counted as used."""
 
     # Prepare
 
@@ -245,7 +245,7 @@ class Ledger(Generic[Lease, Slots]):
         return self._open.get(request_id)
 
     def find_settled(self, request_id: str) -> Plan[Lease, Slots] | None:
-        """The request's settled plan of which `use` was not said yet, if there is one."""
+        """The request's settled plan that still awaits `use`, if there is one."""
         return self._awaiting_use.get(request_id)
 
     def open_plans(self) -> list[Plan[Lease, Slots]]:
@@ -269,7 +269,7 @@ class Ledger(Generic[Lease, Slots]):
     ) -> None:
         """A PENDING plan is staged: promise 1 or more tokens, in `blocks`, by default all that it was opened for.
 
-        From now on the plan holds exactly `leases`; what it held beside them is released.
+        From now on the plan holds exactly `leases`; its other leases are released.
         """
         blocks = blocks if blocks is not None else plan.blocks
         self._require(plan, Event.PREPARE_READY)
@@ -293,9 +293,9 @@ class Ledger(Generic[Lease, Slots]):
     ) -> None:
         """The engine takes the first `tokens` of the promise; 0 aborts the plan as declined (P4).
 
-        From now on the plan holds exactly `keep`, by default all it held: what it held beside them is released, and
-        what is new there was acquired by the caller. `deadline` is when the load must have ended. PactViolation if more
-        is taken than was promised.
+        From now on the plan holds exactly `keep`, by default all it held: its other leases are released. The caller has
+        acquired new ones in `keep`. `deadline` is when the load must have ended. PactViolation if `tokens` are more
+        than were promised.
         """
         if tokens == 0:
             self.abort(plan, EndReason.DECLINED)
@@ -319,8 +319,8 @@ class Ledger(Generic[Lease, Slots]):
     ) -> None:
         """All ranks reported: each committed block is in exactly one of the two sets (P7). Releases all leases.
 
-        The plan ends LOADED, or SHORT if anything failed. Say `used_tokens` here if the engine's step already ran, as
-        with a synchronous load; otherwise say it later with `use`. For a request that finished meanwhile, None means 0.
+        The plan ends LOADED, or SHORT if anything failed. Pass `used_tokens` if the engine's step already ran, as with
+        a synchronous load; otherwise call `use` later. For a request that has finished, None means 0.
         """
         committed = RangeSet.of(plan.committed_blocks)
         self._require(plan, Event.FELL_SHORT if failed.ranges else Event.ARRIVED)
@@ -346,9 +346,9 @@ class Ledger(Generic[Lease, Slots]):
         self._hold(plan, ())
 
     def use(self, plan: Plan[Lease, Slots], tokens: int) -> None:
-        """The engine really skipped the first `tokens` of the match, at most what loaded; said once per settled plan.
+        """The engine skipped the first `tokens` of the match, at most the loaded ones; called once per settled plan.
 
-        A position that the same request skipped before, which happens after a preemption, counts as `used_again` (H70).
+        A position that the same request skipped before, as after a preemption, counts as `used_again` (H70).
         """
         if self._awaiting_use.get(plan.request_id) is not plan:
             raise PactViolation(
@@ -360,7 +360,7 @@ class Ledger(Generic[Lease, Slots]):
         self._count_used(plan, BlockRange(plan.blocks.start * plan.block_size, tokens))
 
     def _count_used(self, plan: Plan[Lease, Slots], positions: BlockRange) -> None:
-        """The engine skipped these token positions; those that it skipped before count as used again."""
+        """Count these token positions as used; those that were counted before as used again."""
         before = self._used_positions.get(plan.request_id, RangeSet())
         after = before.union(RangeSet.of(positions))
         plan.used_tokens = len(after) - len(before)
@@ -384,9 +384,9 @@ class Ledger(Generic[Lease, Slots]):
         now: float,
         request_finished: bool,
     ) -> None:
-        """A match that the workers found, took and loaded within one step: its whole life, told afterwards.
+        """Count a match that the workers found and loaded within one step, after that step.
 
-        It may lie beside an open plan of the request. `used_positions` are the tokens, within `blocks`, that the engine
+        The request may have an open plan besides. `used_positions` are the tokens within `blocks` that the engine
         skipped. PactViolation if they are more than `blocks` hold.
         """
         tokens = blocks.count * block_size
@@ -436,10 +436,10 @@ class Ledger(Generic[Lease, Slots]):
         return stale
 
     def finish_request(self, request_id: str) -> Plan[Lease, Slots] | None:
-        """The request is gone. Its open plan is returned: aborted, or as it is if it is loading and not settled yet.
+        """The request has finished. Returns its open plan, aborted, or unchanged if it is loading.
 
-        What was loaded and not said to be used counts as not used. After the last settlement nothing is kept for the
-        request beside the bounded history.
+        Loaded tokens whose use was not reported count as not used. After the last settlement nothing is kept of the
+        request but the bounded history.
         """
         settled = self._awaiting_use.get(request_id)
         if settled is not None:
@@ -462,22 +462,22 @@ class Ledger(Generic[Lease, Slots]):
 
     @property
     def known_requests(self) -> set[str]:
-        """Requests of which more is kept than the history has."""
+        """Requests of which more is kept than the history."""
         return {*self._open, *self._awaiting_use, *self._used_positions}
 
     @property
     def is_quiescent(self) -> bool:
-        """Whether no plan is open; then no lease is held either (P1)."""
+        """Whether no plan is open; then no lease is held (P1)."""
         return not self._open
 
     def explain(self, request_id: str) -> list[PlanRecord]:
-        """What is remembered of a request's plans, oldest first."""
+        """A request's plans as far as they are kept, oldest first."""
         past = [record for record in self.history if record.request_id == request_id]
         present = (self._awaiting_use.get(request_id), self._open.get(request_id))
         return past + [_record(plan) for plan in present if plan is not None]
 
     def check(self) -> None:
-        """Verify all invariants seen from here (P1, P7, P12); raise PactViolation naming the first that is broken."""
+        """Verify all invariants of the plans (P1, P7, P12); raises PactViolation naming the first broken one."""
         for request_id, plan in self._open.items():
             promised = (plan.promised_tokens > 0) == (plan.state is not State.PENDING)
             committed = (plan.committed_tokens > 0) == (plan.state is State.LOADING)
@@ -544,7 +544,7 @@ class Ledger(Generic[Lease, Slots]):
         self.history.append(_record(plan))
 
     def _hold(self, plan: Plan[Lease, Slots], leases: Iterable[Lease]) -> None:
-        """Let the plan hold exactly `leases`, and release the others that it held."""
+        """Let the plan hold exactly `leases`; release its other ones."""
         before, plan.leases = plan.leases, list(leases)
         taken = list(plan.leases)
         given_back = []
@@ -563,7 +563,7 @@ class Ledger(Generic[Lease, Slots]):
                 self.totals.leases_released += 1
                 self.release(lease)
         finally:
-            if leases:  # One release that raises does not keep the others from being released.
+            if leases:  # A release that raises does not prevent the others.
                 self._give_back(leases)
 
 

@@ -1,4 +1,4 @@
-"""How loads begin and end: what arrives is used, what does not is computed, and is not promised again."""
+"""How loads begin and end: blocks that arrive are used; the others are computed, and not promised again."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Loads:
     block_size: int
 
     def begin(self, plan: PactPlan, num_tokens: int, block_ids: Sequence[int], now: float) -> int:
-        """The engine takes the first `num_tokens` of a plan into `block_ids`; returns into how many of them."""
+        """The engine takes the first `num_tokens` of a plan into `block_ids`; returns the number of blocks loaded."""
         blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.block_size))
         state = self.requests.live[plan.request_id]
         state.commit(num_tokens)
         keys = state.keys.keys if state.keys is not None else []
         self.writeback.note_used(keys[: blocks.end])
         self.tags.fill(block_ids[blocks.start : blocks.end], state.tag)
-        # If a failed load has dropped the entry meanwhile, only the plan's own pin keeps its slots, all or none.
+        # If a failed load has dropped the entry, only the plan's own pin keeps its slots: all or none.
         last = keys[blocks.end - 1]
         dropped = last not in self.index or self.index.slot(last) != plan.slots[blocks.count - 1]
         keep = [*plan.leases] if blocks == plan.blocks or dropped else [self.index.pin(last)]
@@ -50,7 +50,7 @@ class Loads:
         return blocks.count
 
     def note_resumed(self, request_id: str) -> None:
-        """The engine computes the request: what an asynchronous load brought, up to its first hole, is used now."""
+        """The engine computes the request: it uses what an asynchronous load brought, up to the first hole."""
         plan = self.ledger.find_settled(request_id)
         if plan is not None:
             arrived = RangeSet.of(plan.committed_blocks).difference(plan.failed)
@@ -58,7 +58,7 @@ class Loads:
             self.ledger.use(plan, min(blocks * self.block_size, plan.loaded_tokens))
 
     def end_late(self, load: LoadState) -> LoadSettlement:
-        """The engine goes on without a load that ranks may still carry out; nothing of what is stored is at fault."""
+        """The engine continues without a load that ranks may still carry out; what is stored is not at fault."""
         job = load.job
         self.overdue.failed()
         self.requests.not_again(job.request_id, job.start_block)
@@ -69,7 +69,7 @@ class Loads:
         return LoadSettlement(job.request_id, RangeSet(), RangeSet.of(job.blocks), not job.synchronous, late=True)
 
     def end(self, load: LoadState) -> LoadSettlement | None:
-        """No rank can write the load's blocks any more; None if the engine was told before."""
+        """Settle a load that no rank can write to any more; None if the engine was told before."""
         job, plan, size = load.job, load.plan, self.block_size
         self.jobs.end(load)
         self.overdue.end(load)
@@ -90,7 +90,7 @@ class Loads:
                 state.go_back(failed.start, size)
             self.tags.fill(job.block_ids[failed.start - job.start_block :], NO_TAG)
         if load.recalled:
-            pass  # whether it failed or not says nothing of what is stored
+            pass  # the outcome says nothing about what is stored
         elif failed is not None and (late := load.given_up and not outcome.done.ranges):
             self.overdue.failed()
         elif failed is not None:

@@ -1,7 +1,7 @@
 """How a prepare is answered: a pure function of what is there, what is under way, and what may be waited for.
 
-`TABLE` is drawn in docs/architecture.md, "How a prepare is answered". Its first row that applies is the answer. No
-clock, no I/O: what is known comes in, and nothing changes.
+`TABLE` is drawn in docs/architecture.md, "How a prepare is answered". Its first row that applies gives the answer. No
+clock, no I/O, no state: all facts are arguments.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvpact.metrics import EndReason, MissReason
 
 
 class Availability(NamedTuple):
-    """Where a request's blocks are. Found out once for each prepare; all numbers are blocks in a row from the first."""
+    """Where a request's blocks are, determined once per prepare; numbers are blocks in a row from the first."""
 
     resident: int
     """Blocks that memory holds."""
     by_tier: tuple[int, ...] = ()
-    """Blocks that each tier can supply, in the user's order; of a shared one as far as it has answered."""
+    """Blocks that each tier can supply, in the user's order; of a shared tier what it has answered."""
     arriving: bool = False
-    """Whether the block after the resident ones is being read from a tier now."""
+    """Whether the block after the resident ones is being read from a tier."""
 
     @property
     def stored(self) -> int:
-        """Blocks that the tier which has most can supply."""
+        """Blocks that the tier with most of them can supply."""
         return max(self.by_tier, default=0)
 
 
@@ -40,7 +40,7 @@ class Phase(StrEnum):
 
 
 class Lookup(NamedTuple):
-    """What a request wants to know: blocks [start, end), by `deadline`; `end` is that of its read, if there is one."""
+    """What a request asks for: blocks [start, end), by `deadline`; `end` is that of its read, if there is one."""
 
     phase: Phase
     start: int
@@ -52,13 +52,13 @@ class Limits(NamedTuple):
     """What the configuration and the running step allow."""
 
     min_blocks: int
-    """A match of fewer blocks is none."""
+    """Fewer blocks are no match."""
     puts_off: bool = False
-    """Whether the step has cost enough, so that what tiers have said in it is used in the next one."""
+    """Whether the step has used its budget, so that the next step uses what tiers have answered in this one."""
     computes_faster: bool = False
-    """Whether the engine should have computed what tiers can supply before it arrives."""
+    """Whether the engine should compute what tiers can supply before it arrives."""
     not_found: MissReason = MissReason.NOT_STORED
-    """The reason of a miss that has no other one."""
+    """The reason of a miss without another one."""
 
 
 class Promise(NamedTuple):
@@ -67,17 +67,17 @@ class Promise(NamedTuple):
     end: int
     reason: MissReason
     tiers_done: bool = False
-    """Whether the request is not to wait for tiers any more."""
+    """Whether the request stops waiting for tiers."""
 
 
 class Wait(NamedTuple):
-    """ "Ask again later". With `put_off`, in the next step whatever happens."""
+    """ "Ask again later". With `put_off`, the next step answers in any case."""
 
     put_off: bool = False
 
 
 class Miss(NamedTuple):
-    """Nothing is promised. A plan that the request has ends as `ends`."""
+    """Nothing is promised. The request's plan, if any, ends as `ends`."""
 
     reason: MissReason
     tiers_done: bool = False
@@ -85,7 +85,7 @@ class Miss(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Blocks up to `end` are to be read into memory first; "ask again later". Without room for that: `otherwise`."""
+    """Blocks up to `end` are read into memory first; "ask again later". Without room for them: `otherwise`."""
 
     end: int
     otherwise: Promise | Miss
@@ -95,7 +95,7 @@ Decision = Promise | Stage | Wait | Miss
 
 
 class Case:
-    """The arguments of `decide`, with what rows of the table ask of them."""
+    """The arguments of `decide`, with what the table's rows ask about them."""
 
     def __init__(self, available: Availability, lookup: Lookup, limits: Limits, now: float) -> None:
         self.available, self.lookup, self.limits = available, lookup, limits
@@ -108,16 +108,16 @@ class Case:
         """Whether a tier can supply blocks after the resident ones, and enough for a match."""
         others = not self.is_short or len(available.by_tier) > 1
         self.reads_more = others and stored > min(resident, lookup.end)
-        """Whether a tier can supply what the read does not bring: if that fell short, another tier than was read."""
+        """Whether a tier can supply what the read does not bring; after a short read, another tier."""
 
     def from_memory(self, reason: MissReason, *, tiers_done: bool = False) -> Promise | Miss:
-        """What memory holds is promised, if that is enough for a match."""
+        """Promise what memory holds, if that is enough for a match."""
         end = self.available.resident
         is_match = end - self.lookup.start >= self.limits.min_blocks
         return Promise(end, reason, tiers_done) if is_match else Miss(reason, tiers_done)
 
     def from_read(self, reason: MissReason, ends: EndReason) -> Promise | Miss:
-        """What memory holds of the blocks that were to be read is promised, if that is enough for a match."""
+        """Promise what memory holds of the blocks that were read, if that is enough for a match."""
         end = min(self.available.resident, self.lookup.end)
         is_match = end - self.lookup.start >= self.limits.min_blocks
         return Promise(end, reason, self.is_short) if is_match else Miss(reason, self.is_short, ends)
@@ -125,7 +125,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table: `when` and `then` are its words in the documents."""
+    """One row of the table: `when` and `then` are its text in the documents."""
 
     when: str
     then: str
@@ -199,11 +199,11 @@ TABLE = (
         lambda case: case.from_memory(case.limits.not_found),
     ),
 )
-"""Of all rows that apply the first one counts. "Promise, or Miss": what memory holds is promised if it is a match."""
+"""The first row that applies counts. "Promise, or Miss": what memory holds is promised if it is enough for a match."""
 
 
 def decide(available: Availability, lookup: Lookup, limits: Limits, now: float) -> Decision:
-    """What a prepare at `now` (the clock of `lookup.deadline`) is answered."""
+    """The answer of a prepare at `now` (on the clock of `lookup.deadline`)."""
     case = Case(available, lookup, limits, now)
     for row in TABLE:
         if row.applies(case):

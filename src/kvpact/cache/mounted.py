@@ -1,6 +1,6 @@
 """An engine's cache while its workers are up: their memory, the tiers, and the watches over weights and adapters.
 
-Owns the order in which these begin and end, and from when on tiers are used that open late. Knows no engine.
+Owns the order in which these start and end, and when tiers that open late come into use. Knows no engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class MountedCache:
-    """The cache that an engine has from its workers' hello on."""
+    """The cache of an engine from its workers' handshake on."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class MountedCache:
     ) -> None:
         """`hellos` in the ranks' order; `known` is the namespace without the `weights`, which are None without tiers.
 
-        Raises ConfigError for a cache that cannot be, and if it cannot be told which weights these are.
+        Raises ConfigError for settings that no cache can have, and if the weights cannot be identified.
         """
         self.segments = [hello.segment for hello in hellos]
         self._may_have_counted = True
-        """Whether there may be other counts than those that `stats_file` was last offered."""
+        """Whether counts may differ from those that `stats_file` was last offered."""
         self.queues: tuple[TierExecutor, ...] = ()
         self.step_lookup: SupportsStepLookup | None = None
         self.store: SharedTierConfig | None = None
-        """Where the workers look when a step begins; None if they do not."""
+        """Where the workers look at a step's beginning; None if they do not."""
         self._config, self._block_size, self._adapters = config, block_size, adapters
         arena = Arena([ArenaSegment.attach(segment) for segment in self.segments])
         self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
@@ -89,7 +89,7 @@ class MountedCache:
         )
 
     def _use(self, tiers: OpenTiers) -> None:
-        """From now on there are tiers."""
+        """Use these tiers from now on."""
         self.queues = tiers.queues
         cache: object = self.cache
         if self._config.match_at == "step" and isinstance(cache, SupportsStepLookup):
@@ -99,7 +99,7 @@ class MountedCache:
             self.store = SharedTierConfig(namespace, self._block_size, self._rank_slot_bytes, shared)
 
     def use_late_tiers(self) -> None:
-        """Use the tiers that were opened meanwhile, if there are any; waits for nothing."""
+        """Use tiers that have opened since, if there are any; waits for nothing."""
         tiers = self._late_tiers.poll() if self._late_tiers is not None else None
         if tiers is not None:
             self.opened.open_tiers(tiers.queues)
@@ -107,24 +107,24 @@ class MountedCache:
             logger.info("kvpact: from now on %d tier(s), namespace %s", len(tiers.queues), tiers.namespace.name)
 
     def may_serve(self) -> bool:
-        """The first question of every hook: what the ranks say of their weights comes before what is stored."""
+        """Called first by every hook: whether the cache may be used, by what ranks say of weights and adapters."""
         self._may_have_counted = True
         for adapter in self._adapters.look():
             self.cache.distrust_adapter(adapter)
         return self.weights.look()
 
     def reset(self) -> None:
-        """The engine says that the weights may be others from now on."""
+        """The engine says that the weights may change."""
         self._may_have_counted = True
         self.weights.reset()
 
     def wake_tiers(self) -> None:
-        """Their threads begin what they were handed."""
+        """Let the tiers' threads begin what was submitted."""
         for queue in self.queues:
             queue.flush()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping without requests. At rest the counts are written, if wanted."""
+        """Whether the engine must keep stepping without requests. At rest the counts are written, if configured."""
         self.use_late_tiers()
         pending = self.cache.has_pending_work
         if self._stats_file is not None and self._may_have_counted and not pending:
@@ -133,7 +133,7 @@ class MountedCache:
         return pending
 
     def close(self) -> None:
-        """Flush the tiers in bounded time and say how the cache did."""
+        """Flush the tiers in bounded time, and log the counts."""
         self.use_late_tiers()
         if self._late_tiers is not None:
             self._late_tiers.close()

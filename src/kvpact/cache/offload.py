@@ -1,7 +1,7 @@
-"""When computed blocks are copied out: at once, or when the engine is about to evict them (`"save": "lazy"`).
+"""When computed blocks are saved: at once, or when the engine is about to evict them (`"save": "lazy"`).
 
-Owns the order of a copy (room in the index, the hold on the engine's blocks, the job) and its end. What a block was
-filled with is in `BlockTags`, what the engine holds and evicts next in `lazy_offload.py`.
+Owns the order of a save (room in the index, the hold on the engine's blocks, the job) and its end. `BlockTags` says
+what a block was filled with, `lazy_offload.py` what the engine holds and evicts next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Offloader:
-    """The way of blocks from the engine into the arena. How far a request has come is in its `RequestState`."""
+    """The way of blocks from the engine into the arena. A request's progress is in its `RequestState`."""
 
     config: KvpactConfig
     index: BlockIndex
@@ -41,7 +41,7 @@ class Offloader:
     _context: BlockHolder | None = field(default=None, init=False)
 
     def bind(self, context: BlockHolder, *, lazy_window: int | None) -> None:
-        """Blocks are held through `context` while they are copied out. With a window, what its head evicts is saved."""
+        """Hold blocks through `context` while they are copied. With a window, save only what the engine evicts next."""
         self._context = context
         self.lazy = None
         if lazy_window is not None:
@@ -53,16 +53,16 @@ class Offloader:
                 )
 
     def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
-        """The engine asks for a request of which it has so many tokens; which blocks they are in is not known."""
+        """The engine probes for a request of which it has `computed_tokens`; their blocks are unknown."""
         state.computed, state.sound = computed_tokens, 0
-        if self.lazy is not None and state.offloaded_blocks:  # it was preempted: it gets other blocks
+        if self.lazy is not None and state.offloaded_blocks:  # preempted: the request gets other blocks
             state.offloaded_blocks = 0
             self.lazy.rewind(request_id)
 
     def note(
         self, request: EngineRequest, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """After this step the first `computed_tokens` tokens are computed: full blocks are saved, as far as need be."""
+        """After this step the first `computed_tokens` tokens are computed: save full blocks that are not stored."""
         before, lazy, size = state.computed, self.lazy, self.block_size
         state.advance(computed_tokens)
         if self.config.save == "off":
@@ -96,9 +96,9 @@ class Offloader:
             self._save(run, self.clock())
 
     def _tag_filled(self, state: RequestState, before: int, filled: Sequence[int]) -> None:
-        """The step computes the request's tokens from `before` on: the blocks that it fills get the request's tag.
+        """The step computes the request's tokens from `before` on: tag the blocks that it fills.
 
-        A block that other weights, or another adapter, began gets none.
+        A block that other weights or another adapter began gets no tag.
         """
         in_block = before % self.block_size
         if filled:
@@ -110,17 +110,17 @@ class Offloader:
             state.tail_tag = state.tag
 
     def order_what_is_leaving(self, taken_blocks: int, now: float) -> None:
-        """Copy what the engine is about to evict; in this step it took so many blocks."""
+        """Save what the engine is about to evict; in this step it took `taken_blocks`."""
         if self.lazy is None:
             return
         for run in self.lazy.due(taken_blocks):
             self.lazy.saving(self._save(run, now))
 
     def _save(self, run: OffloadRun, now: float) -> int:
-        """Copy blocks out as far as there is room, and drop those behind; returns how many are copied."""
+        """Save blocks while there is room, and drop those after them; returns the number saved."""
         if not run.start:
             return self._order(run, now)
-        before = self.index.pin(run.keys[run.start - 1])  # or each question about the chain walks it to its start
+        before = self.index.pin(run.keys[run.start - 1])  # else each question about the chain walks to its start
         try:
             return self._order(run, now)
         finally:
@@ -148,7 +148,7 @@ class Offloader:
             self.lazy.check()
 
     def settle(self, save: SaveState) -> int:
-        """All ranks have reported: the engine gets its blocks back. Returns how many blocks of the chain are saved."""
+        """All ranks have reported: release the engine's blocks; returns the number of the chain's saved blocks."""
         job = save.job
         self.jobs.end(save)
         outcome = save.tally.saved() if save.trusted else JobOutcome()
@@ -168,7 +168,7 @@ class Offloader:
 
     @staticmethod
     def _give_back(context: BlockHolder, save: SaveState) -> None:
-        """The engine may have the blocks back, a chain's end first; what it was about to evict before all others."""
+        """Release the blocks, a chain's end first; the engine evicts `leaving` blocks before all others."""
         block_ids = save.job.block_ids[::-1]
         if save.leaving:
             context.free_blocks([block_id for block_id in block_ids if block_id not in save.leaving])

@@ -1,6 +1,6 @@
 """Opens the cache of an engine: kvpact's own, or another author's that the configuration names.
 
-Owns what only the builder of a cache can do: give it tiers, and tell its counts. Everybody else sees the contract.
+Owns what only the builder of a cache can do: give it tiers, and read its counts. All others see the contract.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvpact.tiers.executor import TierExecutor
 
 @dataclass(frozen=True, slots=True)
 class OpenCache:
-    """A cache and its arena. `tiers` belong to kvpact's own cache, which alone has some."""
+    """A cache and its arena. Only kvpact's own cache, `own`, has tiers."""
 
     cache: ExternalCache
     observe: Callable[[], Snapshot]
-    """All counts as they are now."""
+    """Returns all counts."""
     _arena: Arena
     own: PactCache | None = None
 
@@ -35,7 +35,7 @@ class OpenCache:
         return self.own.tiers.shared_tiers if self.own is not None else ()
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
-        """The tiers, if they were not there from the beginning."""
+        """Use these tiers, which were not there from the start."""
         if self.own is None:
             raise ConfigError(_NO_TIERS)
         self.own.open_tiers(tiers)
@@ -47,7 +47,7 @@ class OpenCache:
 
 
 def check_cache(config: KvpactConfig) -> None:
-    """Raise ConfigError for settings that another author's cache cannot have."""
+    """Raise ConfigError for settings that exclude another author's cache."""
     if config.cache is not None and (config.tiers or config.match_at == "step"):
         raise ConfigError(f'"cache": "{config.cache}" excludes other settings: {_NO_TIERS}')
 
@@ -63,7 +63,7 @@ def open_cache(
     metrics: Metrics,
     budget: StepBudget,
 ) -> OpenCache:
-    """The cache that `config` asks for; the arguments are those of `PactCache`. Raises ConfigError if it cannot be."""
+    """The cache that `config` names; the arguments are those of `PactCache`. Raises ConfigError if it cannot open."""
     if config.cache is None:
         own = PactCache(
             config,

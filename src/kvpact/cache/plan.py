@@ -1,7 +1,7 @@
 """The plans of live requests: from a prepare, through reads from the tiers, to the promise that a commit takes.
 
-Owns no state: what is known of a request is in its `RequestState`, its plan in the ledger. What a prepare is answered
-is decided in `lookup.py`; here that is found out and carried out. Touches memory only and waits for nothing.
+Owns no state: a request's is in its `RequestState`, its plan in the ledger. `lookup.py` decides the answer of a
+prepare; this module collects the facts and carries the answer out. Touches memory only and waits for nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvpact.ranges import BlockRange
 NO_MATCH = ExternalKVMatch(0)
 
 MAX_LOADS_WITHOUT_PROGRESS = 3
-"""After this many loads that all ended in a preemption and got it no farther, a request computes its prompt itself.
+"""Loads without progress, each ended by a preemption, after which the engine computes the request's prompt.
 
-Two requests that load at once can hold so many of the engine's blocks that neither finds another one to run with; each
-is preempted, loads again, and keeps the other from running, for ever (P11).
+Two requests that load at once can hold so many of the engine's blocks that neither gets another one to run. Each is
+preempted, loads again and keeps the other from running, for ever (P11).
 """
 
 
@@ -45,13 +45,13 @@ class _Probe(NamedTuple):
     keys: Sequence[BlockKey]
     start: int
     plan: PactPlan | None
-    """The request's, if blocks are being read for it."""
+    """The request's plan, if blocks are being read for it."""
     now: float
 
 
 @dataclass(eq=False, slots=True)
 class Planner:
-    """Answers prepares by what `finder` finds, and opens, stages and ends the plans for it."""
+    """Answers prepares with what `finder` finds, and opens, stages and ends their plans."""
 
     config: KvpactConfig
     ledger: Ledger[Pin, Slots]
@@ -68,7 +68,7 @@ class Planner:
     # Prepare
 
     def still_waits(self, request_id: str, state: RequestState | None, computed_tokens: int) -> bool:
-        """Whether a request was told "ask again later" and nothing has changed; its plan is renewed then."""
+        """Whether a request was told "ask again later" and nothing has changed; if so, its plan is renewed."""
         if state is None or state.waits_at is None or self.tiers.has_completions:
             return False
         plan, now = self.ledger.find(request_id), self.clock()
@@ -89,7 +89,7 @@ class Planner:
         return match
 
     def decline(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> None:
-        """Instead of `prepare`, where the engine has no time for it: the request is a miss."""
+        """Called instead of `prepare` in a step without time for it: the request is a miss."""
         state.waits_at, state.put_off = None, False
         start = computed_tokens // self.block_size
         if self._engine_has_all(request, start):
@@ -107,7 +107,7 @@ class Planner:
         keys, now = self.finder.usable_keys(request, state), self.clock()
         plan = self.ledger.find(name)
         if plan is not None and plan.state is State.LOADING:
-            return NO_MATCH  # preempted before the workers reported; its blocks may still be written
+            return NO_MATCH  # preempted before the workers reported: they may still write its blocks
         if plan is not None and (plan.blocks.start != start or plan.blocks.end > len(keys)):
             plan = None
         if plan is not None and plan.state is State.PLANNED:
@@ -118,11 +118,11 @@ class Planner:
         return self._look_up(_Probe(name, state, keys, start, plan, now))
 
     def _engine_has_all(self, request: EngineRequest, start: int) -> bool:
-        """Whether the request has whole blocks that could be loaded, and the engine has computed all of them itself."""
+        """Whether the request has whole blocks that could be loaded, and the engine has computed all of them."""
         return 0 < self.finder.loadable_blocks(request) <= start
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
-        """Why nothing is looked up for a request, if so."""
+        """Why nothing is looked up for a request; None if it is."""
         if state.keys is None:
             return MissReason.UNKNOWN_IDENTITY
         if not request.may_load or computed_tokens % self.block_size:
@@ -132,7 +132,7 @@ class Planner:
         return MissReason.OVERDUE if self.overdue.is_stuck else None
 
     def _look_up(self, probe: _Probe) -> ExternalKVMatch | None:
-        """Find out once what is there, decide, and do that."""
+        """Collect the facts once, decide, and carry that out."""
         state, plan = probe.state, probe.plan
         completions, asked = self.tiers.completions, state.tier_lookup
         deadline = plan.deadline if plan is not None else self.finder.deadline(state)
@@ -176,7 +176,7 @@ class Planner:
             state.waits_until = state.waits_until or probe.now + self.config.prepare_deadline
 
     def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
-        """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room for it."""
+        """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room."""
         reach = self.prefetcher.fetch(probe.keys, end, available.by_tier)
         resident = available.resident
         if reach <= max(probe.start, resident) or not self.prefetcher.is_arriving(probe.keys[resident]):
@@ -185,14 +185,14 @@ class Planner:
         return True
 
     def _let_tiers_go(self, probe: _Probe) -> None:
-        """The tiers had their chance; a blocked request does not ask them every step (H02)."""
+        """The request stops waiting for tiers: a blocked request does not ask them in every step (H02)."""
         if probe.plan is not None:
             probe.state.waits_until = probe.now
         if probe.state.tier_lookup is not None:
             probe.state.tier_lookup.give_up(late=True)
 
     def _promise(self, probe: _Probe, blocks: BlockRange) -> PactPlan:
-        """Promise blocks that memory holds: by the plan that they were read for, if that covers them."""
+        """Promise blocks that memory holds, under the plan that they were read for if that covers them."""
         plan = probe.plan
         if plan is None or blocks.end > plan.blocks.end:
             return self._open(probe, blocks, promised=True)
@@ -233,7 +233,7 @@ class Planner:
         return blocks.count * self.slot_bytes > self.config.sync_load_limit
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:
-        """The engine has all that could be loaded: neither a look-up nor a miss."""
+        """The engine has all that could be loaded: counts as neither a lookup nor a miss."""
         self.end_plan(request_id, EndReason.SUPERSEDED)
         if state.spared_at != start:
             self.metrics.add("spared_lookups")
@@ -248,9 +248,9 @@ class Planner:
     def _count_lookup(
         self, state: RequestState, start: int, found: bool | None, reason: MissReason = MissReason.NOT_STORED
     ) -> None:
-        """Count what a look-up from block `start` on found, once: the same again is no other look-up (H02).
+        """Count once what a lookup from block `start` on found; a repeated lookup is not counted (H02).
 
-        One that ended differently before is: a blocked request may miss first, and find what others saved meanwhile.
+        One with another result is: a blocked request may miss first, and find later what others have saved.
         """
         if state.last_lookup != start or (found is not None and state.found is not None and found != state.found):
             self.metrics.add("lookups")
@@ -266,7 +266,7 @@ class Planner:
     def take(self, request_id: str, match: ExternalKVMatch, num_tokens: int, num_block_ids: int) -> PactPlan | None:
         """The plan of which the engine takes `num_tokens` into its blocks; None if it declines.
 
-        Raises PactViolation if the match is not the request's open plan, or does not promise so much.
+        Raises PactViolation if the match is not the request's open plan, or promises fewer tokens.
         """
         plan = self.ledger.find(request_id)
         if plan is None or plan is not match.query_result:
@@ -283,13 +283,13 @@ class Planner:
         return plan
 
     def end_plan(self, request_id: str, reason: EndReason) -> None:
-        """The request's plan ends, if it has one that is not being loaded."""
+        """End the request's plan, if it has one that is not loading."""
         plan = self.ledger.find(request_id)
         if plan is not None and plan.state is not State.LOADING:
             self.ledger.abort(plan, reason)
 
     def end_all(self, reason: EndReason) -> None:
-        """Every plan ends that is not being loaded."""
+        """End every plan that is not loading."""
         for plan in self.ledger.open_plans():
             if plan.state is not State.LOADING:
                 self.ledger.abort(plan, reason)
@@ -300,7 +300,7 @@ def _match(plan: PactPlan) -> ExternalKVMatch:
 
 
 def _why_so_few(state: RequestState, keys: int) -> MissReason:
-    """Why no more than so many blocks of a request may be promised."""
+    """Why at most `keys` blocks of a request may be promised."""
     if state.invalid_from == keys:
         return MissReason.FAILED_BEFORE
     ended = state.keys is not None and state.keys.ended

@@ -1,7 +1,7 @@
-"""Reads from the tiers: what they hold of a request's blocks, and whole blocks into slots ahead of a promise.
+"""Reads from the tiers: what they hold of a request's blocks, and whole blocks into slots before a promise.
 
-Owns the look-ups and reads under way, the slots that are being filled from a tier, and the pins that keep them
-meanwhile. Decides nothing about requests; runs on the scheduler's thread and only hands work to the tiers' own threads.
+Owns the lookups and reads under way, the slots that are being filled from a tier, and the pins that keep them until
+then. Decides nothing about requests; runs on the scheduler's thread and only submits work to the tiers' own threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import GetDone, LookupDone, OpId
 
 READ_BYTES = 16 << 20
-"""Bytes of one read request: small enough that a deadline finds part of the blocks there, large enough for the disk."""
+"""Bytes of one read: small enough that some blocks have arrived at a deadline, large enough for a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class PrefetchOp:
 
 @dataclass(eq=False, slots=True)
 class TierLookup:
-    """One request's question to the shared tiers: how many of `keys` each holds in a row."""
+    """One request's question to the shared tiers: the number of `keys` that each holds in a row."""
 
     keys: Sequence[BlockKey]
     pending: dict[TierClient, OpId] = field(default_factory=dict)
@@ -42,11 +42,11 @@ class TierLookup:
 
     @property
     def done(self) -> bool:
-        """Whether every tier that was asked has answered, or none was."""
+        """Whether every tier that was asked has answered."""
         return not self.pending
 
     def give_up(self, *, late: bool) -> None:
-        """Nobody waits for the answers that are missing; if they are `late`, it is the tiers' fault."""
+        """Stop waiting for missing answers; if they are `late`, the tiers are at fault."""
         for client, op_id in self.pending.items():
             client.give_up(op_id, late=late)
         self.pending.clear()
@@ -66,9 +66,10 @@ class Prefetcher:
     # Finding
 
     def ask(self, keys: Sequence[BlockKey]) -> TierLookup:
-        """Begin to find out what the shared tiers hold of `keys`.
+        """Begin to ask the shared tiers what they hold of `keys`.
 
-        An ill tier is asked now and then, to see whether it is well; nobody waits for that beside one that is well.
+        An ill tier is asked now and then to see whether it is well; its answer is waited for only if no well one is
+        asked.
         """
         lookup, now = TierLookup(keys), self.clock()
         tries: dict[TierClient, OpId] = {}
@@ -89,9 +90,9 @@ class Prefetcher:
             lookup.hits[client] = done.held
 
     def readable(self, keys: Sequence[BlockKey], lookup: TierLookup | None, now: float) -> tuple[int, ...]:
-        """How many of `keys` in a row each tier, in the user's order, can supply; memory only, nothing is waited for.
+        """The number of `keys` in a row that each tier can supply, in the user's order. Reads memory only.
 
-        Of a shared tier what `lookup` has found out.
+        For a shared tier, what `lookup` has found.
         """
         return tuple(self._readable(client, keys, lookup, now) for client in self.tiers.clients)
 
@@ -106,7 +107,7 @@ class Prefetcher:
     # Costs
 
     def seconds_to_load(self, start: int, end: int, by_tier: Sequence[int]) -> float | None:
-        """How long blocks [start, end) should take to arrive; None if that is not known."""
+        """Expected seconds until blocks [start, end) have arrived; None if unknown."""
         seconds, now = 0.0, self.clock()
         for client, readable in zip(self.tiers.clients, by_tier, strict=True):
             blocks = max(0, min(end, readable) - start)
@@ -121,17 +122,16 @@ class Prefetcher:
 
     @property
     def lookup_seconds(self) -> float:
-        """How long the quickest shared tier takes to say what it holds; 0 if that is not known."""
+        """Seconds that the quickest shared tier takes for a lookup; 0 if unknown."""
         return min((client.costs.lookup_seconds for client in self.tiers.shared), default=0.0)
 
     # Reading
 
     def fetch(self, keys: Sequence[BlockKey], end: int, by_tier: Sequence[int]) -> int:
-        """Begin to bring `keys[:end]` into the arena; return up to which block they are there or on their way.
+        """Begin to read `keys[:end]` into the arena; returns the block up to which they are there or on their way.
 
-        Each block comes from the first tier in the user's order that can supply it, as `readable` says. Only what no
-        other request is fetching is read: one read a block, however many wait for it. The answer is smaller than `end`
-        if there is no room.
+        Each block comes from the first tier in the user's order that can supply it, as `readable` says. A block that
+        another request is fetching is not read again. The answer is smaller than `end` if there is no room.
         """
         known, now = min(end, self.index.known_prefix(keys)), self.clock()
         read_blocks = max(1, READ_BYTES // self.arena.slot_bytes)
@@ -148,7 +148,7 @@ class Prefetcher:
         return known
 
     def _read(self, client: TierClient, keys: Sequence[BlockKey], start: int, stop: int, now: float) -> bool:
-        """Read blocks [start, stop) of a chain into slots of their own; False, and nothing happens, if it cannot be."""
+        """Read blocks [start, stop) of a chain into new slots; False, and nothing happens, if that is impossible."""
         reservation = self.index.reserve(keys, start, stop)
         if reservation is None:
             return False
@@ -176,11 +176,11 @@ class Prefetcher:
         self.tiers.count_read(client, done.arrived)
 
     def is_arriving(self, key: BlockKey) -> bool:
-        """Whether `key` is being read from a tier at this moment."""
+        """Whether `key` is being read from a tier."""
         return key in self.index and self.index.slot(key) in self._filling
 
     def check(self) -> None:
-        """Verify that what is being read has its slots; raises PactViolation."""
+        """Verify that reads under way have their slots; raises PactViolation."""
         for slot in self._filling:
             if self.index.state(slot) not in (State.RESERVED, State.CANCELLED):
                 raise PactViolation(f"slot {slot} is being filled from a tier and {self.index.state(slot).name}")

@@ -1,6 +1,6 @@
 """What the cache knows of each live request.
 
-Owns nothing else: what is promised to a request is the ledger's, what is copied for it the jobs'.
+Owns nothing else: the ledger owns a request's plan, `jobs.py` its copies.
 """
 
 from __future__ import annotations
@@ -18,76 +18,76 @@ from kvpact.identity.tags import NO_TAG, BlockTags, Tag
 
 
 class Waiting(NamedTuple):
-    """What "ask again later" was answered to: while it stays equal, nothing has changed."""
+    """The facts behind "ask again later": while they are equal, nothing has changed."""
 
     computed_tokens: int
     completions: int
-    """As `TierSet` counts."""
+    """As counted by `TierSet`."""
     plan: PactPlan | None
 
 
 @dataclass(slots=True)
 class RequestState:
-    """What the cache knows of one live request. Without `keys` (its identity is unknown) it is not cached."""
+    """What the cache knows of one live request. A request without `keys` (its identity is unknown) is not cached."""
 
     keys: BlockKeys | None = None
     identity: RequestIdentity | None = None
-    """What `keys` were made with."""
+    """The identity of which `keys` were made."""
     generation: int = 0
-    """The epoch that `keys` were made in, as `Epochs` counts."""
+    """The epoch of `keys`, as counted by `Epochs`."""
     tag: Tag = NO_TAG
-    """What the engine's blocks are tagged with that the request fills now."""
+    """The tag of blocks that the request fills now."""
     tail_tag: Tag = NO_TAG
-    """What the request's last block, filled in part, was begun with."""
+    """The tag with which the request's last, partly filled block was begun."""
     sound: int = 0
-    """So many of its blocks have its tag, from the first on."""
+    """Number of its blocks in a row, from the first on, that have its tag."""
     offloaded_blocks: int = 0
-    """Blocks that need not be offered for saving again."""
+    """Number of blocks that need not be offered for saving again."""
     invalid_from: int | None = None
-    """The first block that once failed to load: neither it nor what follows is promised to this request again (H09)."""
+    """The first block that failed to load: neither it nor later ones are promised to this request again (H09)."""
     waits_until: float | None = None
-    """When "ask again later" ends for this request, however often its range changes meanwhile (P11)."""
+    """When "ask again later" ends for this request, however often its range changes (P11)."""
     put_off: bool = False
-    """Whether the running probe is put off to the next step because this one has cost enough."""
+    """Whether the running probe is put off because the step has used its budget."""
     was_put_off: bool = False
-    """Whether the last probe was: no two in a row are."""
+    """Whether the last probe was put off: two in a row never are."""
     waits_at: Waiting | None = None
-    """When it was told so the last time. Until any of this changes, the answer stays."""
+    """The facts of the last "ask again later"; None after another answer."""
     last_lookup: int = -1
-    """Where the last counted lookup began, in blocks; a blocked request that asks each step is counted once (H02)."""
+    """First block of the last counted lookup; a blocked request that asks in each step is counted once (H02)."""
     found: bool | None = None
-    """Whether that lookup promised anything; None while a tier is waited for, whose answer may change it."""
+    """Whether that lookup promised anything; None while it waits for a tier."""
     spared_at: int = -1
-    """Where, in blocks, the engine last had all that could be loaded."""
+    """First block of the last probe at which the engine had all that could be loaded."""
     tier_lookup: TierLookup | None = None
-    """What the shared tiers were asked for this request, once."""
+    """The request's only question to the shared tiers."""
     computed: int = 0
-    """Tokens that the engine has, or is loading: what it computes beyond them is its own work."""
+    """Tokens that the engine has or is loading; it computes those after them."""
     max_computed: int = 0
-    """Tokens that the engine had when it was farthest with the request."""
+    """The most tokens of the request that the engine has had."""
     loads_without_progress: int = 0
-    """Loads since then: it was preempted before it got any farther."""
+    """Loads since then, each ended by a preemption."""
 
     def advance(self, computed_tokens: int) -> None:
-        """After this step the engine has so many tokens of the request."""
+        """After this step the engine has `computed_tokens` of the request."""
         self.computed = computed_tokens
         if computed_tokens > self.max_computed:
             self.max_computed, self.loads_without_progress = computed_tokens, 0
 
     def commit(self, num_tokens: int) -> None:
-        """The engine takes so many more tokens from the cache."""
+        """The engine takes `num_tokens` more from the cache."""
         self.waits_until, self.tail_tag = None, self.tag
         self.computed += num_tokens
         self.loads_without_progress += 1
 
     def drop_lookup(self) -> None:
-        """Nobody asks the tiers for the request any more."""
+        """Stop asking the tiers for the request."""
         if self.tier_lookup is not None:
             self.tier_lookup.give_up(late=False)
             self.tier_lookup = None
 
     def go_back(self, first: int, block_size: int) -> None:
-        """The engine computes the request's blocks from `first` on anew; until then they hold nothing to be saved."""
+        """The engine computes the request's blocks from `first` on again; until then they hold nothing to save."""
         self.sound = min(self.sound, first)
         self.offloaded_blocks = min(self.offloaded_blocks, first)
         self.computed = min(self.computed, first * block_size)
@@ -102,11 +102,11 @@ class Requests:
     epochs: Epochs
     tags: BlockTags
     renamed: Callable[[str, RequestState, int], None]
-    """`renamed(request id, state, block)` is called when a request's blocks from `block` on get other keys."""
+    """Called as `renamed(request id, state, block)` when a request's blocks from `block` on get other keys."""
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
 
     def of(self, request: EngineRequest) -> RequestState:
-        """The request's state, which begins now if there is none."""
+        """The request's state, a new one if there is none."""
         state = self.live.get(request.request_id)
         if state is None:
             state = self.live[request.request_id] = RequestState()
@@ -116,7 +116,7 @@ class Requests:
         return state
 
     def _identify(self, request_id: str, state: RequestState, identity: RequestIdentity | None) -> None:
-        """The request is new, or has grown, or the epoch is another one: its blocks have other keys from some on."""
+        """The request is new or has grown, or a new epoch began: its blocks have other keys from some block on."""
         epochs, before, kept = self.epochs, state.identity, 0
         same_epoch = state.generation == epochs.generation
         state.identity, state.generation = identity, epochs.generation
@@ -132,7 +132,7 @@ class Requests:
         self.renamed(request_id, state, kept)
 
     def not_again(self, request_id: str, first: int) -> None:
-        """A load failed the request from block `first` on, whatever the reason: it is not promised that again (H09).
+        """A load failed from block `first` on, for whatever reason: do not promise that to the request again (H09).
 
         Nor in another epoch, where these blocks have other keys.
         """

@@ -1,7 +1,7 @@
-"""The counts as a small JSON file, for a program beside the engine that wants to know when the cache is at rest.
+"""The counts as a small JSON file, for a program beside the engine that has to know when the cache is at rest.
 
-Written only when asked for (`stats_file`), only for an idle engine, replaced as a whole, by a thread of its own: the
-scheduler's never waits for a file system.
+Written only if configured (`stats_file`), only while the engine is idle, as a whole, and by a thread of its own: the
+scheduler's thread never waits for a file system.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvpact.threads import start_background
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
-"""How long the last counts may take to be written, and those before them."""
+"""Seconds that the last counts, and those before them, may take to be written."""
 
 
 class StatsFile:
-    """A JSON object of series name -> value, rewritten when it changed."""
+    """A JSON object of series name -> value, rewritten when a value has changed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,7 +34,7 @@ class StatsFile:
         self._thread: threading.Thread | None = None
 
     def offer(self, snapshot: Mapping[str, float]) -> None:
-        """Have these counts written, unless newer ones come first. Returns at once."""
+        """Let these counts be written, unless newer ones come first. Returns at once."""
         if self._thread is None:
             self._thread = start_background("kvpact-stats-file", self._run)
         with suppress(Empty):
@@ -42,11 +42,11 @@ class StatsFile:
         self._latest.put_nowait(snapshot)
 
     def close(self, snapshot: Mapping[str, float]) -> None:
-        """Write the last counts, and end."""
+        """Write the last counts and end the thread."""
         self.offer(snapshot)
         try:
             self._latest.put(None, timeout=CLOSE_SECONDS)
-        except Full:  # a write hangs, and the thread will not hear that it is to end
+        except Full:  # a write hangs: the thread cannot be ended
             return
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
@@ -56,7 +56,7 @@ class StatsFile:
             self._write(snapshot)
 
     def _write(self, snapshot: Mapping[str, float]) -> None:
-        """Replace the file if any count but the time spent changed. An error is logged and forgotten."""
+        """Replace the file if any count but times has changed. An error is logged."""
         content = msgspec.json.encode({name: value for name, value in snapshot.items() if "seconds" not in name})
         if content == self._written:
             return

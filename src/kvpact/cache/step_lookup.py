@@ -1,9 +1,9 @@
-"""Matches that nobody knew of when the request was scheduled: the workers look for them when the step begins.
+"""Matches unknown when their request was scheduled: the workers look for them at the step's beginning.
 
-Owns the look-ups that travel with a step's saves, until every rank has told what it loaded or the save has ended. A
-look-up takes nothing of its own: it names a save that is ordered anyway, whose slots are reserved and whose blocks are
-held. Blocks that a rank finds in a tier it loads from those slots instead of saving them there, and the save's report
-completes the entries in both cases. No clock, no I/O: time comes in.
+Owns the lookups that travel with a step's saves, until every rank has reported what it loaded or the save has ended. A
+lookup takes nothing of its own: it names a save that is ordered anyway, whose slots are reserved and whose blocks are
+held. A rank that finds blocks in a tier loads them from those slots instead of saving them there; the save's report
+completes the entries in both cases. No clock, no I/O: times are arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpact.ranges import BlockRange, RangeSet
 
 @dataclass(slots=True)
 class _Open:
-    """A look-up under way: which ranks have loaded, and what."""
+    """A lookup under way: which ranks have loaded, and how many blocks."""
 
     lookup: StepLookup
     job: SaveJob
@@ -33,7 +33,7 @@ class _Open:
 
 @dataclass(eq=False)
 class StepLookups:
-    """All look-ups under way on `ranks` ranks."""
+    """All lookups under way on `ranks` ranks."""
 
     ledger: Ledger[Pin, Slots]
     tiers: TierSet
@@ -51,23 +51,23 @@ class StepLookups:
         self.metrics.add("step_lookups")
 
     def end_step(self) -> tuple[StepLookup, ...]:
-        """What the workers are told; the next step begins empty."""
+        """The lookups to tell the workers of; the next step begins empty."""
         ordered, self._ordered = tuple(self._ordered), []
         return ordered
 
     def abandon_step(self) -> None:
-        """The running step's look-ups never reach the workers."""
+        """The running step's lookups never reach the workers."""
         for lookup in self.end_step():
             del self._open[lookup.job_id]
 
     def note_reads(self, reads: Sequence[StoreRead]) -> None:
-        """One rank's reads. Those of look-ups that have ended are still counted, but cannot be told apart by key."""
+        """Note one rank's reads; reads of lookups that have ended are ignored."""
         for read in reads:
             if (task := self._open.get(read.job_id)) is not None:
                 self.tiers.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
 
     def apply_report(self, report: WorkerReport, now: float, is_alive: Callable[[str], bool]) -> list[LoadSettlement]:
-        """Take in what ranks have loaded; return the look-ups that it settles, with the tokens not computed."""
+        """Count what ranks have loaded; returns the lookups that this settles, with the tokens not computed."""
         settled: list[LoadSettlement] = []
         for rank, outcomes in report.ranks.items():
             for job_id, outcome in outcomes.items():
@@ -75,7 +75,7 @@ class StepLookups:
                 if task is None:
                     continue
                 task.ranks.add(rank)
-                task.loaded_blocks = len(outcome.done)  # equal on all ranks, who agreed on it before the step
+                task.loaded_blocks = len(outcome.done)  # equal on all ranks: they agreed on it before the step
                 if len(task.ranks) == self.ranks:
                     settled.append(self._settle(task, now, is_alive(task.job.request_id)))
                     del self._open[task.job.job_id]
@@ -98,7 +98,7 @@ class StepLookups:
         return LoadSettlement(job.request_id, RangeSet.of(blocks), RangeSet(), asynchronous=False, skipped_tokens=used)
 
     def end_saves(self, is_under_way: Callable[[int], bool]) -> None:
-        """Forget the look-ups whose saves have ended: nothing was found, or its report was lost."""
+        """Forget lookups whose saves have ended: nothing was found, or the report was lost."""
         for job_id in [job_id for job_id in self._open if not is_under_way(job_id)]:
             del self._open[job_id]
 

@@ -1,7 +1,8 @@
 """The tiers below one arena, in the user's order: what they have finished, what is known of them, what they count.
 
-Owns the operations under way in them until each has ended, and how much of a step goes into taking that in. What an
-operation is for is decided by whoever begins it. Lives on the scheduler's thread; only hands work to the tiers' own.
+Owns the operations under way in them until each has ended, and the part of a step that takes in their results. The
+caller that begins an operation decides what it is for. Runs on the scheduler's thread and only submits work to the
+tiers' own threads.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from kvpact.tiers.executor import OpId, TierExecutor
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2e-3
-"""So much of a scheduler step may go into taking in what the tiers have finished; a step gets 1 ms in all (P11)."""
+"""Seconds of a scheduler step that may be spent on results of the tiers; a step gets 1 ms in all (P11)."""
 
 ASK_AGAIN_SECONDS = 60.0
-"""What a shared tier was found to hold is believed for so long: others may evict, delete, or restart it (H46)."""
+"""Seconds for which a shared tier's answer is believed: others may evict, delete or restart it (H46)."""
 
 REFUTED_SECONDS = 5.0
-"""A block that a tier said it holds and did not deliver is not read from it again for so long: others may have it."""
+"""Seconds for which a block is not read again from a tier that claimed it and did not deliver: others may have it."""
 
 KNOWN_SHARE = 2
-"""For each slot of the arena, so many blocks are remembered as stored in a shared tier, or as seen once: what is
-written comes from the arena."""
+"""Blocks remembered per slot of the arena as stored in a shared tier, or as seen once: what is written comes from the
+arena."""
 
 
 class LRUKeySet:
-    """Block keys and when each was last added; forgets the oldest beyond `most`."""
+    """Block keys and when each was last added; keeps at most the `most` newest."""
 
     __slots__ = ("_keys", "_most")
 
     def __init__(self, most: int) -> None:
-        self._keys: OrderedDict[BlockKey, float] = OrderedDict()  # a plain dict forgets its first in O(n)
+        self._keys: OrderedDict[BlockKey, float] = OrderedDict()  # a plain dict removes its first in O(n)
         self._most = most
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -58,7 +59,7 @@ class LRUKeySet:
         return self._keys.get(key, -inf) >= time
 
     def add(self, keys: Sequence[BlockKey], now: float = 0.0) -> None:
-        """These are the newest now."""
+        """Add these as the newest."""
         for key in keys:
             self._keys[key] = now
             self._keys.move_to_end(key)
@@ -66,45 +67,45 @@ class LRUKeySet:
             self._keys.popitem(last=False)
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """These are not known any more."""
+        """Remove these."""
         for key in keys:
             self._keys.pop(key, None)
 
     def discard_older(self, time: float) -> None:
-        """What was added before `time` is not known any more; each call takes the oldest ones only."""
+        """Remove what was added before `time`. O(removed keys)."""
         while self._keys and next(iter(self._keys.values())) < time:
             self._keys.popitem(last=False)
 
     def first_of(self, keys: Sequence[BlockKey], end: int) -> int:
-        """The position of the first of `keys[:end]` that is known, else `end`."""
+        """Position of the first of `keys[:end]` that is in the set, else `end`."""
         return next((at for at in range(end) if keys[at] in self._keys), end) if self._keys else end
 
 
 class TierContents:
-    """What is known of the blocks in one tier, and of those it was given; `most` of each kind."""
+    """What is known of one tier's blocks; at most `most` of each kind."""
 
     def __init__(self, most: int) -> None:
         self.found = LRUKeySet(most)
-        """What a shared tier was found to hold, and when. It may have evicted it since: then the next look-up tells."""
+        """What a shared tier was found to hold, and when. If it has evicted that since, the next lookup says so."""
         self.refuted = LRUKeySet(most)
-        """What the tier said it holds and did not deliver; see `REFUTED_SECONDS`."""
+        """What the tier claimed to hold and did not deliver; see `REFUTED_SECONDS`."""
         self.offered_again = LRUKeySet(most)
-        """Ends of chains that the tier should have, and was offered once more; see `WriteBack.note_used`."""
+        """Last keys of chains that were offered to the tier once more; see `WriteBack.note_used`."""
         self.unshareable = LRUKeySet(most)
-        """What was written to a shared tier under a drawn epoch, to be deleted when the engine ends."""
+        """What was written to a shared tier under a drawn epoch; deleted when the engine ends."""
         self.being_written: set[BlockKey] = set()
 
     def note_found(self, keys: Sequence[BlockKey], held: int, now: float) -> None:
-        """The tier has the first `held` of `keys`, and not the others."""
+        """The tier holds the first `held` of `keys`, and not the others."""
         self.found.add(keys[:held], now)
         self.found.discard(keys[held:])
 
     def believes(self, key: BlockKey, now: float) -> bool:
-        """Whether a shared tier was found to hold this block not long ago."""
+        """Whether a shared tier was found to hold this block within `ASK_AGAIN_SECONDS`."""
         return self.found.added_since(key, now - ASK_AGAIN_SECONDS)
 
     def without_refuted(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
-        """Up to where the first `held` of `keys` are worth another read."""
+        """Number of the first `held` of `keys` before one that was refuted."""
         self.refuted.discard_older(now - REFUTED_SECONDS)
         return self.refuted.first_of(keys, held)
 
@@ -113,8 +114,8 @@ class TierContents:
 class TierSet:
     """The clients of all tiers below one arena.
 
-    A tier that takes longer than `timeout` seconds over one operation has failed it. With `share_drawn_epochs` shared
-    tiers are written under epochs that no other engine can have, until `close`.
+    An operation that takes longer than `timeout` seconds has failed. With `share_drawn_epochs`, shared tiers are also
+    written under epochs that no other engine can have, until `close`.
     """
 
     arena: Arena
@@ -125,19 +126,19 @@ class TierSet:
     clients: list[TierClient] = field(default_factory=list, init=False)
     contents: dict[TierClient, TierContents] = field(default_factory=dict, init=False)
     completions: int = field(default=0, init=False)
-    """Operations that were taken in so far: while it stays, nothing is found or arrives."""
+    """Operations that were taken in so far: while it is equal, nothing new was found or has arrived."""
     _polled: float = field(default=0.0, init=False)
-    """Seconds of the running step that `poll` took."""
+    """Seconds of the running step that `poll` has taken."""
     _op_ids: Iterator[OpId] = field(default_factory=partial(count, 1), init=False)
     _under_way: dict[OpId, Callable[[Any, float], None]] = field(default_factory=dict, init=False)
 
     @property
     def most_known(self) -> int:
-        """As many blocks are remembered of a tier, of each kind."""
+        """Blocks that are remembered per tier, of each kind."""
         return KNOWN_SHARE * self.arena.num_slots
 
     def open(self, executors: Sequence[TierExecutor]) -> None:
-        """These tiers, in the user's order, are below the arena from now on. Said once."""
+        """Use these tiers below the arena from now on, in the user's order. Called once."""
         lent = LentSlots(self.arena.num_slots)
         for executor in executors:
             client = TierClient(
@@ -153,28 +154,28 @@ class TierSet:
 
     @property
     def shared(self) -> list[TierClient]:
-        """The tiers that must be asked what they hold."""
+        """The shared tiers: they must be asked what they hold."""
         return [client for client in self.clients if client.shared]
 
     def may_share(self, epoch: Epoch) -> bool:
-        """Whether shared tiers may hold blocks of this epoch: of a drawn one only if the user wants that."""
+        """Whether shared tiers may hold blocks of this epoch: of a drawn one only if that is configured."""
         return self.share_drawn_epochs or not epoch.is_drawn
 
     # Operations
 
     def begin(self, end: Callable[[Any, float], None]) -> OpId:
-        """The number of an operation to be submitted; `end(what became of it, now)` is called when it has ended."""
+        """The id of an operation to submit; `end(result, now)` is called when it has ended."""
         op_id = next(self._op_ids)
         self._under_way[op_id] = end
         return op_id
 
     def withdraw(self, op_id: OpId) -> None:
-        """The operation was refused."""
+        """Forget an operation that was refused."""
         del self._under_way[op_id]
 
     @property
     def pending(self) -> int:
-        """Look-ups, reads and writes that have not ended."""
+        """Number of lookups, reads and writes that have not ended."""
         return len(self._under_way)
 
     @property
@@ -183,17 +184,17 @@ class TierSet:
         return self._polled < POLL_SECONDS and any(client.has_completions for client in self.clients)
 
     def end_step(self) -> None:
-        """The scheduler's step is over: what it had no time for is taken in by the next one."""
+        """End the scheduler's step: the next one takes in what this one had no time for."""
         self._polled = 0.0
 
     def poll(self, limit: float = POLL_SECONDS) -> None:
-        """Take in what the tiers' threads have finished since the last call, for `limit` seconds of a step at most."""
+        """Take in what the tiers' threads have finished, for at most `limit` seconds of a step."""
         if self._polled >= limit:
             return
         began = now = self.clock()
         finished = [(client, client.poll()) for client in self.clients if client.has_completions]
         while finished and self._polled + now - began < limit:
-            client, its = finished.pop(0)  # each in its turn, so that none waits for the others for ever
+            client, its = finished.pop(0)  # each tier in its turn, so that none waits for ever
             if (done := next(its, None)) is not None:
                 finished.append((client, its))
                 self.completions += 1
@@ -209,7 +210,7 @@ class TierSet:
     # Losing
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Have every tier drop these blocks and all that need them: a load of them failed. None is held from now on."""
+        """Have every tier drop these blocks and all that need them, because a load of them failed."""
         for client in self.clients:
             self.contents[client].found.discard(keys)
             client.delete(keys)
@@ -218,16 +219,16 @@ class TierSet:
 
     @property
     def shared_tiers(self) -> list[int]:
-        """The positions of the shared tiers among those that were opened."""
+        """Positions of the shared tiers among those that were opened."""
         return [at for at, client in enumerate(self.clients) if client.shared]
 
     def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
-        """How many of `keys` in a row workers may read by themselves: a tier would still give what it is to forget."""
+        """Number of `keys` in a row that workers may read themselves: a tier may still have blocks it should delete."""
         now = self.clock()
         return min((client.readable(keys, len(keys), now) for client in self.shared), default=0)
 
     def note_read_elsewhere(self, tier: int, keys: Sequence[BlockKey]) -> None:
-        """A worker has read blocks from the tier at this position: count them, and do not write them there again."""
+        """A worker has read blocks from the tier at this position: count them, and do not write them again."""
         client = self.clients[tier]
         self.contents[client].found.add(keys, self.clock())
         self.count_read(client, len(keys))
@@ -235,12 +236,12 @@ class TierSet:
     # Telling
 
     def count_read(self, client: TierClient, blocks: int) -> None:
-        """So many blocks were read from a tier."""
+        """Count `blocks` blocks read from a tier."""
         self.metrics.add("read_blocks", blocks, client.name)
         self.metrics.add("read_bytes", blocks * self.arena.slot_bytes, client.name)
 
     def observe(self) -> None:
-        """Bring the tiers' gauges and totals up to date; tiers of one kind share their series."""
+        """Update the tiers' gauges and totals; tiers of one kind share their series."""
         for name in {client.name for client in self.clients}:
             self._observe(name, [client for client in self.clients if client.name == name])
 

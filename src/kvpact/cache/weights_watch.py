@@ -1,6 +1,6 @@
-"""The scheduler half's watch over the weights: what the ranks say of them, told to the cache before a hook asks it.
+"""The scheduler half's watch over the weights: it tells the cache of the ranks' notices before a hook asks the cache.
 
-Owns what was seen of the ranks' notices, and whether the cache may serve. `kvpact.vllm.worker` has the ranks say it.
+Owns the last notices of the ranks, and whether the cache may serve. `kvpact.vllm.worker` lets the ranks write notices.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ BLIND = (
     "reset_prefix_cache(reset_connector=True)) before weights are updated, resume afterwards, or old keys and values "
     "are served for the new weights"
 )
-"""Said once at the start of such an engine."""
+"""Logged once at the start of such an engine."""
 
 
 class WeightsWatch:
     """Begins a new epoch of `cache` whenever the weights may have changed.
 
-    Every method may raise what the cache raises; if a reset does, the watch lets nobody use the cache until one works.
+    Every method may raise what the cache raises. If a reset raises, the cache may not be used until one succeeds.
     """
 
     def __init__(self, pages: Sequence[memoryview], cache: ExternalCache) -> None:
         self.epochs = 0
-        """How many epochs of the cache have begun."""
+        """Number of epochs of the cache that have begun."""
         self._reader = NoticeReader(pages)
         self._cache = cache
         self._notices: tuple[Notice, ...] = self._reader.look() or ()
         self._may_serve = True
         self._before_sleep: tuple[Notice, ...] | None = None
-        """What the ranks said at the last reset that came from the engine, until the engine takes another step."""
+        """The ranks' notices at the engine's last reset, until the engine takes another step."""
         self._words: tuple[int, ...] = tuple(notice.words for notice in self._notices)
-        """How often each rank had been told a word when the cache was given the last one."""
+        """How often each rank had been given a version when the cache was given the last one."""
         self._refused: set[str] = set()
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """How often the weights of each rank have changed, as far as the last look tells."""
+        """How often the weights of each rank have changed, as of the last look."""
         return tuple(notice.changes for notice in self._notices)
 
     def look(self) -> bool:
-        """Take in what the ranks say; whether the cache may be asked."""
+        """Take in the ranks' notices; returns whether the cache may be asked."""
         notices = self._reader.look()
         if notices is not None:
             self._take(notices)
         return self._may_serve
 
     def reset(self) -> None:
-        """The engine says that all is to be forgotten: weights will change, or have, or it goes to sleep."""
+        """The engine resets the cache: its weights will change, or have changed, or it goes to sleep."""
         try:
             self.look()
         finally:
@@ -63,11 +63,11 @@ class WeightsWatch:
         self._before_sleep = self._notices
 
     def engine_computes(self) -> None:
-        """A step of the engine: whoever wakes after it has not slept since the last reset."""
+        """The engine takes a step: a rank that wakes after it has not slept since the last reset."""
         self._before_sleep = None
 
     def close(self) -> None:
-        """Let go of the ranks' pages."""
+        """Release the ranks' pages."""
         self._reader.close()
 
     def _take(self, notices: tuple[Notice, ...]) -> None:
@@ -77,7 +77,7 @@ class WeightsWatch:
         word, words = notices[0].word, tuple(notice.words for notice in notices)
         if word and words != self._words and all(notice.word == word for notice in notices):
             self._words = words
-            self._before_sleep = None  # who gives the weights a word does not mean those from before
+            self._before_sleep = None  # a new version does not mean the weights from before
             self._say(word)
         if self._before_sleep is not None:
             self._wake(self._before_sleep)
@@ -90,7 +90,7 @@ class WeightsWatch:
         self._may_serve = True
 
     def _wake(self, asleep: tuple[Notice, ...]) -> None:
-        """After a reset and no step, each rank woke once, with the weights with which it fell asleep: as before it."""
+        """If each rank woke once, and no step came since the reset, the weights are those from before it."""
         if all(now.wakes == then.wakes + 1 for now, then in zip(self._notices, asleep, strict=True)):
             self._before_sleep = None
             self.epochs += self._cache.take_back_reset()

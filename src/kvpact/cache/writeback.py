@@ -1,7 +1,7 @@
 """Writes to the tiers: what is saved or used in memory is offered to every tier that lacks it, when a step has time.
 
-Owns the chains that wait for such a step, the writes under way, and the pins that keep their blocks meanwhile. Runs on
-the scheduler's thread and only hands work to the tiers' own threads.
+Owns the chains that wait for such a step, the writes under way, and the pins that keep their blocks until then. Runs on
+the scheduler's thread and only submits work to the tiers' own threads.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import PutDone
 
 WRITE_BYTES = 128 << 20
-"""Bytes of one write request: each costs the scheduler's thread a wake-up, and nobody waits for its end."""
+"""Bytes of one write: each costs the scheduler's thread a wake-up, and nothing waits for its end."""
 
 MAX_UNWRITTEN = 64
-"""At most this many chains wait until a step has time to offer them to the tiers (P12)."""
+"""Chains that wait at most until a step has time to offer them to the tiers (P12)."""
 
 BACKLOG_SLOTS = 64
-"""Slots in which one step looks for blocks that tiers which were opened late lack (P11)."""
+"""Slots in which one step looks at most for blocks that late tiers lack (P11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class WriteBackOp:
 
 @dataclass(eq=False)
 class WriteBack:
-    """The way of blocks from one arena to `tiers`. What it is told of is of the current epoch of `epochs`.
+    """The way of blocks from one arena to `tiers`. The chains it is given belong to the current epoch of `epochs`.
 
     With `seen_once`, a block is written to the tiers when it is saved or loaded for the second time.
     """
@@ -58,34 +58,34 @@ class WriteBack:
     seen_once: LRUKeySet | None
     _unwritten: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
     _backlog: range = field(default=range(0), init=False)
-    """Slots of which is still to be told whether tiers that came late lack what lies there."""
+    """Slots whose blocks are still to be offered to tiers that were opened late."""
 
     # What waits for a step that has time
 
     def __len__(self) -> int:
-        """Chains that wait to be offered to the tiers."""
+        """Number of chains that wait to be offered to the tiers."""
         return len(self._unwritten)
 
     @property
     def waiting(self) -> int:
-        """Chains, and slots of a backlog, that are still to be offered to the tiers."""
+        """Number of chains, and slots of the backlog, that wait to be offered to the tiers."""
         return len(self._unwritten) + len(self._backlog)
 
     def note_saved(self, keys: Sequence[BlockKey]) -> None:
-        """A chain was saved: it is offered to the tiers in this step, or a later one."""
+        """A chain was saved: offer it to the tiers in this step or a later one."""
         self._unwritten.append(keys)
 
     def note_used(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks of the arena are used: tiers that get what is used twice, or may have lost them, are offered them."""
+        """Blocks of the arena are used: offer them to tiers that get what is used twice, or that may have lost them."""
         if self.seen_once is not None:
             self.offer(keys)
         elif (held := self.index.held_prefix(keys)) and self._lacks(keys[held - 1]):
             self.note_saved(keys[:held])
 
     def offer_some(self) -> None:
-        """Offer waiting chains to the tiers, the oldest first; a block that memory has dropped since is not.
+        """Offer waiting chains to the tiers, the oldest first, without blocks that memory has dropped since.
 
-        One is offered in any case, and all but `MAX_UNWRITTEN`; the others while the step is not late.
+        At least one is offered, and all but `MAX_UNWRITTEN`; the others while the step is not late.
         """
         while self._unwritten:
             self.offer(self._unwritten.popleft())
@@ -93,11 +93,11 @@ class WriteBack:
                 break
 
     def begin_backlog(self) -> None:
-        """The tiers were opened late: what memory holds is written to them bit by bit."""
+        """The tiers were opened late: what memory holds is written to them piece by piece."""
         self._backlog = range(self.index.num_slots)
 
     def offer_backlog(self) -> None:
-        """Offer some more of what memory held when tiers were opened late, while they have room for it."""
+        """Offer more of what memory held when the tiers were opened, while they have room."""
         for slot in self._backlog[:BACKLOG_SLOTS]:
             if self.budget.exhausted or not self._has_room:
                 break
@@ -107,7 +107,7 @@ class WriteBack:
                 self.offer(self.index.chain(key))
 
     def clear(self) -> None:
-        """A new epoch begins: what waits is of the old one."""
+        """A new epoch begins: drop what waits, which belongs to the old one."""
         self._unwritten.clear()
         self._backlog = range(0)
 
@@ -117,9 +117,9 @@ class WriteBack:
         return all(client.executor.has_room(WRITE_BYTES) for client in self.tiers.clients)
 
     def _lacks(self, last: BlockKey) -> bool:
-        """Whether a tier may have lost a chain that the arena holds: then it should be offered it again.
+        """Whether a tier may have lost a chain that the arena holds, so that it should be offered again.
 
-        Of a chain the answer is "yes" at most once in `ASK_AGAIN_SECONDS`.
+        For one chain the answer is "yes" at most once in `ASK_AGAIN_SECONDS`.
         """
         now, found = self.clock(), False
         for client in self.tiers.shared if self.tiers.may_share(self.epochs.current) else ():
@@ -134,9 +134,9 @@ class WriteBack:
     # Writing
 
     def offer(self, keys: Sequence[BlockKey]) -> None:
-        """Have every tier store what it lacks of a chain, as far as memory holds it.
+        """Have every tier store what it lacks of the part of a chain that memory holds.
 
-        A write that finds its tier's queue full, or its tier ill, is dropped, with all that it held (H52).
+        A write whose tier is ill, or has a full queue, is dropped with all that it held (H52).
         """
         epoch, end = self.epochs.current, self.index.held_prefix(keys)
         if self.seen_once is not None:
@@ -154,7 +154,7 @@ class WriteBack:
                 self._write(client, keys, start, end, epoch)
 
     def _first_to_write(self, client: TierClient, keys: Sequence[BlockKey], end: int, now: float) -> int:
-        """The first block of `keys[:end]` that the tier neither holds, as far as is known, nor is being given."""
+        """The first block of `keys[:end]` that the tier is not known to hold and that is not being written to it."""
         contents = self.tiers.contents[client]
         start = 0 if client.shared else client.held(keys[:end], now)
         while start < end and (
@@ -196,9 +196,9 @@ class WriteBack:
         self.index.unpin(op.pin)
 
     def close(self) -> None:
-        """Offer what waits, as far as the tiers have room, and have shared tiers delete what nobody can ask for.
+        """Offer what waits while the tiers have room, and have shared tiers delete blocks of drawn epochs.
 
-        That is what lies there under drawn epochs. Nothing is late now.
+        No engine can ask for those. No step is late now.
         """
         self.budget = StepBudget(inf)
         self.offer_some()
