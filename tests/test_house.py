@@ -301,8 +301,8 @@ FILE_LINES, CLASS_LINES, PUBLIC_METHODS = 400, 300, 20
 
 LARGER = {
     "cache.cache.PactCache": 28,
-    "cache.ledger": 579,
-    "cache.ledger.Ledger": 395,
+    "cache.ledger": 573,
+    "cache.ledger.Ledger": 390,
     "contract": 525,
     "contract.ExternalCache": 22,
     "engine.scheduler": 496,

@@ -171,7 +171,7 @@ def test_h01_976_probes_without_a_commit_hold_one_set_of_leases_and_leave_none()
         assert scene.number_held == 0
     assert scene.acquired == 400
     assert scene.ledger.totals.promised_tokens == 40 * 160
-    assert scene.ledger.is_quiescent
+    assert not scene.ledger.open_plans()
 
 
 def test_a_plan_that_is_not_asked_for_any_more_expires_only_after_time_and_steps() -> None:

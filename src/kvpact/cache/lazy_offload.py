@@ -277,8 +277,8 @@ class LazyOffload:
         while parent != ROOT and parent not in self.index:
             block_id = self._places.get(parent)
             if block_id is None:
-                for behind in missing:  # no block after a lost one can be served
-                    self._drop(behind)
+                for later in missing:  # no block after a lost one can be served
+                    self._drop(later)
                 return None
             if len(missing) == CLIMB_PER_STEP:
                 self._resume_key = parent

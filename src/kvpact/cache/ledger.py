@@ -465,11 +465,6 @@ class Ledger(Generic[Lease, Slots]):
         """Requests of which more is kept than the history."""
         return {*self._open, *self._awaiting_use, *self._used_positions}
 
-    @property
-    def is_quiescent(self) -> bool:
-        """Whether no plan is open; then no lease is held (P1)."""
-        return not self._open
-
     def explain(self, request_id: str) -> list[PlanRecord]:
         """A request's plans as far as they are kept, oldest first."""
         past = [record for record in self.history if record.request_id == request_id]
