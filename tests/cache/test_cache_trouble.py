@@ -132,7 +132,7 @@ def test_h13_chains_that_no_step_offers_to_tiers_do_not_keep_the_engine_stepping
     scene = SteppedScene(tmp_path)
     scene.cache.budget.limit = 0.0
     scene.run_cold(request(3, "first"))
-    assert len(scene.cache.writeback)
+    assert scene.cache.writeback.waiting
     for _ in range(1 + round(VAIN_SECONDS / LONGEST_STEP_SECONDS)):  # in each of which `end_step` fails
         assert scene.cache.has_pending_work
         scene.now += LONGEST_STEP_SECONDS
@@ -148,15 +148,15 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
         scene.cache.writeback.note_saved(())
     scene.cache.end_step()
     scene.cache.end_step()
-    assert len(scene.cache.writeback) == 2
+    assert scene.cache.writeback.waiting == 2
     for _ in range(4 * MAX_UNWRITTEN):
         scene.cache.writeback.note_saved(())
     scene.cache.end_step()
     scene.cache.end_step()
-    assert len(scene.cache.writeback) == MAX_UNWRITTEN, "however late steps are, only so many wait (P12)"
+    assert scene.cache.writeback.waiting == MAX_UNWRITTEN, "however late steps are, only so many wait (P12)"
     scene.cache.budget.limit = inf
     scene.cache.end_step()
-    assert not len(scene.cache.writeback)
+    assert not scene.cache.writeback.waiting
     scene.close()
 
 

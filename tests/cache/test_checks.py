@@ -12,7 +12,6 @@ from kvpact.cache.overdue import OverdueLoads
 from kvpact.contract import JobTally, LoadJob
 from kvpact.errors import PactViolation
 from kvpact.index.block_index import BlockIndex, State
-from kvpact.metrics import Metrics
 from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneBlocks, SceneRequest, open_disk, tokens
 
@@ -32,7 +31,7 @@ def test_blocks_held_for_a_load_that_is_not_under_way() -> None:
     job = LoadJob(3, "r", 0, (0,), (5,), True)
     load = LoadState(job, cast("Any", None), (b"one",), JobTally(job.blocks, 1), 0.0)
     jobs = TransferJobs(1, 1.0)
-    overdue = OverdueLoads(jobs, Metrics())
+    overdue = OverdueLoads(jobs)
     overdue.bind(SceneBlocks())
     jobs.loads[3] = load
     overdue.begin(load)

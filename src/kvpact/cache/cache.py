@@ -85,7 +85,7 @@ class PactCache(ExternalCache):
         tags, ranks = BlockTags(), len(arena.segments)
         requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3)  # time to ask twice before the deadline
-        overdue = self._overdue = OverdueLoads(jobs, metrics)
+        overdue = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
         reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock)
@@ -98,7 +98,9 @@ class PactCache(ExternalCache):
             config, ledger, index, below, reads, finder, metrics, overdue, block_size, arena.slot_bytes, clock
         )
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
-        self._loads = Loads(config, requests, ledger, index, jobs, overdue, invalidation, writes, tags, block_size)
+        self._loads = Loads(
+            config, requests, ledger, index, jobs, overdue, invalidation, writes, tags, metrics, block_size
+        )
         below.open(tiers)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:

@@ -15,6 +15,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import LoadSettlement, num_blocks_for
 from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import BlockIndex, Pin
+from kvpact.metrics import Metrics
 from kvpact.ranges import BlockRange, RangeSet
 
 
@@ -31,6 +32,7 @@ class Loads:
     invalidation: Invalidation
     writeback: WriteBack
     tags: BlockTags
+    metrics: Metrics
     block_size: int
 
     def begin(self, plan: PactPlan, num_tokens: int, block_ids: Sequence[int], now: float) -> int:
@@ -60,7 +62,7 @@ class Loads:
     def end_late(self, load: LoadState) -> LoadSettlement:
         """The engine continues without a load that ranks may still carry out; what is stored is not at fault."""
         job = load.job
-        self.overdue.failed()
+        self.metrics.add("overdue_loads")
         self.requests.not_again(job.request_id, job.start_block)
         if job.synchronous:
             self.jobs.invalidate(job.request_id, load.keys[job.start_block], job.start_block)
@@ -92,7 +94,7 @@ class Loads:
         if load.recalled:
             pass  # the outcome says nothing about what is stored
         elif failed is not None and (late := load.given_up and not outcome.done.ranges):
-            self.overdue.failed()
+            self.metrics.add("overdue_loads")
         elif failed is not None:
             self.invalidation.load_failed(load, failed.start)
         self._drop_if_gone(job.request_id)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from kvpact.cache.jobs import LoadState, TransferJobs
 from kvpact.contract import BlockHolder
 from kvpact.errors import PactViolation
-from kvpact.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,6 @@ class OverdueLoads:
     """The loads of `jobs` whose deadline has passed. Without a scheduler context no load is given up (H07)."""
 
     jobs: TransferJobs
-    metrics: Metrics
     _context: BlockHolder | None = field(default=None, init=False)
     _held: dict[int, BlockHolder] = field(default_factory=dict, init=False)
     """Job id -> the context through which its blocks are held."""
@@ -86,10 +84,6 @@ class OverdueLoads:
         """Verify that blocks are held only for loads under way; raises PactViolation."""
         if gone := (self._held.keys() | self._given_up.keys()) - self.jobs.loads.keys():
             raise PactViolation(f"blocks are held for loads that have ended: {sorted(gone)}")
-
-    def failed(self) -> None:
-        """Count a load that its request lost."""
-        self.metrics.add("overdue_loads")
 
     def _hold(self, load: LoadState) -> None:
         if self._context is not None and load.job.job_id not in self._held:

@@ -101,6 +101,3 @@ class StepLookups:
         """Forget lookups whose saves have ended: nothing was found, or the report was lost."""
         for job_id in [job_id for job_id in self._open if not is_under_way(job_id)]:
             del self._open[job_id]
-
-    def __len__(self) -> int:
-        return len(self._open)

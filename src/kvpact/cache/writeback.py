@@ -62,10 +62,6 @@ class WriteBack:
 
     # What waits for a step that has time
 
-    def __len__(self) -> int:
-        """Number of chains that wait to be offered to the tiers."""
-        return len(self._unwritten)
-
     @property
     def waiting(self) -> int:
         """Number of chains, and slots of the backlog, that wait to be offered to the tiers."""
