@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvpact.cache.jobs import LoadState, TransferJobs
+from kvpact.cache.jobs import LoadState, PactPlan, TransferJobs
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.contract import JobTally, LoadJob
 from kvpact.errors import PactViolation
@@ -53,4 +53,20 @@ def test_a_slot_that_is_filled_from_a_tier_and_given_up(tmp_path: Path) -> None:
     scene.cache.check()
     index.abandon([slot for slot in range(index.num_slots) if index.state(slot) is State.RESERVED])
     with pytest.raises(PactViolation, match="filled from a tier"):
+        scene.cache.check()
+
+
+def test_a_plan_that_is_kept_of_a_request_that_has_finished() -> None:
+    scene = Scene(16)
+    request = SceneRequest("gone", tokens(3 * BLOCK_SIZE + 1))
+    scene.run_cold(request)
+    match = scene.prepare(request)
+    scene.cache.check()
+    scene.cache.request_finished("gone")
+    scene.cache.check()
+    plan = cast("PactPlan", match.query_result)
+    scene.cache.ledger.open_plan(
+        "gone", plan.blocks, block_size=BLOCK_SIZE, slots=(), now=0.0, promised_tokens=match.num_tokens
+    )
+    with pytest.raises(PactViolation, match=r"finished: \['gone'\]"):
         scene.cache.check()
