@@ -7,14 +7,15 @@ time. Decides nothing. A wrong count never reaches an exporter: it is refused, a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 from threading import Lock
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 
 from kvpact.errors import PactViolation
+from kvpact.tiers.backends import BACKENDS, OTHER
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -25,21 +26,11 @@ Snapshot: TypeAlias = dict[str, float]
 """Series name to value, as `series` writes it; plain numbers, so any encoder takes it. Counts of things are `int`."""
 
 
-class TierName(StrEnum):
-    """The kinds of tier; two tiers of one kind share their series, and all that other packages add share one."""
+MEMORY: Final = "memory"
+"""The label of the memory tier, which is the arena and no backend."""
 
-    MEMORY = "memory"
-    DISK = "disk"
-    DIRECTORY = "directory"
-    REDIS = "redis"
-    OBJECT = "object"
-    MOONCAKE = "mooncake"
-    OTHER = "other"
-
-    @classmethod
-    def of(cls, name: str) -> TierName:
-        """The label of a tier with this `name`."""
-        return cls(name) if name in cls.__members__.values() else cls.OTHER
+TIER_LABELS: Final = (MEMORY, *(backend.label for backend in BACKENDS), OTHER)
+"""The kinds of tier. Two tiers of one kind share their series; all kinds that other packages add share one."""
 
 
 class EndReason(StrEnum):
@@ -89,7 +80,6 @@ MISS_HINTS: Mapping[MissReason, str] = {
 }
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
-Labels: TypeAlias = type[TierName] | type[EndReason] | type[MissReason]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +91,16 @@ class Metric:
     unit: str
     meaning: str
     label: str = ""
-    labels: Labels | None = None
+    labels: Iterable[str] = ()
 
     @property
     def label_values(self) -> tuple[str, ...]:
         """Every value of the label; one empty string for a metric without a label."""
-        return tuple(self.labels) if self.labels else ("",)
+        return tuple(self.labels) or ("",)
 
 
 def _by_tier(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
-    return Metric(name, kind, unit, meaning, "tier", TierName)
+    return Metric(name, kind, unit, meaning, "tier", TIER_LABELS)
 
 
 STEP_SECONDS = "step_seconds"
@@ -317,7 +307,7 @@ def explain_misses(snapshot: Mapping[str, float]) -> str:
 
 def _why_not_stored(snapshot: Mapping[str, float]) -> str:
     saved, dropped = int(snapshot["saved_blocks"]), int(snapshot["dropped_blocks"])
-    evicted = int(sum(snapshot[series("evicted_blocks", tier)] for tier in TierName))
+    evicted = int(sum(snapshot[series("evicted_blocks", tier)] for tier in TIER_LABELS))
     if not saved:
         dropped_too = f" ({dropped:,} blocks dropped)" if dropped else ""
         others = "what a store holds of another model, dtype, block size or layout does not fit, see `kvpact inspect`"

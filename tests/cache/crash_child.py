@@ -29,7 +29,7 @@ from kvpact.config import load_config
 from kvpact.contract import ExternalKVMatch, StepWork, WorkerReport
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment, SegmentAddress
-from kvpact.metrics import TierName, series
+from kvpact.metrics import series
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
@@ -200,7 +200,7 @@ class Scheduler:
             self.leave(one)
         if verify:
             self.reused += len(verify)
-            from_disk = self.cache.observe()[series("read_blocks", TierName.DISK)]
+            from_disk = self.cache.observe()[series("read_blocks", "disk")]
             print(f"reused {self.reused} {from_disk:.0f}", flush=True)
 
     def check(self, one: Admitted, block: int) -> Check:

@@ -10,7 +10,7 @@ from test_misses import CAUSES
 
 from kvpact.config import load_config
 from kvpact.contract import WorkerReport
-from kvpact.metrics import METRICS, EndReason, MissReason, TierName, series
+from kvpact.metrics import METRICS, EndReason, MissReason, series
 from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
 from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
@@ -221,7 +221,7 @@ def test_h74_each_counter_rises_somewhere(tmp_path: Path) -> None:
     for scene in scenes:
         shot = scene.cache.observe()
         for metric in METRICS:
-            labels = metric.label_values if metric.labels is TierName else ("",) if not metric.label else ()
+            labels = metric.label_values if metric.label == "tier" else ("",) if not metric.label else ()
             if metric.kind == "counter" and any(shot[series(metric.name, label)] for label in labels):
                 risen.add(metric.name)
     counters = {metric.name for metric in METRICS if metric.kind == "counter" and metric.label != "reason"}

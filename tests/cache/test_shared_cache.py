@@ -14,7 +14,7 @@ from hook_time import LONG, LONG_BLOCKS, PREFILL_SECONDS, HookTime, assert_all_s
 from kvpact.cache.tier_set import POLL_SECONDS
 from kvpact.contract import ExternalKVMatch
 from kvpact.identity.keys import Namespace, RequestIdentity
-from kvpact.metrics import MissReason, TierName, series
+from kvpact.metrics import MissReason, series
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.tiers.base import UNSEALED, RecordMac
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, StoreError, key_of
@@ -22,7 +22,7 @@ from kvpact.tiers.shared.tier import SharedTier
 from scenes import NAMESPACE, PAGE, Scene, SceneRequest, until
 
 PATIENCE = 10.0
-SHARED = TierName.OTHER
+SHARED = "other"
 """A dictionary is no kind that kvpact brings."""
 
 

@@ -13,7 +13,7 @@ import pytest
 from kvpact.contract import WorkerReport
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
-from kvpact.metrics import TierName, series
+from kvpact.metrics import series
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.testkit.tier.dictionary_tier import DictionaryTier
 from kvpact.tiers import deletions
@@ -117,8 +117,8 @@ def test_h61_a_disk_that_hangs_is_left_alone_and_leaves_the_arena_to_others(tmp_
     assert sum(steps >= 5 for steps in waited) <= 3, f"so many wait their whole deadline of 5 steps: {waited}"
     assert scene.cache.index.reservable() >= SLOTS // 2
     shot = scene.cache.observe()
-    assert shot[series("open_breakers", TierName.DISK)] == 1
-    assert shot[series("open_breakers", TierName.OTHER)] == 0
+    assert shot[series("open_breakers", "disk")] == 1
+    assert shot[series("open_breakers", "other")] == 0
     assert scene.prepare(elsewhere).num_tokens == BLOCKS * BLOCK_SIZE, "the healthy tier keeps its hits"
     scene.run_cold(request("mine", 200))
     assert scene.prepare(request("again", 200)).num_tokens == BLOCKS * BLOCK_SIZE, "so does the arena"
@@ -127,7 +127,7 @@ def test_h61_a_disk_that_hangs_is_left_alone_and_leaves_the_arena_to_others(tmp_
     scene.now += 10.0
     scene.cache.index.clear()
     assert scene.prepare(request("back", 9)).num_tokens == BLOCKS * BLOCK_SIZE
-    assert scene.cache.observe()[series("open_breakers", TierName.DISK)] == 0
+    assert scene.cache.observe()[series("open_breakers", "disk")] == 0
     scene.close()
 
 
@@ -166,7 +166,7 @@ def test_h61_a_disk_whose_writes_hang_keeps_half_of_the_arena_at_most(tmp_path: 
         scene.run_cold(request(f"saved-{seed}", seed))
         assert scene.prepare(request(f"again-{seed}", seed)).num_tokens == BLOCKS * BLOCK_SIZE
         scene.cache.request_finished(f"again-{seed}")
-    assert scene.cache.observe()[series("dropped_writes", TierName.DISK)] > 0
+    assert scene.cache.observe()[series("dropped_writes", "disk")] > 0
     writes.open()
     scene.settle_tiers()
     scene.run_cold(request("afterwards", 300))
@@ -288,7 +288,7 @@ def test_h66_what_a_tier_raises_on_the_schedulers_thread_costs_its_own_hits() ->
     for _ in range(4):
         assert promised(scene, 2) == 0
     shot = scene.cache.observe()
-    assert shot[series("tier_failures", TierName.OTHER)] >= 3
+    assert shot[series("tier_failures", "other")] >= 3
     asked = tier.calls.count("lookup")
     assert promised(scene, 3) == 0
     assert tier.calls.count("lookup") == asked, "after some failures in a row it is left alone"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from kvpact.cli.app import app
 from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import Namespace
-from kvpact.metrics import MissReason, TierName, series
+from kvpact.metrics import MissReason, series
 from kvpact.testkit.sample_blocks import document, filled_buffers
 from kvpact.tiers import record
 from kvpact.tiers.registry import TierContext, load_seal, open_tier
@@ -183,9 +183,9 @@ def test_tiers_tells_which_store_works(server: RedisServer, tmp_path: Path) -> N
 def test_tiers_and_why_read_what_an_engine_counted(tmp_path: Path) -> None:
     stats = tmp_path / "stats.json"
     counts = {
-        series("open_breakers", TierName.REDIS): 1,
-        series("capacity_blocks", TierName.REDIS): 0,
-        series("skipped_lookups", TierName.REDIS): 7,
+        series("open_breakers", "redis"): 1,
+        series("capacity_blocks", "redis"): 0,
+        series("skipped_lookups", "redis"): 7,
         series("misses", MissReason.RECOMPUTE_FASTER): 3,
         "lookups": 10,
     }

@@ -20,7 +20,6 @@ from xxhash import xxh3_64_intdigest
 from hook_time import assert_ends_within
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
-from kvpact.metrics import TierName
 from kvpact.testkit.faults import Faults
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
@@ -473,7 +472,7 @@ def test_every_kind_of_object_store_opens(scheme: str, s3: Traffic, monkeypatch:
     with s3.counted() as requests:
         store = open_objects(parse_tier_url(url))
         assert store.exists(["group/name"]) == [False]
-    assert store.kind == TierName.OBJECT
+    assert store.kind == "object"
     assert unquote(requests[-1].path) == "/bucket/scheme/group/name"
     store.close()
 

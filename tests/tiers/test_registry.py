@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,9 +17,9 @@ import kvpact
 from kvpact.config import load_config
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
-from kvpact.metrics import TierName
+from kvpact.metrics import MEMORY, TIER_LABELS
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
-from kvpact.tiers.backends import BACKENDS, SCHEMES
+from kvpact.tiers.backends import BACKENDS, SCHEMES, label_of
 from kvpact.tiers.base import Tier
 from kvpact.tiers.directory.store import DirectoryStore
 from kvpact.tiers.disk.tier import DiskTier
@@ -79,8 +81,34 @@ def test_every_kinds_example_is_a_url_that_parses_back(scheme: str) -> None:
 
 def test_every_kind_has_a_series_of_its_own_in_the_metrics() -> None:
     kinds = [DiskTier.name, *(store.kind for store in (DirectoryStore, RedisStore, ObjectStore, MooncakeStore))]
-    assert [TierName.of(kind) for kind in kinds] == kinds == [backend.label for backend in BACKENDS]
-    assert TierName.of("what others bring") is TierName.OTHER
+    assert [label_of(kind) for kind in kinds] == kinds == [backend.label for backend in BACKENDS]
+    assert label_of("what others bring") == label_of(MEMORY) == "other"
+    assert TIER_LABELS == ("memory", "disk", "directory", "redis", "object", "mooncake", "other")
+
+
+def test_a_new_kind_of_tier_has_its_label_in_the_exported_metrics_by_one_line_of_the_table(tmp_path: Path) -> None:
+    """In a copy of the package: a folder beside the others and its word in the table; nothing else is told of it."""
+    package = tmp_path / "kvpact"
+    shutil.copytree(Path(kvpact.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    package.joinpath("tiers/tape").mkdir()
+    package.joinpath("tiers/tape/__init__.py").write_text("""
+from kvpact.tiers.backend import Backend, UrlRules
+BACKEND = Backend("tape", "kvpact.tiers.tape.drive:open_tape", {"tape": UrlRules("tape://drive/1", {})})
+""")
+    table = package / "tiers" / "backends.py"
+    table.write_text(table.read_text().replace('"mooncake")', '"mooncake", "tape")'))
+    code = """
+from prometheus_client import CollectorRegistry, generate_latest
+from kvpact.metrics import Metrics
+metrics, registry = Metrics(), CollectorRegistry()
+metrics.add("read_blocks", 3, "tape")
+metrics.expose(registry)
+print(generate_latest(registry).decode())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert 'kvpact_read_blocks_total{tier="tape"} 3.0' in ran.stdout, ran.stderr
+    assert 'kvpact_read_blocks_total{tier="mooncake"} 0.0' in ran.stdout
 
 
 def test_a_kind_of_tier_is_one_folder_and_a_word_in_the_table() -> None:

@@ -21,7 +21,7 @@ from documents import ROOT
 from engines import BLOCK, BLOCK_BY_BLOCK, prompt
 from kvpact.config import KvpactConfig
 from kvpact.demo.engine import EngineProcess
-from kvpact.metrics import TierName, series
+from kvpact.metrics import series
 from kvpact.testkit.vllm.played_engine import PlayedEngine, answer, make_prompt
 from servers.redis_server import redis_server
 
@@ -124,7 +124,7 @@ def test_every_key_arrives_at_both_halves_of_a_real_engine(
         loaded = engine.generate(asked)
         assert [output.cached_tokens for output in loaded] == [BLOCKS * BLOCK] * 2
         assert all(one.same_answer(other) for one, other in zip(loaded, local, strict=True))
-        written = [series("written_blocks", TierName.DISK), series("written_blocks", TierName.REDIS)]
+        written = [series("written_blocks", "disk"), series("written_blocks", "redis")]
         deadline = time.monotonic() + 60  # for the tiers to write what was used a second time
         while [engine.stats().get(name) for name in written] != [2 * BLOCKS] * 2 and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -136,7 +136,7 @@ def test_every_key_arrives_at_both_halves_of_a_real_engine(
         assert f"disk://{tmp_path}/slabs" in line
         assert f"redis://***@{server.address}/0" in line
     assert SECRET not in log
-    assert stats[series("capacity_blocks", TierName.MEMORY)] == 96
+    assert stats[series("capacity_blocks", "memory")] == 96
     assert [stats[name] for name in written] == [2 * BLOCKS] * 2, "stats_file, second-use and both tiers"
     [group] = inspected["namespaces"]
     assert (group["blocks"], group["sealed"]) == (2 * BLOCKS, True)

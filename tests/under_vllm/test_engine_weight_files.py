@@ -14,7 +14,7 @@ import pytest
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
 from hub_cache import add_commit
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
-from kvpact.metrics import TierName, series
+from kvpact.metrics import series
 
 pytestmark = pytest.mark.engine
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 MODEL = "kvpact-tests/tiny"
 BLOCKS = 3
 PROMPTS = [prompt(4_400 + number, BLOCKS) for number in range(2)]
-WRITTEN = series("written_blocks", TierName.DISK)
+WRITTEN = series("written_blocks", "disk")
 
 
 def change_embeddings(model: Path) -> None:

@@ -42,7 +42,7 @@ from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena
-from kvpact.metrics import EndReason, Metrics, Snapshot, TierName
+from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
 from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
 
@@ -324,8 +324,8 @@ class PactCache(ExternalCache):
         self.metrics.set("open_plans", len(self.ledger.open_plans()))
         self.metrics.set("leases_held", self.ledger.leases_held)
         self.metrics.set("prefill_speed", self._prefill.tokens_per_second)
-        self.metrics.set("held_blocks", self.index.held_count, TierName.MEMORY)
-        self.metrics.set("capacity_blocks", self.index.num_slots, TierName.MEMORY)
+        self.metrics.set("held_blocks", self.index.held_count, MEMORY)
+        self.metrics.set("capacity_blocks", self.index.num_slots, MEMORY)
         self.tiers.observe()
         return self.metrics.snapshot()
 

@@ -19,7 +19,7 @@ from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerCon
 from kvpact.errors import PactViolation
 from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
-from kvpact.metrics import Metrics, TierName
+from kvpact.metrics import MEMORY, Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Offloader:
         reservation = self.index.reserve(keys, run.start, end)
         if reservation is None:
             raise PactViolation(f"there is no room for {len(held)} blocks, although so many were reservable")
-        self.metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
+        self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
         if self._context is not None:
             self._context.touch(held)
         pin, leaving = self.index.pin(keys[-1]), run.leaving.intersection(held)

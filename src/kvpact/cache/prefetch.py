@@ -15,7 +15,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, State
 from kvpact.memory.arena import Arena
-from kvpact.metrics import Metrics, TierName
+from kvpact.metrics import MEMORY, Metrics
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import GetDone, LookupDone, OpId
 
@@ -152,7 +152,7 @@ class Prefetcher:
         reservation = self.index.reserve(keys, start, stop)
         if reservation is None:
             return False
-        self.metrics.add("evicted_blocks", len(reservation.evicted), TierName.MEMORY)
+        self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
         op = PrefetchOp(tuple(keys[start:stop]), reservation.slots, self.index.pin(keys[stop - 1]))
         op_id = self.tiers.begin(partial(self._end_read, client, op))
         views = [self.arena.slot_views(slot) for slot in op.slots]

@@ -19,7 +19,7 @@ from typing import Any
 from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.memory.arena import Arena
-from kvpact.metrics import Metrics, TierName
+from kvpact.metrics import Metrics
 from kvpact.tiers.client import Deleted, LentSlots, TierClient
 from kvpact.tiers.executor import OpId, TierExecutor
 
@@ -245,7 +245,7 @@ class TierSet:
         for name in {client.name for client in self.clients}:
             self._observe(name, [client for client in self.clients if client.name == name])
 
-    def _observe(self, name: TierName, clients: Sequence[TierClient]) -> None:
+    def _observe(self, name: str, clients: Sequence[TierClient]) -> None:
         capacities = [client.capacity() for client in clients]
         counts = [client.counts() for client in clients]
         metrics = self.metrics

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from kvpact.cli.screen import age, console, print_json, progress, table
 from kvpact.cli.slabs import show_damage
 from kvpact.errors import ConfigError, TierError
-from kvpact.metrics import TierName, series
+from kvpact.metrics import TIER_LABELS, series
 from kvpact.own_files import OwnFolder
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
 from kvpact.tiers.disk.slab_directory import SlabDirectory, look_at
@@ -199,7 +199,9 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
     """Print how tiers are: asked now, and as a running engine has counted in its stats file; whether all work."""
     counts = _read_stats(stats_file) if stats_file else {}
     rows = [_probe(url) for url in urls]
-    engine = [_as_counted(counts, name) for name in TierName if counts.get(series("capacity_blocks", name)) is not None]
+    engine = [
+        _as_counted(counts, name) for name in TIER_LABELS if counts.get(series("capacity_blocks", name)) is not None
+    ]
     engine = [row for row in engine if any(value for key, value in row.items() if key != "tier")]
     if as_json:
         print_json({"now": rows, "engine": engine})
@@ -255,7 +257,7 @@ def _trouble_with(directory: Path) -> str:
     return "" if os.access(place, os.R_OK | os.W_OK | os.X_OK) else f"{place} cannot be read and written by this user"
 
 
-def _as_counted(counts: Mapping[str, float], name: TierName) -> dict[str, Any]:
+def _as_counted(counts: Mapping[str, float], name: str) -> dict[str, Any]:
     def of(metric: str) -> float:
         return counts.get(series(metric, name), 0)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from kvpact.metrics import TierName
 from kvpact.units import parse_duration, parse_size
 
 Option: TypeAlias = Callable[[str], object]
@@ -62,7 +61,8 @@ class Backend:
     The function is an `OpenStore` of `kvpact.tiers.registry`, or an `OpenTier` for a tier of one engine alone.
     """
 
-    label: TierName
+    label: str
+    """Of its series in the metrics, and the `name` of its tiers."""
     opener: str
     schemes: Mapping[str, UrlRules]
     shared: bool = True

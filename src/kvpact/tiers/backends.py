@@ -19,3 +19,11 @@ BACKEND_OF: Final = {scheme: backend for backend in BACKENDS for scheme in backe
 
 SCHEMES: Final = {scheme: rules for backend in BACKENDS for scheme, rules in backend.schemes.items()}
 """What the URLs of the kinds that kvpact brings look like."""
+
+OTHER: Final = "other"
+"""The label in metrics of every kind that another package adds."""
+
+
+def label_of(name: str) -> str:
+    """The label in metrics of a tier with this `name`."""
+    return name if any(name == backend.label for backend in BACKENDS) else OTHER

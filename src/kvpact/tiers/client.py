@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
-from kvpact.metrics import Metrics, TierName
+from kvpact.tiers.backends import label_of
 from kvpact.tiers.base import BlockBuffer, TierCapacity, TierCounts
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
@@ -25,6 +25,12 @@ from kvpact.tiers.log_once import LogOnce
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+
+
+class Counters(Protocol):
+    """What a client needs of the metrics."""
+
+    def add(self, name: str, amount: int = 1, label: str = "") -> None: ...
 
 
 class LentSlots:
@@ -69,7 +75,7 @@ class TierClient:
         *,
         timeout: float,
         clock: Callable[[], float],
-        metrics: Metrics | None = None,
+        metrics: Counters | None = None,
         max_deleted_keys: int = 0,
         reads_find_out: bool = False,
     ) -> None:
@@ -83,7 +89,7 @@ class TierClient:
         """
         self.executor = executor
         self.tier = executor.tier
-        self.name = TierName.of(executor.tier.name)
+        self.name = label_of(executor.tier.name)
         self.shared = not executor.tier.exclusive
         """Whether others write and evict there, so that only the tier itself can say what it holds."""
         self.costs = TierCosts()

@@ -21,7 +21,7 @@ from typing import Final
 from kvpact.errors import TierError
 from kvpact.own_files import Access, NotOurs, OwnFolder
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.directory import files
+from kvpact.tiers.directory import BACKEND, files
 from kvpact.tiers.directory.quota import CONTROL, Quota
 from kvpact.tiers.record import parent_in
 from kvpact.tiers.shared.store import (
@@ -70,7 +70,7 @@ class DirectoryStore(RecordStore):
     nothing else.
     """
 
-    kind = "directory"
+    kind = BACKEND.label
 
     def __init__(self, folder: OwnFolder, capacity_bytes: int, *, for_tool: bool = False) -> None:
         """Takes over `folder`, and with `for_tool` leaves it as it is. Raises StoreError if it cannot be used."""

@@ -1,10 +1,9 @@
 """The disk tier: blocks in slab files."""
 
-from kvpact.metrics import TierName
 from kvpact.tiers.backend import DIRECTORY_OPTIONS, Backend, UrlRules
 
 BACKEND = Backend(
-    TierName.DISK,
+    "disk",
     "kvpact.tiers.disk.opening:open_disk",
     {"disk": UrlRules("disk:///var/cache/kvpact?capacity=200GiB", DIRECTORY_OPTIONS, directory=True)},
     shared=False,

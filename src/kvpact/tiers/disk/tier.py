@@ -33,6 +33,7 @@ from kvpact.tiers.base import (
     TierHealth,
     payload_digest,
 )
+from kvpact.tiers.disk import BACKEND
 from kvpact.tiers.disk.slab import PAGE_BYTES, Slab, digest_table, occupied
 from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, SlabDirectory, open_slab
 from kvpact.tiers.disk.two_threads import groups_of, on_two_threads, read_verified
@@ -58,7 +59,7 @@ class DiskTier(Tier):
     `_header_lock` is taken before it, and makes a change of the index and its trace in the header table one step.
     """
 
-    name = "disk"
+    name = BACKEND.label
     exclusive = True
 
     def __init__(self, slab: Slab, directory: SlabDirectory) -> None:
@@ -69,8 +70,7 @@ class DiskTier(Tier):
         self._slot_bytes = slab.superblock.slot_bytes
         self._namespace = slab.superblock.namespace.digest
         self._lock, self._header_lock, self._growth_lock = threading.Lock(), threading.Lock(), threading.Lock()
-        self._index = BlockIndex(slot_limit)
-        self._digests = digest_table(slot_limit)
+        self._index, self._digests = BlockIndex(slot_limit), digest_table(slot_limit)
         self._used: dict[int, float] = {}
         self._counts = TierCounts()
         self._last_errors = LastErrors(logger, "disk tier")

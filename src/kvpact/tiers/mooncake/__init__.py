@@ -1,6 +1,5 @@
 """The tier in a Mooncake store."""
 
-from kvpact.metrics import TierName
 from kvpact.tiers.backend import STORE_OPTIONS, Backend, UrlRules, some_text, whole_number
 from kvpact.units import parse_size
 
@@ -10,7 +9,7 @@ _OPTIONS = {
 }  # fmt: skip
 
 BACKEND = Backend(
-    TierName.MOONCAKE,
+    "mooncake",
     "kvpact.tiers.mooncake.store:open_mooncake",
     {"mooncake": UrlRules("mooncake://master:50051?metadata_server=P2PHANDSHAKE", _OPTIONS)},
 )

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvpact.errors import TierError
 from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.mooncake import BACKEND
 from kvpact.tiers.shared.store import (
     NAMESPACE_RECORD,
     RecordBuffer,
@@ -82,7 +83,7 @@ class MooncakeStore(RecordStore):
     `names` fails, `usage` is unknown, and all else works, `clear` included.
     """
 
-    kind = "mooncake"
+    kind = BACKEND.label
     tears_reads = True
 
     def __init__(

@@ -1,6 +1,5 @@
 """Records in object stores."""
 
-from kvpact.metrics import TierName
 from kvpact.tiers.backend import STORE_OPTIONS, Backend, UrlRules, some_text, whole_number, yes_or_no
 
 _OPTIONS = {
@@ -9,7 +8,7 @@ _OPTIONS = {
 }  # fmt: skip
 
 BACKEND = Backend(
-    TierName.OBJECT,
+    "object",
     "kvpact.tiers.objects.store:open_objects",
     {
         "s3": UrlRules("s3://bucket/prefix?region=eu-central-1", _OPTIONS),

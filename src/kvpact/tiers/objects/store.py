@@ -14,6 +14,7 @@ from itertools import groupby, takewhile
 from typing import Final
 
 from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.objects import BACKEND
 from kvpact.tiers.objects.bucket import Bucket, ObjectChanged, Part, open_bucket
 from kvpact.tiers.objects.packs import (
     Pack,
@@ -63,7 +64,7 @@ class ObjectStore(RecordStore):
     there is not replaced but by one that was removed before.
     """
 
-    kind = "object"
+    kind = BACKEND.label
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket

@@ -1,6 +1,5 @@
 """Records in Redis or Valkey."""
 
-from kvpact.metrics import TierName
 from kvpact.tiers.backend import STORE_OPTIONS, Backend, UrlRules, some_text
 from kvpact.units import parse_duration, parse_size
 
@@ -9,7 +8,7 @@ _OPTIONS = {
 }  # fmt: skip
 
 BACKEND = Backend(
-    TierName.REDIS,
+    "redis",
     "kvpact.tiers.redis.opening:open_redis",
     {
         "redis": UrlRules("redis://cache:6379/0", _OPTIONS),

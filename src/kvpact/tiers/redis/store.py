@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.redis import BACKEND
 from kvpact.tiers.redis.batches import Batches, ignore_reply
 from kvpact.tiers.redis.connections import Address, Connection, ErrorReply, length_of
 from kvpact.tiers.redis.parts import SPLIT_BYTES, SPLIT_MAGIC, Part, SplitHead, cut_into_parts, without_missing
@@ -29,7 +30,7 @@ class RedisStore(RecordStore):
     not there, and a record that lost one of its parts neither. Each call ends `timeout` seconds after it began.
     """
 
-    kind = "redis"
+    kind = BACKEND.label
 
     def __init__(self, batches: Batches, *, part_bytes: int, expiry: float | None) -> None:
         """Takes over `batches`."""
