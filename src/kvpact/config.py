@@ -228,7 +228,7 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, _Setting]:
             continue
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not text:
-            continue  # set to nothing is how compose files and shells say "not set"
+            continue  # compose files and shells write "not set" as the empty string
         if key in KvpactConfig.model_fields:
             value: object = text.split() if key == "tiers" else text
             settings[key] = _Setting(value, f"the environment ({name})", name)

@@ -252,13 +252,13 @@ class Metrics:
             raise PactViolation(f"{misses} lookups missed of {lookups} made; every miss is one of the lookups")
 
     def expose(self, registry: CollectorRegistry) -> Collector:
-        """Show every metric as `kvpact_<name>` in `registry`; return the collector, which `unregister` takes."""
-        collector = cast("Collector", self)  # of which a registry wants nothing but `collect`
+        """Register every metric as `kvpact_<name>`; return the collector, for `registry.unregister`."""
+        collector = cast("Collector", self)  # a registry calls only its `collect`
         registry.register(collector)
         return collector
 
     def collect(self) -> Iterator[PrometheusFamily]:
-        """All metrics now, for Prometheus: read when it asks, so that counting costs nothing more."""
+        """All metrics now. Called when Prometheus scrapes, so counting costs nothing extra."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         with self._lock:

@@ -1,6 +1,6 @@
-"""What a kind of tier says of itself: its URLs, its options, its label in metrics, and what opens it.
+"""Describes one kind of tier: its URLs, their options, its label in metrics, and the function that opens it.
 
-Each kind is one folder, whose `__init__` has its `BACKEND`; nothing of the kind itself is imported there.
+Each kind is one folder, whose `__init__` defines its `BACKEND` and imports nothing else of the kind.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from kvpact.units import parse_duration, parse_size
 
 Option: TypeAlias = Callable[[str], object]
-"""Reads an option's value, raising ValueError."""
+"""Parses an option's value. Raises ValueError."""
 
 
 def whole_number(text: str) -> int:
@@ -23,7 +23,7 @@ def whole_number(text: str) -> int:
 
 
 def some_text(text: str) -> str:
-    """Anything but nothing."""
+    """Any text but the empty one."""
     if not text:
         raise ValueError("a value is needed")
     return text
@@ -37,10 +37,10 @@ def yes_or_no(text: str) -> bool:
 
 
 STORE_OPTIONS: Final[Mapping[str, Option]] = {"timeout": parse_duration}
-"""Of every store that is reached over a network."""
+"""The options of every store that is reached over a network."""
 
 DIRECTORY_OPTIONS: Final[Mapping[str, Option]] = {"capacity": parse_size, "group": some_text}
-"""Of every tier in a directory that is bounded."""
+"""The options of every tier in a bounded directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class UrlRules:
 
     example: str
     options: Mapping[str, Option]
-    """Each option's name and what reads its value, raising ValueError."""
+    """Option name -> the function that parses its value and raises ValueError."""
     directory: bool = False
-    """It names a local directory: no host, an absolute path that is not "/", a capacity."""
+    """Whether they name a local directory: no host, an absolute path other than "/", a capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Backend:
     """
 
     label: str
-    """Of its series in the metrics, and the `name` of its tiers."""
+    """The label of its metrics, and the `name` of its tiers."""
     opener: str
     schemes: Mapping[str, UrlRules]
     shared: bool = True

@@ -27,12 +27,12 @@ from kvpact.tiers.record import payload_digest as payload_digest
 from kvpact.tiers.record import written_in_older_format as written_in_older_format
 
 Progress: TypeAlias = Callable[[int], bool]
-"""Told how many blocks have arrived and been verified so far; answers False to end the read early."""
+"""Called with the number of blocks that have arrived and been verified; returns False to end the read early."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """What a tier holds and may hold, in bytes of payload and its framing. `capacity_bytes` is 0 where unknown."""
+    """What a tier holds and may hold, in bytes of payload and framing. `capacity_bytes` is 0 where unknown."""
 
     used_bytes: int
     capacity_bytes: int
@@ -41,7 +41,7 @@ class TierCapacity:
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """Whether a tier works at present; `reason` says in one line why not. One that is full may be `readable` still."""
+    """Whether a tier works now; `reason` is one line that says why not. A full tier may still be `readable`."""
 
     ok: bool
     reason: str = ""
@@ -50,7 +50,7 @@ class TierHealth:
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """What a tier counted since it was opened. `damaged` are records found unusable, each of them a miss."""
+    """What a tier has counted since it was opened. `damaged` counts unusable records, each of them a miss."""
 
     damaged: int = 0
     dropped_writes: int = 0
@@ -62,8 +62,8 @@ class Tier(ABC):
     """A place where blocks outlive memory. Blocking and thread-safe; the scheduler's thread calls only `lookup`.
 
     `keys` is always a request's block keys from block 0, or a prefix of them, so that a key implies all before it.
-    No method raises for what a store does (an I/O error, a full disk, damage): that is a miss, or a block not stored.
-    Only `delete` and `clear` tell by TierError that the store did not do it, or not in full; their caller repeats them.
+    No method raises for a store's failure (an I/O error, a full disk, damage): it is a miss, or a block not stored.
+    Only `delete` and `clear` raise TierError if the store did not do all of it; their caller repeats them.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Tier(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many blocks of `keys` are held in a row from the first. No promise: they may go at once."""
+        """Number of leading `keys` whose blocks are held. No promise: they may be evicted at once."""
 
     @abstractmethod
     def get(
@@ -86,9 +86,9 @@ class Tier(ABC):
     ) -> int:
         """Read block `start + i` into `buffers[i]`; return how many arrived in a row from `start`, verified.
 
-        Never a count of hits: a block behind a hole does not count, and what its buffer holds is undefined. When
-        `get` returns, nothing writes to the buffers any more. Blocks found damaged are dropped with all that need
-        them. `on_progress` is called on this thread as blocks arrive.
+        This is not the number of hits: a block after a hole does not count, and the content of its buffer is undefined.
+        After `get` has returned nothing writes to the buffers. Damaged blocks are dropped with all blocks after them.
+        `on_progress` is called on this thread as blocks arrive.
         """
 
     @abstractmethod
@@ -97,18 +97,18 @@ class Tier(ABC):
     ) -> int:
         """Store block `start + i` from `buffers[i]`; return how many are held in a row from `start` afterwards.
 
-        `epoch` is written beside each block: people and tools tell by it what nobody will ask for any more. Blocks
-        already held are not written again. All blocks before `start` must be held, else nothing is stored. The buffers
-        must not change until `put` returns. A block is visible only when it is stored in full.
+        `epoch` is written beside each block, so that tools can find blocks that no engine will ask for again. Blocks
+        that are held already are not written again. All blocks before `start` must be held, else nothing is stored.
+        The buffers must not change until `put` returns. A block is visible only when it is stored in full.
         """
 
     @abstractmethod
     def delete(self, keys: Iterable[BlockKey]) -> int:
-        """Drop these blocks and all that need them, for good; return how many were dropped. Raises TierError."""
+        """Drop these blocks and all blocks after them for good; return how many were dropped. Raises TierError."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Drop every block of this namespace, for good: none is back after a restart. Raises TierError."""
+        """Drop every block of this namespace for good: none returns after a restart. Raises TierError."""
 
     @abstractmethod
     def capacity(self) -> TierCapacity:
@@ -128,7 +128,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the store. Operations still running on other threads end as misses. Never raises; idempotent."""
+        """Close the store. Operations that still run on other threads end as misses. Never raises; idempotent."""
 
 
 __getattr__ = renamed(__name__, RecordSeal="RecordMac")

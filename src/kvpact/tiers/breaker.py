@@ -1,7 +1,7 @@
-"""When to leave a store alone, and when to try it again.
+"""A circuit breaker: when to stop asking a store, and when to try it again.
 
-Owns one small state: closed (use it), open (do not), or trying (one look-up is finding out). Time comes in as an
-argument; never does I/O.
+Owns one state: closed (ask it), open (do not ask it), or trying (one operation is under way). Time is an argument;
+never does I/O.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from random import Random
 from typing import Final
 
 FAILURES_IN_A_ROW: Final = 3
-"""So many open it: one is an accident, and each more costs some request its whole deadline."""
+"""Failures that open it: one may be an accident, and each more costs a request its whole deadline."""
 
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 2.0
-"""A store that is back is used again within this time and a half, however long it was ill."""
+"""A store that works again is used within 1.5 times this, however long it failed."""
 
 JITTER: Final = 0.5
-"""Pauses are longer by up to this share, by chance, so that engines do not all come back at once."""
+"""A pause is longer by a random share of up to this, so that engines do not all return at once."""
 
 
 class Breaker:
@@ -32,33 +32,33 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is to be left alone, but for one try at a time."""
+        """Whether the tier is not asked, except for one try at a time."""
         return self._retry_at is not None
 
     def allows(self, now: float) -> bool:
-        """Whether something may be asked of the tier at `now`; if it is open, a True is the one try."""
+        """Whether the tier may be asked at `now`. While the breaker is open, True starts the one try."""
         if not self.is_ready(now):
             return False
         self._trying = self.is_open
         return True
 
     def is_ready(self, now: float) -> bool:
-        """What `allows` would answer at `now`; asking this is no try."""
+        """What `allows` would return at `now`, without starting a try."""
         return self._retry_at is None or (not self._trying and now >= self._retry_at)
 
     def not_tried(self) -> None:
-        """What was allowed was not asked after all; somebody else may try."""
+        """The allowed operation was not made; another one may try."""
         self._trying = False
 
     def succeeded(self) -> None:
-        """The tier did what it was asked."""
+        """An operation succeeded."""
         self._failures = 0
         self._pause = FIRST_PAUSE_S
         self._retry_at = None
         self._trying = False
 
     def failed(self, now: float) -> bool:
-        """The tier failed, or was too late; whether that has just opened the breaker."""
+        """An operation failed or timed out. Returns whether this opened the breaker."""
         self._failures += 1
         if self._retry_at is not None:
             if self._trying or now >= self._retry_at:

@@ -1,8 +1,7 @@
-"""A tier as those see it who use it: the scheduler, and each worker that reads by itself.
+"""One tier as its users see it: the scheduler, and each worker that reads by itself.
 
-Owns the tier's executor, whether the tier is well, what it costs, how long it may take, how many slots it may have in
-its hands, and what it is still to forget. Lives on its user's thread, which no tier holds up, and where nothing that a
-tier raises arrives.
+Owns the tier's executor, its health, costs, timeouts, lent slots and pending deletions. Lives on its user's thread,
+which never waits for the tier and never sees an exception that the tier raises.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ class Counters(Protocol):
 
 
 class LentSlots:
-    """Which tiers have how many of `total` slots in their hands, and how many more each may get."""
+    """How many of `total` slots are lent to each tier, and how many more each may borrow."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._clients: list[TierClient] = []
 
     def join(self, client: TierClient) -> None:
-        """Count what is lent to `client` from now on."""
+        """Count the slots lent to `client` from now on."""
         self._clients.append(client)
 
     def room_for(self, client: TierClient) -> int:
-        """How many more a tier may get: half of what the other tiers leave. Below 0 if it has more than that already.
+        """How many more slots a tier may borrow: half of what the others leave. Below 0 if it has more than that.
 
-        However many tiers hang, each with all that it may have, some slots are left.
+        However many tiers hang with all the slots they may borrow, some slots stay free.
         """
         others = sum(other.lent for other in self._clients if other is not client)
         return (self._total - others + 1) // 2 - client.lent
@@ -55,17 +54,17 @@ class LentSlots:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """The tier has dropped these blocks, as it was told; none if it refused."""
+    """The blocks that the tier has dropped as asked; none if it refused."""
 
     keys: tuple[BlockKey, ...]
 
 
 class TierClient:
-    """One tier. What was submitted is reported by `poll`, once each, under the caller's ticket; see `TierExecutor`.
+    """One tier. `poll` reports each submitted operation once, under the caller's op id; see `TierExecutor`.
 
-    A tier that fails, raises or hangs costs its own hits: after some failures in a row it is left alone for a while,
-    and then tried with one operation. Look-ups and reads are judged apart, because a store may do the one and not the
-    other. How long a write takes says nothing: nobody waits for it.
+    A tier that fails, raises or hangs costs its own hits: after several failures in a row it is not asked for a while,
+    then tried with one operation. Look-ups and reads have a breaker each, because a store may do one and fail the
+    other. A slow write is no failure: nothing waits for it.
     """
 
     def __init__(
@@ -79,19 +78,18 @@ class TierClient:
         max_deleted_keys: int = 0,
         reads_find_out: bool = False,
     ) -> None:
-        """A look-up or read of which nothing is seen for `timeout` seconds has failed.
+        """A look-up or read without progress for `timeout` seconds has failed.
 
-        Where `reads_find_out`, nobody asks the tier whether it holds a block before it is read: that nothing arrives is
-        a miss. Else it is a failure: the tier has said that it holds the block.
+        With `reads_find_out` blocks are read without a look-up before, so a read of which nothing arrives is a miss.
+        Otherwise it is a failure, because the tier said that it holds the blocks.
 
-        At most `max_deleted_keys` blocks that the tier is still to forget are remembered one by one, or more than one
-        request can have.
+        At most `max_deleted_keys` pending deletions are kept by key, or `deletions.MIN_DELETED_KEYS` if that is more.
         """
         self.executor = executor
         self.tier = executor.tier
         self.name = label_of(executor.tier.name)
         self.shared = not executor.tier.exclusive
-        """Whether others write and evict there, so that only the tier itself can say what it holds."""
+        """Whether other engines write and evict there, so that only the tier itself knows what it holds."""
         self.costs = TierCosts()
         self._slots = lent
         self._timeout = timeout
@@ -100,15 +98,15 @@ class TierClient:
         self._reads_find_out = reads_find_out
         self._lookups, self._reads = Breaker(), Breaker()
         self._stuck = False
-        """Whether all threads are busy with operations that take too long: nothing else would begin."""
+        """Whether overdue operations occupy all threads, so that nothing else can begin."""
         self._writes_stuck = False
         self._timed_out: set[OpId] = set()
-        """Operations that were counted as failures because they took too long."""
+        """Operations that were counted as failures because they timed out."""
         self._block_bytes = 0
         self._lent_reads: dict[OpId, int] = {}
         self._lent_writes: dict[OpId, int] = {}
         self.deletions = Deletions(executor, self.name, clock, max_deleted_keys)
-        """What the tier is still to forget."""
+        """What the tier must still delete."""
         self._warned = LogOnce(logger)
         self._capacity, self._counts = TierCapacity(0, 0, 0), TierCounts()
         lent.join(self)
@@ -117,30 +115,30 @@ class TierClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is left alone, but for a try now and then."""
+        """Whether the tier is not asked, except for a try now and then."""
         return self._lookups.is_open or self._reads.is_open or self._stuck or self.deletions.lost_count
 
     def may_read(self, now: float) -> bool:
-        """Whether what the tier holds can be used at `now`."""
+        """Whether the tier may be read at `now`."""
         return not (self._stuck or self.deletions.lost_count) and self._reads.is_ready(now)
 
     @property
     def may_write(self) -> bool:
-        """Whether the tier is offered blocks. Reads that fail are no reason against it."""
+        """Whether blocks may be written to the tier. Failed reads do not forbid it."""
         return not (self._stuck or self.deletions.lost_count or self._lookups.is_open)
 
     @property
     def lent(self) -> int:
-        """Slots that it may keep for long: those it reads into and, if it hangs in a write, those it is to write."""
+        """Slots that it may keep for long: those of reads and, while a write hangs, those of writes."""
         return sum(self._lent_reads.values()) + (sum(self._lent_writes.values()) if self._writes_stuck else 0)
 
     @property
     def room(self) -> int:
-        """How many more slots it may have in its hands."""
+        """How many more slots it may borrow."""
         return max(0, self._slots.room_for(self))
 
     def check(self, now: float) -> None:
-        """Once a step: see what takes too long, take back what waits behind it, repeat what was refused."""
+        """Called once a step: record timeouts, cancel what waits for overdue operations, repeat refused deletions."""
         overdue = self.executor.overdue(self._timeout)
         for op_id in overdue.reads:
             self._record_timeout(op_id, now)
@@ -155,7 +153,7 @@ class TierClient:
         self.deletions.repeat_if_due(now)
 
     def _take_back_writes(self) -> None:
-        """The newest writes that have not begun are dropped, down to the slots that the tier may have."""
+        """Cancel the newest writes that have not begun until the tier has no more slots than it may borrow."""
         for op_id in reversed([*self._lent_writes]):
             if self._slots.room_for(self) >= 0:
                 break
@@ -163,13 +161,13 @@ class TierClient:
                 del self._lent_writes[op_id]
 
     def _record_timeout(self, op_id: OpId, now: float) -> None:
-        """An operation takes too long; it counts as a failure once."""
+        """Count an overdue operation as one failure."""
         if op_id not in self._timed_out:
             self._timed_out.add(op_id)
             self._fail(self._reads if op_id in self._lent_reads else self._lookups, now)
 
     def _record_result(self, breaker: Breaker, done: LookupDone | GetDone, now: float) -> None:
-        """What an operation says of the tier's health; one that took too long has been judged already."""
+        """Record a success or failure; an operation that timed out is counted already."""
         timed_out = done.op_id in self._timed_out
         self._timed_out.discard(done.op_id)
         if not done.seconds:
@@ -182,7 +180,7 @@ class TierClient:
             self._say_whether_open(was_open)
 
     def _broke_its_word(self, done: LookupDone | GetDone) -> bool:
-        """Whether the tier was read, because it said that it holds the blocks, and not one has arrived."""
+        """Whether the tier said that it holds the blocks of a read, and none of them arrived."""
         return isinstance(done, GetDone) and not done.arrived and not self._reads_find_out
 
     def _fail(self, breaker: Breaker, now: float) -> None:
@@ -203,7 +201,7 @@ class TierClient:
     # Asking
 
     def held(self, keys: Sequence[BlockKey], now: float) -> int:
-        """How many of `keys` in a row can be read from an exclusive tier."""
+        """Number of leading `keys` that can be read from an exclusive tier."""
         if not self.may_read(now):
             return 0
         try:
@@ -215,11 +213,11 @@ class TierClient:
         return self.deletions.first_among(keys, held)
 
     def readable(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
-        """Up to where the first `held` of `keys` may be read: not from an ill tier, or one that is to forget them."""
+        """How many of the first `held` keys may be read: 0 if the tier fails, and none from a pending deletion on."""
         return self.deletions.first_among(keys, held) if self.may_read(now) else 0
 
     def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], now: float) -> bool:
-        """See `TierExecutor`; False, and nothing happens, if the tier is not to be asked now."""
+        """See `TierExecutor`. Returns False and does nothing if the tier may not be asked now."""
         if not self.may_read(now) or not self._lookups.allows(now):
             return False
         self.executor.submit_lookup(op_id, keys)
@@ -228,7 +226,7 @@ class TierClient:
     def submit_get(
         self, op_id: OpId, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], now: float
     ) -> bool:
-        """See `TierExecutor`; False, and nothing happens, if the tier is not to be read now. `room` blocks at most."""
+        """See `TierExecutor`. Returns False and does nothing if the tier may not be read now. At most `room` blocks."""
         if not self.may_read(now) or not self._reads.allows(now):
             return False
         self._lent_reads[op_id] = len(buffers)
@@ -245,7 +243,7 @@ class TierClient:
         nbytes: int,
         epoch: Epoch = FIRST_EPOCH,
     ) -> bool:
-        """See `TierExecutor`. False also if a write hangs and this one would take more slots than the tier may have."""
+        """See `TierExecutor`. Also False if a write hangs and this one needs more slots than the tier may borrow."""
         if not self.may_write or (self._writes_stuck and len(buffers) > self.room):
             return False
         if not self.executor.submit_put(op_id, keys, start, buffers, nbytes, epoch):
@@ -254,18 +252,18 @@ class TierClient:
         return True
 
     def give_up(self, op_id: OpId, *, late: bool) -> None:
-        """Nobody waits for this look-up or read any more; if it is `late`, that is the tier's fault."""
+        """Cancel a look-up or read whose result is no longer needed; if it is `late`, count a failure."""
         if late:
             self._record_timeout(op_id, self._clock())
         self.executor.cancel(op_id)
 
     @property
     def has_completions(self) -> bool:
-        """Whether `poll` would tell anything."""
+        """Whether `poll` would report anything."""
         return self.executor.has_completions
 
     def poll(self) -> Iterator[LookupDone | GetDone | PutDone | Deleted]:
-        """What has ended of what was submitted; what the caller does not take stays for a later call. Never waits."""
+        """Operations that have ended. Those that the caller does not consume stay for a later call. Never waits."""
         for done in self.executor.poll():
             if isinstance(done, ControlDone):
                 was_open = self.is_open
@@ -290,33 +288,33 @@ class TierClient:
         else:
             self._lent_writes.pop(done.op_id, None)
 
-    # Forgetting
+    # Deleting
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Have the tier drop these blocks and all that need them. None of them is read from it before it has done so.
+        """Have the tier drop these blocks and all blocks after them. None of them is read before it has.
 
-        What it refuses, or raises at, is repeated.
+        A deletion that the tier refuses, or that raises, is repeated.
         """
         was_open = self.is_open
         self.deletions.add(keys)
         self._say_whether_open(was_open)
 
-    # Telling
+    # Counts and end
 
     def capacity(self) -> TierCapacity:
-        """What the tier says of itself, or said last."""
+        """The tier's capacity; the last known one if it raises."""
         self._capacity = self._contained("capacity", self.tier.capacity, self._capacity)
         return self._capacity
 
     def counts(self) -> TierCounts:
-        """What the tier has counted, or had when it last said so."""
+        """The tier's counts; the last known ones if it raises."""
         self._counts = self._contained("counts", self.tier.counts, self._counts)
         return self._counts
 
     def close(self, timeout: float) -> bool:
-        """Flush what is queued within `timeout` seconds and let go of the tier; whether all that it was told is done.
+        """Flush the queue within `timeout` seconds and close the tier; returns whether every operation was done.
 
-        `poll` still tells what became of what was submitted.
+        `poll` still reports the submitted operations.
         """
         self.deletions.repeat()
         flushed = self.executor.close(timeout)
@@ -325,11 +323,11 @@ class TierClient:
 
     @property
     def undeleted(self) -> int:
-        """Blocks that the tier was to forget and, for all that is known, has not."""
+        """Blocks that the tier has not been seen to delete."""
         return len(self.deletions)
 
     def _contained(self, what: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """What a call of the tier answers, or `otherwise` if it raises; the first time is logged."""
+        """What `call` returns, or `otherwise` if it raises; the first error of a kind is logged."""
         try:
             return call()
         except Exception as error:

@@ -1,6 +1,6 @@
-"""What one tier is to forget and, for all that is known, has not forgotten yet.
+"""Blocks that one tier must delete and has not been seen to delete yet.
 
-Owns the deletions under way, and the repetition of those that the tier refused.
+Owns the deletions under way and the repetition of those that the tier refused.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from kvpact.tiers.executor import ControlDone, OpId, TierExecutor
 logger = logging.getLogger(__name__)
 
 REPEAT_SECONDS: Final = 2.0
-"""What a tier refused to forget it is asked to forget again after this time."""
+"""A refused deletion is repeated after this many seconds."""
 
 MAX_DELETIONS: Final = 64
-"""Deletions that a tier is asked for at once; what comes on top of them is put together into one (P12)."""
+"""Deletions under way at once; further ones are combined into one (P12)."""
 
 MIN_DELETED_KEYS: Final = 1 << 16
-"""As many blocks as the longest prompt has may be waiting to be deleted."""
+"""At least this many blocks, those of the longest prompt, may wait for deletion."""
 
 
 class Deletions:
-    """Blocks that a tier is to forget. Lives on the thread of the tier's user; waits for nothing."""
+    """Blocks that a tier must delete. Lives on the thread of the tier's user and never waits."""
 
     def __init__(self, executor: TierExecutor, name: str, clock: Callable[[], float], max_keys: int) -> None:
-        """At most `max_keys` blocks are remembered one by one, or more than one request can have."""
+        """At most `max_keys` blocks, or `MIN_DELETED_KEYS` if that is more, are kept by key."""
         self._executor = executor
         self._name = name
         self._clock = clock
         self._max_keys = max(max_keys, MIN_DELETED_KEYS)
         self._tickets = count(1)
         self._under_way: dict[OpId, tuple[BlockKey, ...] | None] = {}
-        """The blocks of each deletion; None is all that the tier has."""
+        """Deletion -> its blocks; None for all blocks of the tier."""
         self._keys: Counter[BlockKey] = Counter()
-        """Blocks that the tier may not have forgotten yet, and how many deletions each is named in."""
+        """Blocks that the tier may still hold -> the number of deletions that name each."""
         self._refused: dict[BlockKey, None] = {}
-        """Of them, those that it is to be asked to forget once more."""
+        """Those of them whose deletion must be repeated."""
         self.lost_count = False
-        """Whether there were too many of them to remember: nothing that the tier holds is used then."""
+        """Whether there were too many of them to keep: then nothing that the tier holds is used."""
         self._repeat_at = inf
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def first_among(self, keys: Sequence[BlockKey], held: int) -> int:
-        """The position of the first of `keys` that is to be forgotten, among the first `held`; `held` if none is."""
+        """Index of the first of the first `held` keys that waits for deletion; `held` if none does."""
         deleting = self._keys
         return next((at for at in range(held) if keys[at] in deleting), held) if deleting else held
 
     def add(self, keys: Sequence[BlockKey]) -> None:
-        """Have the tier forget these blocks."""
+        """Have the tier delete these blocks."""
         self._keys.update(keys)
         if len(self._keys) > self._max_keys:
             self._lose_count()
@@ -67,9 +67,9 @@ class Deletions:
             self._refuse(keys)
 
     def _lose_count(self) -> None:
-        """Too many blocks to be forgotten are still there: none is used until all are gone.
+        """Too many blocks wait for deletion: the tier is not used until all are gone.
 
-        An exclusive tier is emptied. What others own is not; a shared tier is not used any more.
+        An exclusive tier is emptied. A shared tier, whose blocks belong to others too, is never used again.
         """
         self._forget_all()
         if self._executor.tier.exclusive:
@@ -89,18 +89,18 @@ class Deletions:
         self._executor.submit_control(op_id, lambda tier: tier.clear() if keys is None else tier.delete(keys))
 
     def _refuse(self, keys: Sequence[BlockKey]) -> None:
-        """The tier still has these blocks, for all that is known: it is to be asked again, once for each."""
+        """The tier may still hold these blocks: their deletion is repeated, once for each."""
         self._keys.subtract(key for key in keys if key in self._refused)
         self._refused.update(dict.fromkeys(keys))
         self._repeat_at = min(self._repeat_at, self._clock() + REPEAT_SECONDS)
 
     def repeat_if_due(self, now: float) -> None:
-        """Ask once more for what was refused some time ago."""
+        """Repeat refused deletions after `REPEAT_SECONDS`."""
         if now >= self._repeat_at:
             self.repeat()
 
     def repeat(self) -> None:
-        """Ask once more for what was refused."""
+        """Repeat refused deletions."""
         self._repeat_at = inf
         exclusive = self._executor.tier.exclusive
         if self.lost_count and exclusive and None not in self._under_way.values():
@@ -110,7 +110,7 @@ class Deletions:
             self._submit(keys)
 
     def end(self, done: ControlDone) -> tuple[BlockKey, ...]:
-        """A deletion has ended; which blocks the tier does not have any more."""
+        """End a deletion; returns the blocks that the tier no longer holds."""
         keys = self._under_way.pop(done.op_id)
         if not done.ok:
             self._refuse(keys or ())
@@ -126,7 +126,7 @@ class Deletions:
         return keys
 
     def check(self) -> None:
-        """Verify what is counted, for tests. Raises PactViolation."""
+        """Verify the counts, for tests. Raises PactViolation."""
         named = Counter(key for keys in self._under_way.values() for key in keys or ())
         named.update(self._refused.keys())
         if named != self._keys:

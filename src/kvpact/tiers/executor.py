@@ -1,7 +1,7 @@
 """Host threads that run a tier's blocking reads and writes for the scheduler's thread.
 
-Owns the order (reads first), the bound on bytes waiting to be written, and the moment at which a buffer is nobody's any
-more. Never touches an index or a lease: it reports, on the scheduler's own thread, what became of each ticket.
+Owns the order (reads first), the bound on bytes waiting to be written, and the moment at which a buffer is free again.
+Never touches an index or a lease: it reports the outcome of each operation on the scheduler's own thread.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvpact.tiers.log_once import LogOnce
 logger = logging.getLogger(__name__)
 
 OpId: TypeAlias = Hashable
-"""The caller's own name for one read or write; unique among those under way."""
+"""The caller's own id for one operation; unique among those under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupDone:
-    """A look-up has ended: `held` blocks in a row from the first were there. `ok` and `seconds` as in `GetDone`."""
+    """A look-up has ended: the first `held` blocks were there. `ok` and `seconds` as in `GetDone`."""
 
     op_id: OpId
     held: int
@@ -42,10 +42,10 @@ class LookupDone:
 
 @dataclass(frozen=True, slots=True)
 class GetDone:
-    """A read has ended: `arrived` blocks in a row are in their buffers, and nothing writes to any of them any more.
+    """A read has ended: the first `arrived` blocks are in their buffers, and nothing writes to any buffer.
 
-    `ok` is False if the store did not work, which a miss alone does not show. `seconds` were spent in the tier, without
-    the wait for a thread; 0 if it was not asked.
+    `ok` is False if the store failed, which a miss alone does not show. `seconds` is the time in the tier, without the
+    wait for a thread; 0 if the tier was not asked.
     """
 
     op_id: OpId
@@ -56,7 +56,7 @@ class GetDone:
 
 @dataclass(frozen=True, slots=True)
 class PutDone:
-    """A write has ended or was given up: `stored` blocks in a row are held; the buffers are the caller's again."""
+    """A write has ended or was given up: the first `stored` blocks are held; the buffers are the caller's again."""
 
     op_id: OpId
     stored: int
@@ -78,12 +78,12 @@ Done: TypeAlias = LookupDone | GetDone | PutDone | ControlDone
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """Operations that take too long: these reads and look-ups, whether a write is among them, and what is left."""
+    """Overdue operations: reads and look-ups by id, and whether a write is overdue."""
 
     reads: tuple[OpId, ...] = ()
     writes: bool = False
     everything: bool = False
-    """Whether every thread is stuck in one, so that nothing else can begin."""
+    """Whether overdue operations occupy every thread, so that nothing else can begin."""
 
 
 NOTHING_OVERDUE = Overdue()
@@ -101,18 +101,18 @@ class _Job:
     epoch: Epoch = FIRST_EPOCH
     began: float | None = None
     moved: float = inf
-    """When the tier last gave a sign of life: it was asked, or blocks arrived."""
+    """Time of the last progress: the start of the operation, or the arrival of blocks."""
     arrived: int = 0
     cancelled: bool = False
 
     @property
     def words(self) -> str:
-        """What it is, for logs."""
+        """The operation, for logs."""
         return {PutDone: "write", ControlDone: "control operation"}.get(self.kind, "read")
 
     @property
     def changes(self) -> bool:
-        """Whether it changes what the tier holds; such jobs run one after another."""
+        """Whether it changes the tier's content; such jobs run one after another."""
         return self.kind is PutDone or self.kind is ControlDone
 
     def done(self, blocks: int, ok: bool) -> Done:
@@ -124,37 +124,37 @@ class _Job:
 
 @dataclass(slots=True)
 class _Shared:
-    """What the threads and their owner share. Threads hold only this, so a forgotten queue can be collected.
+    """State that the threads and their owner share. Threads refer only to this, so an unused executor is collected.
 
-    The owner is the scheduler's thread, which takes none of these locks: a thread of ours may hold one while it waits
-    for the interpreter, for milliseconds. What both touch changes in single steps of the interpreter: whoever gets a
-    job out of its deque has it.
+    The owner is the scheduler's thread. It takes none of these locks, because one of our threads may hold a lock while
+    it waits milliseconds for the interpreter. What both sides use changes by atomic operations of the interpreter: the
+    thread that pops a job from its deque owns the job.
     """
 
     gets: deque[_Job] = field(default_factory=deque)
     puts: deque[_Job] = field(default_factory=deque)
     wakes: SimpleQueue[None] = field(default_factory=SimpleQueue)
-    """Wakes one thread each, to look for a job; there may be more than jobs."""
+    """Each entry wakes one thread, which looks for a job; there may be more entries than jobs."""
     under_way: dict[OpId, _Job] = field(default_factory=dict)
     done: deque[Done] = field(default_factory=deque)
     closing: bool = False
     accepted_bytes: int = 0
-    """To be written, ever, without those that were given up; counted by the owner alone."""
+    """Bytes of all writes accepted so far, without cancelled ones; only the owner counts them."""
     writer: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the thread that writes."""
+    """Held by the thread that runs a write."""
     ended_bytes: int = 0
-    """Of `accepted_bytes`, those of writes that have ended; counted by the thread that writes."""
+    """Those of `accepted_bytes` whose writes have ended; the thread that runs them counts."""
     warned: LogOnce = field(default_factory=lambda: LogOnce(logger))
 
 
 class TierExecutor:
     """Runs one tier's `lookup`, `get` and `put` on `threads` daemon threads.
 
-    Every ticket that was accepted is reported by `poll` exactly once, and until then its buffers belong to the queue,
-    also after `cancel` (H21). Writes run one after another, in the order in which they came, so that a chain's head is
-    held before its tail arrives; while one runs, the other threads read. At most `max_write_bytes` wait to be written.
-    With `woken_by_owner`, what was submitted begins with the next `flush` at the latest: a thread that wakes up may
-    have the core of its waker, in the middle of the waker's work.
+    `poll` reports every accepted operation exactly once, and until then its buffers belong to the executor, also after
+    `cancel` (H21). Writes run one after another in the order of their submission, so that a chain's head is held before
+    its tail arrives; while one runs, the other threads read. At most `max_write_bytes` wait to be written.
+    With `woken_by_owner` an operation begins at the next `flush` at the latest, because a thread that wakes up may
+    take the core of its waker in the middle of the waker's work.
     """
 
     def __init__(self, tier: Tier, threads: int, max_write_bytes: int, *, woken_by_owner: bool = False) -> None:
@@ -163,7 +163,7 @@ class TierExecutor:
         self.tier = tier
         self._woken_by_owner = woken_by_owner
         self._unflushed = 0
-        """Jobs submitted since threads were last woken."""
+        """Jobs submitted since the last wake-up of threads."""
         self._max_write_bytes = max_write_bytes
         self._shared = _Shared()
         self._threads = [
@@ -172,11 +172,11 @@ class TierExecutor:
         ]
 
     def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey]) -> None:
-        """Find out how many of `keys` the tier holds. Raises PactViolation if the ticket is under way."""
+        """Look up how many leading `keys` the tier holds. Raises PactViolation if `op_id` is under way."""
         self._submit(_Job(op_id, keys, 0, (), kind=LookupDone))
 
     def submit_get(self, op_id: OpId, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
-        """Read block `start + i` of `keys` into `buffers[i]`. Raises PactViolation if the ticket is under way."""
+        """Read block `start + i` of `keys` into `buffers[i]`. Raises PactViolation if `op_id` is under way."""
         self._submit(_Job(op_id, keys, start, buffers))
 
     def submit_put(
@@ -190,8 +190,8 @@ class TierExecutor:
     ) -> bool:
         """Write block `start + i` from `buffers[i]`, `nbytes` in all, as blocks of `epoch`.
 
-        False if the bytes waiting leave no room for it: then nothing was accepted, no completion follows, and the
-        caller releases what it holds for it at once (H52). Raises PactViolation if the ticket is under way.
+        Returns False if the waiting bytes leave no room for it: then nothing was accepted, no completion follows, and
+        the caller releases the blocks at once (H52). Raises PactViolation if `op_id` is under way.
         """
         if not self.has_room(nbytes):
             return False
@@ -201,8 +201,8 @@ class TierExecutor:
     def submit_control(self, op_id: OpId, operation: Callable[[Tier], object]) -> None:
         """Call `operation(tier)` after the writes that were submitted before it.
 
-        It is begun at once, also by an owner who wakes threads himself: no request waits for its end, and so perhaps no
-        other step follows. Raises PactViolation if the ticket is under way.
+        It begins at once, also with `woken_by_owner`: no request waits for its end, so no later step may come to flush
+        it. Raises PactViolation if `op_id` is under way.
         """
         self._submit(_Job(op_id, (), 0, (), kind=ControlDone, control=operation))
         self.flush()
@@ -222,17 +222,17 @@ class TierExecutor:
             self.flush()
 
     def flush(self) -> None:
-        """Wake threads for what was submitted since the last call. Costs next to nothing if that is nothing."""
+        """Wake threads for the operations submitted since the last call. Almost free if there are none."""
         for _ in range(min(self._unflushed, len(self._threads))):
             self._shared.wakes.put(None)
         self._unflushed = 0
 
     def progress(self, op_id: OpId) -> int:
-        """How many blocks of a read under way are in their buffers, verified; for use when a deadline passes."""
+        """Number of verified blocks in the buffers of a read under way; for use when a deadline passes."""
         return job.arrived if (job := self._shared.under_way.get(op_id)) is not None else 0
 
     def cancel(self, op_id: OpId) -> bool:
-        """It is wanted no more; whether it is never begun. If it has begun, a read may end early, and a write goes on.
+        """Cancel an operation; returns whether it had not begun. One that has begun goes on; a read may end early.
 
         It is reported like any other. Control operations cannot be cancelled.
         """
@@ -249,12 +249,12 @@ class TierExecutor:
         return True
 
     def cancel_waiting_reads(self) -> None:
-        """Cancel all reads and look-ups that no thread has begun."""
+        """Cancel all reads and look-ups that have not begun."""
         for job in list(self._shared.gets):
             self.cancel(job.op_id)
 
     def overdue(self, seconds: float) -> Overdue:
-        """What the tier has been busy with for more than so many seconds without a sign of life."""
+        """The operations without progress for more than `seconds`."""
         if not self._shared.under_way:
             return NOTHING_OVERDUE
         before = time.monotonic() - seconds
@@ -264,11 +264,11 @@ class TierExecutor:
 
     @property
     def has_completions(self) -> bool:
-        """Whether `poll` would tell anything."""
+        """Whether `poll` would report anything."""
         return bool(self._shared.done)
 
     def poll(self) -> Iterator[Done]:
-        """What has ended by now, once each; what the caller does not take stays for a later call. Never waits."""
+        """Each ended operation, once. Those that the caller does not consume stay for a later call. Never waits."""
         done = self._shared.done
         for _ in range(len(done)):
             yield done.popleft()
@@ -279,19 +279,19 @@ class TierExecutor:
         return self._shared.accepted_bytes - self._shared.ended_bytes
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a write of so many bytes would be accepted now."""
+        """Whether a write of `nbytes` would be accepted now."""
         return self.pending_write_bytes + nbytes <= self._max_write_bytes
 
     @property
     def under_way(self) -> int:
-        """Tickets accepted and not yet ended."""
+        """Number of operations accepted and not yet ended."""
         return len(self._shared.under_way)
 
     def close(self, timeout: float) -> bool:
         """Drop waiting reads, finish waiting writes within `timeout` seconds, then give up on them (H56).
 
-        True if all threads have ended. If not, one is stuck in the tier: its buffers must not be reused, and its ticket
-        is reported if it ever ends. `poll` still tells what became of the others. Idempotent.
+        Returns whether all threads have ended. If not, one hangs in the tier: its buffers must not be reused, and its
+        operation is reported if it ever ends. `poll` still reports the others. Idempotent.
         """
         shared = self._shared
         deadline = time.monotonic() + timeout
@@ -323,13 +323,13 @@ def _take(waiting: deque[_Job]) -> _Job | None:
 
 
 def _finish(shared: _Shared, job: _Job, blocks: int, ok: bool = True) -> None:
-    """Report the end of a job that the caller has, exactly once."""
+    """Report the end of a job that the calling thread owns."""
     del shared.under_way[job.op_id]
     shared.done.append(job.done(blocks, ok))
 
 
 def _next_job(shared: _Shared) -> _Job | None:
-    """The next thing to do: a read if there is one, else the oldest write if none runs. None when closing."""
+    """The next job: a read if there is one, else the oldest write if none runs. None when closing."""
     while True:
         if (job := _take(shared.gets)) is not None:
             return job
@@ -338,7 +338,7 @@ def _next_job(shared: _Shared) -> _Job | None:
                 return job
             shared.writer.release()
         if shared.closing and not shared.puts:
-            shared.wakes.put(None)  # the next thread is to see it too
+            shared.wakes.put(None)  # for the next thread
             return None
         shared.wakes.get()
 
@@ -350,7 +350,7 @@ def _work(tier: Tier, shared: _Shared) -> None:
         try:
             blocks = _run(tier, job)
             ok = job.control is not None or (tier.health().ok if job.changes else tier.health().readable)
-        except Exception as error:  # a tier's defect costs this ticket, never the thread or the engine
+        except Exception as error:  # a tier's defect costs this operation, never the thread or the engine
             _log_once(tier, shared, job, error)
         if job.changes:
             shared.ended_bytes += job.write_bytes
@@ -361,7 +361,7 @@ def _work(tier: Tier, shared: _Shared) -> None:
 
 
 def _log_once(tier: Tier, shared: _Shared, job: _Job, error: Exception) -> None:
-    """What a job failed at: a line where the tier says why, all there is to know where it should not have raised."""
+    """Log why a job failed: one line for a TierError, with the traceback for an error that no tier should raise."""
     if isinstance(error, TierError):
         text = "tier %s: a %s was refused: %s; further ones are not logged"
         shared.warned.log(f"{job.words} refused", logging.WARNING, text, tier.name, job.words, error)
@@ -372,7 +372,7 @@ def _log_once(tier: Tier, shared: _Shared, job: _Job, error: Exception) -> None:
 
 
 def _run(tier: Tier, job: _Job) -> int:
-    """How many blocks it was, of those that were asked for."""
+    """Run the job; returns the number of blocks that were held, arrived or stored."""
     if job.control is not None:
         job.control(tier)
         return 0
@@ -390,7 +390,7 @@ def _run(tier: Tier, job: _Job) -> int:
 
 
 def checked_answer(blocks: int, most: int) -> int:
-    """How many of `most` blocks that it was asked for a tier has. Raises TierError for what cannot be."""
+    """`blocks`, a tier's answer about `most` blocks. Raises TierError if it is impossible."""
     if not 0 <= blocks <= most:
         raise TierError(f"of {most} blocks it names {blocks}")
     return int(blocks)

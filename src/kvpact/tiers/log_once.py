@@ -1,4 +1,4 @@
-"""What a tier fails at: logged once for each kind, and remembered until it is over."""
+"""Errors of a tier: logged once for each kind, and kept until the operation works again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from kvpact.tiers.base import TierHealth
 
 MAX_KINDS: Final = 20
-"""Kinds of events that are logged; a damaged disk can think of many."""
+"""At most this many kinds of events are logged; a damaged disk can produce many."""
 
 
 class LogOnce:
@@ -19,14 +19,14 @@ class LogOnce:
         self._kinds: set[str] = set()
 
     def log(self, kind: str, level: int, message: str, *arguments: object, error: Exception | None = None) -> None:
-        """With `error`, its traceback too."""
+        """Log `message`, with the traceback of `error` if given."""
         if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
             self._kinds.add(kind)
             self._logger.log(level, message, *arguments, exc_info=error)
 
 
 class LastErrors:
-    """What a tier fails at now, by kind: "read", "write", or what leaves it well."""
+    """The current errors of a tier by kind: "read", "write", or a kind that does not make it unhealthy."""
 
     def __init__(self, logger: logging.Logger, who: str) -> None:
         """`who` begins each line: "disk tier"."""
@@ -35,16 +35,16 @@ class LastErrors:
         self._errors: dict[str, str] = {}
 
     def warn_once(self, kind: str, message: str) -> None:
-        """Something that is over at once."""
+        """Log an event that leaves the tier healthy."""
         self._warned.log(kind, logging.WARNING, "%s: %s", self._who, message)
 
     def add(self, kind: str, message: str) -> None:
-        """Something fails, until `clear` says that it works again."""
+        """Note that an operation fails, until `clear`."""
         self._errors[kind] = message
         self.warn_once(kind, message)
 
     def clear(self, kind: str) -> None:
-        """It works."""
+        """Note that the operation works again."""
         self._errors.pop(kind, None)
 
     def health(self) -> TierHealth:

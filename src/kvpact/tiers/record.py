@@ -1,4 +1,4 @@
-"""How one stored block is framed, and how a record proves that it is whole.
+"""How one stored block is framed, and how a record is verified.
 
 Owns the 256-byte header that goes before (or, in a slab, beside) every stored payload. Never does I/O.
 """
@@ -40,14 +40,14 @@ _NO_SEAL = bytes(_SEAL_BYTES)
 
 
 class RecordError(KvpactError):
-    """Stored bytes are not the record they should be; the message says in which way. Always a miss, never served."""
+    """Stored bytes are not the expected record; the message says why. Always a miss, never served."""
 
 
 class RecordMac:
-    """How a record proves that it is whole and, with a key, that one of ours wrote it.
+    """The checksum of a record and, with a key, the proof that an engine with the key wrote it.
 
-    Without a key payloads carry xxh3-128: damage is found, a forger is not. With one, payloads and headers carry keyed
-    BLAKE3, so whoever can write to the store but does not have the key cannot plant a record (H80).
+    Without a key payloads carry xxh3-128, which finds damage but no forgery. With one, payloads and headers carry keyed
+    BLAKE3, so a writer without the key cannot plant a record (H80).
     """
 
     __slots__ = ("_key",)
@@ -58,7 +58,7 @@ class RecordMac:
 
     @classmethod
     def from_secret(cls, secret: bytes) -> RecordMac:
-        """With a key derived from whatever a key file holds. Raises ValueError for less than 16 bytes."""
+        """With a key derived from the content of a key file. Raises ValueError for less than 16 bytes."""
         if len(secret) < 16:
             raise ValueError(f"a record key has 16 bytes or more, not {len(secret)}")
         return cls(blake3(secret, derive_key_context="kvpact 2026-11 record seal").digest())
@@ -95,7 +95,7 @@ def require_sizes(buffers: Sequence[BlockBuffer], nbytes: int, whose: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What is known of one stored block without reading its payload.
+    """What a store knows of one block without reading its payload.
 
     `parent` is the key of the block before it, b"" for a request's first. `depth` is the block's index in its request.
     `length` is the payload's size in bytes and `digest` 16 bytes over it, by the record's seal. Times are seconds since
@@ -145,10 +145,10 @@ class RecordHeader:
     ) -> RecordHeader:
         """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
 
-        None takes any namespace, any length or any seal: for tools that look at a store and are no part of an engine.
+        None accepts any namespace, length or seal, for tools outside an engine.
 
         Raises:
-            RecordError: naming the first thing that is wrong.
+            RecordError: names the first field that is wrong.
         """
         if len(raw) != HEADER_BYTES:
             raise RecordError(f"a record header has {HEADER_BYTES} bytes, not {len(raw)}")
@@ -186,7 +186,7 @@ def written_in_older_format(raw: bytes | memoryview) -> float | None:
         or xxhash.xxh3_64_intdigest(raw[:_CHECKED_BYTES]) != _CHECKSUM.unpack_from(raw, _CHECKED_BYTES)[0]
     ):
         return None
-    magic, version, _, _, _, written, *_ = _FIELDS.unpack_from(raw)  # which stand there in all formats up to this one
+    magic, version, _, _, _, written, *_ = _FIELDS.unpack_from(raw)  # at the same places in all formats up to this one
     return float(written) if magic == RECORD_MAGIC and version < RECORD_FORMAT else None
 
 

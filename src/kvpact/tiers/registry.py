@@ -1,7 +1,7 @@
 """From a tier's URL to the tier: the kinds that kvpact brings, and those that other packages add.
 
-Owns the table of kinds and the entry-point group `kvpact.tiers`. Loads a kind's module only when one of its URLs is
-opened, so that nobody needs the client of a store that he does not use.
+Owns the entry-point group `kvpact.tiers`. Imports a kind's module only when one of its URLs is opened, so that no
+client of an unused store need be installed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class TierContext:
 
 
 OpenTier: TypeAlias = "Callable[[TierURL, TierContext], Tier]"
-"""What an entry point of the group `kvpact.tiers` names. It raises TierError, with one message for people."""
+"""The function that an entry point of the group `kvpact.tiers` names. Raises TierError with one line for people."""
 
 
 class OpenStore(Protocol):
-    """What opens a kind of store; see `open_store`."""
+    """The function that opens a kind of store; see `open_store`."""
 
     def __call__(self, url: TierURL, *, for_tool: bool) -> RecordStore: ...
 
@@ -46,8 +46,8 @@ class OpenStore(Protocol):
 def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
     """The store behind a shared tier's URL. Raises TierError.
 
-    `for_tool`: for a person who looks. Nothing is made, evicted, kept for longer or lent by opening, asking, reading
-    and closing; `remove` alone changes what is there, and nothing is written.
+    With `for_tool`, for tools: opening, asking, reading and closing create, evict, lend and prolong nothing. Only
+    `remove` changes the store.
     """
     backend = BACKEND_OF.get(url.scheme)
     if backend is None or not backend.shared:
@@ -65,7 +65,7 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     """The tier at a URL, for one engine's blocks.
 
     Raises:
-        TierError: with one message for people; the engine serves on without this tier.
+        TierError: one line for people; the engine goes on without this tier.
     """
     backend = BACKEND_OF.get(url.scheme)
     if backend is not None and not backend.shared:
@@ -77,7 +77,7 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
             return cast(OpenTier, entry.load())(url, place)
         except TierError:
             raise
-        except Exception as error:  # somebody else's code must not cost the engine
+        except Exception as error:  # another package's error must not end the engine
             raise TierError(f"{entry.value} cannot open {url}: {type(error).__name__}: {error}") from error
     raise TierError(f"no installed package opens {url}: none has an entry point {url.scheme!r} in {ENTRY_POINTS}")
 
@@ -86,7 +86,7 @@ def load_seal(path: Path | None) -> RecordMac:
     """The seal of a record key file; without one, none.
 
     Raises:
-        ConfigError: it cannot be read, or holds too little; the engine does not start, rather than trust everybody.
+        ConfigError: it cannot be read, or is too short; the engine then does not start, rather than trust every writer.
     """
     if path is None:
         return UNSEALED

@@ -1,7 +1,7 @@
 """Where tiers are, as URLs such as `disk:///var/cache/kvpact?capacity=200GiB`.
 
-Owns the check of a URL against what its kind must and may say, so that a slip is found before anything is opened, and
-the rule that no credential is ever shown.
+Owns the check of a URL against the rules of its kind, so that a mistake is found before anything is opened, and the
+rule that no credential is ever shown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TierURL:
     options: Mapping[str, str]
     """Percent-decoded, checked against what the scheme knows."""
     host: str = field(default="", repr=False)
-    """What stands between "//" and the path, as it was written; it may hold a credential."""
+    """The text between "//" and the path, unchanged; it may hold a credential."""
 
     @property
     def capacity(self) -> int:
@@ -61,14 +61,14 @@ class TierURL:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What two tiers must not share: scheme, host without credentials, path."""
+        """Scheme, host without credentials, and path, which no two tiers may share."""
         return self.scheme, self.host.rpartition("@")[2], self.path.rstrip("/")
 
     @property
     def holds_secret(self) -> bool:
         """Whether a password, or an option that may be a secret, stands in the URL itself.
 
-        A user's name alone is none where kvpact knows the kind of tier, and the name of a file with a secret is none.
+        The name of a file with a secret is no secret, nor is a user's name alone in a URL of a kind that kvpact knows.
         """
         user = self.host.rpartition("@")[0]
         if user and (":" in user or self.scheme not in SCHEMES):
@@ -94,7 +94,7 @@ def other_schemes() -> set[str]:
 
 
 def parse_tier_url(value: object) -> TierURL:
-    """Read and check one tier URL; one of a kind that another package adds is checked by that package, when opened.
+    """Parse and check one tier URL. Another package checks the URLs of its kinds when it opens them.
 
     Raises:
         ValueError: unknown scheme or option, relative path, missing host, missing or impossible capacity.
@@ -148,7 +148,7 @@ def _check(url: TierURL, rules: UrlRules) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown `name`: the likely slip, or all that is known."""
+    """The end of a message about an unknown `name`: the most similar known one, or all of them."""
     candidates = list(known)
     near = difflib.get_close_matches(name.lower(), candidates, n=1, cutoff=0.7)
     return f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(candidates)}"

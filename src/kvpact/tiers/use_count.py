@@ -1,6 +1,6 @@
-"""Keeps something open while it is used.
+"""Keeps a resource open while it is used.
 
-Owns the count of uses under way and the moment at which the last one lets go.
+Owns the count of uses under way and the moment at which the last one ends.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 class UseCount:
-    """Uses of something by several threads; once it is stopped and nobody uses it any more, `let_go` is called."""
+    """Uses of a resource by several threads; `let_go` is called after the stop, when the last use has ended."""
 
     def __init__(self, let_go: Callable[[], object]) -> None:
         self._let_go = let_go
         self._lock = threading.Lock()
         self._count = 0
         self.stopped = False
-        """Whether no further use begins."""
+        """Whether no further use may begin."""
 
     def one(self) -> AbstractContextManager[bool]:
-        """Whether it may be used until the end of this."""
+        """A use: gives whether the resource may be used within the context."""
         return self._use(last=False)
 
     def the_last(self) -> AbstractContextManager[bool]:
-        """No further use begins, but this one; False if it was stopped before. At its end the others are waited for."""
+        """The last use that begins; gives False if there was one. `let_go` follows when all uses have ended."""
         return self._use(last=True)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Reads and writes of several pieces of memory at one place in a file, to the end."""
+"""Complete reads and writes of several pieces of memory at one offset of a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _IOV_MAX: Final = 1024
 
 
 def completely(call: VectoredCall, descriptor: int, views: list[memoryview], offset: int) -> int:
-    """Repeat `call` until all of `views` is moved or the file ends; return the bytes moved. Uses up `views`."""
+    """Repeat `call` until all of `views` are moved or the file ends; return the bytes moved. Consumes `views`."""
     moved = 0
     views.reverse()
     while views:

@@ -1,4 +1,4 @@
-"""The lock of the writer that evicts in a shared directory, and who of its writers is dead.
+"""The lock of the writer that evicts in a shared directory, and the test whether a writer is dead.
 
 Owns the lock's file and the names of writers. Never waits for another writer.
 """
@@ -16,7 +16,7 @@ from kvpact.own_files import Access, closing
 from kvpact.tiers.directory import files
 
 LEASE_SECONDS: Final = 10.0
-"""An evictor that has not moved its lock for so long is taken for dead by whoever watched it."""
+"""A writer that sees an evictor's lock unchanged for this long takes the evictor for dead."""
 
 _WRITER: Final = re.compile(r"(?P<host>.+\+\d+)\+(?P<pid>\d+)\+[0-9a-f]{8}")
 _LONGEST_NAME: Final = 4096
@@ -24,7 +24,7 @@ _RENEW_SECONDS: Final = 1.0
 
 
 def host() -> str:
-    """This host and, because containers may share its name, this space of process ids."""
+    """This host and, because containers may share its name, this namespace of process ids."""
     with suppress(OSError):
         return f"{os.uname().nodename}+{os.stat('/proc/self/ns/pid').st_ino}"
     return f"{os.uname().nodename}+0"
@@ -42,7 +42,7 @@ def died_here(writer: str) -> bool:
 
 
 class EvictorLock:
-    """A file that one writer has at a time. It is broken if its owner died, so two may have it: both then evict."""
+    """A file that one writer holds at a time. It is broken if its owner seems dead, so two may hold it and evict."""
 
     def __init__(self, path: Path, access: Access, writer: str) -> None:
         self._path = path
@@ -53,7 +53,7 @@ class EvictorLock:
         self._renewed = 0.0
 
     def acquire(self) -> bool:
-        """Whether it is ours now. Raises OSError."""
+        """Try to take the lock; returns whether it is ours. Raises OSError."""
         for _ in range(2):
             try:
                 descriptor = self._access.create(self._path)
@@ -69,7 +69,7 @@ class EvictorLock:
         return False
 
     def _owner_is_dead(self) -> bool:
-        """Whether it died on this host, or its lock has not moved for a lease by this host's clock alone."""
+        """Whether it died on this host, or did not renew its lock for `LEASE_SECONDS` of this host's clock."""
         status = files.status(self._path)
         if status is None:
             return False
@@ -81,10 +81,10 @@ class EvictorLock:
         return time.monotonic() - self._watched_since > LEASE_SECONDS
 
     def renew(self) -> None:
-        """Show that its owner is alive; costs nothing if that was done a moment ago."""
+        """Show that the owner is alive; almost free if it did so a moment ago."""
         if time.monotonic() - self._renewed > _RENEW_SECONDS:
             self._renewed = time.monotonic()
-            with suppress(FileNotFoundError):  # somebody took this evictor for dead; two of them do no harm
+            with suppress(FileNotFoundError):  # another writer took this one for dead; two evictors do no harm
                 os.utime(self._path)
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
-"""Files of a directory that many hosts mount: read, written, named and removed, where each may be gone by now.
+"""Files of a directory that many hosts mount: read, written, renamed and removed, each possibly gone by then.
 
-Owns what a record's file is called and the system calls that make, read and remove it. Knows no capacity.
+Owns the name of a record's file and the system calls that create, read and remove it. Knows no capacity.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP
 
 
 class _UnlessGone:
-    """Ends what is done with a file that turns out to be gone; other errors are raised."""
+    """A context that ends early, without an error, if its file is gone; other errors are raised."""
 
     def __enter__(self) -> None:
         pass
@@ -33,13 +33,13 @@ _UNLESS_GONE: Final = _UnlessGone()
 
 
 def path_of(root: Path, name: str) -> Path:
-    """Where a record is, by its name."""
+    """The path of a record's file."""
     group, _, rest = name.partition("/")
     return root / group / rest[:2] / rest
 
 
 def records(root: Path, group: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every file that is a record by its place and name; whatever else lies in the directory is left alone."""
+    """Every file that is a record by its path; other files in the directory are ignored."""
     groups = [group] if group else [name for name in _list(root) if not name.startswith(".")]
     for its_group in groups:
         for part in _list(root / its_group):
@@ -50,14 +50,14 @@ def records(root: Path, group: str = "") -> Iterator[tuple[str, os.DirEntry[str]
 
 
 def status(path: Path) -> os.stat_result | None:
-    """None if there is no such file."""
+    """The file's status; None if there is no such file."""
     with _UNLESS_GONE:
         return os.stat(path)
     return None
 
 
 def read_record(path: Path, buffer: RecordBuffer) -> bool:
-    """Whether it was there and has exactly that length."""
+    """Read a file; returns whether it was there with exactly the buffer's length."""
     with _UNLESS_GONE, closing(open_own(path, os.O_RDONLY)) as descriptor:
         nbytes = sum(piece.nbytes for piece in buffer)
         views = [piece.cast("B") for piece in buffer]
@@ -73,7 +73,7 @@ def beginning(path: Path, most: int) -> bytes | None:
 
 
 def write_new(path: Path, pieces: RecordPieces, used_ns: int) -> None:
-    """A file that was not there, last used at `used_ns`, on disk when this returns."""
+    """Create a file, last used at `used_ns`; it is on disk when this returns."""
     with closing(PRIVATE.create(path)) as descriptor:
         completely(os.pwritev, descriptor, [memoryview(piece).cast("B") for piece in pieces], 0)
         os.utime(descriptor, ns=(used_ns, used_ns))
@@ -81,12 +81,12 @@ def write_new(path: Path, pieces: RecordPieces, used_ns: int) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a complete file its name. The directory is not synced: a name lost with the power is a block not there."""
+    """Give a complete file its name. The directory is not synced: a power cut may lose the name, which is a miss."""
     os.rename(temporary, path)
 
 
 def remove(path: Path | str) -> bool:
-    """Whether it was there."""
+    """Remove a file; returns whether it was there."""
     with _UNLESS_GONE:
         os.unlink(path)
         return True

@@ -1,7 +1,7 @@
 """How many bytes all writers of a shared directory may keep there together: the ledger, and eviction.
 
-Owns the writers' counters, the snapshot of what was found last, and the evictor that any of them may become. Never
-locks a record, and never waits for another writer longer than `EVICTOR_TIMEOUT_SECONDS`.
+Owns the writers' counters, the last snapshot of usage, and the evictor that any writer may become. Never locks a
+record, and waits for another writer for at most `EVICTOR_TIMEOUT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from kvpact.tiers.directory.evictor_lock import EvictorLock, died_here, new_writ
 from kvpact.tiers.shared.store import key_of
 
 CONTROL: Final = ".kvpact"
-"""Beside the groups: what the writers know of each other, and records that are being written."""
+"""The folder beside the groups for the writers' counters and for records that are being written."""
 
 CONTROL_BYTES: Final = 4096
-"""What the files of the ledger are taken to need; they are part of the capacity."""
+"""Assumed size of the ledger's files, which are part of the capacity."""
 
 TOUCH_SECONDS: Final = 60.0
-"""A record that is used gets a new time at most so often."""
+"""A used record gets a new time at most once in this many seconds."""
 
 TOUCH_SHARE: Final = 8
-"""...or, where records live shorter than some minutes, once in this part of such a life, so that order means use."""
+"""Where records live only minutes, at most once in this part of their life, so that the order still shows use."""
 
 EVICTOR_TIMEOUT_SECONDS: Final = 2.0
-"""How long a write waits for another writer's evictor before it is dropped."""
+"""A write waits this many seconds for another writer's evictor, then it is dropped."""
 
 SLACK_SHARE: Final = 16
-"""An evictor frees this part of the capacity more than is needed, so that not every write needs one."""
+"""An evictor frees this part of the capacity more than needed, so that not every write must evict."""
 
 ABANDONED_SECONDS: Final = 3600.0
-"""What a writer on another host has not changed for so long is taken to be left behind by a dead one."""
+"""A file that a writer on another host has not changed for this long counts as left by a dead writer."""
 
 _COUNTER: Final = struct.Struct("<QQ")
 _MAX_SNAPSHOT: Final = 4 << 20
-"""Bytes of a snapshot with 40,000 writers; one that is larger is none."""
+"""Bytes of a snapshot with 40,000 writers; a larger file is not read."""
 _RETRY_SECONDS: Final = 0.02
 
 
 class UsageSnapshot(msgspec.Struct, frozen=True):
-    """What the last evictor found and left."""
+    """Usage as the last evictor left it."""
 
     used_bytes: int
     settled: dict[str, int]
-    """How many of each writer's bytes the evictor may have seen: what that writer had settled before."""
+    """Writer -> its settled bytes before the evictor looked, which the evictor may have seen."""
     life_seconds: float
     """How long the record that was evicted last had not been used; a lower bound of how long records live."""
 
 
 class Quota:
-    """What the writers of a directory have written and reserved, kept within `capacity_bytes`. Raises OSError.
+    """The bytes that all writers of a directory have written and reserved, kept within `capacity_bytes`.
 
-    See `DirectoryStore` for what is promised. Each store is one of them.
+    See `DirectoryStore` for its guarantees. Each store is one writer. Methods raise OSError.
     """
 
     def __init__(self, root: Path, access: Access, capacity_bytes: int) -> None:
@@ -74,7 +74,7 @@ class Quota:
         self.evicted = 0
         """Records that this writer removed to make room."""
         self.touch_seconds = TOUCH_SECONDS
-        """A record that is used gets a new time at most so often."""
+        """A used record gets a new time at most once in this many seconds."""
         self._root = root
         self._access = access
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class Quota:
         self._settled = 0
 
     def recover(self) -> None:
-        """Make the folders of the ledger, and count and remove what dead writers left."""
+        """Create the ledger's folders; count and remove the files of dead writers."""
         for directory in (self._control, self._temporaries, self._counters):
             self._access.make_folder(directory)
         _remove_all(self._abandoned(self._temporaries))
@@ -98,13 +98,13 @@ class Quota:
             self._fold_dead_writers()
 
     def new_file(self) -> Path:
-        """A name for a file that is being written; it goes if this process dies."""
+        """A path for a file that is being written; it is removed after this process has died."""
         return self._temporaries / f"{self.writer}.{next(self._numbers)}"
 
     # The ledger: what all writers together have written and reserved
 
     def reserve(self, sizes: Sequence[int], time_ns: int) -> int:
-        """Reserve room for the first of these records, for as many as there is room for; how many."""
+        """Reserve room for as many leading records as fit; returns their number."""
         deadline = time.monotonic() + EVICTOR_TIMEOUT_SECONDS
         granted, hopeless = len(sizes), False
         while granted:
@@ -123,8 +123,8 @@ class Quota:
         return granted
 
     def try_reserve(self, nbytes: int) -> int:
-        """Reserve so much, if there is room; how much room there is for it."""
-        # First said, then asked: of two writers that do so at once, one at least sees the other.
+        """Reserve `nbytes` if there is room; returns the room there is."""
+        # Write the own counter first, then read the others': of two concurrent writers at least one sees the other.
         self._count(reserved=nbytes)
         room = 0
         try:
@@ -135,19 +135,19 @@ class Quota:
         return room
 
     def settle(self, nbytes: int) -> None:
-        """What was reserved is written, or never will be: the next evictor sees what there is of it."""
+        """The reserved bytes are written or given up: from now on the next evictor can see them."""
         self._count(settled=nbytes)
 
     def _count(self, *, reserved: int = 0, settled: int = 0) -> None:
         with self._lock:
-            # What cannot be written down is not reserved, and given back all the same: the next call writes it.
+            # If the counter cannot be written, nothing is reserved; a release is kept and the next call writes it.
             self._settled += settled
             self._reserved += min(reserved, 0)
             counter = _COUNTER.pack(self._reserved + max(reserved, 0), self._settled)
             # Opened anew each time: closing is what makes a file's content visible to the other hosts of an NFS.
             with closing(self._access.open(self._counters / self.writer, os.O_WRONLY)) as descriptor:
                 os.pwrite(descriptor, counter, 0)
-                if reserved > 0:  # what is written now counts, also after a power cut
+                if reserved > 0:  # a reservation must survive a power cut
                     os.fsync(descriptor)
             if reserved > 0 and not self._reserved:
                 sync_folder(self._counters)
@@ -163,15 +163,15 @@ class Quota:
         return counted
 
     def snapshot(self) -> UsageSnapshot | None:
-        """What was found last; None if that is not to be read, or nobody was here yet."""
+        """The last snapshot; None if it is unreadable or does not exist yet."""
         try:
             return msgspec.json.decode(files.beginning(self._snapshot_path, _MAX_SNAPSHOT) or b"", type=UsageSnapshot)
         except msgspec.DecodeError:
             return None
 
     def used_bytes(self) -> int:
-        """Bytes that are used or reserved; more than there are, never less."""
-        # Counters first: one that is removed in between is part of what is found then.
+        """Upper bound of the bytes that are used or reserved."""
+        # Counters first: one that is removed in between is part of the snapshot read after it.
         counted = self.counted()
         found = self.snapshot()
         if found is None:
@@ -182,8 +182,8 @@ class Quota:
     def _fold_dead_writers(self) -> None:
         """Count what dead writers have reserved as used, and remove their counters.
 
-        Nothing if somebody evicts: whoever opens the directory next does it. A kill at any moment, and a power cut,
-        leave each byte counted once at least.
+        Does nothing while a writer evicts; the next writer that opens the directory does it. After a kill at any moment
+        or a power cut each byte is still counted at least once.
         """
         dead = self._abandoned(self._counters)
         if not dead or not self.lock.acquire():
@@ -193,7 +193,7 @@ class Quota:
             if known is not None:
                 folded = {path.name: counted[path.name] for path in dead if path.name in counted}
                 used = known.used_bytes + _since(folded, known.settled)
-                # Until they are removed, their counters say nothing new.
+                # Until they are removed, their counters add nothing.
                 settled = {name: known.settled.get(name, 0) for name in counted}
                 settled |= {name: reserved for name, (reserved, _) in folded.items()}
                 self._write_snapshot(UsageSnapshot(used, settled, known.life_seconds))
@@ -205,22 +205,22 @@ class Quota:
     # The evictor
 
     def _evict(self, wanted: int, before_ns: int) -> int | None:
-        """Take stock and evict until there are `wanted` bytes, nothing used after `before_ns`; how many records went.
+        """List all records and evict until `wanted` bytes are free; returns the number evicted.
 
-        None if somebody else is at it.
+        Evicts nothing used after `before_ns`. None if another writer evicts.
         """
         if not self.lock.acquire():
             return None
         try:
             _remove_all(self._abandoned(self._temporaries))
-            # Their files are found below; only then, once that is written down, may their counters go.
+            # Their files are counted below; their counters may be removed only after the snapshot is written.
             abandoned = self._abandoned(self._counters)
             known = self.snapshot()
             counted = self.counted()
             settled = {name: done for name, (_, done) in counted.items()}
             gone = {path.name for path in abandoned}
-            # What is to be freed is known in the end, and not more than what the ledger says: the oldest files worth
-            # that many bytes are candidates, so that not every name is kept.
+            # The bytes to free are known only after the listing, and at most what the ledger says: the oldest files of
+            # that size together are candidates, so that not every name is kept.
             target = self.capacity_bytes - min(wanted, self.capacity_bytes) - self.capacity_bytes // SLACK_SHARE
             most = known.used_bytes + _since(counted, known.settled) - target if known else self.capacity_bytes
             used, candidates = self._oldest(before_ns, most)
@@ -246,9 +246,9 @@ class Quota:
             self.lock.release()
 
     def _oldest(self, before_ns: int, nbytes: int) -> tuple[int, list[tuple[int, int, int, str]]]:
-        """Bytes in use, and the records to be evicted first: at least `nbytes` of them, if there are so many."""
+        """Bytes in use, and the records to evict first: at least `nbytes` of them if there are that many."""
         used = CONTROL_BYTES
-        heap: list[tuple[int, int, int, str]] = []  # the most recently used first; of the same time, the first made
+        heap: list[tuple[int, int, int, str]] = []  # most recently used first; at equal times the earliest created
         held = 0
         for name, entry in files.records(self._root):
             self.lock.renew()
@@ -270,19 +270,19 @@ class Quota:
         replace_own(self._snapshot_path, content, self._access, beside=self.new_file(), durable=True)
 
     def _abandoned(self, directory: Path) -> list[Path]:
-        """What dead writers left behind there: records that they were writing, or their counters."""
+        """Files of dead writers there: unfinished records, or their counters."""
         paths = [directory / name for name in os.listdir(directory) if not name.startswith(self.writer)]
         return [path for path in paths if self._is_abandoned(path)]
 
     def _is_abandoned(self, path: Path) -> bool:
         if died_here(path.name):
             return True
-        # Also of a writer on this host: a process may have got the number of a dead one.
+        # Also for a writer on this host: a new process may have the pid of a dead one.
         status = files.status(path)
         return status is not None and time.time() - status.st_ctime > ABANDONED_SECONDS
 
     def close(self) -> None:
-        """Leave no counter behind, unless the ledger still needs it. Raises OSError."""
+        """Remove this writer's counter, unless the ledger still needs it."""
         with self._lock:
             found = self.snapshot() if self._reserved == self._settled else None
             if found is not None and found.settled.get(self.writer, 0) == self._settled:
@@ -295,5 +295,5 @@ def _remove_all(paths: Iterable[Path]) -> None:
 
 
 def _since(counted: Mapping[str, tuple[int, int]], settled: Mapping[str, int]) -> int:
-    """Bytes that writers have reserved since these were settled; what was settled later is none of them."""
+    """Bytes that the writers in `counted` have reserved since `settled`."""
     return sum(max(0, reserved - settled.get(name, 0)) for name, (reserved, _) in counted.items())

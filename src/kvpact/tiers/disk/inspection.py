@@ -1,6 +1,6 @@
-"""What lies in a directory of slabs, and whether it is sound: for tools and people, beside a running engine.
+"""What a directory of slabs holds and whether it is sound: for tools and people, beside a running engine.
 
-Owns reports. Never writes, and waits for nobody's lock, so an engine may use it meanwhile.
+Owns reports. Never writes and never waits for a lock, so an engine may use the directory meanwhile.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at
 
 @dataclass(frozen=True, slots=True)
 class SlabSummary:
-    """One slab as its superblock and header table describe it. `problem` is "" or says why nothing can be told.
+    """One slab as its superblock and header table describe it. `problem` is "" or says why it cannot be read.
 
-    `blocks` are sound headers, `payload_bytes` what they stand for, ages are seconds since a block was written (0 if
-    there is none). `in_use_by` is the pid of the engine that has it open, 0 if that cannot be told, None if none has.
+    `blocks` counts sound headers, `payload_bytes` is the size of their payloads, ages are seconds since a block was
+    written (0 if there is none). `in_use_by` is the pid of the engine that has it open, 0 if unknown, None if none has.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class SlabSummary:
 
 @dataclass(frozen=True, slots=True)
 class DamagedRecord:
-    """A record that a read refuses. `torn`: its header is sound and its payload is not what the header promises.
+    """A record that a read refuses. `torn`: its header is sound, and its payload does not match the header.
 
     `key` is hexadecimal, "" where the header cannot be trusted to name it.
     """
@@ -58,9 +58,9 @@ class DamagedRecord:
 class VerifyReport:
     """What reading every record of a slab found.
 
-    `records` had a header, `sound` are good in full, `damaged` are refused by every read and so never served. `orphans`
-    are sound records without the block before them: no lookup reaches them. `changed` were rewritten by an engine while
-    they were looked at.
+    `records` have a header, `sound` ones are good in full, every read refuses `damaged` ones, so they are never served.
+    `orphans` are sound records without the block before them: no lookup reaches them. An engine rewrote `changed` ones
+    while they were read.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class VerifyReport:
 
     @property
     def torn(self) -> int:
-        """Records whose payload alone is damaged; a kill never leaves one, a power cut or a bad disk may."""
+        """Records of which only the payload is damaged; a power cut or a bad disk may leave one, a kill never does."""
         return sum(record.torn for record in self.damaged)
 
 
@@ -132,7 +132,7 @@ def _verify(descriptor: int, path: Path, progress: Callable[[int, int], None] | 
 def _read_record(
     descriptor: int, superblock: Superblock, slot: int, payload: memoryview
 ) -> RecordHeader | DamagedRecord | None:
-    """The sound record in `slot`, or what is wrong with it; None if it was rewritten meanwhile."""
+    """The sound record in `slot`, or its damage; None if it was rewritten meanwhile."""
     raw = _raw_header(descriptor, slot)
     if is_empty_header(raw):
         return None
@@ -152,7 +152,7 @@ def _read_record(
 
 
 def _orphans(parents: Mapping[bytes, bytes]) -> int:
-    """How many keys do not reach the root through their parents."""
+    """Number of keys that do not reach the root through their parents."""
     reaches = {b"": True}
     for key in parents:
         walk: list[bytes] = []

@@ -1,16 +1,15 @@
 """One slab: a file of fixed-size slots with a table of record headers, locked by the process that writes it.
 
-Owns the file's layout, its lock and every read and write of it. Never decides what is kept or where, and verifies no
-payload.
+Owns the file's layout, its lock and all I/O on it. Never decides what is kept or where, and verifies no payload.
 
     0      superblock, 4,096 bytes: what the file is, for whom, and who has it open
     4096   header table, 256 bytes a slot, read at once on a restart
     ...    slots, `slot_bytes` each, page-aligned
 
-Order makes a kill at any moment harmless: the header of a slot is cleared before the slot is rewritten, and written
-after its payload. What a process wrote survives its death in the kernel, so order is all that takes, and only the
-superblock of a new slab is synced. A power cut may keep any part of what was written last; then the checksums find what
-is torn.
+The order of writes makes a kill at any moment harmless: the header of a slot is cleared before the slot is rewritten,
+and written after its payload. The kernel keeps what a process wrote before its death, so the order suffices, and only
+the superblock of a new slab is synced. A power cut may keep any part of the last writes; then the checksums find torn
+records.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
 from kvpact.tiers.vectored import VectoredCall, completely
 
 PAGE_BYTES = 4096
-"""What O_DIRECT asks of memory, offsets and lengths on every file system in use."""
+"""The alignment of memory, offsets and lengths that O_DIRECT needs on every file system in use."""
 
 SLAB_MAGIC = b"kvpactSL"
 SLAB_FORMAT = 1
-"""Raised when the layout changes; a slab of another format is left alone."""
+"""Incremented when the layout changes; a slab of another format is not touched."""
 
 SLAB_SUFFIX = ".slab"
 _UNFINISHED_SUFFIX = ".new"
 
 _TABLE_ROOM = 4
-"""The table is made for this many times the slots, so that the capacity can grow without losing the blocks. The room is
-a hole in the file, but counted as if it were filled: 1 KiB for each slot of usually a MiB."""
+"""A new table has room for this many times the slots, so that the capacity can grow without loss of blocks. The room is
+a hole in the file, but counts as if it were filled: 1 KiB for each slot, which usually has a MiB."""
 
 _FIXED = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
@@ -57,14 +56,14 @@ _CHECKSUM_AT = _OWNER_AT - _CHECKSUM.size
 
 
 class SuperblockError(TierError):
-    """The file began as a slab of this format, but what it holds can no longer be told."""
+    """The file begins as a slab of this format, but its superblock is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The first page of a slab. `claim_bytes` is how large its present or last owner lets it grow, `pid` that owner.
+    """The first page of a slab. `claim_bytes` is the size to which its present or last owner, `pid`, may let it grow.
 
-    Those two change with every opening and stand behind the checksum; nothing but messages and room depend on them.
+    Both change with every opening and lie outside the checksum; only messages and the rule of room depend on them.
     """
 
     slot_bytes: int
@@ -88,7 +87,7 @@ class Superblock:
         return self.payload_at + slots * self.slot_bytes
 
     def slots_in(self, file_bytes: int) -> int:
-        """How many whole slots a file of this size holds."""
+        """Number of whole slots in a file of this size."""
         return min(self.table_slots, max(0, file_bytes - self.payload_at) // self.slot_bytes)
 
     @classmethod
@@ -119,8 +118,8 @@ class Superblock:
         """The superblock in `raw`.
 
         Raises:
-            SuperblockError: the file is ours and has no contents to lose.
-            TierError: the file is not a slab, or of another format.
+            SuperblockError: the file is one of our slabs, without contents to lose.
+            TierError: the file is no slab, or one of another format.
         """
         if not raw.strip(b"\0"):
             raise SuperblockError(f"{path} has an empty superblock")
@@ -165,9 +164,9 @@ def lock_file(descriptor: int) -> bool:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Whether somebody holds the exclusive lock on an open file, for who only looks.
+    """Whether a process holds the exclusive lock on an open file, for tools.
 
-    It is asked by a shared lock, given back at once: who wants the exclusive one in that moment has to try again.
+    Takes a shared lock and releases it at once: a process that wants the exclusive one at that moment must try again.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -184,7 +183,7 @@ class Slab:
     """
 
     pwritev = staticmethod(os.pwritev)
-    """Every byte that goes into the file goes through here; tests stop the world at any one of them."""
+    """Every write to the file goes through this; tests interrupt each one."""
 
     preadv = staticmethod(os.preadv)
 
@@ -201,7 +200,7 @@ class Slab:
     def create(cls, path: Path, superblock: Superblock, access: Access = PRIVATE) -> Slab:
         """A new, empty slab at `path`, complete before it has its name. Replaces what is there.
 
-        The directory must be locked: what others left unfinished is removed.
+        The directory must be locked: unfinished files of others are removed.
         """
         for left in path.parent.glob(f"*{_UNFINISHED_SUFFIX}"):
             left.unlink(missing_ok=True)
@@ -226,7 +225,7 @@ class Slab:
         return self._direct is not None
 
     def claim(self, claim_bytes: int, pid: int) -> None:
-        """Write down who has the slab and how large it may grow; slots beyond are given up."""
+        """Record the owner and how large the slab may grow; slots beyond that are dropped."""
         self.superblock = replace(self.superblock, claim_bytes=claim_bytes, pid=pid)
         self._write(self._buffered, [memoryview(_OWNER.pack(claim_bytes, pid))], _OWNER_AT)
         if os.fstat(self._buffered).st_size > claim_bytes:
@@ -234,7 +233,7 @@ class Slab:
             os.ftruncate(self._buffered, self.superblock.file_bytes(self.slots))
 
     def grow(self, slots: int) -> None:
-        """Have the file system set aside room for `slots` slots. Raises OSError (ENOSPC) and keeps what there was."""
+        """Have the file system allocate `slots` slots. Raises OSError (ENOSPC) and then changes nothing."""
         start, end = self.superblock.file_bytes(self.slots), self.superblock.file_bytes(slots)
         try:
             os.posix_fallocate(self._buffered, start, end - start)
@@ -244,7 +243,7 @@ class Slab:
         self.slots = slots
 
     def read_table(self) -> bytearray:
-        """All headers, in slot order, in one read, also of slots that the file no longer reaches."""
+        """All headers in slot order, in one read, also those of slots beyond the end of the file."""
         table = bytearray(self.superblock.table_slots * HEADER_BYTES)
         self._read(self._buffered, [memoryview(table)], PAGE_BYTES)
         return table
@@ -254,17 +253,17 @@ class Slab:
         return os.pread(self._buffered, HEADER_BYTES, PAGE_BYTES + slot * HEADER_BYTES)
 
     def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
-        """Make the records in `slots` known."""
+        """Write the headers of the records in `slots`, which makes them visible."""
         for first, count in runs(slots):
             views = [memoryview(header) for header in headers[first : first + count]]
             self._write(self._buffered, views, PAGE_BYTES + slots[first] * HEADER_BYTES)
 
     def clear_headers(self, slots: Sequence[int]) -> None:
-        """Make the records in `slots` unknown, before anything else may be written there."""
+        """Clear the headers of `slots`, before their payloads may be overwritten."""
         self.write_headers(slots, [bytes(HEADER_BYTES)] * len(slots))
 
     def read_payloads(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
-        """Fill `buffers[i]` from `slots[i]`; return how many blocks in a row were there in full."""
+        """Fill `buffers[i]` from `slots[i]`; return the number of leading blocks that were there in full."""
         for first, count in runs(slots):
             wanted = count * self.superblock.slot_bytes
             views = list(chain.from_iterable(buffers[first : first + count]))
@@ -274,13 +273,13 @@ class Slab:
         return len(slots)
 
     def write_payloads(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> None:
-        """Write `buffers[i]` to `slots[i]`, whose headers must have been cleared before."""
+        """Write `buffers[i]` to `slots[i]`, whose headers must be clear."""
         for first, count in runs(slots):
             views = list(chain.from_iterable(buffers[first : first + count]))
             self._transfer(self._write, views, self.superblock.file_bytes(slots[first]))
 
     def close(self) -> None:
-        """Let go of the file and its lock. Only when no other thread is reading or writing."""
+        """Close the file, which releases its lock. No other thread may be reading or writing."""
         _open_slabs.discard(self)
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None and descriptor >= 0:
@@ -288,7 +287,7 @@ class Slab:
         self._direct, self._buffered = None, -1
 
     def _transfer(self, call: VectoredCall, views: list[memoryview], offset: int) -> int:
-        """Past the page cache if that works with this memory, through it if not; the kernel keeps both coherent."""
+        """Bypass the page cache if this memory allows it, else use it; the kernel keeps both coherent."""
         if self._direct is not None:
             try:
                 return call(self._direct, list(views), offset)

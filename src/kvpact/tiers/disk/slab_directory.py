@@ -1,7 +1,7 @@
 """The slabs that share one directory, and the bytes that each may take of the directory's capacity.
 
-Owns the rule of room: a slab in use may grow to what it claimed; slabs that nobody uses are kept until their room is
-needed and go oldest first. Never reads a block.
+Owns the rule of room: a slab in use may grow to what it claimed; unused slabs are kept until their room is needed, and
+removed oldest first. Never reads a block.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, SuperblockErro
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
-"""Beside the slabs: locked by whoever opens, grows or removes one."""
+"""A file beside the slabs; a process that opens, grows or removes a slab locks it."""
 
 LOCK_TIMEOUT_S: Final = 2.0
-"""The threads of a predecessor that was just killed may hold its lock for a moment."""
+"""Seconds to wait for a lock: the threads of a process that was just killed may hold it for a moment."""
 
 _RETRY_S = 0.02
 _OPEN_RETRY_S = 0.05
@@ -45,7 +45,7 @@ class Neighbour:
 
     @property
     def claim_bytes(self) -> int:
-        """How large it may become while it is in use."""
+        """The size to which it may grow while in use."""
         return max(self.file_bytes, self.superblock.claim_bytes if self.superblock else 0)
 
 
@@ -63,7 +63,7 @@ class SlabDirectory:
         """Check that the directory can be used; make it if only the last part of its path is missing.
 
         Raises:
-            TierError: saying what is in the way.
+            TierError: with the reason.
         """
         try:
             OwnFolder.make(named, access).close()
@@ -78,16 +78,16 @@ class SlabDirectory:
 
     @classmethod
     def look(cls, named: Path) -> SlabDirectory:
-        """The slabs that lie there, for a tool, which makes nothing. Raises NotOurs: another user's, or a link."""
+        """The slabs in the directory, for a tool; creates nothing. Raises NotOurs for another user's, or a link."""
         with OwnFolder.look(named) as folder:
             folder.require_ours()
             return cls(named, access=folder.access)
 
     @contextmanager
     def locked(self, timeout: float) -> Iterator[None]:
-        """Nobody else opens, grows or removes a slab here meanwhile.
+        """Within the context no other process opens, grows or removes a slab here.
 
-        Raises TierError after `timeout` seconds, or if the folder is not ours any more, and OSError.
+        Raises TierError after `timeout` seconds, or if the folder is no longer ours, and OSError.
         """
         with OwnFolder.again(self.named, self.access) as folder:
             descriptor = self.access.open(folder.held / LOCK_FILE, os.O_RDWR)
@@ -104,12 +104,12 @@ class SlabDirectory:
         return sorted(self.path.glob(f"*{SLAB_SUFFIX}"))
 
     def neighbours(self, own: Path) -> list[Neighbour]:
-        """All slabs but `own`, the longest unused first. The directory must be locked."""
+        """All slabs except `own`, least recently used first. The directory must be locked."""
         found = [look_at(path) for path in self.slab_paths() if path != own]
         return sorted((item for item in found if item is not None), key=lambda item: item.modified)
 
     def room(self, own: Path) -> int:
-        """How large the slab `own` may become: what slabs in use and unknown files leave. Must be locked."""
+        """The size to which `own` may grow: what slabs in use and unknown files leave. Must be locked."""
         return self.capacity_bytes - sum(
             item.claim_bytes for item in self.neighbours(own) if item.in_use or item.superblock is None
         )
@@ -118,7 +118,7 @@ class SlabDirectory:
         """Remove idle slabs until `own` may have `file_bytes`; return what was removed. Must be locked.
 
         Raises:
-            TierError: even so there is no room; then nothing is removed.
+            TierError: there would still be no room; then nothing is removed.
         """
         neighbours = self.neighbours(own)
         excess = file_bytes - self.capacity_bytes
@@ -151,7 +151,7 @@ class SlabDirectory:
 
 
 def look_at(path: Path) -> Neighbour | None:
-    """What can be said of a slab file without using it; None if it is gone. The directory should be locked."""
+    """A description of a slab file, which is not opened for use; None if it is gone. The directory should be locked."""
     try:
         descriptor = open_own(path, os.O_RDONLY)
     except OSError:
@@ -165,7 +165,7 @@ def look_at(path: Path) -> Neighbour | None:
 
 
 def open_slab(room: SlabDirectory, namespace: Namespace, slot_bytes: int, timeout: float) -> Slab:
-    """The namespace's slab, made if need be; up to `timeout` seconds after another process let go of it.
+    """The namespace's slab, created if missing; waits up to `timeout` seconds until another process closes it.
 
     Raises:
         TierError: with one message for people.
@@ -186,7 +186,7 @@ def open_slab(room: SlabDirectory, namespace: Namespace, slot_bytes: int, timeou
 
 
 def _open_or_make(room: SlabDirectory, path: Path, namespace: Namespace, slot_bytes: int) -> Slab | int:
-    """The slab at `path`, made anew if need be and claiming what room there is; or the pid of the process that has it.
+    """The slab at `path`, created if need be, with a claim on the room there is; or the pid of the process that has it.
 
     The directory must be locked. Raises TierError and OSError.
     """
@@ -248,7 +248,7 @@ def _existing(path: Path, namespace: Namespace, slot_bytes: int, access: Access)
 
 
 def _require_ours(found: os.stat_result, path: Path, access: Access) -> None:
-    """Raise TierError for a slab that neither the folder's owner nor a member of the group made."""
+    """Raise TierError for a slab that neither the folder's owner nor a member of its group created."""
     if found.st_uid != os.stat(path.parent).st_uid and (access.group is None or found.st_gid != access.group):
         raise TierError(f"disk tier: {path} belongs to user {found.st_uid}; move it away")
 

@@ -1,7 +1,7 @@
 """The disk tier: blocks in one slab file for a namespace, found again after a restart.
 
-Owns what the slab holds: its index, eviction, the bound on the directory's bytes, and the rule that nothing unverified
-is ever handed out. Only this process writes the slab, so lookups answer from memory.
+Owns the slab's content: its index, eviction, the bound on the directory's bytes, and the rule that no unverified block
+is served. Only this process writes the slab, so lookups are answered from memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvpact.tiers.use_count import UseCount
 logger = logging.getLogger(__name__)
 
 GROWTH_BYTES: Final = 64 << 20
-"""The file grows by this much at a time, so that the file system lays slots side by side."""
+"""The file grows by this much at a time, so that the file system keeps slots contiguous."""
 
 GROWTH_RETRY_S: Final = 10.0
 """A full disk is asked again after this time; until then a write that needs more room is dropped."""
@@ -56,14 +56,14 @@ class DiskTier(Tier):
     """See `Tier`. Open one with `DiskTier.open`.
 
     Two locks: `_lock` guards the index and is never held during I/O, so `lookup` never waits for the disk.
-    `_header_lock` is taken before it, and makes a change of the index and its trace in the header table one step.
+    `_header_lock` is taken before it, and makes a change of the index and of the header table one step.
     """
 
     name = BACKEND.label
     exclusive = True
 
     def __init__(self, slab: Slab, directory: SlabDirectory) -> None:
-        """Take over an open slab, which may grow to what it claims, and read its header table. Raises OSError."""
+        """Take over an open slab, which may grow to its claim, and read its header table. Raises OSError."""
         self.slab = slab
         self._directory = directory
         self._slot_limit = slot_limit = slab.superblock.slots_in(slab.superblock.claim_bytes)
@@ -91,14 +91,14 @@ class DiskTier(Tier):
         access: Access = PRIVATE,
         timeout: float = LOCK_TIMEOUT_S,
     ) -> DiskTier:
-        """Open or create the namespace's slab in kvpact's folder inside `directory`, below `capacity_bytes` in all.
+        """Open or create the namespace's slab in kvpact's folder inside `directory`.
 
-        Slabs of other namespaces count too: those in use reduce what this one may take, idle ones are removed when
-        their room is needed. `slot_bytes` is a block's size over all ranks, a multiple of 4,096. Waits up to `timeout`
-        seconds for another process to let go of the slab.
+        All slabs there have at most `capacity_bytes` together: those in use reduce this one's share, idle ones are
+        removed when their room is needed. `slot_bytes` is a block's size over all ranks, a multiple of 4,096.
+        Waits up to `timeout` seconds for another process to close the slab.
 
         Raises:
-            TierError: with one message for people; the engine serves on without this tier.
+            TierError: one line for people; the engine goes on without this tier.
         """
         if slot_bytes < 1 or slot_bytes % PAGE_BYTES:
             raise TierError(f"disk tier: a slot must be a multiple of {PAGE_BYTES} bytes, not {slot_bytes}")
@@ -112,7 +112,7 @@ class DiskTier(Tier):
                 raise TierError(f"disk tier: cannot read {slab.path}: {error.strerror}") from None
             raise
 
-    # Looking and reading
+    # Lookups and reads
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         with self._lock:
@@ -147,7 +147,7 @@ class DiskTier(Tier):
                     self._index.unpin(pin)
 
     def _read(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
-        """How many were read in a row."""
+        """Number of leading slots that were read."""
         try:
             count = self.slab.read_payloads(slots, buffers)
             self._last_errors.clear("read")
@@ -156,7 +156,7 @@ class DiskTier(Tier):
             self._note_read_failed(error)
             return 0
 
-    # Storing
+    # Writes
 
     def put(
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
@@ -178,7 +178,7 @@ class DiskTier(Tier):
                 return max(0, min(self._index.held_prefix(keys) - start, len(buffers)))
 
     def _reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> tuple[int, tuple[int, ...]]:
-        """(first block, slots) for those of blocks [start, end) that are new and for which there is room."""
+        """(first block, slots) for those of blocks [start, end) that are new and have room."""
         with self._lock:
             begin = self._index.known_prefix(keys)
             if not start <= begin < end:
@@ -198,10 +198,10 @@ class DiskTier(Tier):
         buffers: Sequence[BlockBuffer],
         epoch: Epoch,
     ) -> int:
-        """Write block `begin + i` of `keys` to `slots[i]` and make it known; return how many were, in a row.
+        """Write block `begin + i` of `keys` to `slots[i]` and index it; return the number of leading blocks written.
 
-        Headers only before and after all payloads: writing one waits for every write to the file that is under way.
-        Raises OSError, and then none is known.
+        Headers are written only before and after all payloads: a header's write waits for all writes under way.
+        Raises OSError; then none is indexed.
         """
         if not slots:
             return 0
@@ -242,7 +242,7 @@ class DiskTier(Tier):
         return len(written)
 
     def _abandon(self, slots: Sequence[int]) -> None:
-        """Give back slots whose blocks could not be stored, with all that waited for those blocks (H26)."""
+        """Free slots whose blocks could not be stored, with all blocks that waited for them (H26)."""
         with self._header_lock:
             with self._lock:
                 lost = self._index.abandon(slots)
@@ -250,7 +250,7 @@ class DiskTier(Tier):
             self._forget_headers({*slots, *(slot for _, slot in lost)})
 
     def _backed(self, slots: Sequence[int]) -> int:
-        """How many of `slots` in a row the file has room for, after growing it if need be and possible."""
+        """Number of leading `slots` that the file has room for, after growing it if needed and possible."""
         needed = max(slots, default=-1) + 1
         if needed > self.slab.slots:
             with self._growth_lock:
@@ -259,7 +259,7 @@ class DiskTier(Tier):
         return next((index for index, slot in enumerate(slots) if slot >= self.slab.slots), len(slots))
 
     def _grow(self, needed: int) -> None:
-        """Make the file large enough for `needed` slots, and some more at once; or remember not to ask again soon."""
+        """Grow the file to `needed` slots and some more; on failure the next try waits `GROWTH_RETRY_S`."""
         generous = min(self._slot_limit, max(needed, self.slab.slots + GROWTH_BYTES // self._slot_bytes))
         try:
             self._directory.grow(self.slab, needed, generous, LOCK_TIMEOUT_S)
@@ -269,7 +269,7 @@ class DiskTier(Tier):
             self._growth_failed_at = time.monotonic()
             self._last_errors.add("room", f"cannot grow {self.slab.path}: {reason}; it serves what it has")
 
-    # Losing
+    # Removal
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         with self._uses.one() as running:
@@ -285,7 +285,7 @@ class DiskTier(Tier):
                 with self._header_lock:
                     with self._lock:
                         self._index.clear()
-                    self._forget_headers(range(self.slab.slots))  # evicted blocks left theirs behind, too
+                    self._forget_headers(range(self.slab.slots))  # headers of evicted blocks are still there
                 self._require_no_stale_headers()
 
     def _require_no_stale_headers(self) -> None:
@@ -300,9 +300,9 @@ class DiskTier(Tier):
         return len(lost)
 
     def _quarantine(self, key: BlockKey, slot: int, reason: str) -> None:
-        """A block that cannot be served is dropped with all that need it, in memory and on disk (H22)."""
+        """Drop a block that cannot be served and all blocks after it, in memory and on disk (H22)."""
         with self._header_lock:
-            with self._lock:  # dropped meanwhile, perhaps even stored anew elsewhere: then it is not this one
+            with self._lock:  # it may have been dropped meanwhile, and stored again elsewhere
                 lost = self._index.drop(key) if self._index.key_at(slot) == key else []
                 self._counts = replace(self._counts, damaged=self._counts.damaged + bool(lost))
             self._forget_headers({slot for _, slot in lost})
@@ -311,7 +311,7 @@ class DiskTier(Tier):
         )
 
     def _forget_headers(self, slots: Iterable[int]) -> None:
-        """Clear headers, with the header lock held; what fails is tried again with the next ones."""
+        """Clear headers; the header lock is held. Those that fail are tried again with the next ones."""
         self._stale_headers.update(slots)
         try:
             self.slab.clear_headers(sorted(self._stale_headers))
@@ -319,7 +319,7 @@ class DiskTier(Tier):
         except OSError as error:
             self._note_write_failed(error)
 
-    # Telling
+    # Counts
 
     def capacity(self) -> TierCapacity:
         with self._lock:
@@ -354,7 +354,7 @@ class DiskTier(Tier):
         with self._lock:
             self._index.check()
 
-    # Coming and going
+    # Opening and closing
 
     def _restore(self) -> None:
         """Fill the index from the header table; payloads are not read (H59). Raises OSError."""
@@ -379,7 +379,7 @@ class DiskTier(Tier):
         )  # fmt: skip
 
     def _persist_use(self) -> None:
-        """Write down when blocks were last used, newest first, within `_PERSIST_S`. Lost by a kill."""
+        """Store when blocks were last used, newest first, for at most `_PERSIST_S`. A kill loses these times."""
         deadline = time.monotonic() + _PERSIST_S
         for slot, used in sorted(self._used.items(), key=lambda item: -item[1]):
             if time.monotonic() >= deadline:

@@ -10,13 +10,12 @@ from typing import Final
 from kvpact.tiers.base import BlockBuffer, Progress, payload_digest
 
 GROUP_BYTES: Final = 16 << 20
-"""Blocks are moved in groups of about this size, by two threads: one verifies while the other reads. Against one bare
-read of 128 MiB, on two cores with five times as many busy threads, groups of 8, 16 and 32 MiB reached 0.80, 0.89 and
-0.86 of its speed."""
+"""Size of a group. On two cores with ten busy threads, groups of 8, 16 and 32 MiB reached 0.80, 0.89 and 0.86 of the
+speed of one plain read of 128 MiB."""
 
 
 def groups_of(count: int, block_bytes: int) -> list[tuple[int, int]]:
-    """`count` blocks cut into (first, end) of about `GROUP_BYTES`."""
+    """`count` blocks as ranges (first, end) of about `GROUP_BYTES` each."""
     step = max(1, GROUP_BYTES // block_bytes)
     return [(first, min(first + step, count)) for first in range(0, count, step)]
 
@@ -28,9 +27,9 @@ def read_verified(
     buffers: Sequence[BlockBuffer],
     on_progress: Progress | None,
 ) -> tuple[int, str]:
-    """Read and verify; return how many blocks arrived in a row, and why the next is unusable ("" if it is not).
+    """Read and verify; return the number of leading blocks that arrived, and why the next is unusable, or "".
 
-    `read` says how many of some slots it has read into their buffers, in a row.
+    `read` returns the number of leading slots that it has read into their buffers.
     """
     groups = groups_of(len(slots), sum(piece.nbytes for piece in buffers[0]))
     found: dict[int, tuple[int, str]] = {}
@@ -57,7 +56,7 @@ def read_verified(
 
 
 def _sound(digests: Sequence[bytes], buffers: Sequence[BlockBuffer], count: int) -> tuple[int, str]:
-    """As `read_verified`, for one group of which `count` blocks were read."""
+    """`read_verified` for one group of which `count` blocks were read."""
     for index, (digest, buffer) in enumerate(zip(digests[:count], buffers, strict=False)):
         if payload_digest(buffer) != digest:
             return index, "payload does not match its checksum"
@@ -65,9 +64,9 @@ def _sound(digests: Sequence[bytes], buffers: Sequence[BlockBuffer], count: int)
 
 
 def on_two_threads(work: Callable[[int, int], bool], groups: Iterable[tuple[int, int]]) -> None:
-    """Call `work` for each group, in order, on this thread and on one more, until it answers False; wait for both.
+    """Call `work` for each group in order, on this thread and a second one, until it returns False; wait for both.
 
-    The second thread is made for this: it lasts as long as one batch, and a stuck one cannot hold up the process's end.
+    The second thread lasts for one batch and is a daemon, so one that hangs cannot delay the process's end.
     """
     waiting = deque(groups)
 
