@@ -1,4 +1,4 @@
-"""The command `kvpact`: reads the command line, calls the part that does the work, and words what went wrong.
+"""The command `kvpact`: reads the command line, calls the part that does the work, and prints errors.
 
 Owns exit codes (0 fine, 1 the check failed, 2 the user's mistake) and one-line errors. Never does the work itself, and
 imports what a command needs only when it runs, so that `kvpact --help` answers at once.

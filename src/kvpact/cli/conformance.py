@@ -1,6 +1,6 @@
-"""`kvpact conformance`: a cache or connector through the kit, and what it keeps of the pact as a table or as JSON.
+"""`kvpact conformance`: runs the kit on a cache or connector and prints the result as a table or as JSON.
 
-Owns the finding of what "module:Class" names, the table and the wording. Judges nothing itself.
+Owns the import of "module:Class", the table and its texts. The kit judges.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_conformance(target: str, config: str, engine: EngineName | None, *, as
     settings = _settings(config)
     thing = _find(target)
     chosen = engine or ("vllm" if hasattr(thing, "get_num_new_matched_tokens") else "embedded")
-    logging.disable(logging.CRITICAL)  # the kit breaks things on purpose; what that makes a cache log is no news
+    logging.disable(logging.CRITICAL)  # the kit causes faults on purpose, so the cache's log lines are noise
     try:
         run = _under_vllm if chosen == "vllm" else _embedded
         report = run(target, thing, settings)
@@ -69,7 +69,7 @@ def _find(target: str) -> Any:
     if not module or not name:
         raise ConfigError(f'{target!r} names nothing; write "module:Class", such as "kvpact.cache.cache:PactCache"')
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # the author's own module lies where he works
+        sys.path.insert(0, os.getcwd())  # the author's module is in the working directory
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:

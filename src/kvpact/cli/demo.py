@@ -1,4 +1,4 @@
-"""`kvpact demo`: the main job on a real engine, with a table of what it cost and a judgement.
+"""`kvpact demo`: the main job on a real engine, with a table of its costs and a verdict.
 
 Owns the command's options, its work directory and its exit code; `kvpact.demo` does the work.
 """
@@ -69,7 +69,7 @@ def demo(
         shutil.rmtree(last, ignore_errors=True)
         last.mkdir(parents=True)
         if json_path not in (None, "-"):
-            Path(json_path).open("a").close()  # found out now, and not when all is done
+            Path(json_path).open("a").close()  # fails now rather than at the end
     except OSError as error:
         raise ConfigError(f"cannot write to {error.filename}: {error.strerror}") from None
     try:

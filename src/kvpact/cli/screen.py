@@ -1,7 +1,7 @@
-"""What commands show: on a person's terminal, where no text that came from elsewhere may act, and as JSON.
+"""Output of commands: as JSON, and on a terminal, which must not obey text from elsewhere.
 
-Owns the rule that names, keys, paths and messages are shown and never obeyed: a store may hold what others wrote into
-it. Every command that shows them prints through `console` and `table`.
+Owns the escaping of names, keys, paths and messages, because others may have written them into a store. Every command
+prints them through `console` and `table`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.progress import Progress, ProgressColumn
 from rich.table import Column, Table
 
 TABLE_WIDTH: Final = 2000
-"""Columns, at most; a terminal wraps longer lines by itself, and a file has no width."""
+"""Maximum columns; a terminal wraps longer lines itself, and a file has no width."""
 
 
 def shown(text: str) -> str:
@@ -27,21 +27,21 @@ def shown(text: str) -> str:
 
 
 class Screen(Console):
-    """Prints text as `shown` has it, a line each."""
+    """Prints each text on a line, escaped by `shown`."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(shown(item) if isinstance(item, str) else item for item in objects), **options)
 
 
 class Rows(Table):
-    """A table whose cells are text as `shown` has it."""
+    """A table whose cells are escaped by `shown`."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         super().add_row(*(shown(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def console() -> Screen:
-    """Standard output, without rich's guesses about what a path or a number means; no cell is cut short."""
+    """Standard output, without rich's highlighting and markup; no cell is truncated."""
     return Screen(highlight=False, markup=False, soft_wrap=True, width=TABLE_WIDTH)
 
 

@@ -1,7 +1,7 @@
 """`kvpact serve`: becomes `vllm serve` with kvpact configured.
 
-Owns the command line that vLLM gets, and that no secret stands in it. Never stays as a parent process: signals and the
-exit code are vLLM's.
+Owns vLLM's command line and keeps secrets out of it. Never stays as a parent process: signals and the exit code are
+vLLM's.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def serve_model(
 ) -> NoReturn:
     """Replace this process by vLLM.
 
-    What stands on our command line goes to vLLM's, which every user of the machine can read and which vLLM logs; tiers
-    whose URLs hold a secret go into its environment instead. The environment and the file are inherited.
+    Our options are copied to vLLM's command line, which every user of the machine can read and which vLLM logs; tiers
+    whose URLs hold a secret are put into its environment instead. vLLM inherits the environment and reads the file.
 
     Raises:
-        ConfigError: the configuration is wrong, vLLM is missing, or the user configures a connector himself.
+        ConfigError: the configuration is wrong, vLLM is missing, or the arguments configure a connector already.
     """
     if model.startswith("-"):
         raise ConfigError(f"the model comes first: kvpact serve MODEL {model} ...")
@@ -75,14 +75,14 @@ def _names_worker(vllm_arguments: Sequence[str]) -> bool:
         value or follower for (name, _, value), follower in zip(split, followers, strict=False) if name == "--config"
     ]
     for file in files:
-        with suppress(OSError, UnicodeDecodeError):  # vLLM says what is wrong with it
+        with suppress(OSError, UnicodeDecodeError):  # vLLM will report it
             if re.search(r"^\s*worker[-_]cls\s*:", Path(file).read_text(), re.MULTILINE):
                 return True
     return False
 
 
 def _vllm_command() -> list[str]:
-    """vLLM's command line, run by the interpreter that kvpact is installed for: there its connector can be imported."""
+    """vLLM's command, run by kvpact's own interpreter, which can import its connector."""
     if find_spec("vllm") is None:
         raise ConfigError(
             f"vLLM is not installed beside kvpact, for {sys.executable}; install vLLM 0.32.0 there "

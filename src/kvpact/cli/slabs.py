@@ -1,6 +1,6 @@
 """`kvpact inspect` and `kvpact verify`: a disk tier's files, shown to a person or as JSON.
 
-Owns the tables and the wording. Never changes a file, and leaves the reading to the tier.
+Owns the tables and their texts. Never changes a file; the tier reads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def inspect_directory(path: Path, *, as_json: bool) -> None:
 
 
 def verify_directory(path: Path, *, as_json: bool) -> bool:
-    """Read every record of the slabs in a directory, or of one slab file; whether all is sound.
+    """Read every record of the slabs in a directory, or of one slab file; returns whether all are sound.
 
     Raises:
         TierError: `path` cannot be read.
@@ -100,7 +100,7 @@ def _show_verification(path: Path, reports: list[VerifyReport], unreadable: dict
 
 
 def show_damage(output: Console, damaged: Sequence[Sequence[str]], unreadable: Iterable[str] = ()) -> None:
-    """Print what is damaged, by slab or store, then what could not be read."""
+    """Print the damaged records by slab or store, then what could not be read."""
     for lines in damaged:
         for line in lines[:RECORDS_SHOWN]:
             output.print(line)

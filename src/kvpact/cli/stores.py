@@ -1,6 +1,6 @@
 """`kvpact inspect`, `verify`, `gc` and `tiers` for tiers given by their URL, shown to a person or as JSON.
 
-Owns the tables and the wording. Leaves reading and removing to the tiers, and never shows a credential.
+Owns the tables and their texts. The tiers read and remove; no credential is shown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvpact.tiers.urls import TierURL, parse_tier_url
 from kvpact.units import format_size
 
 PROBES: Final = 5
-"""Lookups of a record that is not there, with which `kvpact tiers` measures a store's latency."""
+"""Lookups of a missing record, with which `kvpact tiers` measures a store's latency."""
 
 _PATIENCE_S: Final = 2.0
 _DIRECTORIES: Final = ("dir", "file")
@@ -73,7 +73,7 @@ def opened_as_it_is(url: TierURL) -> Iterator[RecordStore]:
 
 @contextmanager
 def opened_for_removal(url: TierURL) -> Iterator[RecordStore]:
-    """`opened_as_it_is`, but no other user's directory: what is written anew there must stay its user's."""
+    """`opened_as_it_is`, but not for another user's directory: rewritten files must keep their owner."""
     if url.scheme in _DIRECTORIES:
         with OwnFolder.look(Path(url.path)) as folder:
             folder.require_ours()
@@ -114,7 +114,7 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
 
 
 def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -> bool:
-    """Read every record of a shared store; whether all are sound. Raises TierError and ConfigError."""
+    """Read every record of a shared store; returns whether all are sound. Raises TierError and ConfigError."""
     seal = load_seal(key_file)
     with (
         opened_as_it_is(url) as store,
@@ -137,9 +137,9 @@ def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -
 
 
 def collect(place: TierURL | Path, namespace: str) -> int:
-    """Remove all that a tier holds of one namespace, named by the start of its name; how many records or slabs.
+    """Remove all records or slabs of the namespace whose name begins with `namespace`; returns their number.
 
-    Raises TierError: no namespace begins so, several do, an engine is using the slab, or the store fails.
+    Raises TierError: no namespace begins with it, several do, an engine uses the slab, or the store fails.
     """
     if isinstance(place, Path):
         with _locked_slabs(place) as slabs:
@@ -155,10 +155,10 @@ def collect(place: TierURL | Path, namespace: str) -> int:
 
 
 def collect_older(place: TierURL | Path, seconds: float, namespace: str | None) -> int:
-    """Remove what is older than `seconds`: records or slabs; how many. Raises TierError.
+    """Remove records or slabs that are older than `seconds`; returns their number. Raises TierError.
 
-    Of a shared store, with a namespace all of its records; without, those that no engine will ask for. Of a directory
-    of slabs those that no engine has used for so long.
+    In a shared store: with a namespace all of its records; without, those that no engine will ask for. In a directory
+    of slabs: those that no engine has used for that time.
     """
     before = time.time() - seconds
     if isinstance(place, Path):
@@ -174,7 +174,7 @@ def collect_older(place: TierURL | Path, seconds: float, namespace: str | None) 
 
 @contextmanager
 def _locked_slabs(path: Path) -> Iterator[list[Path]]:
-    """The slabs of a directory, in which nothing else is made or removed meanwhile. Raises TierError."""
+    """The slabs of a directory, locked: no process creates or removes one meanwhile. Raises TierError."""
     directory = SlabDirectory.look(path)
     try:
         with directory.locked(_PATIENCE_S):
@@ -196,7 +196,7 @@ def _the_one(names: set[str], wanted: str, place: object) -> str:
 
 
 def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: bool) -> bool:
-    """Print how tiers are: asked now, and as a running engine has counted in its stats file; whether all work."""
+    """Print the state of tiers: as they answer now, and by an engine's stats file; returns whether all work."""
     counts = _read_stats(stats_file) if stats_file else {}
     rows = [_probe(url) for url in urls]
     engine = [
@@ -287,7 +287,7 @@ def _read_stats(path: Path) -> dict[str, float]:
 
 
 def explain(stats_file: Path) -> str:
-    """What `kvpact why` says: how many look-ups hit, and why most of the others did not."""
+    """The text of `kvpact why`: how many look-ups hit, and why most of the others did not."""
     from kvpact.metrics import Metrics, explain_misses
 
     return explain_misses({**Metrics().snapshot(), **_read_stats(stats_file)})

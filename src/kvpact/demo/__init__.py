@@ -1,5 +1,5 @@
-"""The demonstration: the main job on a real vLLM engine, with a model and texts made on the spot.
+"""The demonstration: the main job on a real vLLM engine, with a generated model and texts.
 
 Owns a random-weight model, real documents with questions after them, engines in processes of their own, and the table
-that compares them. Never downloads anything, and nothing else in kvpact imports it but the command.
+that compares them. Never downloads anything; only the command imports it.
 """

@@ -1,6 +1,6 @@
-"""What the threads of an engine have cost: CPU seconds and page faults, kvpact's threads apart from the engine's.
+"""CPU seconds and page faults of an engine's threads, kvpact's threads apart from the engine's.
 
-Owns the reading of /proc. CPU time leaves out what a busy machine gives to others, which a clock does not. Knows
+Owns the reading of /proc. CPU time excludes the time that a busy machine gives to others, which a clock includes. Knows
 kvpact's threads by the names they show to the kernel; Python's hooks on the engine's own threads are not seen here.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 OURS = "kvpact"
-"""How the names of kvpact's threads begin."""
+"""The prefix of the names of kvpact's threads."""
 
 ENDED = "ended threads"
 
@@ -31,7 +31,7 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What threads have used between two looks, by thread name; the threads that ended are one name, `ENDED`."""
+    """CPU use between two looks by thread name; all threads that ended are under `ENDED`."""
 
     cpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     minor_faults: Counter[str] = field(default_factory=Counter)
@@ -46,7 +46,7 @@ class Use:
 
     @property
     def of_ended(self) -> float:
-        """CPU seconds of threads that began or went on after the first look and ended before the second."""
+        """CPU seconds of threads that ended before the second look."""
         return self.cpu_seconds[ENDED]
 
 
@@ -70,7 +70,7 @@ class Look:
         return "Worker" in self.process
 
     def since(self, earlier: Look) -> Use:
-        """What was used between the two looks."""
+        """The use between the two looks."""
         use = Use()
         nothing = Thread("", 0.0, 0)
         for tid, thread in self.threads.items():
@@ -83,7 +83,7 @@ class Look:
 
 
 def look_at(processes: Mapping[int, str]) -> dict[int, Look]:
-    """Those of an engine's processes, by id, that schedule or compute, as they are now."""
+    """A look at each of an engine's processes that schedule or compute, by process id."""
     return {pid: Look.at(pid, name) for pid, name in processes.items() if "Worker" in name or "EngineCore" in name}
 
 

@@ -1,6 +1,6 @@
 """A real vLLM engine in a process of its own, driven over a pipe and killable at any moment.
 
-Owns the process and its log; `kvpact.demo.messages` has what goes over the pipe, and `kvpact.demo.host` is the other
+Owns the process and its log; `kvpact.demo.messages` has the messages on the pipe, and `kvpact.demo.host` is the other
 side. Never imports vLLM itself, so a demonstration or a test holds several engines and survives the death of each.
 """
 
@@ -77,7 +77,7 @@ class EngineSettings:
         return arguments
 
     def process_environment(self) -> dict[str, str]:
-        """What the engine's processes get beside this one's environment: each rank computes on a core of its own."""
+        """Environment of the engine's processes beside this process's own: each rank computes on a core of its own."""
         ranks = int(self.arguments.get("tensor_parallel_size", 1)) * int(
             self.arguments.get("pipeline_parallel_size", 1)
         )
@@ -173,7 +173,7 @@ class EngineProcess:
         return self.receive_outputs(timeout)
 
     def send_prompts(self, prompts: Sequence[Sequence[int]], **options: Any) -> None:
-        """Start on `prompts` and return at once, for a caller that does something meanwhile, such as a kill."""
+        """Start on `prompts` and return at once, for a caller that acts meanwhile, such as by a kill."""
         self.wait_ready()
         self._write(Generate([list(prompt) for prompt in prompts], **options))
 

@@ -1,7 +1,4 @@
-"""What goes over the pipe between an `EngineProcess` and the process that holds vLLM, a line of JSON each.
-
-Owns the messages alone.
-"""
+"""The messages on the pipe between an `EngineProcess` and the process that holds vLLM, one line of JSON each."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Crowd(msgspec.Struct, frozen=True, tag=True):
     """Answer these prompts, `at_once` (0: all) in the engine at a time; a share `leaving` (0 to 1) of users gives up.
 
     Such a user leaves after a number of engine steps drawn from `seed`, at most 10 times `at_once`, if there is no
-    answer yet; his output has the finish reason "abort" and no token.
+    answer yet; the output then has the finish reason "abort" and no token.
     """
 
     prompts: list[list[int]]
@@ -54,7 +51,7 @@ class Reset(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Call a method of `vllm.LLM`, such as `collective_rpc` or `sleep`; its answer is not told.
+    """Call a method of `vllm.LLM`, such as `collective_rpc` or `sleep`; its result is not returned.
 
     Where `function` is given, "module:name", that function is the first argument.
     """
@@ -72,7 +69,7 @@ Command: TypeAlias = Generate | Crowd | ReadMetrics | Reset | Call | Stop
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What one request gave: sampled tokens, for each its most likely tokens with log-probabilities, and times."""
+    """The result of one request: sampled tokens, the most likely tokens with log-probabilities for each, and times."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[tuple[TokenLogprob, ...], ...]

@@ -1,6 +1,6 @@
-"""A Llama with random weights and a byte-level tokenizer, made on the spot.
+"""Generates a Llama with random weights and a byte-level tokenizer.
 
-Owns the model's shape and its directory. Never downloads: what costs time in serving is the shape, not the weights.
+Owns the model's shape and its directory. Never downloads: the cost of serving depends on the shape, not on the weights.
 Needs torch and transformers, which the engine brings.
 """
 
@@ -18,7 +18,7 @@ END_OF_TEXT = "<|end|>"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the engine must compute and how large its KV pages get."""
+    """The shape, which decides the engine's computation and the size of its KV pages."""
 
     layers: int = 16
     hidden: int = 512
@@ -37,7 +37,7 @@ TINY_SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=4, head_dim=64, 
 
 
 def ensure_model(root: Path, shape: ModelShape, text: str) -> Path:
-    """The directory under `root` with a model of `shape`, made if it is not there; the tokenizer is fitted to `text`.
+    """The directory under `root` with a model of `shape`, created if missing; the tokenizer is fitted to `text`.
 
     A directory appears complete or not at all, so several processes may ask at once and a kill leaves no half model.
     """
@@ -54,7 +54,7 @@ def ensure_model(root: Path, shape: ModelShape, text: str) -> Path:
 
 
 def describe_model(directory: Path) -> str:
-    """The shape of the model in `directory`, as a reader of the figures needs it."""
+    """The shape of the model in `directory`, in words for a reader of the figures."""
     config = json.loads((directory / "config.json").read_text())
     return (
         f"{config['num_hidden_layers']} layers x hidden {config['hidden_size']}, "

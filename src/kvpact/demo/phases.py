@@ -1,7 +1,7 @@
 """The phases of the demonstration: which engine answers which prompt when, so that the times can be compared.
 
-Owns the order of the runs and the readings they give; judging them is `kvpact.demo.report`'s. Never times anything
-itself: the engine's own time to first token is what counts.
+Owns the order of the runs and their readings; `kvpact.demo.report` judges them. Measures no time itself: it takes the
+engine's own time to first token.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ WARM_DISK = "warm from disk"
 PHASES = (COLD, LOCAL_HIT, COLD_KVPACT, WARM_MEMORY, WARM_DISK)
 
 STEPS = f"{STEP_SECONDS}_sum"
-"""What kvpact has taken of the scheduler's steps, in its stats file."""
+"""The key in kvpact's stats file of its seconds in scheduler steps."""
 
 COUNTS = ("promised", "committed", "loaded", "used")
 
 SHORT = 8
-"""How much shorter the prompts are that show how fast the machine is."""
+"""Prompts that measure the machine's speed are this many times shorter."""
 
 ATTENTION = 1.6
-"""How much longer a token of a prompt `SHORT` times as long takes, about."""
+"""A token of a prompt `SHORT` times as long takes about this many times as long."""
 
 SLOW_SECONDS = 4.0
-"""A cold prompt that takes longer makes full-size warm-ups a waste."""
+"""If a cold prompt takes longer, warm-ups are not of full size."""
 
 SETTLE_TIMEOUT = 20.0
 """Seconds that the cache may take to finish its writes and give back its leases after the last answer."""
@@ -58,7 +58,7 @@ class Plan:
     """Seconds after the start by which a further round must begin; on a slow machine there are fewer."""
     prompts: int = 8
     cold_seconds: float = 60.0
-    """What the cold prompts of a round may take on both engines; on a slow machine there are fewer, at least 2."""
+    """Maximum time for a round's cold prompts on both engines; a slow machine gets fewer prompts, at least 2."""
     document_tokens: int = 4096
     group: int = 4
     """Prompts that one engine answers in a row before the other's turn, at most; there are two turns or more."""
@@ -92,7 +92,7 @@ class Plan:
         return arguments | ({"tensor_parallel_size": self.ranks} if self.ranks > 1 else {})
 
     def prompts_at(self, seconds: float) -> int:
-        """How many prompts a round has where a cold one takes so long."""
+        """Number of prompts in a round if a cold one takes `seconds`."""
         return max(2, min(self.prompts, int(self.cold_seconds / (2 * seconds))))
 
 
@@ -120,9 +120,9 @@ class ColdCost:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What the phases gave: all readings, the engine's block size in tokens, the ledgers' counts and leases left.
+    """The results of the phases: all readings, the engine's block size in tokens, the ledgers' counts and leases left.
 
-    `model` says what was computed: its shape and number format.
+    `model` is the shape and number format of the model.
     """
 
     readings: list[Reading]

@@ -1,6 +1,6 @@
-"""What the readings of a demonstration mean: the figures, whether they pass, and how they are shown.
+"""Judges the readings of a demonstration: the figures, whether they pass, and the table that shows them.
 
-Owns the judgement, as a function of the readings alone. Never touches an engine.
+The verdict is a function of the readings alone. Never touches an engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REUSED_SHARE = 0.95
 """At least this share of the reusable tokens must come from the cache in every warm phase."""
 
 COLD_CPU_SHARE = 0.01
-"""What kvpact may take of a cold prompt's CPU time. Said, no failure: other work slows all code down."""
+"""Maximum share of kvpact in a cold prompt's CPU time. More is reported, but no failure: other work slows all code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 def show(report: Report, console: Console) -> None:
     """Print the report as a table with the ledger's counts under it."""
-    # Fits into 80 columns, as wide as a terminal is taken to be where the output is a file.
+    # Fits into 80 columns, the assumed width where the output is a file.
     table = Table(title="One prompt, computed once", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("phase", no_wrap=True)
     for heading in ("prompt\ntokens", "from\ncache", "first token,\nmedian", "quartiles,\nms", "against\ncold"):

@@ -1,7 +1,7 @@
 """Real text for the demonstration: kvpact's own documentation and source, cut into long documents with questions.
 
-Owns what is asked about what. Never needs a network or a file outside the package: a checkout adds its Markdown pages,
-an installed wheel has its modules with their docstrings.
+Owns the questions. Never needs a network or a file outside the package: a checkout adds its Markdown pages, an
+installed wheel has its modules with their docstrings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUESTIONS = (
 
 
 def corpus() -> str:
-    """All text there is, each file under its name, in a fixed order."""
+    """The text of all files, each under its name, in a fixed order."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parents[1]
     pages = [path for path in (checkout / "README.md", *sorted((checkout / "docs").glob("*.md"))) if path.is_file()]

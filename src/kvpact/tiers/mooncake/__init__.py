@@ -1,4 +1,4 @@
-"""The tier in a Mooncake store."""
+"""Records in a Mooncake store."""
 
 from kvpact.tiers.backend import STORE_OPTIONS, Backend, UrlRules, some_text, whole_number
 from kvpact.units import parse_size

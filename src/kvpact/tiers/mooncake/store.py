@@ -1,7 +1,7 @@
-"""A tier in a Mooncake store: memory that several hosts lend to a pool which one `mooncake_master` keeps the books of.
+"""A tier in a Mooncake store: memory that several hosts lend to a pool, which one `mooncake_master` manages.
 
-Owns the translation of records to Mooncake's objects, and the bound on its calls, which have none of their own: each
-runs on a thread that is given up when its time is over. Native code never sees memory of a caller.
+Owns the translation of records to Mooncake's objects, and the time limit of its calls: each runs on a thread of its own
+and is given up after the limit. Native code never sees memory of a caller.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Result = TypeVar("Result")
 
 MASTER_PORT: Final = 50051
 METRICS_PORT: Final = 9003
-"""Where `mooncake_master` listens unless told otherwise."""
+"""The default port of `mooncake_master` for metrics."""
 
 SEGMENT_BYTES: Final = 1 << 30
-"""What this engine lends to the pool, unless the URL says otherwise; what lies there goes with the engine."""
+"""Memory that this engine lends to the pool, unless the URL sets it; records there are lost with the engine."""
 
 BUFFER_BYTES: Final = 256 << 20
 """Memory through which the client moves records: several groups of `GROUP_BYTES` at once."""
@@ -53,11 +53,11 @@ BUFFER_BYTES: Final = 256 << 20
 TIMEOUT_SECONDS: Final = 2.0
 
 GIVEN_UP_CALLS: Final = 8
-"""Calls that may still be running after they were given up; while there are as many, no other one begins."""
+"""Maximum number of running calls, given up or not; while there are as many, no other one begins."""
 
 _NOT_THERE: Final = -704
 _NOT_READY: Final = -703
-"""What the master says of an object whose write is under way: it cannot be read yet, and not removed either."""
+"""The master's code for an object whose write is under way: it can be neither read nor removed yet."""
 
 _REASONS: Final = {
     -900: "the master does not answer",
@@ -72,12 +72,12 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", re.ASCII)
 class MooncakeStore(RecordStore):
     """See `RecordStore`. A record is one object `<prefix>/<name>` with as many replicas as the master makes by default.
 
-    **Time.** Mooncake bounds its calls itself, but late: 4 s if the master is dead, 15 to 30 s if it hangs. So each
+    **Time.** Mooncake limits its calls itself, but late: to 4 s if the master is dead, 15 to 30 s if it hangs. So each
     call runs on a thread of its own and is given up after `timeout`; data goes through memory that belongs to the call,
-    and is copied to the caller's only by the caller. While `GIVEN_UP_CALLS` are running, no other one begins.
+    and only the caller copies it to its own. While `GIVEN_UP_CALLS` are running, no other one begins.
 
-    **Leases.** An object that was read is kept for 10 s by default. Nothing relies on that: what is removed here is
-    removed in spite of its lease, and its memory may have another record before a read of it has ended.
+    **Leases.** Mooncake keeps an object for 10 s after a read by default. Nothing relies on that: `remove` ignores
+    leases, and the memory may hold another record before a read has ended.
 
     **Listing.** Clients cannot list objects; the master's metrics port can (`metrics`, 9003 by default). Without it
     `names` fails, `usage` is unknown, and all else works, `clear` included.
@@ -97,7 +97,7 @@ class MooncakeStore(RecordStore):
     ) -> None:
         """`client` is a `MooncakeDistributedStore` that has been set up; it is closed with the store."""
         self.client = client
-        """Of Mooncake."""
+        """Mooncake's client."""
         self.master = master
         self._prefix = f"{prefix}/" if prefix else ""
         self._timeout = timeout
@@ -120,14 +120,14 @@ class MooncakeStore(RecordStore):
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
         lengths = [sum(piece.nbytes for piece in buffer) for buffer in buffers]
         sizes = self._sizes(self._keys(names))
-        # Nothing of another length is fetched: the client takes a whole object into its memory (P14).
+        # Objects of another length are not read: the client copies a whole object into its memory (P14).
         fitting = [at for at, (size, length) in enumerate(zip(sizes, lengths, strict=True)) if size == length]
         keys = self._keys([names[at] for at in fitting])
         objects = self.call("read", lambda: self.client.batch_get_buffer(keys)) if keys else []
         found = [False] * len(names)
         for at, arrived in zip(fitting, objects, strict=True):
             found[at] = arrived is not None and copy_into(arrived, buffers[at])
-        # The client answers None for whatever went wrong; only the master knows which of them are no failure.
+        # The client returns None for any error; only the master knows which of them are no failure.
         missing = [key for key, arrived in zip(keys, objects, strict=True) if arrived is None]
         if all(self._look(missing)) and missing and len(missing) == len(names):
             raise StoreError(
@@ -144,8 +144,8 @@ class MooncakeStore(RecordStore):
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         keys = self._keys(names)
-        values = [_joined(pieces) for pieces in records]  # the call may outlast its caller's timeout
-        # A put of what is there changes nothing, and says that all went well.
+        values = [_joined(pieces) for pieces in records]  # copies, because the call may outlast the caller's timeout
+        # A put of an existing object changes nothing and reports success.
         there = [key for key, code in zip(keys, self._look(keys), strict=True) if code == 1]
         if there:
             self._drop(there)
@@ -163,7 +163,7 @@ class MooncakeStore(RecordStore):
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
         """See `RecordStore`. Reads each record in full, one after another: for tools, not for engines.
 
-        Of one of another length than `record_bytes` nothing is read, and b"" returned.
+        Returns b"" without a read for a record of another length than `record_bytes`.
         """
         keys = self._keys(names)
         return [self._head(key, size) for key, size in zip(keys, self._sizes(keys), strict=True)]
@@ -180,7 +180,7 @@ class MooncakeStore(RecordStore):
         return bytes(memoryview(found)[:HEADER_BYTES])
 
     def names(self, group: str = "") -> Iterator[StoredRecord]:
-        """See `RecordStore`. Sizes are not told. Raises StoreError if the master's metrics port does not answer."""
+        """See `RecordStore`. Sizes are unknown. Raises StoreError if the master's metrics port does not answer."""
         prefix = f"{self._prefix}{group}/" if group else self._prefix
         for key in self.ask_master("/get_all_keys").splitlines():
             name = key[len(self._prefix) :]
@@ -196,7 +196,7 @@ class MooncakeStore(RecordStore):
         return None if size < 0 else size
 
     def usage(self) -> StoreUsage:
-        """See `RecordStore`: of the whole pool, whoever uses it."""
+        """See `RecordStore`: usage of the whole pool by all its users."""
         usage = StoreUsage()
         with suppress(StoreError, KeyError, ValueError):
             numbers = dict(line.rsplit(" ", 1) for line in self.ask_master("/metrics").splitlines() if " " in line)
@@ -205,9 +205,9 @@ class MooncakeStore(RecordStore):
         return usage
 
     def close(self) -> None:
-        """See `RecordStore`. Calls that were given up are waited for in the background, and the client with them.
+        """See `RecordStore`. A background thread waits for given-up calls and then closes the client.
 
-        Python stands still for a second while the client closes.
+        That holds the interpreter's lock for a second.
         """
         if not self._closed:
             self._closed = True
@@ -227,7 +227,7 @@ class MooncakeStore(RecordStore):
         return [self._prefix + name for name in names]
 
     def call(self, what: str, function: Callable[[], Result]) -> Result:
-        """What `function` returns, or StoreError if it does not in time; it then goes on alone."""
+        """What `function` returns; StoreError if it raises or does not return in time, while it runs on."""
         if not self._running.acquire(timeout=self._timeout):
             raise StoreError(
                 f"cannot {what} in {self.place}: {GIVEN_UP_CALLS} calls have not ended; is the master well?"
@@ -257,7 +257,7 @@ class MooncakeStore(RecordStore):
             raise StoreError(f"cannot {what} in {self.place}: {_REASONS.get(worst, f'Mooncake says {worst}')}")
 
     def ask_master(self, path: str) -> str:
-        """What the master's metrics port says at `path`. Raises StoreError."""
+        """The answer of the master's metrics port at `path`. Raises StoreError."""
         host = self.master[0]
         connection = http.client.HTTPConnection(host, self.metrics_port, timeout=self._timeout)
         try:
@@ -279,10 +279,10 @@ class MooncakeStore(RecordStore):
 def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
     """The pool of the master at a `mooncake://` URL, with this process as one of its members, which lends memory.
 
-    `for_tool`: it lends none, so that nothing is stored here and lost with the tool.
+    With `for_tool` it lends none, so that no record is stored here and lost with the tool.
 
-    Its path, if it has one, begins the names of all records, so that a pool can be shared. While the client is set up,
-    for some 50 ms, Python stands still.
+    The URL's path, if any, is the prefix of all names, so that a pool can be shared. The client's set-up holds the
+    interpreter's lock for some 50 ms.
 
     Raises:
         TierError: the package is missing, or there is no master.
@@ -294,7 +294,7 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
     client = _library().MooncakeDistributedStore()
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     try:
-        # Asked first, because `setup` would try for 90 s, and let no other thread run.
+        # Checked first, because `setup` would try for 90 s with the interpreter's lock held.
         with socket.create_connection((host, port), timeout=timeout) as connection:
             own_host = connection.getsockname()[0]
     except OSError as error:

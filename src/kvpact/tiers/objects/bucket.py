@@ -1,7 +1,7 @@
-"""One bucket, container or directory, as the package obstore sees it: requests for whole objects and parts of them.
+"""One bucket, container or directory through the package obstore: requests for objects and parts of them.
 
-Owns the options of the client, the limits on time and parallel requests, and what an error means; a message never
-repeats what a server or the client said, for that may hold credentials. Knows nothing of records.
+Owns the options of the client, the limits on time and parallel requests, and the meaning of errors; a message never
+repeats text of a server or the client, which may hold credentials. Knows nothing of records.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ CONCURRENCY: Final = 16
 
 RETRIES: Final = 10
 RETRIED_PART: Final = 0.75
-"""Of the time for a request: after that no further try begins, so that the last one has time to end."""
+"""The part of a request's time after which no further try begins, so that the last try has time to end."""
 
 FIRST_BACKOFF_SECONDS: Final = 0.05
 LONGEST_BACKOFF_SECONDS: Final = 0.5
 
 PAGE_OBJECTS: Final = 1000
-"""Objects in one answer when a bucket is listed; S3 allows no more."""
+"""Objects in one page of a listing; S3 allows no more."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class StoreRefused(StoreError):
-    """The store is there and will not serve us before somebody mends its settings or ours."""
+    """The store exists and refuses us until its settings or ours are changed."""
 
 
 class ObjectChanged(Exception):
-    """The object is not the version that was asked for."""
+    """The object is not of the requested version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of an object, and which version of it they are of."""
+    """Bytes of an object, and its version."""
 
     data: memoryview
     object_bytes: int
@@ -60,18 +60,18 @@ class Part:
 
 
 class Bucket:
-    """Objects by name. A single request ends by itself soon after `timeout`; `each` gives up on time."""
+    """Objects by name. A single request ends soon after `timeout`; `each` gives up exactly then."""
 
     def __init__(
         self, client: Any, place: str, *, timeout: float, concurrency: int, folder: OwnFolder | None = None
     ) -> None:
-        """`client` is a store of obstore's. One of files, in `folder`, replaces an object of any version."""
+        """`client` is a store of obstore. With `folder` its objects are files, and `put` replaces any version."""
         self._api = import_module("obstore")
         self._failures = (import_module("obstore.exceptions").BaseError, OSError)
         self._changed = import_module("obstore.exceptions").PreconditionError
         self._exists = import_module("obstore.exceptions").AlreadyExistsError
         self.client = client
-        """Of obstore."""
+        """The store object of obstore."""
         self.place = place
         self.timeout = timeout
         self.concurrency = concurrency
@@ -79,9 +79,9 @@ class Bucket:
         self._pool = DaemonPool("kvpact-objects", concurrency)
 
     def each(self, call: Callable[[Item], Result], items: Sequence[Item], requests: int = 1) -> list[Result]:
-        """`call` for every item, in parallel, each with time for so many `requests`. Raises StoreError when it is up.
+        """`call` for every item, in parallel, each with the time of `requests` requests. Raises StoreError after that.
 
-        What has not ended then goes on for a while, and its result is dropped.
+        A call that has not ended then goes on for a while, and its result is dropped.
         """
         futures = [self._pool.submit(partial(call, item)) for item in items]
         rounds = requests * math.ceil(len(items) / self.concurrency)
@@ -95,11 +95,11 @@ class Bucket:
         except BaseException as error:
             if type(error).__module__ != "pyo3_runtime":
                 raise
-            # A panic in the client's Rust code, which is no Exception and would end the engine.
+            # A panic in the client's Rust code is no Exception and would end the engine.
             raise StoreRefused(f"{self.place}: obstore broke down on this request; check the tier's options") from None
 
     def get(self, name: str, start: int = 0, end: int | None = None, version: PackVersion | None = None) -> Part | None:
-        """Bytes [start, end) of an object, or less where it ends before; None if there is no such object.
+        """Bytes [start, end) of an object, fewer if it ends before; None if there is no such object.
 
         Raises ObjectChanged if it is there in another `version`.
         """
@@ -113,14 +113,14 @@ class Bucket:
         except self._changed:
             raise ObjectChanged(name) from None
         except self._failures as error:
-            if re.search(r"InvalidRange|[Rr]ange was invalid", str(error)):  # it ends before `start`
+            if re.search(r"InvalidRange|[Rr]ange was invalid", str(error)):  # the object ends before `start`
                 return Part(memoryview(b""), 0, {})
             if self._gone(error):
                 return None
             raise self._told(error) from None
 
     def put(self, name: str, data: bytes, replaced: PackVersion | None = None) -> PackVersion | None:
-        """Store an object that is not there, or instead of the version `replaced`; None if that is not so."""
+        """Store a new object, or replace the version `replaced`; None if another one is there."""
         mode: str | PackVersion = "create"
         if replaced is not None:
             mode = replaced if replaced and self._folder is None else "overwrite"
@@ -129,7 +129,7 @@ class Bucket:
                 self._folder.access.make_parents(self._folder.path / name, self._folder.path)
             result = self._api.put(self.client, name, data, mode=mode, use_multipart=False)
             if self._folder is not None:
-                with suppress(FileNotFoundError):  # somebody has removed it since
+                with suppress(FileNotFoundError):  # removed since
                     self._folder.access.settle(self._folder.path / name, self._folder.access.file_mode)
             return _version(result)
         except (self._changed, self._exists):
@@ -140,7 +140,7 @@ class Bucket:
             raise self._told(error) from None
 
     def delete(self, name: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object if it exists."""
         try:
             self._api.delete(self.client, name)
         except self._failures as error:
@@ -153,7 +153,7 @@ class Bucket:
         return iter(lambda: self.each(self.next_page, [listing])[0], None)
 
     def next_page(self, listing: Any) -> list[str] | None:
-        """Some more names of a listing; None at its end."""
+        """The next names of a listing; None at its end."""
         try:
             page = next(listing, None)
             return None if page is None else [entry["path"] for entry in page]
@@ -171,7 +171,7 @@ class Bucket:
         return isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(str(error))
 
     def _told(self, error: Exception) -> StoreError:
-        """What to tell of an error: from what it says only words that cannot be a secret are taken."""
+        """The StoreError for an error of the client; it takes only words from it that cannot be a secret."""
         text = str(error)
         status = re.search(r"status code: (\d{3})", text)
         code = re.search(r"<Code>(\w{1,40})</Code>", text)
@@ -206,15 +206,15 @@ _CREDENTIALS: Final = re.compile(
 
 
 _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?")
-"""Obstore panics on some that are no addresses; and credentials do not belong there."""
+"""obstore panics on some texts that are no addresses; and an endpoint must hold no credentials."""
 
 
 def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
-    """The bucket that a URL names, asked once whether it will serve us. One that does not answer now may do so later.
+    """The bucket at a URL, after one test request. One that does not answer now may do so later.
 
-    `for_tool`: of a directory that is not there, or has no folder of ours, nothing is made.
+    With `for_tool` no directory is created.
 
-    Raises TierError for what somebody must mend: obstore is missing, no such bucket, wrong credentials or options.
+    Raises TierError for an error that a person must correct: no obstore, no such bucket, wrong credentials or options.
     """
     place = f"{url.scheme}://{url.host}{url.path}"
     if "@" in url.host:
@@ -235,7 +235,7 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
             store = _client(stores, url, timeout)
         else:
             store = stores.LocalStore(folder.path) if folder.is_there else stores.MemoryStore()
-    except Exception:  # whatever a client thinks of its options, and it would repeat them
+    except Exception:  # any error about the options, whose text would repeat them
         raise TierError(f"{place}: obstore does not take these options; check endpoint, region and path") from None
     concurrency = int(url.options.get("concurrency", CONCURRENCY))
     bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder)
@@ -253,7 +253,7 @@ _PROBED: Final = "kvpact-is-not-an-object"
 
 
 def _folder(url: TierURL, *, for_tool: bool) -> OwnFolder:
-    """Where objects are files: a folder of ours, which hides them until they have their modes. Raises TierError."""
+    """Our folder for objects that are files; it hides them until their modes are set. Raises TierError."""
     try:
         if for_tool:
             return OwnFolder.look(Path(url.path))
@@ -263,7 +263,7 @@ def _folder(url: TierURL, *, for_tool: bool) -> OwnFolder:
 
 
 def _client(stores: Any, url: TierURL, timeout: float) -> Any:
-    """obstore's store for a URL. Credentials are what its own providers find: environment, files, instance metadata."""
+    """obstore's store for a URL. Its own providers find credentials: environment, files, instance metadata."""
     limit = timedelta(seconds=timeout)
     common: dict[str, object] = {
         "prefix": url.path.strip("/") or None,

@@ -1,7 +1,7 @@
-"""Threads for calls into native code that may never come back.
+"""Threads for calls into native code that may never return.
 
-Owns the threads and what waits for one. Nothing waits for them: a process ends while a call still hangs, which the
-standard library's executors do not allow.
+Owns the threads and the queue of calls. The process's end does not wait for a call that hangs, as it would with the
+standard library's executors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DaemonPool:
         self._closed = False
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Have `call` run on one of the threads. Raises RuntimeError once the pool is closed."""
+        """Run `call` on one of the threads. Raises RuntimeError after `close`."""
         future: Future[Result] = Future()
         with self._lock:
             if self._closed:
@@ -45,7 +45,7 @@ class DaemonPool:
         return future
 
     def close(self) -> None:
-        """Begin no further call. Does not wait for those under way. Idempotent."""
+        """Start no further call. Does not wait for running ones. Idempotent."""
         with self._lock:
             self._closed = True
             with suppress(Empty):

@@ -1,6 +1,6 @@
-"""Packs: several blocks in one object, behind a table of what stands where.
+"""Packs: several blocks in one object, after a table of their names and lengths.
 
-Owns the format of an object and the memory of which pack holds which record. Never does I/O.
+Owns the format of an object, and remembers which pack holds which record. Never does I/O.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kvpact.tiers.shared.store import RecordPieces
 
 PACK_MAGIC: Final = b"kvpactPK"
 PACK_FORMAT: Final = 1
-"""Raised when the table or what follows it changes; a pack of another format holds nothing."""
+"""Incremented when the format changes; a pack of another format counts as empty."""
 
 _HEAD: Final = struct.Struct("<8sIIQ")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEAD_BYTES: Final = _HEAD.size + _CHECKSUM.size
 _ENTRY: Final = struct.Struct("<HQ")
 _LONGEST_NAME: Final = 255
-"""Bytes of a record's name behind its group's; a block's has 64."""
+"""Maximum bytes of a record's name after its group; a block's has 64."""
 
 REMEMBERED_RECORDS: Final = 65_536
-"""Places of records that are remembered: some 20 MB of memory, for tens of gigabytes of blocks. No pack has more."""
+"""At most this many records' places are remembered: 20 MB for tens of gigabytes of blocks. No pack has more."""
 
 
 PackVersion: TypeAlias = Mapping[str, str]
-"""What a store calls one version of an object, its "e_tag" and "version", to read and replace that one and no other."""
+"""A store's id of one version of an object, its "e_tag" and "version", to read or replace only that version."""
 
 
 class PackError(ValueError):
-    """An object is no pack of this format, or its table is damaged: it holds nothing."""
+    """An object is no pack of this format, or its table is damaged: it counts as empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,17 @@ class Pack:
     """Which records one object holds: (offset in the object, length) by name, in the order of the object.
 
     An object is: magic, format, number of entries, bytes of the table, xxh3-64 of all that and the table; the table,
-    which has each record's name behind the group's, and its length; and the records, one behind the other.
+    with each record's name after the group and its length; and the records, one after another.
     """
 
     name: str
-    """Of the object: that of the first record it was written for, which it need not hold any more."""
+    """The object's name: that of the first record it was written with, which may have been removed."""
     records: Mapping[str, tuple[int, int]]
     version: PackVersion = field(default_factory=dict)
 
 
 def encode_pack(records: Mapping[str, RecordPieces]) -> bytes:
-    """An object with these records, which are of one group."""
+    """The object with these records, all of one group."""
     pieces: list[bytes | memoryview] = [b""]
     table = bytearray()
     for name, record in records.items():
@@ -68,7 +68,7 @@ def encode_pack(records: Mapping[str, RecordPieces]) -> bytes:
 
 
 def table_size(start: bytes | memoryview) -> tuple[int, int]:
-    """How many records an object that begins with `start` says it has, and where its table ends. Raises PackError."""
+    """The number of records that an object claims in its `start`, and the end of its table. Raises PackError."""
     if len(start) < HEAD_BYTES:
         raise PackError(f"{len(start)} bytes, less than a pack's head")
     magic, version, count, table_bytes = _HEAD.unpack_from(start)
@@ -80,7 +80,7 @@ def table_size(start: bytes | memoryview) -> tuple[int, int]:
 
 
 def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version: PackVersion) -> Pack:
-    """The table in `start`, which holds it in full. Of an object that was cut off, what it has of whole records.
+    """The table, which `start` holds in full. A truncated object has the records that are whole.
 
     Raises PackError.
     """
@@ -102,13 +102,13 @@ def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version
                 break
             records[f"{group}/{table[at - name_bytes : at].decode('ascii')}"] = offset, length
             offset += length
-    except (struct.error, UnicodeDecodeError):  # whoever can write to the store can give it any checksum
+    except (struct.error, UnicodeDecodeError):  # a forged object may have a valid checksum
         raise PackError("its table is none") from None
     return Pack(name, records, version)
 
 
 class PackMemory:
-    """Which packs were seen, and which of them holds a record: bounded, thread-safe, and maybe out of date."""
+    """The packs seen, and which of them holds a record: bounded, thread-safe, possibly out of date."""
 
     def __init__(self, limit: int = REMEMBERED_RECORDS) -> None:
         self._limit = limit
@@ -118,7 +118,7 @@ class PackMemory:
         self._records = 0
 
     def learn(self, pack: Pack) -> None:
-        """A pack was seen; what was known of one of this name is forgotten, and of others that were not used lately."""
+        """Remember a pack instead of the one of its name; forgets the least recently used packs above the bound."""
         with self._lock:
             self._forget(pack.name)
             self._packs[pack.name] = pack
@@ -129,7 +129,7 @@ class PackMemory:
                 self._forget(next(iter(self._packs)))
 
     def forget(self, pack: str) -> None:
-        """A pack is gone, or not what it was."""
+        """Forget a pack that is gone or has changed."""
         with self._lock:
             self._forget(pack)
 
@@ -145,12 +145,12 @@ class PackMemory:
                 del self._holders[record]
 
     def holders(self, name: str) -> tuple[str, ...]:
-        """The packs that hold a record, as far as known, the last seen first."""
+        """The known packs that hold a record, the last seen first."""
         with self._lock:
             return self._holders.get(name, ())
 
     def locate(self, names: Iterable[str]) -> dict[str, Pack]:
-        """A pack that holds each of these records, where one is known."""
+        """For each of these records a known pack that holds it."""
         with self._lock:
             found = {name: self._packs[self._holders[name][0]] for name in names if name in self._holders}
             for pack in {pack.name for pack in found.values()}:
@@ -171,7 +171,7 @@ class PackMemory:
 
 @dataclass(slots=True)
 class Span:
-    """Neighbouring bytes of one pack that are read at once, and the records in them."""
+    """Adjacent bytes of one pack that one request reads, and the records in them."""
 
     pack: Pack
     start: int
@@ -180,9 +180,9 @@ class Span:
 
 
 def spans(wanted: Mapping[str, Pack], *, gap: int, head: int | None = None) -> list[Span]:
-    """What to read for these records, or for the first `head` bytes of each, with holes of up to `gap` bytes."""
+    """The spans that hold these records, or the first `head` bytes of each; a span has holes of at most `gap` bytes."""
     by_pack: dict[int, tuple[Pack, list[str]]] = {}
-    for name, pack in wanted.items():  # by what was seen of a pack, not by its name: it may have been seen twice
+    for name, pack in wanted.items():  # by identity, not by name: two versions of a pack may have been seen
         by_pack.setdefault(id(pack), (pack, []))[1].append(name)
     found: list[Span] = []
     for pack, names in by_pack.values():

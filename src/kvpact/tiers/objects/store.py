@@ -1,7 +1,7 @@
-"""The tier of object stores: S3 and what speaks its language, Google Cloud Storage, Azure, and a directory.
+"""The tier of object stores: S3 and compatible ones, Google Cloud Storage, Azure, and a directory.
 
-Owns how records are found and kept in packs: blocks that are written together are one object, a block of it is a range
-of bytes. Expires nothing: how long objects stay is for the bucket's own lifecycle rules, and what they took is a miss.
+Owns how records are found and stored in packs: blocks written together are one object, a block is a range of its bytes.
+Expires nothing: that is for the bucket's lifecycle rules, and a record that they removed is a miss.
 """
 
 from __future__ import annotations
@@ -40,28 +40,27 @@ from kvpact.tiers.shared.tier import GROUP_BYTES
 from kvpact.tiers.urls import TierURL
 
 FIRST_READ_BYTES: Final = 16 << 10
-"""Read of an object to learn what is in it: a table of 200 blocks, in one request."""
+"""Bytes of an object's first read: a table of 200 blocks in one request."""
 
 GAP_BYTES: Final = 128 << 10
-"""Bytes that are read for nothing rather than asking again: a request takes as long as some megabytes do."""
+"""Unneeded bytes that one request may read to save another: a request takes as long as some megabytes."""
 
 MAX_KEPT_BYTES: Final = 4 * GROUP_BYTES
-"""What is kept of an object when a record is taken out of it or added: more than any of ours has, if it has several."""
+"""Most bytes kept of an object when a record is removed or added: more than any of ours with several records has."""
 
 CHANGE_REQUESTS: Final = 5
-"""To replace an object: its table, in one or two, what it keeps, in one or two, and the new one."""
+"""Requests to replace an object: one or two for its table, one or two for its records, one to write it."""
 
 TRIES: Final = 8
-"""How often an object may change under our hands before a write is given up."""
+"""A write is given up after this many concurrent changes of its object."""
 
 
 class ObjectStore(RecordStore):
-    """See `RecordStore`. Records that one call of `write` is given become one object, named after the first.
+    """See `RecordStore`. The records of one call of `write` become one object, named after the first.
 
-    A record inside a pack is found by the records before it, from a prompt's first: `locate` and `exists` read tables
-    on the way, and what they saw is remembered. So behind a record that is missing others are found only as far as
-    they are known, and one that is there may be written once more. A name stands for its content: a record that is
-    there is not replaced but by one that was removed before.
+    A record inside a pack is found through the records before it, from a prompt's first: `locate` and `exists` read
+    tables on the way and remember them. After a missing record only remembered ones are found, so a record that exists
+    may be written a second time. A name implies the content: a record that exists is replaced only after its removal.
     """
 
     kind = BACKEND.label
@@ -77,15 +76,15 @@ class ObjectStore(RecordStore):
         return [name in found for name in names]
 
     def locate(self, names: Sequence[str]) -> None:
-        """Learn where records are: `names` are a prompt's, from its first block on."""
+        """Find where records are; `names` are a prompt's, from its first block on."""
         if len(self.memory.locate(names)) < len(names):
             self._find(names)
 
     def _find(self, names: Sequence[str], *, past_holes: bool = False) -> dict[str, Pack]:
-        """The packs that hold these records now, up to the first that is missing, or of all.
+        """The packs that hold these records now, up to the first missing one, or for all with `past_holes`.
 
-        Each round asks for the pack that holds the next record, and at once for those that should come after it: packs
-        that are remembered, and those that begin where one of the last one's length would end.
+        Each round asks for the pack that holds the next record, and in parallel for those expected after it: remembered
+        packs, and packs that begin where one of the last pack's length would end.
         """
         found: dict[str, Pack] = {}
         asked: set[str] = set()
@@ -121,7 +120,7 @@ class ObjectStore(RecordStore):
         return self.bucket.each(self._table, names, requests=2)
 
     def _table(self, name: str) -> Pack | None:
-        """What an object holds: nothing, if it is damaged; None if there is no such object."""
+        """The records of an object, none if it is damaged; None if there is no such object."""
         part = self.bucket.get(name, 0, FIRST_READ_BYTES)
         try:
             if part is not None and (end := self._table_end(part)) > FIRST_READ_BYTES:
@@ -131,14 +130,14 @@ class ObjectStore(RecordStore):
                 self.memory.learn(pack)
                 return pack
         except ObjectChanged:
-            part = None  # a moment ago it was there, so it is on the next look
+            part = None  # it was there a moment ago, so the next look finds it
         except PackError:
             pass
         self.memory.forget(name)
         return None if part is None else Pack(name, {}, part.version)
 
     def _table_end(self, part: Part) -> int:
-        """Where the table of an object ends. Raises PackError for one that is large, and for more than there is."""
+        """The offset at which an object's table ends. Raises PackError if that is too large or beyond the object."""
         count, end = table_size(part.data)
         if end > FIRST_READ_BYTES and end + count * (self.record_bytes or 0) > part.object_bytes:
             raise PackError(f"{count} records do not fit into {part.object_bytes} bytes")
@@ -162,9 +161,9 @@ class ObjectStore(RecordStore):
     def _load(
         self, names: Sequence[str], fits: Callable[[str, Pack], bool], *, head: int | None, gap: int
     ) -> dict[str, memoryview]:
-        """The records, or their first `head` bytes, of those that are there and fit."""
+        """The records that exist and fit, or their first `head` bytes."""
         arrived: dict[str, memoryview] = {}
-        for _ in range(2):  # once more, where a pack is not any more what was remembered of it
+        for _ in range(2):  # again for packs that changed since they were remembered
             waiting = [name for name in names if name not in arrived]
             found = self.memory.locate(waiting)
             if missing := [name for name in waiting if name not in found]:
@@ -186,7 +185,7 @@ class ObjectStore(RecordStore):
         return arrived
 
     def _read_span(self, span: Span) -> memoryview:
-        """Nothing if the pack is gone, or another one by now."""
+        """The bytes of a span; empty if the pack is gone or has changed."""
         with suppress(ObjectChanged):
             part = self.bucket.get(span.pack.name, span.start, span.end, span.pack.version)
             if part is not None:
@@ -204,9 +203,9 @@ class ObjectStore(RecordStore):
                     del waiting[name]
 
     def _write_pack(self, waiting: Mapping[str, RecordPieces]) -> list[str]:
-        """Store them as one object; which of them are there afterwards.
+        """Store records as one object; returns which of them are there afterwards.
 
-        If there is one of that name, somebody has stored a prompt that begins alike: what both share is there already.
+        If an object of that name exists, it is of a prompt with the same beginning, and the common records exist.
         """
         first = next(iter(waiting))
         data = encode_pack(waiting)
@@ -226,9 +225,9 @@ class ObjectStore(RecordStore):
     def _change(
         self, name: str, *, doomed: Collection[str] = (), added: Mapping[str, RecordPieces] | None = None
     ) -> Collection[str]:
-        """Replace an object by one without the `doomed` records, and with `added` ones before those that it had.
+        """Replace an object by one without the `doomed` records, and with `added` ones before its own.
 
-        One that has the first of `added` stays as it is. Returns the names that it had.
+        An object that has the first of `added` is not changed. Returns the names that it had.
         """
         added = added or {}
         for _ in range(TRIES):
@@ -244,7 +243,7 @@ class ObjectStore(RecordStore):
         raise self._too_many_writers(name)
 
     def _read_kept(self, pack: Pack, names: Sequence[str]) -> dict[str, RecordPieces] | None:
-        """These records of an object, but none that is none of ours, for whatever it claims. None if it has changed."""
+        """These records of an object, except those that cannot be ours by their length. None if it has changed."""
         kept: dict[str, Pack] = {}
         lengths = Counter(length for _, length in pack.records.values())
         usual = self.record_bytes or max(lengths, key=lengths.__getitem__, default=0)
@@ -263,7 +262,7 @@ class ObjectStore(RecordStore):
         return left
 
     def _replace(self, pack: Pack, records: Mapping[str, RecordPieces]) -> bool:
-        """Store an object with these records instead of a pack; whether it was still there."""
+        """Store an object with these records instead of a pack; returns whether the pack was still there."""
         if not records:
             self.bucket.delete(pack.name)
             self.memory.forget(pack.name)
@@ -275,9 +274,9 @@ class ObjectStore(RecordStore):
         return version is not None
 
     def remove(self, names: Sequence[str]) -> int:
-        """See `RecordStore`. What is behind a removed record stays in its pack; the rest is written anew.
+        """See `RecordStore`. Rewrites each pack without the removed records.
 
-        A record of which nobody knows where it is costs a look at all packs of its group.
+        A record whose pack is unknown costs a look at all packs of its group.
         """
         doomed = set(names)
         packs: dict[str, None] = {}
@@ -307,7 +306,7 @@ class ObjectStore(RecordStore):
                     continue
                 for name, (_, length) in pack.records.items():
                     yield StoredRecord(name, length)
-                if not pack.records and key_of(pack.name):  # damaged, and to be found by who cleans up
+                if not pack.records and key_of(pack.name):  # a damaged object, listed so that tools find it
                     yield StoredRecord(pack.name, 0)
 
     def size(self, name: str) -> int | None:
@@ -315,7 +314,7 @@ class ObjectStore(RecordStore):
         return None if pack is None else pack.records[name][1]
 
     def usage(self) -> StoreUsage:
-        """Nothing: a bucket has no bound, and to add up its objects is to list them."""
+        """Unknown: a bucket has no bound, and its used bytes need a listing."""
         return StoreUsage()
 
     def close(self) -> None:
@@ -332,6 +331,6 @@ class ObjectStore(RecordStore):
 def open_objects(url: TierURL, *, for_tool: bool = False) -> ObjectStore:
     """The store at an `s3://`, `gs://`, `az://` or `file://` URL.
 
-    Raises TierError for what somebody must mend: obstore is missing, no such bucket, wrong credentials or options.
+    Raises TierError for an error that a person must correct: no obstore, no such bucket, wrong credentials or options.
     """
     return ObjectStore(open_bucket(url, for_tool=for_tool))

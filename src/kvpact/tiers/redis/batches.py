@@ -1,6 +1,6 @@
-"""Batches of commands, each sent to the server that has its key, and the time in which a call of a store ends.
+"""Batches of commands, each sent to the server that has its key, and the deadline of a store's call.
 
-Owns how keys are spread over servers and how a failed call is told of. Retries only keys that moved to another server.
+Owns how keys are spread over servers and the error of a failed call. Retries only keys that moved to another server.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvpact.tiers.shared.store import StoreError
 
 
 class Batches:
-    """What a store says to its servers. Thread-safe."""
+    """Sends a store's commands to its servers. Thread-safe."""
 
     def __init__(self, servers: Servers, pool: Pool, place: str, timeout: float) -> None:
-        """Takes over `pool`. `place` is for messages; a call ends `timeout` seconds after it began."""
+        """Takes over `pool`. `place` is for messages; a call ends at most `timeout` seconds after it began."""
         self.servers = servers
         self.pool = pool
         self._timeout = timeout
@@ -32,9 +32,9 @@ class Batches:
         receive: Callable[[Connection, int], object],
         deadline: float,
     ) -> None:
-        """Send what `send` says for each key to the server that has it, then let `receive` read the replies.
+        """For each key let `send` send commands to the key's server, then let `receive` read the replies.
 
-        Once more for keys that have moved to other servers in the meantime.
+        Repeats this once for keys that have moved to other servers.
         """
         moved = self._each_once(range(len(keys)), keys, send, receive, deadline)
         if moved:
@@ -62,7 +62,7 @@ class Batches:
         receive: Callable[[Connection, int], object],
         deadline: float,
     ) -> list[int]:
-        """Which of the keys were not there any more."""
+        """Send and receive once; returns the indexes of keys that have moved to another server."""
         of_server: dict[Address, list[int]] = defaultdict(list)
         for index in indexes:
             of_server[self.servers.of(keys[index], deadline)].append(index)
@@ -86,7 +86,7 @@ class Batches:
 
     @contextmanager
     def call(self) -> Iterator[float]:
-        """The time at which a call has to have ended. What goes wrong in it becomes a StoreError."""
+        """The context of one call: gives its deadline, and turns its errors into a StoreError."""
         try:
             yield time.monotonic() + self._timeout
         except Exception as error:

@@ -1,7 +1,7 @@
-"""Connections to Redis servers: how batches of commands travel, and how a server lets us in.
+"""Connections to Redis servers: batches of commands, and authentication.
 
-Owns the protocol (RESP2), connections and who keeps them; redis-py opens them and is imported for that alone. Never
-retries, unpickles nothing, and shows no credential.
+Owns the protocol (RESP2) and the pool of connections; redis-py opens them and is imported only for that. Never retries,
+unpickles nothing, and shows no credential.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, Final, TypeAlias
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, StoreError
 
 _IDLE: Final = 16
-"""Connections to one server that are kept while nobody uses them; a tier's queue has fewer threads."""
+"""At most this many idle connections to one server are kept; a tier's executor has fewer threads."""
 
 _RECEIVE_BYTES: Final = 16 << 10
 _SMALL_BYTES: Final = 8 << 10
-"""Pieces up to here are joined with what is sent before them: copying them costs less than a system call."""
+"""Pieces of at most this size are copied into the buffer before them: a copy costs less than a system call."""
 
 _MAX_REPLY: Final = 1 << 20
-"""No reply that is not read into buffers is longer; one that is comes from something else than we asked."""
+"""Maximum length of a reply that is not read into buffers; a longer one answers no command of ours."""
 
 _DEEPEST_REPLY: Final = 8
-"""Lists within lists; CLUSTER SLOTS has four."""
+"""Maximum depth of nested lists; CLUSTER SLOTS has four."""
 
 Address: TypeAlias = tuple[str, int]
 Words: TypeAlias = "bytes | RecordPieces"
@@ -42,7 +42,7 @@ class ErrorReply(Exception):
 
 
 class Moved(ErrorReply):
-    """Another server of the Cluster has this key by now."""
+    """Another server of the Cluster now has this key."""
 
 
 class _Stream(io.RawIOBase):
@@ -68,22 +68,22 @@ class _Stream(io.RawIOBase):
 
 
 class Connection:
-    """One connection: requests go out together, replies are read in order, and all of it ends at `deadline`.
+    """One connection: requests are sent together, replies are read in order, and everything ends at `deadline`.
 
-    It speaks RESP2 itself: from and into the caller's memory, that moves values of 1 and 4 MiB about twice as fast as
-    redis-py with hiredis, which joins and copies them, and takes a third of the processor's time.
+    It implements RESP2 itself, from and into the caller's memory: that moves values of 1 and 4 MiB about twice as fast
+    as redis-py with hiredis, which joins and copies them, and takes a third of the CPU time.
     """
 
     def __init__(self, connection: Any) -> None:
         self.stream = _Stream(connection._sock)  # redis-py has no public name for it
         self.unanswered = 0
-        """Commands that were sent, and whose replies nobody has read yet."""
+        """Number of commands sent whose replies have not been read."""
         self._connection = connection
         self._out = bytearray()
         self._in = io.BufferedReader(self.stream, _RECEIVE_BYTES)
 
     def is_usable(self) -> bool:
-        """Whether it is as quiet as it was left: a server that went away has ended it, or will say so."""
+        """Whether nothing has arrived since the last use: data or an end means that the server closed it."""
         poll = select.poll()
         poll.register(self.stream.socket, select.POLLIN)
         return not poll.poll(0)
@@ -95,7 +95,7 @@ class Connection:
     # Out
 
     def send(self, *words: Words) -> None:
-        """Add one command; `flush` sees to it that it is sent."""
+        """Add one command to those that `flush` sends."""
         self.unanswered += 1
         self._out += b"*%d\r\n" % len(words)
         for word in words:
@@ -141,7 +141,7 @@ class Connection:
         raise ErrorReply(f"no Redis server: it answers {line[:20]!r}")
 
     def value_into(self, buffer: RecordBuffer, apart: int = -1) -> bool | bytes:
-        """The next reply into `buffer`: whether it was a value of that length. One of `apart` bytes is returned."""
+        """Read the next reply into `buffer`; returns whether it had that length, or a value of `apart` bytes."""
         self.unanswered -= 1
         line = self._line()
         if line[:1] != b"$":
@@ -160,7 +160,7 @@ class Connection:
         return True
 
     def pass_over(self, replies: int) -> None:
-        """Read replies that nobody wants to know."""
+        """Read and discard replies."""
         for _ in range(replies):
             with suppress(ErrorReply):
                 self.reply()
@@ -188,7 +188,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How servers are reached: by whom, and over what. Its credentials are in no message, nor in its own text."""
+    """User, password and transport for servers. No message and no `repr` shows its credentials."""
 
     user: str = field(repr=False)
     password: str = field(repr=False)
@@ -197,12 +197,12 @@ class Credentials:
     ca_file: str | None
     database: int
     looks_only: bool = False
-    """Reads are to leave no trace: those of Redis 7.2, Valkey and later then do not count as use."""
+    """Whether reads must not count as use; Redis 7.2, Valkey and later allow that."""
 
     def connect(self, address: Address, seconds: float, *, known: bool = True) -> Connection:
-        """A new connection, as our user if we are to be `known`; the password file is read again for each.
+        """A new connection, authenticated if `known`; reads the password file again each time.
 
-        Raises StoreError, which repeats nothing that a server makes of a password.
+        Raises StoreError, which repeats no server's text about a password.
         """
         import redis
         from redis import RedisError
@@ -248,7 +248,7 @@ class Credentials:
 
 
 class Pool:
-    """Connections that are kept for the next call."""
+    """Idle connections, kept for the next call."""
 
     def __init__(self, access: Credentials) -> None:
         self._access = access
@@ -258,7 +258,7 @@ class Pool:
 
     @contextmanager
     def connection(self, address: Address, deadline: float, *, known: bool = True) -> Iterator[Connection]:
-        """A connection for one batch; after an error it is ended, since nobody knows what is still to come from it."""
+        """A connection for one batch; closed after an error, because unread replies may still arrive."""
         connection = self._idle_one(address) if known else None
         if connection is None:
             connection = self._access.connect(address, seconds_until(deadline), known=known)
@@ -300,7 +300,7 @@ class Pool:
 
 
 def seconds_until(deadline: float) -> float:
-    """Raises TimeoutError if there are none left."""
+    """Seconds left until `deadline`. Raises TimeoutError if there are none."""
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return left

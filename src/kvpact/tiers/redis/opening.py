@@ -1,4 +1,4 @@
-"""From a URL to a `RedisStore`: what it says of the servers, and what it cannot say."""
+"""Makes a `RedisStore` from a URL, and checks the URL."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from kvpact.tiers.urls import TierURL
 from kvpact.units import format_size
 
 TIMEOUT_SECONDS: Final = 2.0
-"""Until a call of the store has ended, if the URL has no `timeout`."""
+"""Seconds until a call of the store ends, if the URL has no `timeout`."""
 
 PART_BYTES: Final = 64 << 20
-"""Larger records are kept in parts of this size, if the URL has no `part`. A server does one thing at a time: a value
-of 64 MiB keeps all others waiting for some 20 ms. The most that it takes is 512 MiB. Parts need Redis 6.2 or Valkey."""
+"""Larger records are split into parts of this size, if the URL has no `part`. A server runs one command at a time: a
+value of 64 MiB delays all others by some 20 ms. Its largest value has 512 MiB. Parts need Redis 6.2 or Valkey."""
 
 
 def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
-    """The store that `url` names. Connects to nothing yet: a server that is down may be back by the first call.
+    """The store at `url`. Does not connect yet: a server that is down may work by the first call.
 
-    `for_tool`: reads prolong no record's life, and do not count as use where the server can be told so.
+    With `for_tool` reads prolong no record's life, and do not count as use where the server allows that.
 
     Raises:
-        TierError: redis-py is missing, or the URL says what cannot be.
+        TierError: redis-py is missing, or the URL is impossible.
     """
     try:
         import redis  # noqa: F401

@@ -1,6 +1,6 @@
-"""How a large record is kept in parts in Redis: what stands under its name, and under which names its parts lie.
+"""The format of a large record in Redis: a head under its name, and parts under names of their own.
 
-Owns that format. Believes nothing that a head claims: parts are named a few at a time. Never does I/O.
+Trusts no head: it names only a few parts at a time. Never does I/O.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MIN_PART: Final = 4 << 10
 _MAX_PARTS: Final = 1 << 16
 
 _FIRST_PARTS: Final = 16
-"""So many parts of a record are asked for at once; if all are there, four times as many: what claims to have parts and
-has none costs no more than one that has a few (P14)."""
+"""Parts of a record that are asked for first; if all exist, four times as many next. So a head that claims parts which
+do not exist costs no more than a record with a few (P14)."""
 
 _SPLIT: Final = struct.Struct("<8s16sQQ")
 SPLIT_MAGIC: Final = b"kvpactSP"
@@ -27,7 +27,7 @@ SPLIT_BYTES: Final = _SPLIT.size + HEADER_BYTES
 
 
 class Part(NamedTuple):
-    """Part `number` of a record, which is named by its place in a batch: the part's key and its length."""
+    """Part `number` of the record at index `record` of a batch: the part's key and its length."""
 
     record: int
     number: int
@@ -37,10 +37,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SplitHead:
-    """What stands under the name of a record that is kept in parts: where these are, and the record's first bytes.
+    """The value under the name of a split record: where its parts are, and the record's first bytes.
 
-    The parts lie under names that nobody else ever writes, and are there before the head: a record is seen whole or not
-    at all.
+    No other writer uses the names of the parts, and they are written before the head, so a record is visible as a whole
+    or not at all.
     """
 
     nonce: bytes
@@ -50,7 +50,7 @@ class SplitHead:
 
     @classmethod
     def decode(cls, raw: bytes) -> SplitHead | None:
-        """None for what is no such head."""
+        """The head in `raw`; None if it is no head."""
         if len(raw) != SPLIT_BYTES or not raw.startswith(SPLIT_MAGIC):
             return None
         _, nonce, nbytes, part_bytes = _SPLIT.unpack_from(raw)
@@ -64,7 +64,7 @@ class SplitHead:
 
     @property
     def part_count(self) -> int:
-        """How many parts there are."""
+        """Number of parts."""
         return -(-self.nbytes // self.part_bytes)
 
     def part(self, record: int, key: bytes, number: int) -> Part:
@@ -76,7 +76,7 @@ class SplitHead:
 def without_missing(
     keys: Sequence[bytes], heads: Mapping[int, SplitHead], missing: Callable[[list[Part]], Iterable[int]]
 ) -> Collection[int]:
-    """The records of which `missing` names none. It is given a few parts of each record at first, then more."""
+    """The records without a part in what `missing` returns. It gets a few parts of each record first, then more."""
     left = dict(heads)
     first, count = 0, _FIRST_PARTS
     while parts := [
@@ -91,7 +91,7 @@ def without_missing(
 
 
 def cut_into_parts(pieces: Iterable[bytes | memoryview], nbytes: int) -> list[list[memoryview]]:
-    """The same memory in parts of `nbytes`, the last with what is left."""
+    """The same memory in parts of `nbytes`; the last part has the rest."""
     parts: list[list[memoryview]] = []
     room = 0
     for piece in (memoryview(piece) for piece in pieces):

@@ -1,6 +1,6 @@
 """Which Redis server has a key: the only one, the master that Sentinels name, or one of a Cluster's.
 
-Owns what is known of that and where it is asked. Never moves or copies anything between servers.
+Owns this knowledge and how it is obtained. Never moves data between servers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SLOTS: Final = 16384
 
 
 class Servers(ABC):
-    """Which server has a key. What is known of that is forgotten when a call fails, and asked anew by the next."""
+    """Which server has a key. A failed call drops this knowledge, and the next call asks again."""
 
     @abstractmethod
     def of(self, key: bytes, deadline: float) -> Address:
@@ -29,7 +29,7 @@ class Servers(ABC):
         return [self.of(b"", deadline)]
 
     def forget(self) -> None:
-        """What is known may be wrong."""
+        """Drop this knowledge, which may be wrong."""
 
 
 class OneServer(Servers):
@@ -41,7 +41,7 @@ class OneServer(Servers):
 
 
 class _SeedNodes:
-    """Servers that know where others are; one that hangs takes only its share of the time."""
+    """Servers that know the others' addresses; one that hangs takes only its share of the time."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address], *, known: bool) -> None:
         self._pool = pool
@@ -49,7 +49,7 @@ class _SeedNodes:
         self._known = known
 
     def ask(self, *words: bytes, deadline: float) -> tuple[Address, Reply]:
-        """The first answer, and whose it is; the next time that one is asked first."""
+        """The first answer and its server, which is asked first the next time."""
         failed: Exception = TimeoutError()
         for asked, address in enumerate(addresses := list(self._addresses)):
             now = time.monotonic()
@@ -64,7 +64,7 @@ class _SeedNodes:
 
 
 class Sentinels(Servers):
-    """The master of one name, of which Sentinels know the address. They are asked without user and password."""
+    """The master of one name, whose address Sentinels know. They are asked without user and password."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address], name: str) -> None:
         self._seed_nodes = _SeedNodes(pool, addresses, known=False)
@@ -114,7 +114,7 @@ class Cluster(Servers):
 
 
 def _address(reply: Reply) -> Address:
-    """What servers say of each other: host, port, and more."""
+    """The address in a reply: host, port, and more."""
     match reply:
         case [bytes(host), int() | bytes() as port, *_]:
             return host.decode(errors="replace"), int(port)

@@ -1,4 +1,4 @@
-"""Records in Redis or Valkey: one server, a Cluster, or whatever master Sentinels name.
+"""Records in Redis or Valkey: one server, a Cluster, or the master that Sentinels name.
 
 Owns how records become keys and values. Never retries a call that failed, trusts nothing that it reads, and unpickles
 nothing.
@@ -18,7 +18,7 @@ from kvpact.tiers.redis.parts import SPLIT_BYTES, SPLIT_MAGIC, Part, SplitHead, 
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreUsage, copy_into
 
 ORPHAN_SECONDS: Final = 600
-"""Parts that no record names are gone after this time: their writer died."""
+"""Parts that no record names expire after this time: their writer died."""
 
 _PREFIX: Final = b"kvpact:"
 
@@ -26,8 +26,8 @@ _PREFIX: Final = b"kvpact:"
 class RedisStore(RecordStore):
     """See `RecordStore`. Keys are `kvpact:<name>`, values are records; those larger than `part_bytes` are split.
 
-    With `expiry` a record goes so many seconds after it was last written or read. What the server evicts or expires is
-    not there, and a record that lost one of its parts neither. Each call ends `timeout` seconds after it began.
+    With `expiry` a record expires this many seconds after its last write or read. A record that the server evicted or
+    that lost one of its parts is not there. Each call ends at most `timeout` seconds after it began.
     """
 
     kind = BACKEND.label
@@ -53,7 +53,7 @@ class RedisStore(RecordStore):
         heads: dict[int, SplitHead] = {}
 
         def send(connection: Connection, index: int) -> None:
-            # A byte more than is wanted, so that a longer record is told from one that fits without being sent whole.
+            # One byte more than needed, so that a longer record is recognized without being sent whole.
             end = max(length_of(buffers[index]), SPLIT_BYTES)
             connection.send(b"GETRANGE", keys[index], b"0", b"%d" % end)
             self._prolong(connection, keys[index])
@@ -79,7 +79,7 @@ class RedisStore(RecordStore):
     def _read_parts(
         self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], heads: dict[int, SplitHead], deadline: float
     ) -> Collection[int]:
-        """Read split records; which of them were there in full."""
+        """Read split records; returns those that were there in full."""
         pieces = {index: cut_into_parts(buffers[index], head.part_bytes) for index, head in heads.items()}
 
         def read(parts: Sequence[Part]) -> set[int]:
@@ -111,7 +111,7 @@ class RedisStore(RecordStore):
             ]
             self._write_parts(parts, deadline)
             outdated = self._write_heads(keys, records, heads, deadline)
-            # Parts that a record names are no orphans any more.
+            # Parts that a record names are no longer orphans.
             kept = (b"PEXPIRE", self._lifetime) if self._lifetime else (b"PERSIST",)
             self._batches.replies([key for key, _ in parts], *kept, deadline=deadline)
             self._unlink_parts(keys, outdated, deadline)
@@ -139,7 +139,7 @@ class RedisStore(RecordStore):
         heads: dict[int, SplitHead],
         deadline: float,
     ) -> dict[int, SplitHead]:
-        """Write what stands under the records' own names; return the heads that stood there before."""
+        """Write the values under the records' own names; return the heads that were there before."""
         outdated: dict[int, SplitHead] = {}
         expire = (b"PX", self._lifetime) if self._lifetime else ()
 
@@ -153,7 +153,7 @@ class RedisStore(RecordStore):
         def receive(connection: Connection, index: int) -> None:
             reply = connection.reply()
             old = SplitHead.decode(reply) if index in heads and isinstance(reply, bytes) else None
-            if old is not None and old.nonce != heads[index].nonce:  # asked once more, it is our own
+            if old is not None and old.nonce != heads[index].nonce:  # a repeated command finds our own head
                 outdated[index] = old
 
         self._batches.each(keys, send, receive, deadline)
@@ -181,7 +181,7 @@ class RedisStore(RecordStore):
         return removed
 
     def _unlink_parts(self, keys: Sequence[bytes], heads: dict[int, SplitHead], deadline: float) -> None:
-        """Remove the parts of records, some at a time, as long as there are any."""
+        """Remove the parts of records, some at a time, until there are none."""
 
         def unlink(parts: Sequence[Part]) -> set[int]:
             replies = self._batches.replies([part.key for part in parts], b"UNLINK", deadline=deadline)
@@ -200,7 +200,7 @@ class RedisStore(RecordStore):
 
     def names(self, group: str = "") -> Iterator[StoredRecord]:
         pattern = _PREFIX + (f"{group}/*".encode() if group else b"*")
-        seen: set[bytes] = set()  # SCAN may tell of a key twice
+        seen: set[bytes] = set()  # SCAN may return a key twice
         with self._batches.call() as deadline:
             servers = self._batches.servers.all(deadline)
         for server in servers:
@@ -248,7 +248,7 @@ class RedisStore(RecordStore):
     def _sizes(self, keys: Sequence[bytes], deadline: float) -> list[int | None]:
         """Each record's length; None where it is not there in full.
 
-        0 where something of another type is. That counts as there, so that the read that does not get it removes it.
+        0 for a key of another type. It counts as there, so that the read that cannot get it removes it.
         """
         lengths = self._batches.replies(keys, b"STRLEN", deadline=deadline, lenient=True)
         sizes = [(length or None) if isinstance(length, int) else 0 for length in lengths]
@@ -256,7 +256,7 @@ class RedisStore(RecordStore):
         heads: dict[int, SplitHead] = {}
         for index, raw in zip(perhaps, self._beginnings([keys[index] for index in perhaps], deadline), strict=True):
             if len(raw or b"") != SPLIT_BYTES:
-                sizes[index] = None  # another has removed or replaced it since; it is not a record cut short
+                sizes[index] = None  # removed or replaced since by another writer, not truncated
             elif (head := SplitHead.decode(raw or b"")) is not None:
                 heads[index] = head
 
@@ -264,7 +264,7 @@ class RedisStore(RecordStore):
             found = self._batches.replies([part.key for part in parts], b"STRLEN", deadline=deadline, lenient=True)
             return {part.record for part, length in zip(parts, found, strict=True) if length != part.nbytes}
 
-        # What is no record of this length has the one that it claims, and nothing is asked of it.
+        # A head of another length is reported with the length that it claims; its parts are not asked for.
         asked = {index: head for index, head in heads.items() if self.record_bytes in (None, head.nbytes)}
         whole = without_missing(keys, asked, in_part)
         for index, head in heads.items():
@@ -272,7 +272,7 @@ class RedisStore(RecordStore):
         return sizes
 
     def _beginnings(self, keys: Sequence[bytes], deadline: float) -> list[bytes | None]:
-        """The first bytes of what stands under each key, enough to know a split head; None where nothing is."""
+        """The first bytes of each key's value, enough to recognize a split head; None where there is no value."""
         upto = b"%d" % SPLIT_BYTES
         replies = self._batches.replies(keys, b"GETRANGE", b"0", upto, deadline=deadline, lenient=True)
         return [(reply or None) if isinstance(reply, bytes) else b"" for reply in replies]

@@ -1,4 +1,4 @@
-"""What all shared tiers do alike, over a store of named records."""
+"""The tier over any store of named records that engines share."""
 
 from kvpact._moved import moved_names
 

@@ -1,6 +1,6 @@
-"""What lies in a store that engines share, and whether it is sound: for tools and people, beside running engines.
+"""What a shared store holds and whether it is sound: for tools and people, beside running engines.
 
-Owns reports, and the removal of what a person names. Knows no engine, so it takes records of any namespace and length.
+Owns reports and the removal of named records. Knows no engine, so it accepts records of any namespace and length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_LENGTH = 1 << 32
 class GroupSummary:
     """The records of one namespace, and of one record key if they are sealed. `bytes` are those of whole records.
 
-    `fields` is empty where the store does not tell what the namespace means. Ages are seconds since a block was
+    `fields` is empty where the store has no description of the namespace. Ages are seconds since a block was
     written, 0 if there is none.
     """
 
@@ -49,7 +49,7 @@ class UnsoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What reading every record found. `unsealed` could not be judged without their record key."""
+    """The result of reading every record. `unsealed` ones need a record key to be judged."""
 
     place: str
     records: int = 0
@@ -73,7 +73,7 @@ def _summary(store: RecordStore, group: str, blocks: Sequence[StoredRecord], now
     written = []
     for _, raw in headers_of(store, [record.name for record in blocks]):
         with suppress(RecordError):
-            # Of a sealed record the checksum still tells damage; who wrote it does not matter here.
+            # The checksum of a sealed record still shows damage; its writer does not matter here.
             written.append(_peek(raw or b"").written)
     return GroupSummary(
         group=group,
@@ -145,16 +145,16 @@ def _wrong(store: RecordStore, name: str, raw: bytes, seal: RecordMac) -> str:
     if store.read([name], [[memoryview(again), memoryview(payload)]]) != [True]:
         return "cut short, or replaced meanwhile"
     if again != raw:
-        return ""  # written anew by an engine while it was looked at
+        return ""  # rewritten by an engine meanwhile
     if seal.payload_digest([memoryview(payload)]) != header.digest:
         return "payload does not match its checksum"
     return ""
 
 
 def remove_older(store: RecordStore, written_before: float, group: str = "") -> int:
-    """Remove records written before a time, in seconds since 1970; how many. Raises StoreError.
+    """Remove records written before a time, in seconds since 1970; returns their number. Raises StoreError.
 
-    With `group` all of its records; without, those that no engine will ever ask for: of older formats, and of epochs
+    With `group` all of its records; without, those that no engine will ask for again: of older formats, and of epochs
     that an engine drew for itself and did not delete when it ended.
     """
     names = [record.name for record in store.names(group) if key_of(record.name)]
@@ -170,7 +170,7 @@ def remove_older(store: RecordStore, written_before: float, group: str = "") -> 
 
 
 def _written_if_unwanted(raw: bytes, *, any_wanted: bool) -> float | None:
-    """When a record was written; None if that cannot be told, or, with `any_wanted`, if an engine may ask for it."""
+    """When a record was written; None if that is unknown or, with `any_wanted`, if an engine may ask for it."""
     try:
         header = _peek(raw)
     except RecordError:
@@ -179,5 +179,5 @@ def _written_if_unwanted(raw: bytes, *, any_wanted: bool) -> float | None:
 
 
 def remove_group(store: RecordStore, group: str) -> int:
-    """Remove every record of a group; how many there were. Raises StoreError."""
+    """Remove every record of a group; returns their number. Raises StoreError."""
     return remove_all(store, [record.name for record in store.names(group)])

@@ -1,6 +1,6 @@
-"""A store of named records that other engines read and write too, and what a record's name means.
+"""A store of named records that other engines read and write too, and the form of a record's name.
 
-Owns the interface `RecordStore`, which knows names and bytes, and nothing of blocks or prefixes. Never does I/O.
+Owns the interface `RecordStore`, which knows names and bytes, but no blocks or prefixes. Never does I/O.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ RecordPieces: TypeAlias = Sequence[bytes | memoryview]
 """One record to be stored: its header, then the pieces of its payload in rank order."""
 
 NAMESPACE_RECORD: Final = "namespace"
-"""Beside a namespace's records: its fields, as `Namespace.describe` writes them, for people and tools."""
+"""The record with a namespace's fields, as `Namespace.describe` writes them, for people and tools."""
 
 _BATCH: Final = 512
-"""Records that one call of a store is asked for where a whole group is gone through."""
+"""Records in one call of a store when a whole group is processed."""
 
 
 class StoreError(KvpactError):
-    """A store did not do what it was asked, or not in time. One line, without credentials."""
+    """An operation of a store failed or timed out. The message is one line without credentials."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """What a store lists: a record's name and its size in bytes, framing included (0 if it cannot be told)."""
+    """An entry of a store's listing: a record's name and its size in bytes with framing, 0 if unknown."""
 
     name: str
     nbytes: int
@@ -45,7 +45,7 @@ class StoredRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """How full a store is, in bytes; 0 where it does not say."""
+    """How full a store is, in bytes; 0 where unknown."""
 
     used_bytes: int = 0
     capacity_bytes: int = 0
@@ -55,56 +55,56 @@ class RecordStore(ABC):
     """Named records in a place that several engines use. Blocking and thread-safe; each call ends in bounded time.
 
     A name is `<group>/<rest>` of hex digits, "-" and letters, see `record_name`; the group is a namespace's. Batches
-    are in the order of a prompt's blocks. Every method raises `StoreError` when the store fails; a record that is not
-    there is no failure. When a method has returned or raised, nothing uses the memory that it was given.
+    are in the order of a prompt's blocks. Every method raises `StoreError` if the store fails; a missing record is no
+    failure. After a method has returned or raised, nothing uses its buffers.
     """
 
     kind: str
     """The tier's name in metrics: "redis"."""
 
     evicted: int = 0
-    """Records that it has removed to make room since it was opened; 0 where a server evicts by itself."""
+    """Records that it evicted since it was opened; 0 where a server evicts by itself."""
 
     record_bytes: int | None = None
-    """Length of every block's record, framing included; the tier that uses the store sets it. None: of any length.
+    """Length of every block's record, framing included; the tier that uses the store sets it. None: any length.
 
-    Whatever a store claims of another length is there, so that it is removed, and never asked for or read (P14).
+    A record of another length counts as there, so that it can be removed, but is never asked for or read (P14).
     """
 
     tears_reads: bool = False
-    """Whether a record that is removed while it is read may arrive in part, or as another one that took its place."""
+    """Whether a record that is removed during its read may arrive in part, or as another record in its place."""
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Whether each record is there, in full. One round trip for a batch, where the store allows it."""
+        """Whether each record is there in full. One round trip for a batch if the store allows it."""
 
     def locate(self, names: Sequence[str]) -> None:
-        """Told before some of `names` are read: a prompt's, from its first block on.
+        """Called before some of `names` are read, which are a prompt's from its first block on.
 
-        For stores that find a block by those before it; others need do nothing.
+        For stores that find a block through those before it; others do nothing.
         """
 
     @abstractmethod
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
-        """Read record `names[i]` into `buffers[i]`; whether each was there and has exactly that length.
+        """Read record `names[i]` into `buffers[i]`; returns whether each was there with exactly that length.
 
-        What a buffer of a False holds is undefined.
+        Where that is False the buffer's content is undefined.
         """
 
     @abstractmethod
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        """Store the records, in this order; one that is there is replaced. Nobody ever sees part of one.
+        """Store the records in this order; an existing one is replaced. No reader sees part of a record.
 
         After a StoreError some may be stored.
         """
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> int:
-        """Remove records; how many were there."""
+        """Remove records; returns how many were there."""
 
     @abstractmethod
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
-        """The first `HEADER_BYTES` of each record, None where it is not there."""
+        """The first `HEADER_BYTES` of each record, None for a missing one."""
 
     @abstractmethod
     def names(self, group: str = "") -> Iterator[StoredRecord]:
@@ -124,16 +124,16 @@ class RecordStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections. Never raises; idempotent; no call is under way."""
+        """Close connections. Never raises; idempotent; no call is under way."""
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where it is, for messages, without credentials: "redis://cache:6379/0"."""
+        """The store's address for messages, without credentials: "redis://cache:6379/0"."""
 
 
 def group_name(namespace: Namespace, seal: RecordMac) -> str:
-    """What the names of a namespace's records begin with. Engines with other record keys keep apart."""
+    """The first part of the names of a namespace's records; it also depends on the record key."""
     return f"{namespace.name}-{seal.name}" if seal.name else namespace.name
 
 
@@ -143,7 +143,7 @@ def record_name(group: str, key: BlockKey) -> str:
 
 
 def key_of(name: str) -> BlockKey | None:
-    """The block key in a record's name; None for a record that is no block."""
+    """The block key in a record's name; None if the record is no block."""
     with suppress(ValueError):
         key = bytes.fromhex(name.partition("/")[2])
         return key if len(key) == KEY_BYTES else None
@@ -151,14 +151,14 @@ def key_of(name: str) -> BlockKey | None:
 
 
 def headers_of(store: RecordStore, names: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
-    """Each record's name and its first `HEADER_BYTES`, None where it is not there. Raises StoreError."""
+    """Each record's name and its first `HEADER_BYTES`, None for a missing one. Raises StoreError."""
     for first in range(0, len(names), _BATCH):
         batch = names[first : first + _BATCH]
         yield from zip(batch, store.heads(batch), strict=True)
 
 
 def remove_all(store: RecordStore, names: Iterable[str]) -> int:
-    """Remove records, however many; how many were there. Raises StoreError."""
+    """Remove any number of records; returns how many were there. Raises StoreError."""
     left, removed = iter(names), 0
     while batch := list(islice(left, _BATCH)):
         removed += store.remove(batch)
@@ -166,7 +166,7 @@ def remove_all(store: RecordStore, names: Iterable[str]) -> int:
 
 
 def copy_into(value: Any, buffer: RecordBuffer) -> bool:
-    """Copy a record's bytes into its pieces, if there are as many. Runs without the interpreter's lock."""
+    """Copy a record's bytes into `buffer` if the lengths agree. Runs without the interpreter's lock."""
     source = np.frombuffer(value, np.uint8)
     if source.nbytes != sum(piece.nbytes for piece in buffer):
         return False

@@ -1,6 +1,6 @@
-"""What all shared tiers do alike: blocks as records of a store that other engines read and write too.
+"""The tier over any shared store: blocks as records that other engines read and write too.
 
-Owns what is verified before a block is served, and what a store's failure costs.
+Owns the checks before a block is served, and the consequences of a store's failure.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from kvpact.tiers.use_count import UseCount
 logger = logging.getLogger(__name__)
 
 GROUP_BYTES: Final = 16 << 20
-"""Payload that one call of a store moves: enough to use its batches, little enough to end early at a deadline."""
+"""Payload of one call of a store: large enough for its batches, small enough to end early at a deadline."""
 
 USAGE_SECONDS: Final = 30.0
-"""How old the answer to "how full is the store" may get while blocks are written."""
+"""Maximum age of the known usage while blocks are written."""
 
 
 class SharedTier(Tier):
     """See `Tier`. Blocks in a `RecordStore`, verified one by one; every call may wait for the store.
 
-    Other engines store, evict and delete here, so nothing is known without asking: a hole is a miss, and `delete` drops
-    the named blocks alone; what stands behind them cannot be reached until they are stored again.
+    Other engines store, evict and delete here, so only the store knows what it holds: a hole is a miss, and `delete`
+    drops only the named blocks; blocks after them cannot be reached until they are stored again.
     """
 
     exclusive = False
@@ -82,7 +82,7 @@ class SharedTier(Tier):
         self._described = False
         self._uses = UseCount(store.close)
 
-    # Looking and reading
+    # Lookups and reads
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         with self._uses.one() as running:
@@ -122,7 +122,7 @@ class SharedTier(Tier):
         return arrived
 
     def _locate(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether the store can be asked for some of these."""
+        """Have the store locate these; returns whether it worked."""
         try:
             self.store.locate(self._names(keys))
             return True
@@ -131,7 +131,7 @@ class SharedTier(Tier):
             return False
 
     def _read_group(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> int:
-        """Read and verify; how many are sound in a row."""
+        """Read and verify; returns the number of leading sound blocks."""
         names = self._names(keys)
         headers = [bytearray(HEADER_BYTES) for _ in keys]
         records = [[memoryview(header), *buffer] for header, buffer in zip(headers, buffers, strict=True)]
@@ -155,9 +155,9 @@ class SharedTier(Tier):
         return len(keys)
 
     def _is_sound_again(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
-        """Whether a record that arrived damaged is sound when it is read once more: it was only replaced meanwhile.
+        """Read a damaged record again; returns whether it is sound now, because it was replaced during the first read.
 
-        It is quarantined if it is there and damaged still; a sound one in its place must not be removed.
+        It is quarantined if it is still damaged; a sound record in its place must not be removed.
         """
         try:
             (there,) = self.store.read([name], [[memoryview(header), *buffer]])
@@ -170,11 +170,11 @@ class SharedTier(Tier):
         return there
 
     def _cut_short(self, name: str) -> bool:
-        """Whether a record is there after all: one of another length, which no read would ever take."""
+        """Whether an unread record exists with another length, which every read refuses."""
         with suppress(StoreError):
             if self.store.heads([name]) == [None]:
                 return False
-            # Its length decides: somebody may have stored it in full after it was not found.
+            # Compare the length: another engine may have stored it in full after the read.
             return self.store.size(name) not in (None, HEADER_BYTES + self._slot_bytes)
         return False
 
@@ -191,7 +191,7 @@ class SharedTier(Tier):
         return ""
 
     def _quarantine(self, key: BlockKey, name: str, reason: str) -> None:
-        """A record that cannot be served is removed, so that the next write mends it (H22)."""
+        """Remove a record that cannot be served, so that the next write replaces it (H22)."""
         with self._lock:
             self._counts = replace(self._counts, damaged=self._counts.damaged + 1)
         self._last_errors.warn_once(f"damaged: {reason}", f"block {key.hex()[:16]} {reason}: removed, recomputed")
@@ -200,7 +200,7 @@ class SharedTier(Tier):
         except StoreError as error:
             self._note_failed("write", error)
 
-    # Storing
+    # Writes
 
     def put(
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
@@ -254,12 +254,12 @@ class SharedTier(Tier):
             self.store.write([names[block] for block in blocks], records)
 
     def _describe(self) -> None:
-        """Once, leave word beside the records of what their namespace means."""
+        """Store the namespace's fields beside the records, once."""
         if not self._described:
             self.store.write([f"{self._group}/{NAMESPACE_RECORD}"], [[self._namespace.describe().encode()]])
             self._described = True
 
-    # Losing
+    # Removal
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         names = self._names(list(keys))
@@ -281,7 +281,7 @@ class SharedTier(Tier):
                 self._note_failed("write", error)
                 raise TierError(f"cannot clear: {error}") from error
 
-    # Telling
+    # Counts
 
     def capacity(self) -> TierCapacity:
         return TierCapacity(self._usage.used_bytes, self._usage.capacity_bytes, 0)
@@ -331,5 +331,5 @@ class SharedTier(Tier):
 
 
 def _unbroken(found: Sequence[bool]) -> int:
-    """How many are True in a row from the first."""
+    """Number of leading True values."""
     return next((index for index, there in enumerate(found) if not there), len(found))
