@@ -20,14 +20,15 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def banned() -> list[str]:
-    """Words that are not to be used; one that ends with "_" is the beginning of a name."""
-    return [word for *_, words in rows("Say, do not say") for word in re.findall(r"`(\w+)`", words)]
+    """Words and phrases that are not to be used; one that ends with "_" is the beginning of a name."""
+    return [word for *_, words in rows("Say, do not say") for word in re.findall(r"`([\w ]+)`", words)]
 
 
 def uses_of(word: str, text: str) -> int:
-    """How often `text` has the word as a whole identifier, or as the beginning of one."""
+    """How often `text` has the word or phrase as whole identifiers, or as the beginning of one; lines may break it."""
     end = "" if word.endswith("_") else r"(?!\w)"
-    return len(re.findall(rf"(?<!\w){word}{end}", text))
+    spaced = word.replace(" ", r"\s+")
+    return len(re.findall(rf"(?<!\w){spaced}{end}", text))
 
 
 TEXTS = {
@@ -46,6 +47,7 @@ def test_words_are_found_whole() -> None:
     assert len(banned()) > 30
     assert len(TEXTS) > 150
     assert uses_of("Fetch", "Fetch(PrefetchOp) Fetcher") == 1
+    assert uses_of("take stock", "They take\n    stock, and mistake stock.") == 1
     assert uses_of("MOST_", "MOST_STEPS = 1; ALMOST_ALL") == 1
 
 
