@@ -36,10 +36,32 @@ class Batches:
 
         Repeats this once for keys that have moved to other servers.
         """
-        moved = self._each_once(range(len(keys)), keys, send, receive, deadline)
-        if moved:
+
+        def moved_of(indexes: Iterable[int]) -> list[int]:
+            of_server: dict[Address, list[int]] = defaultdict(list)
+            for index in indexes:
+                of_server[self.servers.of(keys[index], deadline)].append(index)
+            moved = []
+            with ExitStack() as connections:
+                asked = []
+                for server, its_indexes in of_server.items():
+                    connection = connections.enter_context(self.pool.connection(server, deadline))
+                    for index in its_indexes:
+                        send(connection, index)
+                    connection.flush()
+                    asked.append((connection, its_indexes, connection.unanswered // len(its_indexes)))
+                for connection, its_indexes, commands in asked:
+                    for left, index in zip(reversed(range(len(its_indexes))), its_indexes, strict=True):
+                        try:
+                            receive(connection, index)
+                        except Moved:
+                            moved.append(index)
+                            connection.pass_over(connection.unanswered - left * commands)
+            return moved
+
+        if moved := moved_of(range(len(keys))):
             self.servers.forget()
-            if self._each_once(moved, keys, send, receive, deadline):
+            if moved_of(moved):
                 raise StoreError("keys move from server to server")
 
     def replies(
@@ -53,36 +75,6 @@ class Batches:
 
         self.each(keys, lambda connection, at: connection.send(command, keys[at], *arguments), receive, deadline)
         return replies
-
-    def _each_once(
-        self,
-        indexes: Iterable[int],
-        keys: Sequence[bytes],
-        send: Callable[[Connection, int], None],
-        receive: Callable[[Connection, int], object],
-        deadline: float,
-    ) -> list[int]:
-        """Send and receive once; returns the indexes of keys that have moved to another server."""
-        of_server: dict[Address, list[int]] = defaultdict(list)
-        for index in indexes:
-            of_server[self.servers.of(keys[index], deadline)].append(index)
-        moved = []
-        with ExitStack() as connections:
-            asked = []
-            for server, its_indexes in of_server.items():
-                connection = connections.enter_context(self.pool.connection(server, deadline))
-                for index in its_indexes:
-                    send(connection, index)
-                connection.flush()
-                asked.append((connection, its_indexes, connection.unanswered // len(its_indexes)))
-            for connection, its_indexes, commands in asked:
-                for left in range(len(its_indexes) - 1, -1, -1):
-                    try:
-                        receive(connection, its_indexes[-1 - left])
-                    except Moved:
-                        moved.append(its_indexes[-1 - left])
-                        connection.pass_over(connection.unanswered - left * commands)
-        return moved
 
     @contextmanager
     def call(self) -> Iterator[float]:
@@ -99,7 +91,3 @@ class Batches:
                 case _:
                     raise
             raise StoreError(f"{self.place}: {message}") from None
-
-
-def ignore_reply(connection: Connection, index: int) -> None:
-    connection.reply()

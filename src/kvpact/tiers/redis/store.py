@@ -12,7 +12,7 @@ from typing import Final
 
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.redis import BACKEND
-from kvpact.tiers.redis.batches import Batches, ignore_reply
+from kvpact.tiers.redis.batches import Batches
 from kvpact.tiers.redis.connections import Address, Connection, ErrorReply, length_of
 from kvpact.tiers.redis.parts import SPLIT_BYTES, SPLIT_MAGIC, Part, SplitHead, cut_into_parts, without_missing
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, RecordStore, StoredRecord, StoreUsage, copy_into
@@ -109,11 +109,16 @@ class RedisStore(RecordStore):
                 for index, head in heads.items()
                 for number, pieces in enumerate(cut_into_parts(records[index], head.part_bytes))
             ]
-            self._write_parts(parts, deadline)
+            part_keys = [key for key, _ in parts]
+
+            def send(connection: Connection, at: int) -> None:
+                connection.send(b"SET", *parts[at], b"EX", b"%d" % ORPHAN_SECONDS)
+
+            self._batches.each(part_keys, send, lambda connection, at: connection.reply(), deadline)
             outdated = self._write_heads(keys, records, heads, deadline)
             # Parts that a record names are no longer orphans.
             kept = (b"PEXPIRE", self._lifetime) if self._lifetime else (b"PERSIST",)
-            self._batches.replies([key for key, _ in parts], *kept, deadline=deadline)
+            self._batches.replies(part_keys, *kept, deadline=deadline)
             self._unlink_parts(keys, outdated, deadline)
 
     def _split(self, record: RecordPieces) -> SplitHead | None:
@@ -124,13 +129,6 @@ class RedisStore(RecordStore):
         if len(first) < min(nbytes, HEADER_BYTES):
             first = b"".join(record)[:HEADER_BYTES]
         return SplitHead(os.urandom(16), nbytes, self._part_bytes, first)
-
-    def _write_parts(self, parts: Sequence[tuple[bytes, RecordPieces]], deadline: float) -> None:
-        def send(connection: Connection, at: int) -> None:
-            key, pieces = parts[at]
-            connection.send(b"SET", key, pieces, b"EX", b"%d" % ORPHAN_SECONDS)
-
-        self._batches.each([key for key, _ in parts], send, ignore_reply, deadline)
 
     def _write_heads(
         self,
