@@ -1,6 +1,6 @@
 """A tier in a Mooncake store: memory that several hosts lend to a pool, which one `mooncake_master` manages.
 
-Owns the translation of records to Mooncake's objects, and the time limit of its calls: each runs on a thread of its own
+Owns the translation of records to Mooncake's objects, and the time limit of its calls: each runs on a background thread
 and is given up after the limit. Native code never sees memory of a caller.
 """
 
@@ -12,7 +12,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, Final, TypeVar
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvpact.errors import TierError
 from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.daemon_pool import DaemonPool
 from kvpact.tiers.mooncake import BACKEND
 from kvpact.tiers.shared.store import (
     NAMESPACE_RECORD,
@@ -73,7 +73,7 @@ class MooncakeStore(RecordStore):
     """See `RecordStore`. A record is one object `<prefix>/<name>` with as many replicas as the master makes by default.
 
     **Time.** Mooncake limits its calls itself, but late: to 4 s if the master is dead, 15 to 30 s if it hangs. So each
-    call runs on a thread of its own and is given up after `timeout`; data goes through memory that belongs to the call,
+    call runs on a background thread and is given up after `timeout`; data goes through memory that belongs to the call,
     and only the caller copies it to its own. While `GIVEN_UP_CALLS` are running, no other one begins.
 
     **Leases.** Mooncake keeps an object for 10 s after a read by default. Nothing relies on that: `remove` ignores
@@ -103,7 +103,7 @@ class MooncakeStore(RecordStore):
         self._timeout = timeout
         self.metrics_port = metrics_port
         self._closed = False
-        self._running = threading.BoundedSemaphore(GIVEN_UP_CALLS)
+        self._pool = DaemonPool("kvpact-mooncake-call", GIVEN_UP_CALLS)
 
     @property
     def place(self) -> str:
@@ -216,8 +216,8 @@ class MooncakeStore(RecordStore):
             closing.join(self._timeout)
 
     def _close_client(self) -> None:
-        for _ in range(GIVEN_UP_CALLS):
-            self._running.acquire()
+        self._pool.close()
+        self._pool.wait_closed()
         with suppress(Exception):
             self.client.close()
 
@@ -228,25 +228,13 @@ class MooncakeStore(RecordStore):
 
     def call(self, what: str, function: Callable[[], Result]) -> Result:
         """What `function` returns; StoreError if it raises or does not return in time, while it runs on."""
-        if not self._running.acquire(timeout=self._timeout):
-            raise StoreError(
-                f"cannot {what} in {self.place}: {GIVEN_UP_CALLS} calls have not ended; is the master well?"
-            )
-        answer: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(function())
-            except Exception as error:
-                answer.set_exception(error)
-            finally:
-                self._running.release()
-
-        threading.Thread(target=run, name="kvpact-mooncake", daemon=True).start()
         try:
+            answer = self._pool.submit(function)
             return answer.result(self._timeout)
         except TimeoutError:
-            reason = f"no answer within {self._timeout:g} s"
+            never_began = answer.cancel()
+            too_many = f"{GIVEN_UP_CALLS} calls have not ended; is the master well?"
+            reason = too_many if never_began else f"no answer within {self._timeout:g} s"
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         raise StoreError(f"cannot {what} in {self.place}: {reason}")

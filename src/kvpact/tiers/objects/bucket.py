@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from kvpact.errors import TierError
 from kvpact.own_files import Access, NotOurs, OwnFolder
-from kvpact.tiers.objects.daemon_pool import DaemonPool
+from kvpact.tiers.daemon_pool import DaemonPool
 from kvpact.tiers.objects.packs import PackVersion
 from kvpact.tiers.shared.store import StoreError
 from kvpact.tiers.urls import TierURL

@@ -29,7 +29,7 @@ class DaemonPool:
         self._jobs: _Jobs = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
-        self._started = 0
+        self._threads: list[threading.Thread] = []
         self._closed = False
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
@@ -39,9 +39,9 @@ class DaemonPool:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
             self._jobs.put((future, call))
-            if not self._idle.acquire(blocking=False) and self._started < self._most:
-                start_background(f"{self._name}-{self._started}", partial(_work, self._jobs, self._idle))
-                self._started += 1
+            if not self._idle.acquire(blocking=False) and (number := len(self._threads)) < self._most:
+                work = partial(_work, self._jobs, self._idle)
+                self._threads.append(start_background(f"{self._name}-{number}", work))
         return future
 
     def close(self) -> None:
@@ -51,8 +51,13 @@ class DaemonPool:
             with suppress(Empty):
                 while (job := self._jobs.get_nowait()) is not None:
                     job[0].cancel()
-            for _ in range(self._started):
+            for _ in self._threads:
                 self._jobs.put(None)
+
+    def wait_closed(self) -> None:
+        """Wait until all calls that were running at `close` have ended."""
+        for thread in self._threads:
+            thread.join()
 
 
 def _work(jobs: _Jobs, idle: threading.Semaphore) -> None:
