@@ -405,12 +405,15 @@ def test_every_class_whose_structures_must_agree_can_check_that_they_do() -> Non
     assert many - checked == CHECKED_ELSEWHERE.keys()
 
 
-MAX_HIDDEN_ANSWERS = {"testkit": 1, "vllm": 1}
+MAX_HIDDEN_ANSWERS = {"vllm": 1}
 """Folder -> methods that return what another call has found, by name: `take_` or `drain_`. What a call found
 is what it returns. A number may only fall; the goal is none but `take_hit_corrections`, for vLLM's scheduler."""
 
 NO_ANSWERS = {"take_all", "take_back_reset", "take_over"}
 """Public methods whose name begins like that and that take something in, or back."""
+
+HOOKS_OF_VLLM = {"take_unavailable_requests"}
+"""Methods that vLLM's scheduler calls by these names: a stand-in for vLLM's own class must have them."""
 
 
 def test_what_a_call_has_found_is_what_it_returns() -> None:
@@ -420,7 +423,7 @@ def test_what_a_call_has_found_is_what_it_returns() -> None:
             if isinstance(node, ast.ClassDef):
                 methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
                 hidden = [f"{name}.{node.name}.{one}" for one in methods if one.startswith(("take_", "drain_"))]
-                kept = [one for one in hidden if one.rpartition(".")[2] not in NO_ANSWERS]
+                kept = [one for one in hidden if one.rpartition(".")[2] not in NO_ANSWERS | HOOKS_OF_VLLM]
                 found.setdefault(name.split(".")[0], []).extend(kept)
     for folder, methods in found.items():
         assert len(methods) <= MAX_HIDDEN_ANSWERS.get(folder, 0), f"{folder}: {methods}"
