@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rank_faults import RankFaultPlan, RankFaults
 
 from kvpact.engine import Engine, EngineConfig, Request
 from kvpact.metrics import series
 from kvpact.testkit.cache.engine_harness import HarnessSettings, prompt
 from kvpact.testkit.cache.harness import CacheHarness
-from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.cache.subjects import pact_cache
 from kvpact.testkit.faults import Chances, Fault, FaultPlan, Faults, FaultyTier, Operation
 from kvpact.testkit.tier.stepped_executor import SteppedExecutor

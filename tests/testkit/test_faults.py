@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+from rank_faults import RankFaultPlan, RankFaults
 
 from kvpact.contract import JobOutcome, LoadJob, WorkerReport
 from kvpact.engine.simulated_worker import JobBehavior
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.faults import Chances, Crash, Fault, FaultPlan, Faults, FaultyTier, Operation
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.dictionary_tier import DictionaryTier

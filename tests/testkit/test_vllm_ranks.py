@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import torch
+from rank_faults import RankFaultPlan, RankFaults
 
 from kvpact.cache.cache import PactCache
 from kvpact.contract import JobOutcome, WorkerReport
 from kvpact.errors import ConfigError
-from kvpact.testkit.cache.rank_faults import RankFaultPlan, RankFaults
 from kvpact.testkit.vllm.adapters import PactAdapter
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.engine import VllmEngine

@@ -21,7 +21,6 @@ from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.cache.engine_harness import HarnessSettings
 from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
-from kvpact.testkit.cache.rank_faults import described
 from kvpact.testkit.cache.subjects import CacheFactory
 from kvpact.testkit.faults import Crash, Fault, Operation
 from kvpact.testkit.results import Broken
@@ -329,6 +328,19 @@ class Operations:
         self._count()
         self.scene.close()
         self._folder.cleanup()
+
+
+def described(conduct: JobBehavior) -> str:
+    """How a job is treated, in words; nothing if it is treated faithfully."""
+    ways = {
+        f"fails blocks {sorted(conduct.failed_blocks.blocks())}": conduct.failed_blocks.ranges,
+        f"copies {conduct.copy_after_steps} steps late": conduct.copy_after_steps,
+        "never reports": conduct.times_reported == 0,
+        f"reports {conduct.report_after_steps} steps late": conduct.report_after_steps and conduct.times_reported,
+        "reports twice": conduct.times_reported > 1,
+        "reports block by block": conduct.block_by_block,
+    }
+    return ", ".join(way for way, is_taken in ways.items() if is_taken)
 
 
 def perform(

@@ -14,6 +14,7 @@ from random import Random
 from kvpact.contract import JobOutcome, WorkerReport
 from kvpact.engine.simulated_worker import Job, JobBehavior
 from kvpact.ranges import BlockRange, RangeSet
+from kvpact.testkit.cache.operations import described
 from kvpact.testkit.faults import HISTORY, choices
 
 
@@ -45,19 +46,6 @@ class InjectedRankFault:
 
     def __str__(self) -> str:
         return f"rank {self.rank}, job {self.job_id}: {described(self.conduct)}"
-
-
-def described(conduct: JobBehavior) -> str:
-    """How a job is treated, in words; nothing if it is treated faithfully."""
-    ways = {
-        f"fails blocks {sorted(conduct.failed_blocks.blocks())}": conduct.failed_blocks.ranges,
-        f"copies {conduct.copy_after_steps} steps late": conduct.copy_after_steps,
-        "never reports": conduct.times_reported == 0,
-        f"reports {conduct.report_after_steps} steps late": conduct.report_after_steps and conduct.times_reported,
-        "reports twice": conduct.times_reported > 1,
-        "reports block by block": conduct.block_by_block,
-    }
-    return ", ".join(way for way, is_taken in ways.items() if is_taken)
 
 
 class RankFaults:
