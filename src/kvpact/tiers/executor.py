@@ -107,7 +107,6 @@ class _Job:
 
     @property
     def words(self) -> str:
-        """The operation, for logs."""
         return {PutDone: "write", ControlDone: "control operation"}.get(self.kind, "read")
 
     @property
@@ -166,10 +165,11 @@ class TierExecutor:
         """Jobs submitted since the last wake-up of threads."""
         self._max_write_bytes = max_write_bytes
         self._shared = _Shared()
-        self._threads = [
-            start_background(f"kvpact-{tier.name}-{number}", partial(_work, tier, self._shared))
-            for number in range(threads)
-        ]
+        self._threads = self._start(threads)
+
+    def _start(self, threads: int) -> list[threading.Thread]:
+        names = [f"kvpact-{self.tier.name}-{number}" for number in range(threads)]
+        return [start_background(name, partial(_work, self.tier, self._shared)) for name in names]
 
     def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey]) -> None:
         """Look up how many leading `keys` the tier holds. Raises PactViolation if `op_id` is under way."""
@@ -199,10 +199,9 @@ class TierExecutor:
         return True
 
     def submit_control(self, op_id: OpId, operation: Callable[[Tier], object]) -> None:
-        """Call `operation(tier)` after the writes that were submitted before it.
+        """Call `operation(tier)` after the writes submitted before it. A thread is woken at once: no step may follow.
 
-        It begins at once, also with `woken_by_owner`: no request waits for its end, so no later step may come to flush
-        it. Raises PactViolation if `op_id` is under way.
+        Raises PactViolation if `op_id` is under way.
         """
         self._submit(_Job(op_id, (), 0, (), kind=ControlDone, control=operation))
         self.flush()
@@ -232,10 +231,7 @@ class TierExecutor:
         return job.arrived if (job := self._shared.under_way.get(op_id)) is not None else 0
 
     def cancel(self, op_id: OpId) -> bool:
-        """Cancel an operation; returns whether it had not begun. One that has begun goes on; a read may end early.
-
-        It is reported like any other. Control operations cannot be cancelled.
-        """
+        """Cancel a read or write, which is reported all the same; False if it has begun: then a read may end early."""
         shared = self._shared
         if (job := shared.under_way.get(op_id)) is None or job.kind is ControlDone:
             return False
@@ -304,8 +300,7 @@ class TierExecutor:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         ended = not any(thread.is_alive() for thread in self._threads)
-        if not ended:
-            _drop_waiting(shared, shared.puts)
+        _drop_waiting(shared, shared.puts)  # there is none if all threads have ended
         return ended
 
 
@@ -345,19 +340,24 @@ def _next_job(shared: _Shared) -> _Job | None:
 
 def _work(tier: Tier, shared: _Shared) -> None:
     while (job := _next_job(shared)) is not None:
-        blocks, ok = 0, False
-        job.began = job.moved = time.monotonic()
-        try:
-            blocks = _run(tier, job)
-            ok = job.control is not None or (tier.health().ok if job.changes else tier.health().readable)
-        except Exception as error:  # a tier's defect costs this operation, never the thread or the engine
-            _log_once(tier, shared, job, error)
-        if job.changes:
-            shared.ended_bytes += job.write_bytes
-        _finish(shared, job, blocks, ok)
+        run_job(tier, shared, job)
         if job.changes:
             shared.writer.release()
             shared.wakes.put(None)  # a write may have waited for its turn
+
+
+def run_job(tier: Tier, shared: _Shared, job: _Job) -> None:
+    """Carry out a job that the caller has taken from its deque, and report its end."""
+    blocks, ok = 0, False
+    job.began = job.moved = time.monotonic()
+    try:
+        blocks = _run(tier, job)
+        ok = job.control is not None or (tier.health().ok if job.changes else tier.health().readable)
+    except Exception as error:  # a tier's defect costs this operation, never the thread or the engine
+        _log_once(tier, shared, job, error)
+    if job.changes:
+        shared.ended_bytes += job.write_bytes
+    _finish(shared, job, blocks, ok)
 
 
 def _log_once(tier: Tier, shared: _Shared, job: _Job, error: Exception) -> None:
