@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from dictionary_tier import DictionaryTier
 from kvpact.contract import WorkerReport
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.metrics import series
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
-from kvpact.testkit.tier.dictionary_tier import DictionaryTier
 from kvpact.tiers import deletions
 from kvpact.tiers.base import BlockBuffer, Progress, TierCapacity, TierCounts, TierHealth
 from kvpact.tiers.client import LentSlots, TierClient

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
+from dictionary_tier import DictionaryTier, Record, Records
 from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.testkit.faults import Faults
-from kvpact.testkit.tier.dictionary_tier import DictionaryTier, Record, Records
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, TierCapacity, TierCounts, TierHealth, payload_digest
 
 

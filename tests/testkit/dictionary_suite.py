@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
+from dictionary_tier import DictionaryTier, Records
 from kvpact.identity.keys import BlockKey
 from kvpact.testkit.faults import Faults
 from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
-from kvpact.testkit.tier.dictionary_tier import DictionaryTier, Records
 from kvpact.tiers.base import Tier
 
 

@@ -14,11 +14,11 @@ import broken_tiers
 import pytest
 from dictionary_suite import DictionarySuite, suite_for
 
+from dictionary_tier import DictionaryTier
 from kvpact.testkit.catalogue import TITLES
 from kvpact.testkit.results import Check, ConformanceReport, Verdict, as_text, verdicts
 from kvpact.testkit.suite import checks_of, protects, run_suite
 from kvpact.testkit.tier.conformance import StoreContext, TierConformance, TierHarness
-from kvpact.testkit.tier.dictionary_tier import DictionaryTier
 from kvpact.tiers.base import Tier
 
 BROKEN = [
@@ -157,7 +157,7 @@ def test_the_suite_of_an_author_runs_under_pytest_and_names_what_is_broken(tmp_p
         "h20 or processes",
         tmp_path,
     ]
-    path = os.pathsep.join([str(here), str(here.parent.parent / "src")])
+    path = os.pathsep.join([str(here), str(here.parent), str(here.parent.parent / "src")])
     ran = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""},

@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 from rank_faults import RankFaultPlan, RankFaults
 
+from dictionary_tier import DictionaryTier
 from kvpact.contract import JobOutcome, LoadJob, WorkerReport
 from kvpact.engine.simulated_worker import JobBehavior
 from kvpact.errors import TierError
@@ -18,7 +19,6 @@ from kvpact.identity.keys import Namespace
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.faults import Chances, Crash, Fault, FaultPlan, Faults, FaultyTier, Operation
 from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.dictionary_tier import DictionaryTier
 from kvpact.tiers.executor import GetDone, TierExecutor
 
 SLOT = 256
