@@ -64,7 +64,7 @@ BROKEN = [
 def test_a_broken_tier_is_caught_by_name(
     tier: type[DictionaryTier], name: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpact.testkit.tier.harness.PATIENCE_S", 1.0)
+    monkeypatch.setattr("kvpact.testkit.background.PATIENCE_S", 1.0)
     suite = suite_for(tier)
     about = [check for check, names in checks_of(suite).items() if name in names and "any_history" not in check]
     found = list(run_suite(suite, "|".join(f"^{check}$" for check in about), parent=tmp_path))

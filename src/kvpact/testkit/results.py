@@ -32,13 +32,19 @@ class NotObservable(SkipTest):
     """The property cannot be seen here, for the reason given; pytest and unittest count the check as skipped."""
 
 
-def require(condition: bool, explanation: str, protects: str = "") -> None:
+def require(condition: object, explanation: str, protects: str = "") -> None:
     """Raise `Broken` with `explanation` unless `condition`; works under `python -O`, and without pytest.
 
     `protects` are the ids that are concerned, with spaces between them.
     """
     if not condition:
         raise Broken(explanation, protects=protects.split())
+
+
+def observable_if(condition: object, reason: str) -> None:
+    """Raise `NotObservable` with `reason` unless `condition`: without it the check has nothing to judge."""
+    if not condition:
+        raise NotObservable(reason)
 
 
 class Verdict(StrEnum):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvpact.testkit.background import Background
 from kvpact.testkit.catalogue import TITLES
 from kvpact.testkit.results import Broken, Check, NotObservable, Verdict, Violation, shortened
 
@@ -94,21 +94,8 @@ def run_suite(
 
 
 def _raised(run: Callable[[], object], timeout: float) -> BaseException | None:
-    """What `run` raises, on a thread that is given up after `timeout` seconds."""
-    ended: list[BaseException | None] = []
-
-    def guarded() -> None:
-        try:
-            run()
-        except BaseException as error:
-            ended.append(error)
-        else:
-            ended.append(None)
-
-    thread = threading.Thread(target=guarded, name="kvpact-check", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return ended[0] if ended else Broken(f"still running after {timeout:g} s")
+    running = Background(run)
+    return running.raised() if running.ended(timeout) else Broken(f"still running after {timeout:g} s")
 
 
 def _check(name: str, names: tuple[str, ...], meaning: str, raised: BaseException | None) -> Check:

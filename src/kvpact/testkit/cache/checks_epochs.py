@@ -10,7 +10,7 @@ from kvpact.testkit.cache.engine_harness import prompt
 from kvpact.testkit.cache.factory import CacheSuite, kept_in_every_mode, promised, seen
 from kvpact.testkit.cache.harness import CacheHarness
 from kvpact.testkit.faults import Fault, Operation
-from kvpact.testkit.results import NotObservable, require
+from kvpact.testkit.results import observable_if, require
 
 DOCUMENT = prompt(7)
 LONGER = prompt(9)
@@ -221,5 +221,4 @@ def promised_to_another(scene: CacheHarness) -> int:
 
 def shared_place(scene: CacheHarness) -> None:
     """Raises NotObservable if another engine is promised nothing of DOCUMENT, which is stored."""
-    if not promised_to_another(scene):
-        raise NotObservable("another cache at the same place is promised nothing: no store is shared")
+    observable_if(promised_to_another(scene), "another cache at the same place is promised nothing: no store is shared")

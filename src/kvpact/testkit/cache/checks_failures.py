@@ -22,7 +22,7 @@ from kvpact.testkit.cache.factory import (
     seen,
 )
 from kvpact.testkit.cache.harness import CacheHarness
-from kvpact.testkit.results import NotObservable, require
+from kvpact.testkit.results import NotObservable, observable_if, require
 from kvpact.testkit.suite import protects
 
 DOCUMENT = prompt(8)
@@ -35,8 +35,7 @@ def failing(start: int, count: int) -> JobBehavior:
 
 def several_ranks(scene: CacheHarness) -> None:
     """Raises NotObservable if there is one rank only."""
-    if scene.settings.ranks < 2:
-        raise NotObservable("there is one rank only")
+    observable_if(scene.settings.ranks >= 2, "there is one rank only")
 
 
 def others(scene: CacheHarness, count: int, **settings: Any) -> list[Request]:
@@ -66,8 +65,7 @@ class FailureChecks(CacheSuite):
             scene.serve(f"repair-{number}", DOCUMENT)
         scene.rest()
         counts = scene.engine.counts
-        if not counts.committed:
-            raise NotObservable("nothing was loaded")
+        observable_if(counts.committed, "nothing was loaded")
         sums = (
             f"promised {counts.promised}, committed {counts.committed}, loaded {counts.loaded}, failed {counts.failed}"
         )
@@ -256,8 +254,7 @@ class FailureChecks(CacheSuite):
         last = scene.settings.ranks - 1
         scene.conduct = lambda rank, job: hangs if isinstance(job, LoadJob) and rank == last else JobBehavior()
         victim, match = promised(scene, "victim", DOCUMENT, outputs=6)
-        if not match.load_kv_async:
-            raise NotObservable("loads run within the step; the kit's ranks carry those out at once")
+        observable_if(match.load_kv_async, "loads run within the step; the kit's ranks carry those out at once")
         scene.use(victim, scene.max_steps)
         scene.conduct = None
         beside = others(scene, 4, outputs=12)

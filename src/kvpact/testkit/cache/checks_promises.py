@@ -10,7 +10,7 @@ from kvpact.identity.keys import RequestIdentity
 from kvpact.testkit.cache.engine_harness import prompt
 from kvpact.testkit.cache.factory import CacheSuite, kept_in_every_mode, promised, require_used, seen
 from kvpact.testkit.cache.harness import CacheHarness
-from kvpact.testkit.results import NotObservable, require
+from kvpact.testkit.results import NotObservable, observable_if, require
 
 DOCUMENT = prompt(7)
 LONGER = prompt(9)
@@ -67,8 +67,7 @@ class PromiseChecks(CacheSuite):
             scene.forget_local()
             scene.request(f"growing-{number}", DOCUMENT + prompt(1, seed=20 + number), 24)
         scene.settle()
-        if not scene.engine.counts.preemptions:
-            raise NotObservable("this engine preempted nobody")
+        observable_if(scene.engine.counts.preemptions, "this engine preempted nobody")
 
     @kept_in_every_mode("H07", "P1", faulty="ranks", stored=DOCUMENT, num_blocks=24)
     def test_h07_a_request_cancelled_during_its_load_keeps_its_blocks_until_all_ranks_are_done(
@@ -168,8 +167,7 @@ class PromiseChecks(CacheSuite):
             require_used(scene, request, match.num_tokens)
             scene.forget_local()
             total += match.num_tokens
-        if not total:
-            raise NotObservable("the cache promises nothing of prompts that were computed before")
+        observable_if(total, "the cache promises nothing of prompts that were computed before")
 
     @kept_in_every_mode("P5", stored=DOCUMENT)
     def test_p5_nothing_is_promised_to_a_request_that_must_compute_its_prompt(self, scene: CacheHarness) -> None:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import thread as executors
 from functools import partial
 
+from kvpact.testkit.background import Background
 from kvpact.testkit.faults import Fault, Operation
-from kvpact.testkit.results import Broken, NotObservable, require
+from kvpact.testkit.results import Broken, NotObservable, observable_if, require
 from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, document
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.buffers import give_back, require_untouched, told_buffers
 from kvpact.testkit.tier.context import Damage, TierOptions
-from kvpact.testkit.tier.harness import Background, TierHarness
+from kvpact.testkit.tier.harness import TierHarness
 from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
 from kvpact.tiers.base import BlockBuffer
 
@@ -83,8 +84,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
             if arrived < len(DOCUMENT):
                 tier.check_accounts(DOCUMENT, BRANCH)
             tier.close()
-        if not possible:
-            raise NotObservable("the suite does not override `damage`")
+        observable_if(possible, "the suite does not override `damage`")
 
     @protects("H26", "P8")
     def test_h26_a_block_is_not_visible_before_the_tier_has_its_bytes(self, scene: TierHarness) -> None:
@@ -227,8 +227,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
             self._forget(tier, left)
             require(not tier.refused, f"the store works, and {name} is refused")
             self._require_gone(scene, tier, left, f"{name} was repeated when the store was back")
-        if len(scene.faults.history) == injected:
-            raise NotObservable("neither delete nor clear makes a call of the store")
+        observable_if(len(scene.faults.history) != injected, "neither delete nor clear makes a call of the store")
 
     def _forget(self, tier: MonitoredTier, left: int) -> None:
         if left:

@@ -11,12 +11,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
+from kvpact.testkit.background import Background
 from kvpact.testkit.faults import Crash, Fault, Faults, Operation
-from kvpact.testkit.results import NotObservable, require
+from kvpact.testkit.results import NotObservable, observable_if, require
 from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, DOCUMENTS, Document, document
 from kvpact.testkit.suite import Suite, protects
 from kvpact.testkit.tier.context import StoreContext, TierOptions
-from kvpact.testkit.tier.harness import Background, TierHarness
+from kvpact.testkit.tier.harness import TierHarness
 from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
 from kvpact.testkit.trace import Trace
 
@@ -125,8 +126,7 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
     @protects("T8", "H22")
     def test_processes_may_use_it_at_once(self, scene: TierHarness) -> None:
         """Two more processes store, read and delete at the same place: nothing raises, all that is served is sound."""
-        if not self.several_writers:
-            raise NotObservable("the suite says `several_writers = False`")
+        observable_if(self.several_writers, "the suite says `several_writers = False`")
         tier = scene.open()
         with ProcessPoolExecutor(2, get_context("spawn")) as processes:
             working = [processes.submit(work_in_process, type(self), scene.place, seed) for seed in range(2)]
@@ -147,8 +147,7 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
     @protects("H50", "T6")
     def test_any_history_of_a_full_tier_agrees_with_a_plain_model(self, scene: TierHarness) -> None:
         """As above, in a tier with room for a fraction of what is stored, so that nearly every write evicts."""
-        if not self.bounded:
-            raise NotObservable("the suite says `bounded = False`: the store's owner bounds it")
+        observable_if(self.bounded, "the suite says `bounded = False`: the store's owner bounds it")
         self._random_histories(scene, "full", 5)
 
     def _random_histories(self, scene: TierHarness, name: str, capacity_blocks: int) -> None:

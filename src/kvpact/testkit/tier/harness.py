@@ -5,55 +5,24 @@ Owns the script of what was asked of them. Decides no check.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
+from kvpact.testkit.background import Background
 from kvpact.testkit.faults import Crash, Fault, Faults, Operation
-from kvpact.testkit.results import NotObservable, require
+from kvpact.testkit.results import observable_if
 from kvpact.testkit.sample_blocks import Document
 from kvpact.testkit.tier.context import Damage, StoreContext, TierOptions
 from kvpact.testkit.tier.monitor import MonitoredTier, store
 from kvpact.testkit.trace import Trace
 from kvpact.tiers.base import Tier
 
-PATIENCE_S = 20.0
-"""Real seconds after which something is taken to hang; a busy machine needs a fraction of it."""
-
 NAMESPACE = Namespace({"model": "kvpact-testkit", "dtype": "bytes", "block_size": "16"})
 FOREIGN = Namespace({"model": "kvpact-testkit-foreign", "dtype": "bytes", "block_size": "16"})
-
-Result = TypeVar("Result")
-
-
-class Background(Generic[Result]):
-    """A call under way on a thread of its own."""
-
-    def __init__(self, call: Callable[[], Result]) -> None:
-        self._future: Future[Result] = Future()
-        threading.Thread(target=self._run, args=(call,), name="kvpact-background", daemon=True).start()
-
-    def _run(self, call: Callable[[], Result]) -> None:
-        try:
-            self._future.set_result(call())
-        except BaseException as error:
-            self._future.set_exception(error)
-
-    def ended(self, timeout: float = 0.0) -> bool:
-        """Whether it ends within `timeout` seconds."""
-        wait([self._future], timeout)
-        return self._future.done()
-
-    def result(self, timeout: float = PATIENCE_S) -> Result:
-        """What it returned or raised. Raises Broken if it does not end within `timeout` seconds."""
-        require(self.ended(timeout), f"an operation has not ended after {timeout:g} s")
-        return self._future.result()
 
 
 class TierHarness:
@@ -142,13 +111,11 @@ class TierHarness:
 
     def require_store_calls(self) -> None:
         """Raises NotObservable if the suite does not show the tier's calls of its store."""
-        if not self.suite.shows_store_calls:
-            raise NotObservable("the suite does not override `store_calls`")
+        observable_if(self.suite.shows_store_calls, "the suite does not override `store_calls`")
 
     def require_reopening(self) -> None:
         """Raises NotObservable if nothing outlives a tier."""
-        if not self.suite.reopens:
-            raise NotObservable("the suite says `reopens = False`: nothing outlives the tier")
+        observable_if(self.suite.reopens, "the suite says `reopens = False`: nothing outlives the tier")
 
     def end(self) -> None:
         """Let everything go that is still held up, and close all tiers."""
