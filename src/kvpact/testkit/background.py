@@ -1,4 +1,4 @@
-"""A call under way on a thread of its own, which nobody has to wait for. Owns the thread and what the call came to."""
+"""A call that runs on a thread of its own, so that no caller must wait for it. Owns the thread and the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Background(Generic[Result]):
-    """A call under way. Its thread is a daemon: a call that hangs is left behind."""
+    """A running call. Its thread is a daemon, so a call that hangs does not keep the process from ending."""
 
     def __init__(self, call: Callable[[], Result]) -> None:
         self._future: Future[Result] = Future()
@@ -40,5 +40,5 @@ class Background(Generic[Result]):
         return self._future.result()
 
     def raised(self) -> BaseException | None:
-        """What a call that has ended raised."""
+        """The exception that an ended call raised, or None."""
         return self._future.exception()

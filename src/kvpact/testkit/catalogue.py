@@ -1,6 +1,6 @@
-"""What the kit looks for, by id: the contract's properties (P), a tier's further promises (T), known failures (H).
+"""Everything that the kit checks, by id: the contract's properties (P), a tier's further promises (T), hazards (H).
 
-Owns their names and nothing else.
+Owns their titles and nothing else.
 """
 
 from __future__ import annotations
@@ -13,4 +13,4 @@ from types import MappingProxyType
 TITLES: Mapping[str, str] = MappingProxyType(
     tomllib.loads((files("kvpact.testkit") / "hazards.toml").read_text(encoding="utf-8"))
 )
-"""What each property promises and what each hazard does, in one line, by id."""
+"""Id -> one line: what the property promises, or what goes wrong in the hazard."""

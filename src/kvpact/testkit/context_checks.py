@@ -45,7 +45,7 @@ class ContextStage(Protocol):
 
 ContextCheck: TypeAlias = Callable[[ContextStage], None]
 CHECKS: dict[str, ContextCheck] = {}
-"""All checks by name. Those with "priority" in it need an engine that goes by priority."""
+"""All checks by name. A check with "priority" in its name needs an engine that schedules by priority."""
 
 
 def check(run: ContextCheck) -> ContextCheck:
@@ -56,7 +56,7 @@ def check(run: ContextCheck) -> ContextCheck:
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """The block must raise PactViolation with `what` in its message."""
+    """Within, PactViolation must be raised with `what` in its message."""
     try:
         yield
     except PactViolation as error:
@@ -71,7 +71,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def free_ids(stage: ContextStage, after: int | None = None) -> list[int]:
-    """The free queue from its head, or from behind `after`."""
+    """The ids in the free queue, from its head or from the block after `after`."""
     return [view.block_id for view in stage.context.iter_free_blocks(after)]
 
 
@@ -83,13 +83,13 @@ def started(stage: ContextStage, name: str, length: int, steps: int = 1) -> Sequ
 
 
 def ended(stage: ContextStage, name: str) -> None:
-    """A request is cancelled, and the engine has heard of it."""
+    """Cancel a request, and step so that the engine handles it."""
     stage.cancel(name)
     stage.step()
 
 
 def published(stage: ContextStage, blocks: int) -> Sequence[int]:
-    """Have a prompt of so many full blocks computed and its request ended: these blocks are free, and published."""
+    """Compute a prompt of `blocks` full blocks and end its request: returns those blocks, now free and published."""
     held = started(stage, "r", blocks * BLOCK + 5, steps=2)[:blocks]
     ended(stage, "r")
     return held
@@ -97,7 +97,7 @@ def published(stage: ContextStage, blocks: int) -> Sequence[int]:
 
 @check
 def blocks_and_queues_are_shown(stage: ContextStage) -> None:
-    """A running request's blocks, one that waits for room, the null block."""
+    """Shows a running request's blocks, a request that waits for room, and the null block."""
     context = stage.context
     require(isinstance(context, SchedulerContext), "it is a SchedulerContext")
     stage.add("r", tokens(2 * BLOCK + 8))
@@ -118,7 +118,7 @@ def blocks_and_queues_are_shown(stage: ContextStage) -> None:
 
 @check
 def a_touched_block_outlives_its_request(stage: ContextStage) -> None:
-    """Its owner is cancelled, others want all the room there is: the block stays as it is, until it is freed."""
+    """Its request is cancelled and others need all the room: the block stays unchanged until it is freed."""
     context = stage.context
     held = started(stage, "r", 2 * BLOCK + 8, steps=2)[:2]
     before = [context.get_block(block) for block in held]
@@ -138,7 +138,7 @@ def a_touched_block_outlives_its_request(stage: ContextStage) -> None:
 
 @check
 def freeing_what_was_not_touched_frees_nothing(stage: ContextStage) -> None:
-    """All or none, and the message says which."""
+    """A call frees all its blocks or none, and the message names the wrong one."""
     context = stage.context
     first, second = started(stage, "r", 2 * BLOCK + 8)[:2]
     context.touch([first])
@@ -153,7 +153,7 @@ def freeing_what_was_not_touched_frees_nothing(stage: ContextStage) -> None:
 
 @check
 def foreign_and_null_blocks_are_refused(stage: ContextStage) -> None:
-    """Whatever is asked of them, and nothing else of the same call is held."""
+    """Every method refuses them, and holds no other block of the same call."""
     context = stage.context
     for block in (-1, BLOCKS):
         with refused("does not exist"):
@@ -169,7 +169,7 @@ def foreign_and_null_blocks_are_refused(stage: ContextStage) -> None:
 
 @check
 def unknown_requests_are_refused(stage: ContextStage) -> None:
-    """One that never came and one that is gone."""
+    """A request that never arrived, and one that has ended."""
     with refused("no request nobody is alive"):
         stage.context.blocks_of("nobody")
     started(stage, "r", 20)
@@ -181,7 +181,7 @@ def unknown_requests_are_refused(stage: ContextStage) -> None:
 
 @check
 def blocks_may_come_and_go_around_the_cursor(stage: ContextStage) -> None:
-    """One ahead of it leaves, one comes back at the tail."""
+    """A block ahead of the cursor leaves the queue, and others return at its tail."""
     held = published(stage, 2)
     stage.context.touch(held)
     walk = stage.context.iter_free_blocks()
@@ -197,7 +197,7 @@ def blocks_may_come_and_go_around_the_cursor(stage: ContextStage) -> None:
 
 @check
 def a_cursor_that_left_the_queue_is_refused(stage: ContextStage) -> None:
-    """Whether it is still away or back again."""
+    """The block is refused while it is away, and after it is back."""
     for comes_back in (False, True):
         walk = stage.context.iter_free_blocks()
         cursor = next(walk).block_id
@@ -216,7 +216,7 @@ def a_cursor_that_left_the_queue_is_refused(stage: ContextStage) -> None:
 
 @check
 def a_cursor_that_the_engine_took_is_refused(stage: ContextStage) -> None:
-    """A request hits the block that a walk stands on, ends, and the block is back at the tail."""
+    """A request hits the cursor's block and ends: the block is back at the tail, and the walk is refused."""
     held = published(stage, 2)
     walk = stage.context.iter_free_blocks()
     for view in walk:
@@ -231,7 +231,7 @@ def a_cursor_that_the_engine_took_is_refused(stage: ContextStage) -> None:
 
 @check
 def a_walk_goes_on_behind_a_free_block(stage: ContextStage) -> None:
-    """What the cursor is for: a few blocks at a time, each once."""
+    """A walk continues after the cursor's block: a few blocks at a time, each of them once."""
     published(stage, 3)
     seen: list[int] = []
     cursor = None
@@ -244,7 +244,7 @@ def a_walk_goes_on_behind_a_free_block(stage: ContextStage) -> None:
 
 @check
 def what_is_freed_to_be_evicted_first_is(stage: ContextStage) -> None:
-    """At the head, in the order given; what a request still holds stays with it."""
+    """They are put at the head in the order given; blocks that a request still holds stay with it."""
     held = published(stage, 3)
     require(started(stage, "user", BLOCK + 5)[0] == held[0], "the first block has a user")
     stage.context.touch(held)
@@ -261,13 +261,13 @@ def what_is_freed_to_be_evicted_first_is(stage: ContextStage) -> None:
 
 @check
 def who_waits_is_listed_in_order_of_arrival(stage: ContextStage) -> None:
-    """Behind a request that takes all the room."""
+    """The requests wait for one that takes all the room."""
     _wait_in_line(stage, ["first", "second", "third"])
 
 
 @check
 def who_waits_is_listed_by_priority(stage: ContextStage) -> None:
-    """Lower goes first, then who came first."""
+    """A lower priority goes first; among equals, the earlier request."""
     _wait_in_line(stage, ["third", "second", "first"])
 
 
@@ -287,7 +287,7 @@ def _wait_in_line(stage: ContextStage, expected: list[str]) -> None:
 
 @check
 def random_holds_keep_the_pool_sound(stage: ContextStage) -> None:
-    """Touch and free at random while requests come and go: references add up, and the free queue has what is free."""
+    """Touch and free at random while requests arrive and end: the free queue has the blocks without references."""
     random, held = Random(7), Counter[int]()
     context = stage.context
     alive: list[str] = []
@@ -322,5 +322,5 @@ def random_holds_keep_the_pool_sound(stage: ContextStage) -> None:
 def _blocks_of(context: SchedulerContext, name: str) -> Sequence[int]:
     try:
         return context.blocks_of(name)[0]
-    except PactViolation:  # it has ended by itself
+    except PactViolation:  # the request has ended
         return ()

@@ -1,7 +1,7 @@
-"""Faults on purpose: what a tier, its store or a rank can do to a cache, decided by a seed and kept in a history.
+"""Injected faults of a tier or its store, decided by a seed and kept in a history.
 
-Owns the decisions, the waiting and the wrapper around a tier. Takes nothing from a clock or from chance: the same plan
-and the same operations give the same faults, in whatever order threads run.
+Owns the decisions, the waiting and the wrapper around a tier. Uses no clock: the same plan and the same operations give
+the same faults, whatever the order in which threads run.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class Fault(StrEnum):
     """What goes wrong with one operation."""
 
     DELAY = "delay"
-    """It waits for some steps, in its middle."""
+    """It pauses for some steps after part of its work."""
     HANG = "hang"
-    """It waits in its middle until it is released."""
+    """It pauses after part of its work until it is released."""
     ERROR = "error"
-    """It raises OSError or TierError, before or after it did its work."""
+    """It raises OSError or TierError, before or after its work."""
     PARTIAL = "partial"
-    """It handles fewer blocks than it was asked for."""
+    """It handles fewer blocks than the caller asked for."""
     DAMAGE = "damage"
     """A block is found damaged: it is dropped with all that need it, and the buffers from there on hold garbage."""
     SILENT_DAMAGE = "silent damage"
-    """A byte is flipped and nobody is told: what no tier may do, for showing that a check sees it."""
+    """A byte is flipped and not reported. No tier may do this; it shows that a check detects it."""
     CRASH = "crash"
-    """The process dies in the middle of it: `Crash` is raised here and by every later operation, until `revive`."""
+    """The process dies during it: `Crash` is raised here and by every later operation, until `revive`."""
 
 
 class Operation(StrEnum):
-    """What can go wrong: a tier's methods, and one read or write that a tier makes on its store."""
+    """Operations that can fail: a tier's methods, and a read or write that a tier makes on its store."""
 
     LOOKUP = "lookup"
     GET = "get"
@@ -58,7 +58,7 @@ class Operation(StrEnum):
 
 
 class Crash(BaseException):
-    """The process died here. Not an Exception: no handler for what a store does may swallow it."""
+    """The process died here. Not an Exception, so that no handler of store errors catches it."""
 
 
 Chances: TypeAlias = Mapping[Operation, Mapping[Fault, float]]
@@ -66,19 +66,19 @@ Chances: TypeAlias = Mapping[Operation, Mapping[Fault, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlan:
-    """What happens by itself: for each operation, the chance (0 to 1) of each fault. Empty: only what is armed."""
+    """For each operation, the chance (0 to 1) of each fault. Without chances only armed faults happen."""
 
     seed: int = 0
     chances: Chances = field(default_factory=dict)
     delay_steps: int = 3
     """Calls of `Faults.step` that a delayed operation waits for."""
     hang_seconds: float | None = None
-    """Real seconds after which a hanging or delayed operation goes on by itself; None: never."""
+    """Real seconds after which a hanging or delayed operation continues unreleased; None: never."""
 
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """One fault that was injected, for people and for scripts."""
+    """One injected fault, as scripts show it."""
 
     operation: Operation
     occurrence: int
@@ -98,14 +98,14 @@ class _Armed:
 
 
 class Faults:
-    """Decides, for each operation that it is told of, what goes wrong. Thread-safe."""
+    """Decides for each announced operation which fault it meets. Thread-safe."""
 
     def __init__(self, plan: FaultPlan | None = None) -> None:
         self.plan = plan or FaultPlan()
         self.history: deque[Injected] = deque(maxlen=HISTORY)
-        """What was injected, oldest first."""
+        """Injected faults, oldest first."""
         self.calls: Counter[Operation] = Counter()
-        """How many operations of each kind were seen."""
+        """Operations announced so far, by kind."""
         self.crashed = False
         self._armed: list[_Armed] = []
         self._seen: Counter[tuple[Operation, bytes]] = Counter()
@@ -115,23 +115,23 @@ class Faults:
         self._waiting = 0
 
     def arm(self, operation: Operation, fault: Fault, *, after: int = 0, times: int = 1) -> None:
-        """Let `fault` happen to the next `times` operations of this kind, once `after` of them went well."""
+        """Inject `fault` into `times` operations of this kind, after `after` of them have succeeded."""
         with self._condition:
             self._armed.append(_Armed(operation, fault, after, times))
 
     def disarm(self) -> None:
-        """Forget what was armed and has not happened."""
+        """Drop the armed faults that have not happened yet."""
         with self._condition:
             self._armed.clear()
 
     def revive(self) -> None:
-        """After a crash: the next process begins. What was armed is forgotten."""
+        """After a crash: the next process starts. Armed faults are dropped."""
         with self._condition:
             self.crashed = False
             self._armed.clear()
 
     def reset(self) -> None:
-        """Begin anew, as if nothing had been armed, injected or counted; operations that wait go on."""
+        """Return to the initial state: nothing armed, injected or counted; waiting operations continue."""
         with self._condition:
             self.crashed = False
             self._armed.clear()
@@ -142,20 +142,20 @@ class Faults:
         self.release()
 
     def step(self, steps: int = 1) -> None:
-        """Time passes for delayed operations."""
+        """Let `steps` steps pass for delayed operations."""
         with self._condition:
             self._steps += steps
             self._condition.notify_all()
 
     def release(self) -> None:
-        """Every operation that hangs or is delayed at this moment goes on."""
+        """Every operation that hangs or is delayed now continues."""
         with self._condition:
             self._releases += 1
             self._condition.notify_all()
 
     @property
     def waiting(self) -> int:
-        """Operations that hang or are delayed at this moment."""
+        """Operations that hang or are delayed now."""
         return self._waiting
 
     def until_waiting(self, count: int, timeout: float) -> bool:
@@ -164,16 +164,16 @@ class Faults:
             return self._condition.wait_for(lambda: self._waiting >= count, timeout)
 
     def meet(self, operation: Operation, name: bytes = b"") -> tuple[Fault | None, Random]:
-        """An operation on what `name` names begins: what goes wrong with it, and a source of choices for that.
+        """Announce an operation on `name`: returns its fault, if any, and a random source for the fault's details.
 
-        Raises Crash if the process is dead already.
+        Raises Crash if the process has died already.
         """
         with self._condition:
             if self.crashed:
                 raise Crash(f"a {operation} after the process died")
             occurrence = self.calls[operation]
             self.calls[operation] += 1
-            # By what it is about and not by when it came, so that threads cannot change what happens to whom.
+            # Seeded by the operation's subject, not by its time, so that the order of threads changes no fault.
             chance = choices(self.plan.seed, str(operation), name, self._seen[operation, name])
             self._seen[operation, name] += 1
             fault = self._take_armed(operation) or _drawn(self.plan.chances.get(operation, {}), chance)
@@ -183,7 +183,7 @@ class Faults:
             return fault, chance
 
     def wait(self, fault: Fault) -> None:
-        """Carry out a DELAY or HANG on this thread; return at once for anything else."""
+        """Carry out a DELAY or HANG on this thread; return at once for other faults."""
         if fault not in (Fault.DELAY, Fault.HANG):
             return
         with self._condition:
@@ -204,7 +204,7 @@ class Faults:
     def before_write(self, name: bytes = b"", torn: Callable[[float], object] | None = None) -> None:
         """A tier is about to write to its store: waits, or raises OSError or Crash.
 
-        If the process dies at this write, `torn(fraction)` is called first, to let that part of the bytes through.
+        If the process dies at this write, `torn(fraction)` is called first: it writes that part of the bytes.
         """
         self._store_call(Operation.WRITE, name, torn)
 
@@ -233,7 +233,7 @@ class Faults:
 
 
 class FaultyTier(Tier):
-    """A tier with `faults`. But for SILENT_DAMAGE and errors that are raised, it stays within a tier's promises."""
+    """A tier with `faults`. It keeps a tier's promises except for SILENT_DAMAGE and raised errors."""
 
     def __init__(self, tier: Tier, faults: Faults) -> None:
         self.tier = tier
@@ -305,7 +305,7 @@ class FaultyTier(Tier):
         self.tier.close()
 
     def _begin(self, operation: Operation, keys: Sequence[BlockKey], start: int) -> tuple[Fault | None, Random]:
-        """`Faults.meet`, for operations that have no middle."""
+        """`Faults.meet`, for operations that do not move blocks."""
         fault, chance = self.faults.meet(operation, _name(keys, start))
         self._suffer(fault, chance)
         return fault, chance
@@ -313,9 +313,9 @@ class FaultyTier(Tier):
     def _halfway(
         self, operation: Operation, name: bytes, blocks: int, move: Callable[[int], object]
     ) -> tuple[Fault | None, Random, int]:
-        """`Faults.meet`, for operations that `move` blocks: what stops one or lets it wait does so after some of them.
+        """`Faults.meet`, for operations that `move` blocks: a fault that stops or pauses one does so after some blocks.
 
-        With the fault comes how many blocks go well; all of them without a fault.
+        Also returns how many blocks succeed: all of them without a fault.
         """
         fault, chance = self.faults.meet(operation, name)
         count = chance.randint(0, max(0, blocks - 1)) if fault is not None else blocks
@@ -325,7 +325,7 @@ class FaultyTier(Tier):
         return fault, chance, count
 
     def _suffer(self, fault: Fault | None, chance: Random) -> None:
-        """Raise or wait, if the fault is of that kind."""
+        """Raise or wait, if the fault requires it."""
         if fault in (Fault.ERROR, Fault.CRASH):
             _fail(fault, chance)
         if fault is not None:
@@ -333,7 +333,7 @@ class FaultyTier(Tier):
 
 
 def choices(seed: int, *parts: object) -> Random:
-    """A source of choices that depends on nothing but its arguments, in every process alike."""
+    """A random source that depends on its arguments alone, and is equal in every process."""
     return Random(int.from_bytes(blake2b(repr((seed, *parts)).encode(), digest_size=8).digest(), "little"))
 
 

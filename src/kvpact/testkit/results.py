@@ -1,4 +1,4 @@
-"""What a check says it found: by raising `Broken` or `NotObservable`, and then as a `Check` of a report.
+"""A check's result: the `Broken` or `NotObservable` that it raises, and the `Check` of a report.
 
 Owns the result types of all suites, and how they are shown. Runs nothing.
 """
@@ -18,7 +18,7 @@ from kvpact.testkit.catalogue import TITLES
 
 
 class Broken(PactViolation):
-    """A check saw its property broken. `script` are the steps that led there, `protects` the ids that are concerned."""
+    """A check found its property broken. `script` has the steps that led there, `protects` the ids concerned."""
 
     def __init__(self, explanation: str, script: Sequence[str] = (), protects: Sequence[str] = ()) -> None:
         self.explanation = explanation
@@ -53,7 +53,7 @@ class Verdict(StrEnum):
     KEPT = "kept"
     BROKEN = "broken"
     NOT_OBSERVABLE = "not observable"
-    """The connector never came into the situation, or does not let it be seen."""
+    """The situation never arose, or the subject does not show what the check needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Check:
     verdict: Verdict
     violations: tuple[Violation, ...] = ()
     note: str = ""
-    """Why nothing was to be seen, or figures worth knowing."""
+    """Why nothing could be observed, or figures of interest."""
     script: tuple[str, ...] = ()
-    """What was done, step by step, up to the first violation."""
+    """The steps up to the first violation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,12 @@ class ConformanceReport:
 
     @classmethod
     def from_json(cls, data: bytes) -> ConformanceReport:
-        """The report of `to_json`. Raises msgspec.DecodeError if it is none."""
+        """The report that `to_json` wrote. Raises msgspec.DecodeError for anything else."""
         return msgspec.json.decode(data, type=cls)
 
 
 def as_text(report: ConformanceReport, *, scripts: bool = True) -> str:
-    """The report for a terminal: one line a check, and under each broken one what was seen and what was done."""
+    """The report for a terminal: one line per check, and below each broken one its violations and steps."""
     lines = [f"{report.subject} on {report.engine}"]
     for check in report.checks:
         note = f": {check.note}" if check.note else ""
@@ -126,7 +126,7 @@ def as_text(report: ConformanceReport, *, scripts: bool = True) -> str:
 
 
 def shortened(lines: Sequence[str], limit: int = 60) -> tuple[str, ...]:
-    """A script with runs of equal lines folded, and its middle left out if it is longer than `limit` lines."""
+    """A script with equal consecutive lines folded, and without its middle if it is longer than `limit` lines."""
     folded = [(line, len([*equal])) for line, equal in groupby(lines)]
     script = [line if times == 1 else f"{line} ({times} times)" for line, times in folded]
     if len(script) > limit:
@@ -136,12 +136,12 @@ def shortened(lines: Sequence[str], limit: int = 60) -> tuple[str, ...]:
 
 
 def concerned(check: Check) -> tuple[str, ...]:
-    """The ids on which `check` has something to say: what it came upon, and what it is about, for it was not kept."""
+    """The ids concerned by `check`: those of its violations, then those that it protects."""
     return tuple(dict.fromkeys([*(violation.broken for violation in check.violations), *check.protects]))
 
 
 def verdicts(checks: Iterable[Check]) -> dict[str, Verdict]:
-    """For each id, in the order of `TITLES`: broken if any check says so, else kept if any does."""
+    """Id -> verdict, in the order of `TITLES`: broken if any check is, else kept if any is."""
     said: dict[str, set[Verdict]] = {}
     for check in checks:
         for name in concerned(check):

@@ -1,6 +1,6 @@
-"""Blocks for checks: chains of keys with names that people can read, and content that follows from each key.
+"""Blocks for checks: named chains of keys, and content derived from each key.
 
-Owns what a block must hold, so that any byte can be judged wherever it turns up. Stores nothing.
+Owns what a block must hold, so that every served byte can be verified. Stores nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer
 
 CANARY = 0xA5
-"""What fresh buffers hold, and buffers that were given back."""
+"""The byte that fills fresh buffers and returned ones."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Document:
-    """A request's blocks. `name` is for scripts, `keys[i]` names block `i` and all before it."""
+    """A request's blocks. Scripts show `name`; `keys[i]` names block `i` and all blocks before it."""
 
     name: str
     keys: tuple[BlockKey, ...]
@@ -55,13 +55,14 @@ DOCUMENTS = (DOCUMENT, BRANCH, document("alone", 7), DOCUMENT.branch("twig", 6, 
 
 @lru_cache(maxsize=4096)
 def content(key: BlockKey, nbytes: int) -> bytes:
-    """What the block named `key` holds, `nbytes` long."""
+    """The content of the block named `key`, `nbytes` long."""
     return shake_128(key).digest(nbytes)
 
 
 def empty_buffers(count: int, nbytes: int, pieces: int = 1) -> list[BlockBuffer]:
-    """Memory for `count` blocks of `nbytes`, each in `pieces` pieces; a piece's place in memory is a page's start
-    where its size allows it, and every byte is `CANARY`."""
+    """Memory for `count` blocks of `nbytes`, each in `pieces` pieces. Every byte is `CANARY`.
+
+    A piece starts at a page boundary where its size allows it."""
     sizes = [nbytes * (piece + 1) // pieces - nbytes * piece // pieces for piece in range(pieces)]
     segments = [memoryview(mmap.mmap(-1, max(1, count) * size)) for size in sizes]
     for segment in segments:
@@ -81,7 +82,7 @@ def filled_buffers(keys: Sequence[BlockKey], nbytes: int, pieces: int = 1) -> li
 
 
 def fill(buffer: BlockBuffer, data: bytes | bytearray) -> None:
-    """Write `data` over the pieces of a block."""
+    """Copy `data` into the pieces of a block."""
     at = 0
     for piece in buffer:
         piece[:] = data[at : at + piece.nbytes]
@@ -89,7 +90,7 @@ def fill(buffer: BlockBuffer, data: bytes | bytearray) -> None:
 
 
 def first_difference(buffer: BlockBuffer, wanted: bytes) -> str:
-    """In words, where a block differs from what is wanted; "" if nowhere."""
+    """Describe the first difference between a block and `wanted`; "" if there is none."""
     found = b"".join(buffer)
     if found == wanted:
         return ""

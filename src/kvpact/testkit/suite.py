@@ -1,6 +1,6 @@
 """Suites of checks that an author inherits: pytest collects them, and `run_suite` runs them without pytest.
 
-Owns how a check is run, and how what it saw becomes a `Check`. Knows nothing of caches or tiers.
+Owns how a check is run and how its outcome becomes a `Check`. Knows nothing of caches or tiers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CHECK_SECONDS = 120.0
 
 
 class Harness(Protocol):
-    """What a check is given: the thing under test and all that was done to it so far, one line a step."""
+    """The argument of a check: the subject under test and its script."""
 
     @property
     def script(self) -> Sequence[str]:
-        """The steps so far."""
+        """The steps so far, one line each."""
 
 
 HarnessType = TypeVar("HarnessType", bound=Harness)
@@ -44,8 +44,8 @@ class Suite(ABC, Generic[HarnessType]):
 def protects(*names: str) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Path], None]]:
     """Make a method `(self, scene)` a check of the properties or hazards `names` (ids of `TITLES`).
 
-    What it raises becomes `Broken` with those names and the scene's script, `NotObservable` apart. Raises KeyError for
-    a name that `TITLES` does not have.
+    Whatever it raises, except `NotObservable`, becomes `Broken` with those names and the scene's script.
+    Raises KeyError for a name that `TITLES` does not have.
     """
     for name in names:
         TITLES[name]
@@ -73,7 +73,7 @@ def protects(*names: str) -> Callable[[Callable[[Any, Any], None]], Callable[[An
 
 
 def checks_of(suite: type[Suite[Any]]) -> dict[str, tuple[str, ...]]:
-    """The suite's checks, each with the ids that it protects; its own first, then those that it inherits."""
+    """Check -> the ids that it protects: the suite's own checks first, then the inherited ones."""
     names = [name for base in suite.__mro__ for name in vars(base) if name.startswith("test_")]
     return {name: getattr(getattr(suite, name), "protects", ()) for name in names if getattr(suite, name) is not None}
 
@@ -81,9 +81,9 @@ def checks_of(suite: type[Suite[Any]]) -> dict[str, tuple[str, ...]]:
 def run_suite(
     suite: type[Suite[Any]], only: str = "", timeout: float = CHECK_SECONDS, parent: Path | None = None
 ) -> Iterator[Check]:
-    """Run each check of `suite` whose name matches the regular expression `only`; yield what it found as it ends.
+    """Run each check of `suite` whose name matches the regular expression `only`; yield each result at once.
 
-    A check that takes longer than `timeout` seconds is broken; its thread is left behind. Scenes get fresh directories
+    A check that takes longer than `timeout` seconds is broken; its thread keeps running. Scenes get fresh directories
     under `parent`, by default the system's place for temporary files.
     """
     for name, names in checks_of(suite).items():

@@ -1,6 +1,6 @@
-"""What was done, one line a step: what a check shows when it finds something broken.
+"""The steps of a check, one line each, which a broken check shows.
 
-Owns the lines. Knows nothing of what they are about.
+Owns the lines. Knows nothing of their subject.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TRACE_LINES = 200
-"""Steps of a check that are kept; one that needs more is no longer readable."""
+"""Steps that a trace keeps; a longer one is no longer readable."""
 
 
 class Trace(deque[str]):
@@ -27,7 +27,7 @@ class Trace(deque[str]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, nothing is added: what is done there only looks."""
+        """Within, no line is added: the calls there only observe."""
         self._paused = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Checks of what bounds a cache: room, time, memory, and numbers that add up.
+"""Checks of a cache's bounds: room, time, memory, and counts that add up.
 
 Part of `CacheConformance`.
 """
@@ -24,34 +24,34 @@ from kvpact.testkit.suite import protects
 DOCUMENT = prompt(6)
 
 PROMPTS = [prompt(8, seed=seed) for seed in range(6)]
-"""More than the cache has room for in memory."""
+"""More blocks than the cache has room for in memory."""
 
 TWO_GROUPS = (KVCacheGroup(), KVCacheGroup(sliding_window=10))
 
 CHAIN = ("promised_tokens", "committed_tokens", "loaded_tokens", "used_tokens")
-"""Counts, none of which may be larger than the one before it."""
+"""Counts of which each may be at most the one before it."""
 
 MANY_REQUESTS = 300
 """Requests after which all bounded histories are full."""
 
 GROWTH = 1.1
-"""How much more memory may be in use after as many requests again."""
+"""The largest ratio of memory in use after twice as many requests."""
 
 HANGING_S = 0.2
-"""Seconds of the engine's clock by which a request that waits for a tier is late; a step takes 10 ms."""
+"""Seconds of the engine's clock after which a request that waits for a tier counts as late; a step takes 10 ms."""
 
 LONGEST_CALL_S = 1.0
-"""Real seconds that no call may take, not even on a busy machine."""
+"""Real seconds that a call may take at most, even on a busy machine."""
 
 
 class BoundChecks(CacheSuite):
-    """What holds however long and however full."""
+    """Properties that hold after many requests and in a full cache."""
 
     # Room
 
     @kept_in_every_mode("P12", "H57", prefix_caching=False)
     def test_h57_promises_are_bounded_by_the_room_and_follow_what_is_held(self, scene: CacheHarness) -> None:
-        """Twice as many prompts as fit: together they are promised no more than fits, and what is promised loads."""
+        """Twice as many prompts as fit: together they are promised at most what fits, and every promise loads."""
         slots, size = scene.settings.num_slots, scene.settings.block_size
         prompts = [prompt(4, seed=seed) for seed in range(slots // 2)]
         scene.serve("first", *prompts)
@@ -69,7 +69,7 @@ class BoundChecks(CacheSuite):
 
     @kept_in_every_mode("H53", prefix_caching=False)
     def test_h53_new_blocks_do_not_push_out_what_is_promised(self, scene: CacheHarness) -> None:
-        """All room is promised, and another prompt is to be saved: the promises hold, and so does what they hold."""
+        """All room is promised and another prompt is saved: the promises hold, and their blocks stay."""
         whole = prompt(scene.settings.num_slots)
         scene.serve("first", whole)
         request, match = promised(scene, "promised", whole)
@@ -87,7 +87,7 @@ class BoundChecks(CacheSuite):
 
     @kept_in_every_mode("H54", stored=DOCUMENT, prefix_caching=False)
     def test_h54_a_prompt_larger_than_the_room_keeps_its_head(self, scene: CacheHarness) -> None:
-        """A prompt of twice the room is computed: its beginning can be used, not its end that nothing reaches."""
+        """A prompt of twice the room is computed: its beginning can be used, not its unreachable end."""
         tokens = prompt(2 * scene.settings.num_slots)
         seen(scene, DOCUMENT)
         for turn in range(2):
@@ -127,13 +127,13 @@ class BoundChecks(CacheSuite):
 
     @kept_in_every_mode("H52", faulty="tiers", prefix_caching=False, write_queue_bytes=1)
     def test_h52_a_dropped_write_keeps_no_memory(self, scene: CacheHarness) -> None:
-        """The queue to the tiers takes nothing: all writes are dropped, and what they held is free again."""
+        """The queue to the tiers accepts nothing: all writes are dropped, and their memory is free again."""
         scene.serve("first", *PROMPTS)
         scene.as_good_as_new("H52")
 
     @kept_in_every_mode("P11", "H10", faulty="tiers", prefix_caching=False)
     def test_p11_a_tier_that_hangs_delays_no_request_beyond_its_deadline(self, scene: CacheHarness) -> None:
-        """Blocks are on a tier that stops answering: "ask again later" ends, and the request is computed."""
+        """Blocks are on a tier that stops answering: "ask again later" ends in time, and the request is computed."""
         scene.serve("first", *PROMPTS)
         scene.stall_tiers(scene.max_steps)
         requests = [scene.request(f"again-{number}", tokens) for number, tokens in enumerate(PROMPTS)]
@@ -143,7 +143,7 @@ class BoundChecks(CacheSuite):
 
     @kept_in_every_mode("H61", "P14", faulty="tiers", prefix_caching=False)
     def test_h61_a_tier_that_hangs_costs_few_requests_and_leaves_room(self, scene: CacheHarness) -> None:
-        """Prompts that only tiers have that hang are asked for one by one: most are computed at once."""
+        """Prompts that only hanging tiers hold are requested one by one: most are computed at once."""
         prompts = [prompt(2, seed=seed) for seed in range(2 * scene.settings.num_slots)]
         scene.serve("first", *prompts)
         usual = self._seconds_of(scene, "usual", prompt(2, seed=900))
@@ -162,14 +162,14 @@ class BoundChecks(CacheSuite):
         scene.as_good_as_new("H61")
 
     def _seconds_of(self, scene: CacheHarness, name: str, tokens: list[int]) -> float:
-        """How long a request takes, by the engine's clock."""
+        """Seconds that a request takes, by the engine's clock."""
         began = scene.clock.now
         scene.run(scene.request(name, tokens), steps=scene.max_steps)
         return scene.clock.now - began
 
     @kept_in_every_mode("P2", "P9", faulty="tiers", prefix_caching=False)
     def test_p2_tiers_that_fail_break_no_promise(self, scene: CacheHarness) -> None:
-        """Reads fail, end early and find damage: what is promised afterwards loads, whatever it is."""
+        """Reads fail, end early and find damage: every later promise loads."""
         scene.serve("first", *PROMPTS)
         for turn, fault in enumerate((Fault.PARTIAL, Fault.ERROR, Fault.DAMAGE)):
             for number, tokens in enumerate(PROMPTS):
@@ -184,8 +184,8 @@ class BoundChecks(CacheSuite):
 
     @protects("P11", "H58")
     def test_h58_no_call_of_the_scheduler_waits(self, lab: HarnessFactory) -> None:
-        """A call in which the thread goes to sleep waits for I/O or for another thread: now and then is chance, most of
-        the time is design."""
+        """A call in which the thread sleeps waits for I/O or for another thread: a few are chance, most calls are
+        design."""
         with lab.scene(self.modes[0], prefix_caching=False) as scene:
             for number in range(30):
                 scene.request(f"r-{number}", prompt(6, seed=number % 3), 2)
@@ -202,7 +202,7 @@ class BoundChecks(CacheSuite):
 
     @kept_in_every_mode("H70", "H71", stored=DOCUMENT, num_blocks=26)
     def test_h70_tokens_are_counted_when_used_and_once(self, scene: CacheHarness) -> None:
-        """Promised, committed, loaded and used tokens agree with the engine's own counts, and no total ever falls."""
+        """Promised, committed, loaded and used tokens agree with the engine's counts, and no total ever falls."""
         if scene.subject.counts is None:
             raise NotObservable("the cache shows no counts (CacheUnderTest.counts)")
         before = dict(scene.subject.counts())

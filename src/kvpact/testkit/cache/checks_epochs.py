@@ -1,6 +1,6 @@
-"""Checks of what a reset means: nothing of other weights is served, whatever a store answers, and nobody else pays.
+"""Checks of resets: no block of other weights is served, whatever a store answers, at no cost to other engines.
 
-Part of `CacheConformance`. Weights are told apart by the engine's oracle.
+Part of `CacheConformance`. The engine's oracle distinguishes weights.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ LONGER = prompt(9)
 OTHER = prompt(7, seed=40)
 
 A_WHILE_S = 900.0
-"""After so long a cache must have asked a store again what it believes it holds."""
+"""Seconds after which a cache must have asked a store again which blocks it holds."""
 
 STORE_FAULTS = (
     (Operation.READ, Operation.WRITE),
     (Operation.GET, Operation.PUT, Operation.DELETE, Operation.CLEAR),
 )
-"""What fails together: the store under a tier, or the tier as a whole."""
+"""Operations that fail together: those of a tier's store, or of the tier as a whole."""
 
 MANY = 1 << 20
 
 
 class EpochChecks(CacheSuite):
-    """What holds when weights change."""
+    """Properties that hold when weights change."""
 
     # A reset
 
     @kept_in_every_mode("P13", "H32", stored=DOCUMENT, prefix_caching=False)
     def test_p13_nothing_stored_before_a_reset_is_served_after_it(self, scene: CacheHarness) -> None:
-        """The external cache is reset: no promise of before; what is computed afterwards is stored and served again."""
+        """After a reset of the external cache no earlier promise holds; later blocks are stored and served again."""
         promised(scene, "before", DOCUMENT)
         scene.update_weights(clear_cache=False)
         match = scene.probe(scene.engine.scheduler.requests["before"])
@@ -49,7 +49,7 @@ class EpochChecks(CacheSuite):
 
     @kept_in_every_mode("P13", "H35", stored=DOCUMENT, prefix_caching=False)
     def test_h35_two_resets_in_a_row_and_something_is_stored_between_them(self, scene: CacheHarness) -> None:
-        """What is stored between two resets is not served after the second, however slow the tiers were meanwhile."""
+        """Blocks stored between two resets are not served after the second, however slow the tiers are."""
         seen(scene, DOCUMENT)
         for stalled in (0, 3, 12):
             scene.stall_tiers(stalled)
@@ -67,7 +67,7 @@ class EpochChecks(CacheSuite):
     def test_h38_what_running_requests_computed_before_a_reset_is_never_served_to_others(
         self, scene: CacheHarness
     ) -> None:
-        """Requests are half way through their prompts and outputs when the weights change, and run on."""
+        """The weights change while requests are halfway through their prompts and outputs; the requests continue."""
         half = scene.request("half", LONGER, 5)
         scene.step(2)
         scene.run(scene.request("short", DOCUMENT))
@@ -86,7 +86,7 @@ class EpochChecks(CacheSuite):
 
     @kept_in_every_mode("P13", "H69", stored=DOCUMENT, prefix_caching=False)
     def test_p13_a_reset_while_loads_saves_and_writes_are_under_way(self, scene: CacheHarness) -> None:
-        """Ranks copy late and tiers are slow; the weights change meanwhile; what lands afterwards is nobody's."""
+        """Ranks copy late, tiers are slow, and the weights change: blocks that arrive later are not served."""
         seen(scene, DOCUMENT)
         for clear in (False, True):
             name = "cleared" if clear else "running-on"
@@ -111,9 +111,9 @@ class EpochChecks(CacheSuite):
 
     @kept_in_every_mode("P13", "H36", faulty="tiers", prefix_caching=False)
     def test_h36_a_store_that_refuses_or_hangs_during_a_reset_and_comes_back(self, scene: CacheHarness) -> None:
-        """Everything that is asked of the tiers fails, or hangs, while the weights change: later on nothing old is
-        served."""
-        prompts = [DOCUMENT, prompt(8, seed=60), prompt(8, seed=61)]  # more than memory has room for
+        """Every operation of the tiers fails, or hangs, while the weights change: no old block is served
+        later."""
+        prompts = [DOCUMENT, prompt(8, seed=60), prompt(8, seed=61)]  # more blocks than memory has room for
         for turn, operations in enumerate(STORE_FAULTS):
             scene.serve(f"first-{turn}", *prompts)
             for operation in operations:
@@ -132,7 +132,7 @@ class EpochChecks(CacheSuite):
 
     @kept_in_every_mode("P13", "H37", faulty="tiers", stored=DOCUMENT, prefix_caching=False)
     def test_h37_what_was_stored_after_a_reset_is_not_served_after_a_restart(self, scene: CacheHarness) -> None:
-        """The weights change in place, blocks are stored, and the engine starts again from its files."""
+        """The weights change in place, blocks are stored, and the engine restarts from its files."""
         scene.update_weights(clear_cache=False)
         scene.serve("new", DOCUMENT, OTHER)
         scene.shut_down()
@@ -144,7 +144,7 @@ class EpochChecks(CacheSuite):
 
     @kept_in_every_mode("P13", prefix_caching=False)
     def test_p13_a_word_for_the_weights_is_believed_after_a_reset_and_once(self, scene: CacheHarness) -> None:
-        """Without a reset a word is refused, and so is the one from before it; whatever is refused changes nothing."""
+        """A word is refused without a reset, and so is the word from before the reset; a refusal changes nothing."""
         require(not scene.weights_version("one"), "a word is believed though no reset came")
         scene.serve("first", DOCUMENT)
         seen(scene, DOCUMENT)
@@ -163,13 +163,13 @@ class EpochChecks(CacheSuite):
 
     @kept_in_every_mode("P13", faulty="tiers", stored=DOCUMENT, prefix_caching=False)
     def test_p13_two_engines_with_one_word_share_again(self, scene: CacheHarness) -> None:
-        """A rolling update of two engines over one store: neither is served the other's blocks until both have said
-        the same word, and then it is."""
+        """A rolling update of two engines over one store: each is served the other's blocks only after both have set
+        the same word."""
         shared_place(scene)
         with scene.neighbour() as other:
             scene.update_weights(clear_cache=False)
             if not scene.weights_version("one"):
-                return  # the check of words says so
+                return  # the check of words reports it
             scene.serve("new", OTHER)
             other.serve("old-meanwhile", OTHER, outputs=2)
             other.update_weights(scene.engine.runner.weights, clear_cache=False)
@@ -187,7 +187,7 @@ class EpochChecks(CacheSuite):
 
     @kept_in_every_mode("H46", faulty="tiers", stored=DOCUMENT, prefix_caching=False)
     def test_h46_one_engines_reset_takes_nothing_from_the_others(self, scene: CacheHarness) -> None:
-        """Two engines over one store; one is reset: an engine that starts now is promised what was stored before."""
+        """One of two engines over one store is reset: an engine that starts now is promised the earlier blocks."""
         shared_place(scene)
         scene.reset_connector()
         scene.step(4)
@@ -201,7 +201,7 @@ class EpochChecks(CacheSuite):
 
     @kept_in_every_mode("H46", faulty="tiers", stored=DOCUMENT, prefix_caching=False)
     def test_h46_a_store_that_lost_its_blocks_gets_them_again(self, scene: CacheHarness) -> None:
-        """Somebody empties the store; the prompt comes again now and then: after a while the store has it again."""
+        """The store is emptied, and the prompt requested repeatedly: after a while the store has it again."""
         shared_place(scene)
         for queue in scene.place.queues:
             if not queue.tier.exclusive:
@@ -212,7 +212,7 @@ class EpochChecks(CacheSuite):
 
 
 def promised_to_another(scene: CacheHarness) -> int:
-    """Tokens of DOCUMENT that an engine is promised that starts now beside this one."""
+    """Tokens of DOCUMENT that a new engine beside this one is promised."""
     with scene.neighbour() as other:
         promised_tokens = other.promised_tokens("shared", DOCUMENT)
         other.rest()
@@ -220,5 +220,5 @@ def promised_to_another(scene: CacheHarness) -> int:
 
 
 def shared_place(scene: CacheHarness) -> None:
-    """Raises NotObservable if another engine is promised nothing of DOCUMENT, which is stored."""
+    """Raises NotObservable unless another engine is promised tokens of DOCUMENT, which is stored."""
     observable_if(promised_to_another(scene), "another cache at the same place is promised nothing: no store is shared")

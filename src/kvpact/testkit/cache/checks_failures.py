@@ -1,6 +1,6 @@
-"""Checks of what a cache does when ranks are late, silent, contradictory or broken.
+"""Checks of a cache whose ranks are late, silent, contradictory or broken.
 
-Part of `CacheConformance`. The ranks are the kit's: a cache that brings its own workers is not judged here.
+Part of `CacheConformance`. The ranks are the kit's: a cache with its own workers is not checked here.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ DOCUMENT = prompt(8)
 
 
 def failing(start: int, count: int) -> JobBehavior:
-    """These blocks of the request fail."""
+    """A job of which these blocks of the request fail."""
     return JobBehavior(failed_blocks=RangeSet.of(BlockRange(start, count)))
 
 
 def several_ranks(scene: CacheHarness) -> None:
-    """Raises NotObservable if there is one rank only."""
+    """Raises NotObservable if there is only one rank."""
     observable_if(scene.settings.ranks >= 2, "there is one rank only")
 
 
 def others(scene: CacheHarness, count: int, **settings: Any) -> list[Request]:
-    """Requests that share nothing with `DOCUMENT` and want blocks."""
+    """Requests that share nothing with `DOCUMENT` and need blocks."""
     return [scene.request(f"other-{number}", prompt(6, seed=30 + number), **settings) for number in range(count)]
 
 
 def seen_failing(scene: CacheHarness) -> None:
-    """Raises NotObservable if no load failed: an engine that trusts synchronous loads is never shown a failed one."""
+    """Raises NotObservable if no load failed: the kit fails no synchronous load of an engine that trusts them."""
     if not scene.monitor.loads_failed_by_ranks:
         raise NotObservable("no load could be made to fail: this engine cannot take the failure of a synchronous one")
 
 
 class FailureChecks(CacheSuite):
-    """What holds when ranks misbehave."""
+    """Properties that hold when ranks misbehave."""
 
     # Accounts
 
     @kept_in_every_mode("P7", "P9", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_p7_loaded_and_failed_make_up_what_was_committed(self, scene: CacheHarness) -> None:
-        """Loads fail at their beginning, middle and end, on either rank: every committed block is named once."""
+        """Loads fail at the start, in the middle and at the end, on either rank: each committed block is named once."""
         for number, (rank, start, count) in enumerate(((0, 0, 1), (1, 3, 2), (0, 7, 1), (1, 0, 8), (0, 2, 1))):
             scene.conducts[rank % scene.settings.ranks].append(failing(start, count))
             scene.serve(f"again-{number}", DOCUMENT, outputs=3)
@@ -86,7 +86,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("H09", "P9", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h09_loads_that_always_fail_keep_no_request_from_its_end(self, scene: CacheHarness) -> None:
-        """Every load fails whole, every time: no request is promised the same again and again, all end."""
+        """Every load fails as a whole: no request is promised the same blocks repeatedly, and all requests end."""
         scene.conduct = lambda rank, job: failing(0, 1 << 20) if isinstance(job, LoadJob) else JobBehavior()
         scene.run(*[scene.request(f"again-{number}", DOCUMENT, 3) for number in range(4)])
         seen_failing(scene)
@@ -114,7 +114,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("P8", "H26", "H29", faulty="ranks", prefix_caching=False)
     def test_p8_a_block_is_visible_only_when_all_ranks_reported_it(self, scene: CacheHarness) -> None:
-        """One rank copies ten steps late; the same prompt is asked for in every step meanwhile."""
+        """One rank copies ten steps late; meanwhile the same prompt is requested in every step."""
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=10 * (rank == scene.settings.ranks - 1))
         scene.request("first", DOCUMENT)
         for number in range(12):
@@ -127,13 +127,13 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("H29", "P8", max_tokens_per_step=10)
     def test_h29_a_block_is_saved_when_all_its_tokens_are_computed(self, scene: CacheHarness) -> None:
-        """A prompt is computed ten tokens at a time, and its outputs one by one: blocks are saved whole, or not yet."""
+        """A prompt is computed ten tokens at a time, and its outputs singly: only whole blocks are saved."""
         (request,) = scene.serve("chunked", DOCUMENT, outputs=9)
         scene.run(scene.request("again", [*DOCUMENT, *request.output_token_ids[:4], 1, 2, 3]))
 
     @kept_in_every_mode("H26", "H42", "P8", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h26_what_failed_to_be_saved_is_never_promised(self, scene: CacheHarness) -> None:
-        """Saves fail whole, at their end and at their beginning, on one rank: only what all saved is promised."""
+        """Saves fail whole, at the end and at the start, on one rank: only blocks that all ranks saved are promised."""
         seen(scene, DOCUMENT)
         for number, (start, count) in enumerate(((0, 8), (5, 3), (0, 2))):
             tokens = prompt(8, seed=10 + number)
@@ -144,7 +144,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("H20", "H42", "P8", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h20_only_the_unbroken_prefix_of_what_was_saved_is_promised(self, scene: CacheHarness) -> None:
-        """A block in the middle, or the first, is not saved on one rank: those behind it count for nothing."""
+        """A block in the middle, or the first, is not saved on one rank: the blocks after it are not promised."""
         seen(scene, DOCUMENT)
         for number, hole in enumerate((3, 0)):
             tokens = prompt(8, seed=10 + number)
@@ -160,7 +160,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("H27", faulty="ranks", num_blocks=24, prefix_caching=False)
     def test_h27_blocks_are_held_while_they_are_copied_out(self, scene: CacheHarness) -> None:
-        """A request ends while its blocks are still to be copied; others want blocks; what was saved is right."""
+        """A request ends before its blocks are copied, and others need blocks: the saved content is right."""
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=0 if isinstance(job, LoadJob) else 5)
         scene.run(scene.request("short", DOCUMENT))
         scene.run(*others(scene, 4, outputs=3, identity=None))
@@ -170,7 +170,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("H44", prefix_caching=False)
     def test_h44_what_a_request_saved_in_its_last_step_is_kept(self, scene: CacheHarness) -> None:
-        """A request of one output ends in the very step that computes it; its blocks are promised to the next one."""
+        """A request of one output ends in the step that computes it; its blocks are promised to the next request."""
         scene.serve("first", prompt(8, seed=1))
         scene.serve("longer", DOCUMENT, outputs=12)
         seen(scene, DOCUMENT)
@@ -183,7 +183,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("P10", "H40", faulty="ranks", prefix_caching=False)
     def test_h40_a_silent_rank_agrees_to_nothing(self, scene: CacheHarness) -> None:
-        """One rank says nothing about a save, then nothing about a load, for as long as it takes."""
+        """One rank reports nothing about a save for 30 steps, another nothing about a load for 20."""
         several_ranks(scene)
         scene.silence(scene.settings.ranks - 1, 30)
         scene.run(scene.request("first", DOCUMENT))
@@ -197,7 +197,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("P10", "H41", faulty="ranks", prefix_caching=False)
     def test_h41_failures_of_several_ranks_are_all_counted(self, scene: CacheHarness) -> None:
-        """One rank fails blocks 4 and 5, another 1 and 2: all of these are failed, in whatever order ranks speak."""
+        """One rank fails blocks 4 and 5, another 1 and 2: all four are failed, in either order of reports."""
         several_ranks(scene)
         for number, (first, second) in enumerate((((4, 2), (1, 2)), ((1, 2), (4, 2)), ((0, 8), (3, 1)))):
             tokens = prompt(8, seed=10 + number)
@@ -210,7 +210,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("H43", "P10", "H07", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h43_ranks_may_disagree_and_be_of_different_speed(self, scene: CacheHarness) -> None:
-        """One rank fails at once, another copies eight steps later: nothing is settled while anybody may write."""
+        """One rank fails at once, another copies eight steps later: no load is settled while a rank may still write."""
 
         def conduct(rank: int, job: Job) -> JobBehavior:
             if not isinstance(job, LoadJob):
@@ -224,7 +224,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("H45", "H08", faulty="ranks", prefix_caching=False)
     def test_h45_reports_may_be_late_repeated_in_pieces_and_out_of_order(self, scene: CacheHarness) -> None:
-        """Every report comes twice, in pieces, the last block first, by ranks of different speed: nothing is lost, and
+        """Every report comes twice, in pieces, last block first, from ranks of different speed: no block is lost, and
         no load is settled twice."""
         scene.conduct = lambda rank, job: JobBehavior(
             report_after_steps=(3 * rank + job.job_id) % 5, times_reported=2, block_by_block=True
@@ -238,7 +238,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("P11", "H10", "H31", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h10_a_lost_report_is_asked_for_again(self, scene: CacheHarness) -> None:
-        """Reports of saves and loads are lost: requests end all the same, and nothing is taken for loaded unheard."""
+        """Reports of saves and loads are lost: requests end nevertheless, and no unreported block counts as loaded."""
         lost = JobBehavior(times_reported=0)
         scene.conduct = lambda rank, job: lost if rank == scene.settings.ranks - 1 else JobBehavior()
         scene.run(scene.request("loses-its-load", DOCUMENT, 3), steps=scene.max_steps)
@@ -248,8 +248,8 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("P11", "H10", "H07", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h10_a_load_that_hangs_costs_its_request_a_deadline(self, scene: CacheHarness) -> None:
-        """One rank's copy hangs: its request ends all the same, right, and so do others, while the copy writes at last
-        what it was told. Then nothing stays held."""
+        """One rank's copy hangs: its request and others end with right outputs, although the copy finally writes its
+        blocks. Then nothing stays held."""
         hangs = JobBehavior(copy_after_steps=NEVER, failed_blocks=RangeSet.of(BlockRange(0, 1 << 20)))
         last = scene.settings.ranks - 1
         scene.conduct = lambda rank, job: hangs if isinstance(job, LoadJob) and rank == last else JobBehavior()
@@ -268,7 +268,7 @@ class FailureChecks(CacheSuite):
 
     @kept_in_every_mode("P11", "P10", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_p11_a_rank_that_forgets_its_jobs_holds_nobody_up(self, scene: CacheHarness) -> None:
-        """A rank restarts in the middle of a load and of a save: both end, as failed, and nothing stays held."""
+        """A rank restarts during a load and a save: both end as failed, and nothing stays held."""
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=6)
         again = scene.request("again", DOCUMENT, 3)
         other = scene.request("other", prompt(8, seed=3))
@@ -283,7 +283,7 @@ class FailureChecks(CacheSuite):
 
     @protects("P1")
     def test_random_plays(self, lab: HarnessFactory) -> None:
-        """Random calls of every kind: whatever breaks has its own name, and is shortened to the calls that it takes."""
+        """Random calls of every kind: a broken property is named, and its play is shrunk to the calls that it needs."""
         try:
             from kvpact.testkit.cache.random_plays import random_play
         except ImportError:

@@ -1,4 +1,4 @@
-"""Checks of what a cache promises and holds while all goes well: probes, commits, aborts, and every way out.
+"""Checks of a cache's promises and holds without failures: probes, commits, aborts, and every way to end.
 
 Part of `CacheConformance`.
 """
@@ -18,13 +18,13 @@ FOREVER_S = 3600.0
 
 
 class PromiseChecks(CacheSuite):
-    """What holds when nothing fails."""
+    """Properties that hold when nothing fails."""
 
     # Every plan ends once
 
     @kept_in_every_mode("P1", "H01", stored=DOCUMENT, num_blocks=24)
     def test_h01_promises_that_are_never_used_hold_nothing(self, scene: CacheHarness) -> None:
-        """A blocked queue is promised tokens again and again and then cancelled: not one block stays held."""
+        """The requests of a blocked queue are promised tokens repeatedly and then cancelled: no block stays held."""
         seen(scene, DOCUMENT)
         scene.squeeze()
         names = [f"blocked-{number}" for number in range(8)]
@@ -38,7 +38,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("P1", "H07", stored=DOCUMENT, num_blocks=40)
     def test_every_way_out_leaves_nothing_behind(self, scene: CacheHarness) -> None:
-        """Requests end while promised, blocked, loading, running, preempted and reset; nothing is held afterwards."""
+        """Requests end while promised, blocked, loading, running, preempted and reset: nothing is held afterwards."""
         promised(scene, "promised", DOCUMENT)
         scene.step(2)
         scene.cancel("promised")
@@ -73,7 +73,7 @@ class PromiseChecks(CacheSuite):
     def test_h07_a_request_cancelled_during_its_load_keeps_its_blocks_until_all_ranks_are_done(
         self, scene: CacheHarness
     ) -> None:
-        """Ranks copy late into the blocks of a cancelled request; others want blocks, and read only their own."""
+        """Ranks copy late into the blocks of a cancelled request; others need blocks, and read only their own."""
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=4 * rank + 2)
         request = scene.request("cancelled", DOCUMENT)
         for _ in range(20):
@@ -107,7 +107,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("P3", "H02", stored=DOCUMENT)
     def test_p3_probing_again_acquires_nothing(self, scene: CacheHarness) -> None:
-        """Forty probes of one request get one plan, read nothing again, and leave nothing behind."""
+        """Forty probes of one request return one plan, read no tier again, and leave nothing held."""
         request, match = promised(scene, "asked", DOCUMENT)
         reads = sum(queue.reads for queue in scene.place.queues)
         for _ in range(40):
@@ -122,7 +122,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("H03", "P3", stored=LONGER)
     def test_h03_the_range_changes_between_probe_and_commit(self, scene: CacheHarness) -> None:
-        """What the engine has computed grows and shrinks between probes; what is loaded follows the last one."""
+        """The computed tokens grow and shrink between probes; the load follows the last probe."""
         size = scene.settings.block_size
         request, match = promised(scene, "changing", LONGER)
         for computed in (3 * size, size, 6 * size, 0, 4 * size):
@@ -138,7 +138,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("P4", "H04", stored=DOCUMENT, quirks={"rounds_match_to_tokens": 16})
     def test_h04_a_commit_may_take_less(self, scene: CacheHarness) -> None:
-        """The engine commits 16 of 28 tokens: those are loaded, and the rest is let go at once."""
+        """The engine commits 16 of 28 tokens: those are loaded, and the rest is released at once."""
         commit_multiple_of(scene, "rounded", 16)
         scene.as_good_as_new("P4", "H04")
 
@@ -157,7 +157,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("P5", "H05")
     def test_h05_what_is_promised_is_loaded_whatever_its_size(self, scene: CacheHarness) -> None:
-        """Matches of one block up to nine: no rule about sizes may be remembered after the promise."""
+        """Matches of one to nine blocks: no rule about sizes may be applied after the promise."""
         total = 0
         for blocks in range(1, 10):
             tokens = prompt(blocks, seed=blocks)
@@ -171,7 +171,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("P5", stored=DOCUMENT)
     def test_p5_nothing_is_promised_to_a_request_that_must_compute_its_prompt(self, scene: CacheHarness) -> None:
-        """`may_load` is looked at before the promise: some engines load whatever they are promised."""
+        """`may_load` is respected before the promise: some engines load every promise."""
         seen(scene, DOCUMENT)
         scene.run(scene.request("unwilling", DOCUMENT, may_load=False))
         used = scene.engine.counts.external_hits
@@ -179,7 +179,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("P6", "H06", stored=LONGER)
     def test_h06_the_last_token_is_left_to_compute(self, scene: CacheHarness) -> None:
-        """Prompts that end with a block, or are held whole: at least one token stays to compute."""
+        """Prompts that end with a block, or are held completely: at least one token is left to compute."""
         size = scene.settings.block_size
         for blocks in range(1, 9):
             for tail in (0, 1, size - 1):
@@ -194,7 +194,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("H24", stored=DOCUMENT)
     def test_h24_salt_and_adapter_and_what_is_unknown_are_kept_apart(self, scene: CacheHarness) -> None:
-        """The same tokens under another salt or adapter are another prompt; with something unknown, nobody's."""
+        """The same tokens under another salt or adapter are other prompts; without an identity they are not shared."""
         identities = (
             RequestIdentity(salt="tenant"),
             RequestIdentity(adapter="digest-of-weights"),
@@ -208,7 +208,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("H32", stored=DOCUMENT)
     def test_h32_nothing_is_served_after_the_weights_changed(self, scene: CacheHarness) -> None:
-        """A reset forgets everything, what is being copied included; what is computed afterwards is cached again."""
+        """A reset drops all blocks, those being copied included; later blocks are cached again."""
         scene.run(scene.request("just-computed", LONGER))
         while not scene.update_weights():
             scene.step()
@@ -217,7 +217,7 @@ class PromiseChecks(CacheSuite):
 
 
 def commit_multiple_of(scene: CacheHarness, name: str, tokens: int) -> None:
-    """The engine commits a multiple of `tokens` of what is promised. Raises Broken unless just that is used."""
+    """The engine commits a multiple of `tokens` of the promise. Raises Broken unless exactly that is used."""
     request, match = promised(scene, name, DOCUMENT)
     used = scene.use(request)
     wanted = match.num_tokens - match.num_tokens % tokens

@@ -1,7 +1,7 @@
 """`CacheConformance`: the properties P1 to P14 and the hazards of a cache, as checks that its author inherits.
 
-Owns what an author says of his cache; the checks themselves stand in the modules beside this one, by subject. pytest
-collects them from a subclass named `Test...`; `run_conformance` runs them without pytest.
+Owns the class that an author inherits; the checks are in the modules beside this one, by subject. pytest collects them
+from a subclass named `Test...`; `run_conformance` runs them without pytest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __getattr__ = renamed(__name__, CachePlace="CacheContext")
 
 
 class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks):
-    """Inherit this, say how your cache is made, and the whole pact is checked on the embedded engine.
+    """Inherit this class and define how your cache is made: the whole pact is checked on the embedded engine.
 
         class TestMyCache(CacheConformance):
             def make_cache(self, place: CacheContext) -> ExternalCache:
@@ -72,7 +72,7 @@ def run_suite_as_report(
     parent: Path | None = None,
     progress: Callable[[Check], object] = lambda check: None,
 ) -> ConformanceReport:
-    """Run an author's own suite; `progress` is told each check as it ends."""
+    """Run an author's own suite; `progress` is called with each check when it ends."""
     checks = []
     for check in run_suite(suite, only, parent=parent):
         checks.append(check)

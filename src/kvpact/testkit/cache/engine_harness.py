@@ -1,6 +1,6 @@
-"""An embedded engine around a watched cache: requests, steps, and the verification of every invariant after each.
+"""An embedded engine around a monitored cache: requests, steps, and the verification of every invariant after each.
 
-Owns the script of what was done. Decides no check, and makes no trouble but what its ranks are told to make.
+Owns the script of the steps. Decides no check, and causes no faults except those of its ranks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from kvpact.testkit.results import Broken, NotObservable
 from kvpact.testkit.trace import TRACE_LINES, Trace
 
 NEVER = 1 << 40
-"""A step that never comes: the engine looks at a request that becomes ready in it only when told to."""
+"""A step that never comes: a request that is ready only then waits for `let_go`."""
 
 PROBE_STEPS = 500
-"""Steps in which a held request's match is asked for."""
+"""Steps in which a held request is probed at most."""
 
 REST_STEPS = 4000
-"""Steps in which an engine without requests must come to rest: 40 s of its clock."""
+"""Steps within which an engine without requests must come to rest: 40 s of its clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class HarnessSettings:
         )
 
     def _ways(self) -> str:
-        """How the engine differs from its mode, in words."""
+        """The engine's differences from its mode, for the script."""
         if self.quirks is None:
             return ""
         usual = EngineQuirks.presets()[self.mode]
@@ -81,7 +81,7 @@ class HarnessSettings:
 
 
 class FaultyWorker(SimulatedWorker):
-    """A simulated rank that can fall silent for some steps, or forget all it was told."""
+    """A simulated rank that can fall silent for some steps, or lose all its jobs."""
 
     def __init__(
         self, rank: int, slot_view: Callable[[int], memoryview], conduct: Callable[[int, Job], JobBehavior]
@@ -91,7 +91,7 @@ class FaultyWorker(SimulatedWorker):
         self._kept_back = WorkerReport({})
 
     def report(self) -> WorkerReport:
-        """See `ExternalCacheWorker`; what a silent rank has to say, it says later."""
+        """See `ExternalCacheWorker`; a silent rank reports later."""
         self._kept_back = self._kept_back.aggregate(super().report())
         if self.silent_steps:
             self.silent_steps -= 1
@@ -100,13 +100,13 @@ class FaultyWorker(SimulatedWorker):
         return report
 
     def forget(self) -> None:
-        """Drop jobs that are not copied yet and reports that are not sent; asked later, this rank knows nothing."""
+        """Drop uncopied jobs and unsent reports; a later query finds nothing."""
         self._tasks, self._reports, self._kept_back = [], [], WorkerReport({})
         self._said.clear()
 
 
 class EngineHarness:
-    """One engine and one cache. `script` are the steps so far; `stored` what earlier caches of this place saved."""
+    """One engine and one cache. `script` has the steps so far, `stored` the blocks of earlier caches of this place."""
 
     def __init__(
         self,
@@ -121,9 +121,9 @@ class EngineHarness:
         shared_directory: Path | None = None,
         clock: StepClock | None = None,
     ) -> None:
-        """The engine starts from the files of `weights`, whatever weights are put in place later.
+        """The engine starts from the files of `weights`, whichever weights replace them later.
 
-        Its cache's own things are in `directory`; what engines share is in `shared_directory`, by default there too.
+        Its cache's own files are in `directory`; shared ones are in `shared_directory`, by default the same.
         """
         self.factory, self.directory, self.settings = factory, directory, settings
         self.script = Trace(TRACE_LINES) if script is None else script
@@ -131,11 +131,11 @@ class EngineHarness:
         self.clock = clock or StepClock()
         self.weights_of_files = weights
         self.conducts: dict[int, deque[JobBehavior]] = {rank: deque() for rank in range(settings.ranks)}
-        """How each rank treats its next jobs; faithfully when there is none left."""
+        """How each rank treats its next jobs; it treats the others faithfully."""
         self.load_conducts: dict[int, deque[JobBehavior]] = {rank: deque() for rank in range(settings.ranks)}
-        """The same for its next loads alone."""
+        """The same for its next loads only."""
         self.conduct: Callable[[int, Job], JobBehavior] | None = None
-        """How each rank treats each job, if it is to be decided for all of them."""
+        """How each rank treats every job, instead of the queues above."""
         config = EngineConfig(
             num_blocks=settings.num_blocks,
             block_size=settings.block_size,
@@ -192,7 +192,7 @@ class EngineHarness:
         self.script.note(words)
 
     def conduct_of(self, rank: int, job: Job) -> JobBehavior:
-        """How a rank treats a job. An engine that trusts synchronous loads can take no failure of one: none is made."""
+        """How a rank treats a job. A synchronous load of an engine that trusts those never fails."""
         loads = self.load_conducts[rank]
         queued = loads if loads and isinstance(job, LoadJob) else self.conducts[rank]
         conduct = queued.popleft() if queued else JobBehavior()
@@ -204,7 +204,7 @@ class EngineHarness:
 
     @contextmanager
     def judged(self, *names: str) -> Iterator[None]:
-        """Turn a broken contract into `Broken`, by the property that its message names, else by `names`."""
+        """Within, turn a broken contract into `Broken`, by the ids in its message, else by `names`."""
         try:
             yield
         except (Broken, NotObservable, Crash):
@@ -228,9 +228,9 @@ class EngineHarness:
         encoder_ready_in: int = 0,
         **settings: Any,
     ) -> Request:
-        """Add a request. `held`: the engine does not look at it before `let_go`, so that its cache can be asked.
+        """Add a request. With `held` the engine does not schedule it before `let_go`, so that a check can probe it.
 
-        `settings` are further ones of `Request`; something is ready in so many steps.
+        `settings` are further ones of `Request`; `ready_in` and `encoder_ready_in` are in steps.
         """
         added = Request(
             name,
@@ -246,7 +246,7 @@ class EngineHarness:
         return added
 
     def let_go(self, request: Request) -> None:
-        """The engine may look at a held request."""
+        """Let the engine schedule a held request."""
         self.say(f"let go of {request.request_id}")
         request.ready_step = 0
 
@@ -259,13 +259,13 @@ class EngineHarness:
             return self.engine.cancel(request_id)
 
     def probe(self, request: Request, computed: int = 0) -> ExternalKVMatch:
-        """Ask for a held request's match until there is an answer. Raises Broken if there is none in time."""
+        """Probe a held request until the cache answers. Raises Broken if it does not in time."""
         return self.probe_all([request], computed)[0]
 
     def probe_all(self, requests: Sequence[Request], computed: int = 0) -> list[ExternalKVMatch]:
-        """Ask for all these held requests' matches, as an engine does whose head of the queue is blocked.
+        """Probe all these held requests, as an engine does whose queue is blocked at its head.
 
-        The answers are of one step, so all promises hold at once. Raises Broken if there are none in time.
+        The answers are of one step, so all promises hold at once. Raises Broken if they do not arrive in time.
         """
         names = ", ".join(request.request_id for request in requests)
         self.say(f"ask for {names} behind {computed} tokens")
@@ -291,9 +291,9 @@ class EngineHarness:
     def serve(
         self, name: str, *prompts: Sequence[int], times: int = 1, apart: float = 0.0, **settings: Any
     ) -> list[Request]:
-        """Rounds of requests, `apart` seconds before each round: every prompt is computed, and what is stored of it.
+        """Run rounds of requests, `apart` seconds before each: every prompt is computed, and its blocks are stored.
 
-        Afterwards the engine's own prefix cache has forgotten it. `settings` are those of `request`.
+        Each time the engine's own prefix cache is emptied. `settings` are those of `request`.
         """
         served: list[Request] = []
         for _ in range(times):
@@ -308,20 +308,20 @@ class EngineHarness:
         return served
 
     def use(self, request: Request, steps: int = 2000) -> int:
-        """Let go of a held request and run it to the end: the tokens that were used of the external cache."""
+        """Let go of a held request and run it to its end; returns the tokens used from the external cache."""
         before = self.engine.counts.external_hits
         self.let_go(request)
         self.run(request, steps=steps)
         return self.engine.counts.external_hits - before
 
     def promised_tokens(self, name: str, tokens: Sequence[int], computed: int = 0) -> int:
-        """What a request that is cancelled then is promised behind its `computed` tokens."""
+        """The tokens that a request is promised after its `computed` ones; it is then cancelled."""
         promised = self.probe(self.request(name, tokens, held=True), computed).num_tokens
         self.cancel(name)
         return promised
 
     def forget_local(self) -> None:
-        """Empty the engine's own prefix cache, if it has one; the external one is not told."""
+        """Empty the engine's own prefix cache, if it has one; the external one keeps its blocks."""
         if self.settings.prefix_caching:
             self.say("the engine's own prefix cache is emptied")
             self.engine.scheduler.kv.pool.unpublish_all()
@@ -336,7 +336,7 @@ class EngineHarness:
 
     @property
     def busy(self) -> bool:
-        """Whether anything but held requests is alive or under way."""
+        """Whether anything except held requests is alive or under way."""
         scheduler = self.engine.scheduler
         alive = any(request.ready_step < NEVER for request in scheduler.requests.values())
         writing = any(queue.under_way for queue in self.place.queues)
@@ -345,7 +345,7 @@ class EngineHarness:
     # Steps and trouble
 
     def step(self, times: int = 1) -> None:
-        """Engine steps, each followed by the verification of every invariant."""
+        """Run engine steps, each followed by the verification of every invariant."""
         for _ in range(times):
             with self.judged():
                 self.engine.step()
@@ -355,7 +355,7 @@ class EngineHarness:
                 self.subject.check()
 
     def pass_time(self, seconds: float) -> None:
-        """Time passes between two steps."""
+        """Advance the clock between two steps."""
         self.say(f"{seconds:g} s pass")
         self.clock.now += seconds
 

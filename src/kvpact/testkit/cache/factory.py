@@ -1,6 +1,6 @@
-"""Where the checks of a cache work: scenes on demand in every mode of the engine, and small questions put to them.
+"""What the checks of a cache share: scenes in every mode of the engine, and small helpers for them.
 
-Owns how a check is repeated over modes and what it may ask of a scene. Decides no check.
+Owns the repetition of a check over modes. Decides no check.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvpact.testkit.trace import TRACE_LINES, Trace
 
 
 class HarnessFactory:
-    """One check's workplace; `script` are the steps of its last scene."""
+    """Makes the scenes of one check; `script` has the steps of the last one."""
 
     def __init__(self, suite: CacheSuite, directory: Path) -> None:
         self.suite = suite
@@ -49,7 +49,7 @@ class HarnessFactory:
 
 
 class CacheSuite(Suite[HarnessFactory]):
-    """Checks of a cache; what their author says of it stands in `CacheConformance`."""
+    """A suite of checks of a cache, and what an author defines for it."""
 
     modes: tuple[str, ...] = tuple(EngineQuirks.presets())
     ranks = 2
@@ -58,7 +58,7 @@ class CacheSuite(Suite[HarnessFactory]):
     plays = 4
     """Random plays in each mode."""
     calls = 120
-    """Calls of each random play."""
+    """Calls in each random play."""
 
     def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
         """Your cache, made for `place`; as a `CacheUnderTest` if it shows more of itself."""
@@ -81,8 +81,8 @@ def kept_in_every_mode(
 ) -> Callable[[Check], Callable[[Any, Path], None]]:
     """Make a method `(self, scene)` a check of `names` that runs in a new scene for each mode of the suite.
 
-    `faulty` is what the kit must be able to let fail: "ranks", "tiers" or nothing. The prompt `stored` was computed and
-    saved before; after it nothing may be held. It is not observable if it is so in every mode.
+    `faulty` is what the kit must be able to make fail: "ranks", "tiers" or nothing. The prompt `stored` is computed and
+    saved first; after the check nothing may be held. The check is not observable if it is so in every mode.
     """
 
     def decorate(method: Check) -> Callable[[Any, Path], None]:
@@ -110,7 +110,7 @@ def kept_in_every_mode(
 def promised(
     scene: CacheHarness, name: str, tokens: Sequence[int], computed: int = 0, **settings: Any
 ) -> tuple[Request, ExternalKVMatch]:
-    """A held request and what it is promised. Raises NotObservable if that is nothing."""
+    """A held request and its match. Raises NotObservable if the match is empty."""
     request = scene.request(name, tokens, held=True, **settings)
     match = scene.probe(request, computed)
     observable_if(match.num_tokens, "the cache promises nothing of a prompt that was computed before and offered to it")
@@ -118,7 +118,7 @@ def promised(
 
 
 def seen(scene: CacheHarness, tokens: Sequence[int]) -> int:
-    """What a request for `tokens` is promised that is cancelled then. Raises NotObservable if that is nothing."""
+    """Tokens that a request for `tokens` is promised; it is then cancelled. Raises NotObservable if there are none."""
     request, match = promised(scene, "seen", tokens)
     scene.cancel(request.request_id)
     return match.num_tokens
@@ -131,7 +131,7 @@ def require_used(scene: CacheHarness, request: Request, wanted: int) -> None:
 
 
 def require_right_outputs(scene: CacheHarness, *requests: Request) -> None:
-    """Raises Broken unless each of them generated what it generates on an engine without a cache."""
+    """Raises Broken unless each request generated the tokens that an engine without a cache generates."""
     size = scene.settings.block_size
     for request in requests:
         length = len(request.token_ids) + request.max_output_tokens

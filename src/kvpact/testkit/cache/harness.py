@@ -1,6 +1,6 @@
-"""The scene of a cache's check: an engine around it, the levers that make trouble, and the judgement at rest.
+"""The harness of a cache's check: an engine around the cache, faults to inject, and the verification at rest.
 
-Owns what holds when all has ended: nothing is held, and the cache is as good as a new one. Decides no check.
+Owns the rules at rest: nothing is held, and the cache has the room of a new one. Decides no check.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvpact.testkit.results import Broken, NotObservable, observable_if
 
 
 class CacheHarness(EngineHarness):
-    """An engine and a cache to which anything may be done."""
+    """An engine and a cache, with every fault that the kit can inject."""
 
     is_shut_down = False
 
     def squeeze(self, leave: int = 0) -> None:
-        """Somebody else takes all of the engine's free blocks but `leave`."""
+        """Take all of the engine's free blocks except `leave`."""
         free = [view.block_id for view in self.engine.context.iter_free_blocks()]
         taken = free[: max(0, len(free) - leave)]
         if taken:
@@ -29,24 +29,24 @@ class CacheHarness(EngineHarness):
             self._squeezed += taken
 
     def release(self) -> None:
-        """Give back what `squeeze` took."""
+        """Free the blocks that `squeeze` took."""
         if self._squeezed:
             self.say("the blocks are given back")
             taken, self._squeezed = self._squeezed, []
             self.engine.context.free_blocks(taken)
 
     def reset(self) -> bool:
-        """Reset the prefix caches, here and outside; False if this engine refuses it now."""
+        """Reset the engine's prefix cache and the external one; False if this engine refuses it now."""
         return self._reset(self.engine.reset, "reset the prefix caches", clear_cache=True)
 
     def reset_connector(self) -> None:
-        """Reset the external cache alone: running requests go on with what is in their blocks."""
+        """Reset only the external cache: running requests continue with the content of their blocks."""
         self._reset(self.engine.reset_connector, "reset the external cache; requests run on", clear_cache=False)
 
     def update_weights(self, weights: int | None = None, *, clear_cache: bool = True) -> bool:
-        """Put other weights in place, by default ones never seen; False if this engine refuses it now.
+        """Put other weights in place, by default new ones; False if this engine refuses it now.
 
-        Without `clear_cache` requests run on with what is in their blocks, and no engine refuses it.
+        Without `clear_cache` requests continue with the content of their blocks, and no engine refuses it.
         """
         weights = self.engine.runner.weights + 1 if weights is None else weights
         words = f"put weights {weights} in place{'' if clear_cache else '; requests run on'}"
@@ -55,9 +55,9 @@ class CacheHarness(EngineHarness):
         )
 
     def weights_version(self, version: str) -> bool:
-        """Say a word for the weights that are in place; False if the cache refuses it.
+        """Set the version word of the weights in place; False if the cache refuses it.
 
-        Raises NotObservable if the cache takes no words.
+        Raises NotObservable if the cache accepts no words.
         """
         observable_if(self.monitor.knows_words, "the cache takes no word for its weights (`set_weights_version`)")
         self.say(f"the weights are called {version}")
@@ -79,36 +79,36 @@ class CacheHarness(EngineHarness):
 
     @property
     def max_steps(self) -> int:
-        """Steps that a request may wait for the cache, and some that it needs itself."""
+        """Steps that a request may wait for the cache, plus those that it needs itself."""
         return int(self.settings.timeout / self.clock.seconds_per_step) + 500
 
     def require_faulty(self, what: str) -> None:
-        """Raises NotObservable if the kit cannot let the cache's "ranks" or "tiers" fail."""
+        """Raises NotObservable if the kit cannot make the cache's "ranks" or "tiers" fail."""
         if what == "tiers" and not self.place.queues:
             raise NotObservable("the cache has no tier whose queue it made with `CacheContext.queue`")
         if what == "ranks" and not self.workers:
             raise NotObservable("the cache brings its own workers; the kit lets only its own ones fail")
 
     def stall_tiers(self, steps: int) -> None:
-        """The tiers do nothing for some steps; with 0 they go on."""
+        """Stall the tiers for `steps` steps; 0 ends a stall."""
         for queue in self.place.queues:
             self.say(f"tier {queue.tier.name} " + (f"does nothing for {steps} steps" if steps else "goes on"))
             queue.stalled_steps = steps
 
     def silence(self, rank: int, steps: int) -> None:
-        """A rank says nothing for some steps; what it had to say comes late."""
+        """A rank reports nothing for `steps` steps; its reports come afterwards."""
         self.say(f"rank {rank} falls silent for {steps} steps")
         self.workers[rank].silent_steps = steps
 
     def forget_jobs(self, rank: int) -> None:
-        """A rank forgets its jobs and what it had to report."""
+        """A rank loses its jobs and its unsent reports."""
         self.say(f"rank {rank} forgets its jobs")
         self.workers[rank].forget()
 
     # Judgement at the end
 
     def rest(self) -> None:
-        """All trouble and all else ends; then nothing may be held. Raises Broken (P1) naming what is."""
+        """End all faults and let everything finish: then nothing may be held. Raises Broken (P1) with what is."""
         if self.is_shut_down:
             return
         self.release()
@@ -119,7 +119,7 @@ class CacheHarness(EngineHarness):
         for worker in self.workers:
             worker.silent_steps = 0
         self.settle()
-        self.pass_time(self.settings.timeout)  # what no engine told the cache runs out by itself
+        self.pass_time(self.settings.timeout)  # plans that no engine ended expire
         self.step(8)
         self.settle()
         self.say("all is at rest")
@@ -131,7 +131,7 @@ class CacheHarness(EngineHarness):
             raise Broken(f"no request is alive and the cache still holds {left}", protects=("P1", "H01"))
 
     def room(self) -> int:
-        """Tokens that the cache promises of a new prompt that just fits it: less than before, and something is lost."""
+        """Tokens that the cache promises of a new prompt that just fits; they become fewer if room is lost."""
         blocks = min(self.settings.num_slots, self.settings.num_blocks - 3 - self.quirks.keeps_free_blocks)
         tokens = [7_000_000 + position for position in range(blocks * self.settings.block_size + 1)]
         self.serve("room", tokens)
@@ -160,14 +160,14 @@ class CacheHarness(EngineHarness):
         return closing(CacheHarness(self.factory, directory, self.settings))
 
     def neighbour(self) -> closing[CacheHarness]:
-        """Another engine, started from the same files: it shares whatever engines can share."""
+        """Another engine, started from the same files: it shares the same stores."""
         self.say("another engine starts beside this one")
         directory = self.directory / f"neighbour-{len([*self.directory.glob('neighbour-*')])}"
         directory.mkdir()
         return self._another(directory)
 
     def restarted(self) -> closing[CacheHarness]:
-        """After `shut_down`: the same engine, started again from its files."""
+        """After `shut_down`: the same engine, restarted from its files."""
         self.say("the engine starts again")
         return self._another(self.directory)
 
@@ -187,7 +187,7 @@ class CacheHarness(EngineHarness):
         return closing(scene)
 
     def shut_down(self) -> None:
-        """Take in what is executed and end the cache, as an engine does. Raises Broken if that goes wrong."""
+        """Process the executed steps and end the cache, as an engine does. Raises Broken if that fails."""
         with self.judged():
             self.engine.shutdown()
         self.subject.close()

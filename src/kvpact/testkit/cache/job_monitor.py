@@ -1,6 +1,6 @@
-"""What ranks were told to copy and what they said of it, held against what was committed and what is settled.
+"""The jobs of ranks and their reports, compared with what was committed and what is settled.
 
-Owns the jobs and what is stored by them, apart from the cache's own books. Changes nothing.
+Owns the jobs and the blocks that they stored, independently of the cache's own records. Changes nothing.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from kvpact.testkit.results import Broken, require
 MONITOR_NAMESPACE = bytes(32)
 
 StoredBlock = tuple[BlockKey, int]
-"""A block's content, and the KV cache group it belongs to."""
+"""A block's content, and its KV cache group."""
 
 EverStored = dict[str, dict[StoredBlock, int]]
-"""What caches over one store have stored, in which save, by the word of the epoch; "" for the first one."""
+"""Word of the epoch ("" for the first) -> blocks that caches over one store have stored, and in which save."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One job and what each rank said of it: blocks done, blocks failed."""
+    """One job and each rank's report of it: blocks done, blocks failed."""
 
     job: LoadJob | SaveJob
     contents: tuple[StoredBlock, ...]
     said: dict[int, tuple[set[int], set[int]]] = field(default_factory=dict)
     taken_back: dict[int, set[int]] = field(default_factory=dict)
-    """What a rank that forgot its jobs calls failed in this report and called done before: either may count in it."""
+    """Blocks that a rank reports as failed now and reported as done before: either may count in this report."""
     void: bool = False
 
     def hear(self, rank: int, outcome: JobOutcome) -> None:
-        """What failed once stays failed; blocks of other jobs are no news."""
+        """A failed block stays failed; blocks of other jobs are ignored."""
         done, failed = self.said.setdefault(rank, (set(), set()))
         failed.update(block for block in outcome.failed.blocks() if block in self.job.blocks)
         self.taken_back[rank] = done & failed
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """An open match: tokens behind the `computed` ones, and the copies that were there when it was first made."""
+    """An open match: tokens after the `computed` ones, and the copies that existed when it was first made."""
 
     computed: int
     num_tokens: int
@@ -57,7 +57,7 @@ class Promise:
 
 @dataclass(slots=True)
 class Commit:
-    """A match that the engine took: `blocks` of its request, into `block_ids`, one sequence a KV cache group."""
+    """A committed match: `blocks` of its request, into `block_ids`, one sequence per KV cache group."""
 
     blocks: BlockRange
     asynchronous: bool
@@ -69,7 +69,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Known:
-    """What is known of one live request."""
+    """The monitor's record of one live request."""
 
     keys: BlockKeys | None
     computed: int = 0
@@ -81,27 +81,27 @@ class Known:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class JobMonitor:
-    """The jobs of one cache. `ever_stored` is shared by all caches that were ever made for its place."""
+    """The jobs of one cache. All caches ever made for its place share `ever_stored`."""
 
     block_size: int
     num_ranks: int
     own_workers: bool = False
-    """Whether the cache brings its own workers, whose reports are not the kit's to judge."""
+    """Whether the cache brings its own workers, whose reports the kit does not judge."""
     stored: dict[StoredBlock, int] = field(default_factory=dict)
-    """What earlier caches of its place left to it, and ranks saved in this epoch, in which save; nothing dropped."""
+    """Blocks from earlier caches of its place and saved in this epoch, and in which save; without dropped ones."""
     ever_stored: EverStored = field(default_factory=dict)
-    """With what was dropped since: a process that dies before its tiers heard of it finds it again."""
+    """Also the dropped ones: a process that dies before its tiers delete them finds them again."""
     say: Callable[[str], None] = lambda words: None
-    """Is told the calls that matter."""
+    """Called with a line for the script on important calls."""
     commits: dict[str, Commit] = field(default_factory=dict)
     loads_failed_by_ranks: int = 0
     _requests: dict[str, Known] = field(default_factory=dict)
     _jobs: dict[int, Job] = field(default_factory=dict)
     _late: list[Job] = field(default_factory=list)
-    """Loads that the engine went on without, until no rank can write to their blocks."""
+    """Loads settled as late, until no rank can write to their blocks."""
     _context: SchedulerContext | None = None
     _contents: dict[int, BlockKey] = field(default_factory=dict)
-    """The engine's block -> what was last computed into it, also for requests that have ended."""
+    """The engine's block -> its last computed content, also for requests that have ended."""
 
     def __post_init__(self) -> None:
         self.stored = dict(self.stored)
@@ -144,7 +144,7 @@ class JobMonitor:
         if job.blocks.end > computed and len(content) == len(job.blocks) and (known is None or content == [
             *keys[job.blocks.start : job.blocks.end]
         ]):  # fmt: skip
-            # Blocks that a request left behind when it ended or was preempted: saved late, as what they hold.
+            # Blocks of a request that has ended or was preempted: saved late, by their content.
             contents = tuple((key, 0) for key in content if key is not None)
             self._jobs[job.job_id] = Job(job, contents if len(contents) == len(content) else ())
             return
@@ -169,7 +169,7 @@ class JobMonitor:
             )
 
     def _require_held(self) -> None:
-        """What a load may still write to, though the engine went on without it, is held by the cache."""
+        """The cache must hold the blocks to which a load settled as late may still write."""
         for entry in [entry for entry in self._late if entry.all_said(self.num_ranks)]:
             self._late.remove(entry)
             self._jobs.pop(entry.job.job_id, None)
@@ -234,7 +234,7 @@ class JobMonitor:
             known = self._requests.get(name)
             if known is not None:
                 known.failed_from = min(failed) if known.failed_from is None else min(known.failed_from, min(failed))
-            for content, save in commit.copies.items():  # what was saved anew meanwhile is another copy
+            for content, save in commit.copies.items():  # a block saved again meanwhile is another copy
                 if (
                     not settlement.late
                     and content[0] in commit.keys[min(failed) :]
@@ -251,7 +251,7 @@ class JobMonitor:
         )
 
     def _judge(self, name: str, entry: Job, loaded: set[int]) -> None:
-        """Every rank has said of every block what became of it, and what counts as loaded has arrived everywhere."""
+        """Every rank must have reported every block, and every loaded block must have arrived on all ranks."""
         blocks = set(entry.job.blocks)
         for rank in range(self.num_ranks):
             done, failed = entry.said.get(rank, _SILENT)

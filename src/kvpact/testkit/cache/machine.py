@@ -1,7 +1,7 @@
 """`PactMachine`: a hypothesis state machine over plays, for caches of any author.
 
-Its one rule is a call of a play, so that what hypothesis finds and shrinks is a script of calls. What is done and
-verified stands in `operations.py`, how often what happens in `random_plays.py`. Needs hypothesis.
+Its one rule is a call of a play, so that hypothesis shrinks a script of calls. `operations.py` has the calls and the
+verification, `random_plays.py` the chances of each call. Needs hypothesis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpact.testkit.cache.subjects import CacheContext, CacheUnderTest
 
 
 class PactMachine(RuleBasedStateMachine):
-    """Inherit it, say how your cache is made, and give pytest its `TestCase`.
+    """Inherit it, define how your cache is made, and give pytest its `TestCase`.
 
         class MyMachine(PactMachine):
             def make_cache(self, place: CacheContext) -> ExternalCache:
@@ -48,12 +48,12 @@ class PactMachine(RuleBasedStateMachine):
 
     @initialize(mode=st.integers(0, 99), sizes=SIZES)
     def start(self, mode: int, sizes: dict[str, Any]) -> None:
-        """An engine of some mode, small, so that everything is scarce."""
+        """Start a small engine of one of the modes, so that everything is scarce."""
         self.play = Operations(self.make_cache, engine_settings(self.modes[mode % len(self.modes)], sizes))
 
     @rule(call=random_call())
     def do(self, call: Call | None) -> None:
-        """A call of the play, as often as in random ones."""
+        """Carry out a call, with the chances of random plays."""
         if self.play is not None and call is not None:
             try:
                 self.play.do(call)
@@ -62,7 +62,7 @@ class PactMachine(RuleBasedStateMachine):
                 raise
 
     def teardown(self) -> None:
-        """All requests end; nothing may be held."""
+        """Let all requests end: nothing may be held."""
         if self.play is None:
             return
         try:

@@ -1,7 +1,7 @@
-"""Between an engine and a cache: every call and every answer is held against the pact, and its properties by name.
+"""Between an engine and a cache: verifies every call and every answer against the pact's properties.
 
-Owns what the ranks were told and what they said, apart from the cache's own books, so that the two can be compared.
-Decides nothing for either side and changes no answer.
+Owns a record of jobs and reports that is independent of the cache's own, so that the two can be compared. Decides
+nothing for either side and changes no answer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class CallTimes:
-    """How long one method took: calls, those in which the thread went to sleep, and the longest in seconds."""
+    """One method's durations: calls, calls in which the thread slept, and the longest in seconds."""
 
     calls: int = 0
     slept: int = 0
@@ -52,28 +52,28 @@ class CallTimes:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ContractMonitor(JobMonitor, ExternalCache):
-    """A cache as the engine sees it, watched: every call goes through to it, and no answer is changed."""
+    """A monitored cache as the engine sees it: every call is passed on, and no answer is changed."""
 
     cache: ExternalCache
     clock: Callable[[], float]
     timeout: float
-    """How long, in seconds of `clock`, prepare may say "ask again later" for one request."""
+    """Seconds of `clock` for which prepare may answer "ask again later" to one request."""
     whole_answers: bool
-    """Whether the engine counts on every token that it commits."""
+    """Whether the engine relies on every token that it commits."""
     has_neighbours: bool = False
-    """Whether other engines store at the same place now: what they stored may be promised too."""
+    """Whether other engines store at the same place: their blocks may be promised too."""
     resets: int = 0
     times: dict[str, CallTimes] = field(default_factory=dict)
     open: dict[str, Promise] = field(default_factory=dict)
     _forgotten: set[StoredBlock] = field(default_factory=set)
-    """What was stored before the last reset, by this cache."""
+    """Blocks that this cache stored before the last reset."""
     _word: str = ""
     _old_word: str = ""
     _awaits_word: bool = False
     _new_sync: list[str] = field(default_factory=list)
 
     def _timed(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Call the cache, and count whether the thread gave up the processor in it: what waits for I/O does (P11)."""
+        """Call the cache, and count whether the thread yielded the processor, as a wait for I/O does (P11)."""
         switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
         began = time.perf_counter()
         result = call(*args, **kwargs)
@@ -94,13 +94,13 @@ class ContractMonitor(JobMonitor, ExternalCache):
     # Promises
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """See `ExternalCache`. Every question is put twice: what was promised is promised again (P3)."""
+        """See `ExternalCache`. Every probe is made twice: the second must repeat the first promise (P3)."""
         known = self._know(request)
         match = self._timed(self.cache.prepare_external_match, request, num_computed_tokens)
         again = self.cache.prepare_external_match(request, num_computed_tokens)
         name = request.request_id
         if match is None or match.num_tokens == 0:
-            match = again  # nothing was promised, and more may be there now
+            match = again  # nothing was promised, and more blocks may be there now
         elif again is None or (match.num_tokens, match.load_kv_async) != (again.num_tokens, again.load_kv_async):
             raise Broken(
                 f"request {name} is asked for behind {num_computed_tokens} computed tokens twice in a row; the answers "
@@ -157,7 +157,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
             "P9 H09",
         )
         groups = range(len(self._tables(name)) or 1) if self.cache.supports_kv_cache_groups else range(1)
-        # Workers of the cache's own may have been told of saves in `StepWork.extra`: the oracle judges those.
+        # The cache's own workers may learn of saves from `StepWork.extra`: the oracle verifies those.
         for block in range(first, min(end, len(keys))) if not self.own_workers else ():
             content = [(keys[block], group) for group in groups]
             if not any(self._is_stored(one) for one in content):
@@ -286,7 +286,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         self.cache.bind_scheduler_context(context)
 
     def reset(self) -> None:
-        """See `ExternalCache`: nothing stored up to now may be promised any more (P13, H32)."""
+        """See `ExternalCache`: no block stored until now may be promised any more (P13, H32)."""
         self.resets += 1
         self._forgotten.update(self.stored, self._of_epoch)
         self.stored.clear()
@@ -299,11 +299,11 @@ class ContractMonitor(JobMonitor, ExternalCache):
 
     @property
     def knows_words(self) -> bool:
-        """Whether the cache takes a word for its weights at all."""
+        """Whether the cache accepts a version word for its weights."""
         return type(self.cache).set_weights_version is not ExternalCache.set_weights_version
 
     def set_weights_version(self, version: str) -> None:
-        """See `ExternalCache`: a word is believed after a reset, once, and not the one from before it (P13)."""
+        """See `ExternalCache`: a word is accepted once after a reset, and not the word from before it (P13)."""
         why = "" if self._awaits_word else "no reset came since the last word"
         if version == self._old_word:
             why = "it is the word from before the last reset"
@@ -333,7 +333,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         self.cache.shutdown()
 
     def check_rest(self) -> None:
-        """No request is alive: every committed match must have been settled. Raises Broken."""
+        """Raises Broken unless every committed match has been settled; no request may be alive."""
         require(
             not self.commits, f"no request is alive, and the loads of {[*self.commits]} were never settled", "P1 P7"
         )

@@ -1,7 +1,7 @@
-"""Plays: lists of calls that drive an engine and its cache through trouble, and can be repeated.
+"""Plays: repeatable lists of calls that drive an engine and its cache through faults.
 
-Owns what may happen (arrivals, cancellations, faults of ranks and tiers, resets, restarts), and the verification after
-each step. Any list of calls is legal: one that finds nothing to act on does nothing.
+Owns the calls (arrivals, cancellations, faults of ranks and tiers, resets, restarts), and the verification after each
+step. Any list of calls is legal: a call that finds nothing to act on does nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"encoder_tokens": 5},
     {"encoder_ready_in": 6},
 )
-"""What requests may be; a kind beyond these is a plain one too."""
+"""Kinds of requests; a number beyond these is a request without extras."""
 
 PREFIXES = 3
-"""Documents that prompts begin with."""
+"""Documents with which prompts begin."""
 
 TIER_FAULTS = (Fault.ERROR, Fault.PARTIAL, Fault.DAMAGE)
 TIER_OPERATIONS = (Operation.GET, Operation.PUT)
 MAX_ALIVE = 12
-"""Requests alive at once; a play with more of them only waits."""
+"""Requests alive at once; while there are as many, no further one arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(slots=True)
 class Figures:
-    """What happened in plays: engine steps, calls, and what of each kind."""
+    """Figures of plays: engine steps, calls, and counts of events."""
 
     steps: int = 0
     calls: int = 0
@@ -73,7 +73,7 @@ class Figures:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Figures) -> None:
-        """Both together."""
+        """Add the figures of another play."""
         self.steps += other.steps
         self.calls += other.calls
         self.plays += other.plays
@@ -81,7 +81,7 @@ class Figures:
 
 
 class BrokenPlay(Broken):
-    """What a play broke, and how to play it again: `perform(factory, settings, calls)`."""
+    """A broken play, and how to repeat it: `perform(factory, settings, calls)`."""
 
     def __init__(self, broken: Broken, settings: HarnessSettings, calls: Sequence[Call]) -> None:
         super().__init__(broken.explanation, broken.script, broken.protects)
@@ -89,7 +89,7 @@ class BrokenPlay(Broken):
 
 
 class Operations:
-    """One play. Every method is a call of a script; arguments are small numbers and are taken modulo what there is."""
+    """One play. Every method is a call of a script; arguments are small numbers, taken modulo the valid range."""
 
     def __init__(self, factory: CacheFactory, settings: HarnessSettings, parent: Path | None = None) -> None:
         self.factory, self.settings = factory, settings
@@ -116,15 +116,15 @@ class Operations:
 
     @contextmanager
     def _scripted(self) -> Iterator[None]:
-        """What is found broken has the whole play's script."""
+        """Within, `Broken` is raised with the whole play's script."""
         try:
             yield
         except Broken as broken:
-            names = broken.protects or ("P2",)  # what was read is not what was promised
+            names = broken.protects or ("P2",)  # the oracle found that a promise was not what was read
             raise Broken(broken.explanation, tuple(self._script), names) from broken
 
     def do(self, call: Call) -> None:
-        """Carry out one call, of a method here or of the scene's. Raises Broken, with the script so far."""
+        """Carry out one call, of a method of this class or of the scene. Raises Broken, with the script so far."""
         self.figures.calls += 1
         with self._scripted():
             getattr(self if hasattr(self, call.name) else self.scene, call.name)(**dict(call.arguments))
@@ -138,7 +138,7 @@ class Operations:
     def arrive(
         self, prefix: int = 0, shared: int = 0, tail: int = 1, outputs: int = 1, kind: int = 0, priority: int = 0
     ) -> None:
-        """A request comes: `shared` tokens of document `prefix`, then `tail` of its own."""
+        """Add a request: `shared` tokens of document `prefix`, then `tail` of its own."""
         if len(self._live()) >= MAX_ALIVE:
             return
         self._names += 1
@@ -155,14 +155,14 @@ class Operations:
         self.figures.counts["requests"] += 1
 
     def cancel(self, which: int = 0) -> None:
-        """One of the live requests is cancelled, in whatever state it is."""
+        """Cancel one of the live requests, whatever its state."""
         if live := self._live():
             request = live[which % len(live)]
             self.figures.counts[f"cancelled while {request.status.value.replace('_', ' ')}"] += 1
             self.scene.cancel(request.request_id)
 
     def step(self, times: int = 1) -> None:
-        """The engine steps, and all invariants are verified after each step."""
+        """Step the engine, and verify all invariants after each step."""
         self.scene.say(f"{times} step{'s' if times > 1 else ''}")
         for _ in range(times):
             try:
@@ -175,33 +175,33 @@ class Operations:
     # Trouble in the engine
 
     def squeeze(self, leave: int = 0) -> None:
-        """Free blocks become scarce until `release`."""
+        """Make free blocks scarce until `release`."""
         self.scene.release()
         self.scene.squeeze(leave)
         self.figures.counts["squeezes"] += 1
 
     def reset(self) -> None:
-        """The prefix caches are reset."""
+        """Reset the prefix caches."""
         self.figures.counts["resets"] += self.scene.reset()
 
     def reset_connector(self) -> None:
-        """The external cache is reset while requests run on."""
+        """Reset the external cache while requests continue."""
         self.scene.reset_connector()
         self.figures.counts["resets while requests run on"] += 1
 
     def update_weights(self, to: int = 1, clear: int = 1) -> None:
-        """Other weights are put in place, perhaps some that were there before."""
+        """Put other weights in place, perhaps earlier ones."""
         if self.scene.update_weights(to, clear_cache=bool(clear)):
             self.figures.counts["weight updates" if clear else "weight updates while requests run on"] += 1
 
     def weights_version(self) -> None:
-        """The weights that are in place are called by their name."""
+        """Set the version word of the weights in place."""
         if self.scene.monitor.knows_words:
             believed = self.scene.weights_version(f"v{self.scene.engine.runner.weights}")
             self.figures.counts["words" if believed else "words refused"] += 1
 
     def wait(self, tenths: int = 1) -> None:
-        """Time passes without steps."""
+        """Let time pass without steps."""
         self.scene.pass_time(tenths / 10)
 
     # Trouble with ranks
@@ -235,13 +235,13 @@ class Operations:
             self.figures.counts[name] += bool(happens)
 
     def silence(self, rank: int = 0, steps: int = 1) -> None:
-        """A rank says nothing for some steps; what it had to say comes late, behind what came after."""
+        """A rank reports nothing for `steps` steps; its reports come afterwards."""
         if self.scene.workers:
             self.scene.silence(rank % self.settings.ranks, steps)
             self.figures.counts["silent ranks"] += 1
 
     def rank_restarts(self, rank: int = 0) -> None:
-        """A rank forgets its jobs and what it had to report."""
+        """A rank loses its jobs and its unsent reports."""
         if self.scene.workers:
             self.scene.forget_jobs(rank % self.settings.ranks)
             self.figures.counts["rank failures"] += 1
@@ -249,12 +249,12 @@ class Operations:
     # Trouble with tiers
 
     def stall(self, steps: int = 1) -> None:
-        """The tiers do nothing for some steps."""
+        """Stall the tiers for `steps` steps."""
         self.scene.stall_tiers(steps)
         self.figures.counts["stalled tiers"] += len(self.scene.place.queues)
 
     def tier_fault(self, operation: int = 0, fault: int = 0) -> None:
-        """The tiers' next operation of a kind fails."""
+        """Make the tiers' next operation of a kind fail."""
         if self.scene.place.queues:
             what, how = TIER_OPERATIONS[operation % len(TIER_OPERATIONS)], TIER_FAULTS[fault % len(TIER_FAULTS)]
             self.scene.say(f"the tier's next {what} meets: {how}")
@@ -262,13 +262,13 @@ class Operations:
             self.figures.counts["tier faults"] += 1
 
     def tier_crash(self, after: int = 0) -> None:
-        """The process dies in the tiers' next write, once `after` of them went well."""
+        """The process dies in a write of the tiers, after `after` of them have succeeded."""
         if self.scene.place.queues:
             self.scene.say(f"the process is to die in the tier's write after {after} more")
             self.scene.place.faults.arm(Operation.PUT, Fault.CRASH, after=after)
 
     def damage(self, at: int = 0) -> None:
-        """A byte of what the tiers keep in files is flipped, at `at` thousandths of each file."""
+        """Flip a byte in each of the tiers' files, at `at` thousandths of the file."""
         for path in sorted(Path(self._folder.name).rglob("*")):
             if path.is_file() and path.stat().st_size:
                 with path.open("r+b") as file:
@@ -280,7 +280,7 @@ class Operations:
                 self.figures.counts["flipped bytes"] += 1
 
     def restart(self, crash: int = 0) -> None:
-        """The engine's process ends, in order or not, and another one takes over what outlives it."""
+        """End the engine's process, with or without a shutdown, and start another one over its files and stores."""
         self.scene.say("the process dies and starts again" if crash else "the engine is shut down and starts again")
         self._count()
         self.scene.place.faults.revive()
@@ -293,8 +293,8 @@ class Operations:
             self.scene.release()
             stalled = any(queue.stalled_steps for queue in self.scene.place.queues)
             self.scene.shut_down()
-            # A tier that hangs to the end never hears of what was dropped: then it is as after a crash. So it is after
-            # a reset, which deletes nothing: started again, the engine has the weights and the epoch of its files.
+            # A tier that hangs to the end never deletes what was dropped: the result is as after a crash. So it is
+            # after a reset, which deletes nothing: a restarted engine has the weights and the epoch of its files.
             as_after_a_crash = stalled or self.scene.monitor.resets > 0
             self._stored = self._ever_stored[""] if as_after_a_crash else self.scene.monitor.stored
         self.figures.counts["crashes" if crash else "shutdowns"] += 1
@@ -305,7 +305,7 @@ class Operations:
     # The end
 
     def finish(self) -> None:
-        """All requests run to their end; then nothing may be held, and the cache has all its room. Raises Broken."""
+        """Run all requests to their end. Raises Broken unless then nothing is held, and the cache has all its room."""
         steps = self.scene.engine.counts.steps
         with self._scripted():
             self.scene.as_good_as_new()
@@ -331,7 +331,7 @@ class Operations:
 
 
 def described(conduct: JobBehavior) -> str:
-    """How a job is treated, in words; nothing if it is treated faithfully."""
+    """How a rank treats a job, for the script; "" if faithfully."""
     ways = {
         f"fails blocks {sorted(conduct.failed_blocks.blocks())}": conduct.failed_blocks.ranges,
         f"copies {conduct.copy_after_steps} steps late": conduct.copy_after_steps,
@@ -350,7 +350,7 @@ def perform(
     parent: Path | None = None,
     figures: Figures | None = None,
 ) -> Broken | None:
-    """Play `calls` to the end; what was broken, if something was. What happened is added to `figures`."""
+    """Play `calls` to the end; returns what was broken, or None. Adds to `figures`."""
     play = Operations(factory, settings, parent)
     try:
         for call in calls:

@@ -1,7 +1,6 @@
-"""Random plays, which hypothesis makes and, if something is broken, shrinks to the few calls that it takes.
+"""Random plays, which hypothesis makes and, if one is broken, shrinks to the few calls that it needs.
 
-Owns how often what happens, and on which engines; what is done and verified stands in `operations.py`. Needs
-hypothesis.
+Owns the chances of each call, and the engines; `operations.py` has the calls and the verification. Needs hypothesis.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvpact.testkit.cache.operations import BrokenPlay, Call, Figures, perform
 from kvpact.testkit.cache.subjects import CacheFactory
 
 SHRINK_TRIES = 400
-"""Plays by which a broken one is made shorter, at most."""
+"""Plays to shrink a broken one, at most."""
 
 AT_LEAST_ONE = ("times", "steps", "tenths")
 """Arguments that are at least 1 in a random play; others are at least 0."""
@@ -78,7 +77,7 @@ WAYS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("encoder_tokens_per_step", (None, 8)),
     ("keeps_free_blocks", (0, 0, 2)),
 )
-"""In what engines may differ from their mode: exits and rewrites between a match and its commit, and what follows."""
+"""Differences of engines from their mode: exits and rewrites between a match and its commit, and later events."""
 
 SIZES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
@@ -93,7 +92,7 @@ SIZES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         | st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in WAYS}),
     }
 )
-"""Engines: small, so that everything is scarce; half of them with ways of their own."""
+"""Engines: small, so that everything is scarce; half of them differ from their mode."""
 
 
 def engine_settings(mode: str, sizes: dict[str, Any]) -> HarnessSettings:
@@ -106,7 +105,7 @@ def engine_settings(mode: str, sizes: dict[str, Any]) -> HarnessSettings:
 
 @st.composite
 def random_call(draw: st.DrawFn) -> Call | None:
-    """A call, or, now and then, the end of a play. All arguments are one number, which shrinks in few tries."""
+    """A call, or None: the end of a play. All arguments are drawn as one number, which shrinks in few tries."""
     name = draw(_NAMES)
     if name is None:
         return None
@@ -120,7 +119,7 @@ def random_call(draw: st.DrawFn) -> Call | None:
 
 
 class _Short(BaseException):
-    """A play has been made short enough."""
+    """A play is short enough."""
 
 
 def random_play(
@@ -133,9 +132,9 @@ def random_play(
     figures: Figures | None = None,
     parent: Path | None = None,
 ) -> BrokenPlay | None:
-    """`plays` plays of `num_calls` random calls, or more and shorter ones; what was broken first, shrunk, or None.
+    """Run `plays` plays of `num_calls` random calls, or more and shorter ones; returns a broken one, shrunk, or None.
 
-    A seed gives the same plays again in the same process. What happens is added to `figures`, shrinking apart.
+    A seed repeats the same plays in the same process. Adds to `figures`, except while shrinking.
     """
     modes = [mode] if mode else [*EngineQuirks.presets()]
     found: BrokenPlay | None = None

@@ -1,6 +1,6 @@
-"""Long runs: random plays by the thousand, counted, until so many engine steps are done or something is broken.
+"""Long runs: random plays until a number of engine steps is done or a play is broken.
 
-Owns the figures. Writes nothing but to the terminal; plays work in folders that they remove.
+Owns the figures. Writes only to the terminal; plays remove their folders.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SUBJECTS: Mapping[str, CacheFactory] = {
     "lazy": partial(pact_cache, save="lazy"),
     "lazy, asynchronous, disk": partial(lazy_pact_cache, disk_slots=DISK_SLOTS, sync_load_limit=0),
 }
-"""kvpact's own cache in its configurations; a soak goes through them in turn."""
+"""Configurations of kvpact's own cache; a soak uses them in turn."""
 
 
 class SoakFailure(Exception):
@@ -77,7 +77,7 @@ def soak(
 
 
 def report(figures: Figures, seconds: float) -> str:
-    """The figures for a person."""
+    """The figures as text."""
     lines = [
         f"{figures.steps:,} engine steps, each verified, in {figures.plays:,} plays of {figures.calls:,} calls",
         f"{seconds:,.0f} s, {figures.steps / max(seconds, 1e-9):,.0f} steps a second",

@@ -1,4 +1,4 @@
-"""What an author hands to the kit: a cache made for the place that the kit describes, and what it shows of itself.
+"""What an author gives to the kit: a cache for the place that the kit describes, and what the cache shows of itself.
 
 Owns the description of the place and the factories of kvpact's own caches. Runs nothing.
 """
@@ -38,7 +38,7 @@ SHARED_RECORDS = 80
 """Records that the store of `pact_cache_with_shared` keeps."""
 
 _SCENES_KEPT = 4
-"""Scenes whose shared store is remembered, in case they restart their cache."""
+"""Scenes whose shared store is kept, so that they can restart their cache."""
 
 __getattr__ = renamed(__name__, CachePlace="CacheContext")
 
@@ -63,12 +63,12 @@ class CacheContext:
     shared_directory: Path
     weights: str = "weights-0"
     faults: Faults = field(default_factory=Faults)
-    """Decides what goes wrong with tiers made by `queue`."""
+    """Decides the faults of tiers made by `queue`."""
     write_queue_bytes: int = 1 << 30
     queues: list[SteppedExecutor] = field(default_factory=list)
 
     def queue(self, tier: Tier) -> TierExecutor:
-        """A queue for a cache's tier that the kit can slow down and let fail."""
+        """An executor for a cache's tier that the kit can stall and make fail."""
         queue = SteppedExecutor(FaultyTier(tier, self.faults), self.write_queue_bytes, self.clock)
         self.queues.append(queue)
         return queue
@@ -107,7 +107,7 @@ def made_for(factory: CacheFactory, place: CacheContext) -> CacheUnderTest:
 
 
 EVERYTHING = 1 << 20
-"""A lazy cache's window in which every free block is."""
+"""A lazy cache's window, large enough for every free block."""
 
 
 def pact_cache(
@@ -129,12 +129,12 @@ def pact_cache(
     if disk_slots:
         block_bytes = place.num_ranks * slot_bytes
         capacity = 4 * PAGE_BYTES + disk_slots * (block_bytes + 512)
-        with suppress(TierError):  # an engine serves on without a tier that cannot be opened
+        with suppress(TierError):  # an engine serves without a tier that cannot be opened
             tiers = [place.queue(DiskTier.open(place.directory, namespace, block_bytes, capacity))]
     if shared:
         store = DictionaryStore(_records_at(place.shared_directory), place.faults)
         tiers.append(place.queue(SharedTier(store, namespace, place.num_ranks * slot_bytes)))
-    # How fast the scene's time passes says nothing about what is worth loading.
+    # The scene's clock does not show whether a load is worth its time.
     defaults = {"plan_lifetime": 0.05, "prepare_deadline": 0.5, "load_deadline": 0.5, "recompute_if_faster": False}
     cache = PactCache(
         load_config({**defaults, **settings}, {}),
@@ -176,11 +176,11 @@ pact_cache_with_all = partial(pact_cache, disk_slots=DISK_SLOTS, shared=True)
 """`pact_cache` above a disk tier and a shared one."""
 
 lazy_pact_cache = partial(pact_cache, save="lazy", lazy_window=EVERYTHING)
-"""`pact_cache` that saves what the engine is about to evict; it takes every free block for that."""
+"""`pact_cache` that saves blocks that the engine is about to evict: every free block counts as such."""
 
 
 class _BoundedRecords(StoredBytes):
-    """A store that evicts what was stored first, whatever needs it, as one that knows nothing of prefixes would."""
+    """A store that evicts the oldest record even if others need it, as a store without prefixes does."""
 
     def __setitem__(self, name: str, record: bytes) -> None:
         super().__setitem__(name, record)
@@ -192,7 +192,7 @@ _records: OrderedDict[Path, StoredBytes] = OrderedDict()
 
 
 def _records_at(directory: Path) -> StoredBytes:
-    """What the store of a scene at `directory` holds; the last few scenes' are kept."""
+    """The records of the store of a scene at `directory`; those of the last few scenes are kept."""
     records = _records.setdefault(directory, _BoundedRecords())
     while len(_records) > _SCENES_KEPT:
         _records.popitem(last=False)
@@ -200,7 +200,7 @@ def _records_at(directory: Path) -> StoredBytes:
 
 
 def reference_cache(place: CacheContext, *, asynchronous: bool = True) -> CacheUnderTest:
-    """The engine's own small cache, with which the kit itself is tested."""
+    """The engine's own small cache, with which the kit is tested."""
     cache = ReferenceCache(
         place.block_size,
         place.num_slots,

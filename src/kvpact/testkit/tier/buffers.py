@@ -1,6 +1,6 @@
-"""Buffers that show when they are read, and whether they are written to after they were given back.
+"""Buffers that report when they are read, and whether they are written to after their caller has them back.
 
-Owns nothing but them.
+Owns nothing else.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SETTLE_S = 0.15
 
 
 def give_back(buffers: Sequence[BlockBuffer]) -> None:
-    """The buffers are used for something else from now on."""
+    """Fill the buffers with `CANARY`, as if their caller used them for something else."""
     for buffer in buffers:
         fill(buffer, bytes([CANARY]) * sum(piece.nbytes for piece in buffer))
 
 
 def require_untouched(buffers: Sequence[BlockBuffer], settle: float = SETTLE_S) -> None:
-    """Raises Broken if somebody writes to buffers that were given back, within `settle` seconds."""
+    """Raises Broken if returned buffers are written to within `settle` seconds."""
     deadline = time.monotonic() + settle
     while True:
         for block, buffer in enumerate(buffers):
@@ -38,7 +38,7 @@ def require_untouched(buffers: Sequence[BlockBuffer], settle: float = SETTLE_S) 
 
 
 def told_buffers(buffers: Sequence[BlockBuffer], tell: Callable[[int], None], first: int = 0) -> list[BlockBuffer]:
-    """Buffers that tell when the tier takes one of a block's pieces: `tell(block)`; the first is block `first`."""
+    """Buffers that call `tell(block)` when the tier takes one of the block's pieces; the first is block `first`."""
     return [_ToldPieces(pieces, partial(tell, block)) for block, pieces in enumerate(buffers, first)]
 
 

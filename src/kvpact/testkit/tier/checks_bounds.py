@@ -1,4 +1,4 @@
-"""Checks of a tier's bound: how much it holds, and what goes first.
+"""Checks of a tier's bound: how much it holds, and what it evicts first.
 
 Part of `TierConformance`.
 """
@@ -24,7 +24,7 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H50", "P12")
     def test_h50_capacity_is_never_exceeded(self, scene: TierHarness) -> None:
-        """However much is stored, no more blocks are held than there is room for, and no more bytes than it says."""
+        """The tier never holds more blocks than it has room for, nor more bytes than `capacity` says."""
         tier = self._open(scene)
         documents = [document(f"document {number}", 5) for number in range(40)]
         documents += [wanted.branch(f"branch of {wanted.name}", 3, 7) for wanted in documents[::8]]
@@ -49,7 +49,7 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H50")
     def test_h50_a_document_larger_than_the_tier_keeps_its_head(self, scene: TierHarness) -> None:
-        """What does not fit is its tail: the blocks that are held are a prefix, and they are served."""
+        """Only its tail does not fit: the held blocks are a prefix, and they are served."""
         tier = self._open(scene)
         wanted = document("longer than the tier", 2 * CAPACITY + 1)
         stored = tier.put(wanted)
@@ -58,7 +58,7 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H54")
     def test_h54_tails_go_before_heads(self, scene: TierHarness) -> None:
-        """What is evicted for new blocks is what nothing else needs: every block that stays can still be reached."""
+        """Only blocks that no other block needs are evicted: every remaining block can still be reached."""
         tier = self._open(scene)
         first, second = document("first", CAPACITY), document("second", CAPACITY // 2)
         tier.put(first)

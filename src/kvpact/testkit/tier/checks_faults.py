@@ -23,39 +23,39 @@ from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
 from kvpact.tiers.base import BlockBuffer
 
 PROBE_S = 0.05
-"""Real seconds for a look at a tier that is in the middle of something; if it is locked so long, nothing is visible."""
+"""Real seconds for a probe of a busy tier; a tier that stays locked longer shows nothing."""
 
 POINTS = 12
-"""Reads or writes of one operation at which something is let happen, one after another."""
+"""Reads or writes of one operation at each of which a fault is injected in turn."""
 
 
 REGISTERED_S = 0.05
-"""In which an executor notes down the thread that it has just started."""
+"""Real seconds in which an executor registers a thread that it has just started."""
 
 
 def _is_waited_for(thread: threading.Thread) -> bool:
-    """Whether the interpreter's end waits for it: for all threads of an executor it does, daemons or not."""
+    """Whether the interpreter waits for the thread at exit: it does for all threads of an executor, daemons or not."""
     return not thread.daemon or thread in getattr(executors, "_threads_queues", ())
 
 
 def _read_or_write(tier: MonitoredTier, operation: Operation, buffers: Sequence[BlockBuffer]) -> Callable[[], int]:
-    """A call in which the store does that: a read of the first 6 blocks, or a write of those behind them."""
+    """A call that makes the store do `operation`: a read of the first 6 blocks, or a write of the blocks after them."""
     if operation is Operation.READ:
         return partial(tier.get, DOCUMENT, 0, 6, buffers=buffers)
     return partial(tier.put, DOCUMENT, 6, 8)
 
 
 class FaultChecks(TierOptions, Suite[TierHarness]):
-    """What holds on a bad day."""
+    """Properties that hold while the store misbehaves."""
 
     @protects("H22", "T6")
     def test_h22_damage_is_a_miss_counted_and_dropped(self, scene: TierHarness) -> None:
-        """Damaged bytes are never served: the read ends before them, and the block is dropped with all behind it."""
+        """Damaged bytes are never served: the read ends before them, and the block is dropped with those after it."""
         self._damage(scene, lambda tier: tier)
 
     @protects("H22")
     def test_h22_damage_while_nobody_looked_is_a_miss(self, scene: TierHarness) -> None:
-        """As above, for damage that was done while the tier was closed."""
+        """As above, for damage done while the tier was closed."""
         scene.require_reopening()
         self._damage(scene, scene.reopen)
 
@@ -73,7 +73,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
             before = before if reopened is tier else 0
             tier = reopened
             arrived = tier.get(DOCUMENT)
-            if arrived < len(DOCUMENT):  # else it had the sound bytes elsewhere
+            if arrived < len(DOCUMENT):  # otherwise the tier had the sound bytes elsewhere
                 expect("blocks served, with block 4 damaged", arrived, 4)
                 expect("blocks held, after a read found that", tier.held(DOCUMENT), 4)
                 counted = tier.tier.counts().damaged - before
@@ -88,7 +88,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H26", "P8")
     def test_h26_a_block_is_not_visible_before_the_tier_has_its_bytes(self, scene: TierHarness) -> None:
-        """While `put` takes bytes from the buffers, `lookup` and `get` know only of blocks that it has in full."""
+        """While `put` reads the buffers, `lookup` and `get` know only the blocks whose bytes it has in full."""
         tier = scene.open_with(DOCUMENT, end=2)
         taken: set[int] = set()
         seen: list[str] = []
@@ -102,7 +102,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
                 seen.append(f"lookup says {visible} while put takes block {block}, and get serves {arrived}")
 
         def tell(block: int) -> None:
-            if all(probe.ended() for probe in probes):  # else it waits for a lock that this put holds
+            if all(probe.ended() for probe in probes):  # otherwise it waits for a lock that this put holds
                 probes.append(Background(lambda: look(block)))
                 probes[-1].ended(PROBE_S)
             taken.add(block)
@@ -116,7 +116,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H26", "P8")
     def test_h26_what_is_visible_while_the_store_is_written_is_sound(self, scene: TierHarness) -> None:
-        """`put` is stopped at each of its writes to the store; what `lookup` knows then, `get` serves."""
+        """`put` is stopped at each of its writes to the store; `get` serves all that `lookup` knows then."""
         scene.require_store_calls()
         tier = scene.open_with(DOCUMENT, end=2)
 
@@ -167,7 +167,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T5", "H31")
     def test_a_failed_read_is_a_miss(self, scene: TierHarness) -> None:
-        """Each read of a `get` fails in turn: no error is raised, what arrives is sound, and all goes on."""
+        """Each read of a `get` fails in turn: no error is raised, arrived blocks are sound, and the tier works on."""
         scene.require_store_calls()
         tier = scene.open()
         for point in range(POINTS):
@@ -210,9 +210,9 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H36", "H66")
     def test_h36_what_a_store_refuses_to_forget_is_no_success(self, scene: TierHarness) -> None:
-        """`delete` or `clear` while the store fails: it raises TierError, or the blocks are gone when it is back.
+        """`delete` or `clear` while the store fails: it raises TierError, or the blocks are gone once the store works.
 
-        Repeated then it works, also for the next process."""
+        Repeated then it succeeds, also for the next process."""
         scene.require_store_calls()
         injected = len(scene.faults.history)
         for name, left in (("delete", 2), ("clear", 0)):
@@ -236,7 +236,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
             tier.clear()
 
     def _require_gone(self, scene: TierHarness, tier: MonitoredTier, left: int, after: str) -> MonitoredTier:
-        """At most `left` blocks are held, also after a restart, which the tier that is returned has behind it."""
+        """Raises Broken if more than `left` blocks are held, now or after a restart; returns the restarted tier."""
         for when in ("", " after a restart"):
             held = tier.held(DOCUMENT)
             require(held <= left, f"{held} blocks are held{when}, not {left}: {after}")
@@ -245,7 +245,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H21")
     def test_h21_a_read_that_ended_early_writes_no_more(self, scene: TierHarness) -> None:
-        """When `get` has returned because nobody wants more, nothing writes to its buffers."""
+        """After `get` has ended early at its caller's wish, nothing writes to its buffers."""
         tier = scene.open_with(DOCUMENT)
         for _ in range(3):
             buffers = tier.empty(8)
@@ -255,8 +255,8 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H21", "P11")
     def test_h21_a_read_that_was_given_up_writes_no_more(self, scene: TierHarness) -> None:
-        """The store hangs in a read. If the tier gives up, the buffers are its caller's, and stay as they are when the
-        store goes on."""
+        """The store hangs in a read. If the tier gives up, the buffers are its caller's, and stay unchanged when the
+        store continues."""
         scene.require_store_calls()
         tier = scene.open_with(DOCUMENT)
         for point in (0, 2):
@@ -279,7 +279,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T7", "H21", "H56")
     def test_closing_does_not_wait_for_a_store_that_hangs(self, scene: TierHarness) -> None:
-        """`close` ends although a read and a write hang; those end once the store goes on, and harm nothing."""
+        """`close` ends although a read and a write hang; those end once the store continues, and do no harm."""
         scene.require_store_calls()
         for operation in (Operation.READ, Operation.WRITE):
             tier = scene.open_with(DOCUMENT, place=scene.other_place(f"hanging {operation}"), end=6)
@@ -295,7 +295,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H64")
     def test_h64_no_thread_of_a_tier_keeps_the_process_from_ending(self, scene: TierHarness) -> None:
-        """A read or a write hangs: of the threads that the tier has started the interpreter's end waits for none."""
+        """A read or a write hangs: at exit the interpreter waits for none of the tier's threads."""
         scene.require_store_calls()
         for operation in (Operation.READ, Operation.WRITE):
             before = set(threading.enumerate())

@@ -22,25 +22,25 @@ from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
 from kvpact.testkit.trace import Trace
 
 CRASH_POINTS = 60
-"""Writes of one life at which the process is let die, one after another."""
+"""Writes of one life at each of which the process dies in turn."""
 
 STEPS = 40
 WRITERS_SECONDS = 60.0
-"""So long `STEPS` steps may take, in threads or processes that do it at once."""
+"""Seconds that `STEPS` steps may take in concurrent threads or processes."""
 
 
 class LifeChecks(TierOptions, Suite[TierHarness]):
-    """What holds over time."""
+    """Properties that hold over threads, processes and restarts."""
 
     machine_examples = 25
-    """Random histories that are tried; raise it for a long run."""
+    """Random histories to run; raise it for a long run."""
 
     machine_steps = 20
     """Steps of one history."""
 
     @protects("H59")
     def test_h59_a_restart_finds_what_was_stored(self, scene: TierHarness) -> None:
-        """Everything that `put` said is held is held by the next tier at the same place."""
+        """The next tier at the same place holds every block that `put` counted as stored."""
         scene.require_reopening()
         tier = scene.open_with(*DOCUMENTS)
         for _ in range(2):
@@ -52,8 +52,8 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H22", "H26", "H59")
     def test_a_crash_at_any_write_loses_and_damages_nothing(self, scene: TierHarness) -> None:
-        """The process dies at each of its writes in turn, that one torn: what was stored before is there, what was
-        deleted is not, and nothing is served that is not itself."""
+        """The process dies at each of its writes in turn, and tears that write: earlier blocks are there, deleted ones
+        are not, and every served block is correct."""
         scene.require_reopening()
         scene.require_store_calls()
         for point in range(CRASH_POINTS):
@@ -74,7 +74,7 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T8")
     def test_threads_may_use_it_at_once(self, scene: TierHarness) -> None:
-        """Four threads store, read and delete the same documents: nothing raises, and all that is served is sound."""
+        """Four threads store, read and delete the same documents: nothing raises, and every served block is sound."""
         tier = scene.open()
         threads = [Background(_work(tier, seed)) for seed in range(4)]
         for thread in threads:
@@ -85,7 +85,7 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T7", "T8")
     def test_closing_while_threads_work_harms_nothing(self, scene: TierHarness) -> None:
-        """`close` in the middle of reads and writes: those end, nothing raises, and what is served is sound."""
+        """`close` during reads and writes: those end, nothing raises, and every served block is sound."""
         for seed in range(5):
             tier = scene.open_with(DOCUMENT, place=scene.other_place(f"closed {seed}"))
             threads = [Background(_work(tier, seed)) for seed in range(3)]
@@ -102,7 +102,7 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T8", "H22")
     def test_a_place_opened_twice_is_refused_or_shared(self, scene: TierHarness) -> None:
-        """A second tier at a place that is in use either gets a TierError, or both serve only what is sound."""
+        """A second tier at a place in use either gets a TierError, or both serve only sound blocks."""
         first = scene.open(label="first")
         store(first, DOCUMENT)
         second = scene.open_or_none(scene.place, label="second")
@@ -125,7 +125,7 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T8", "H22")
     def test_processes_may_use_it_at_once(self, scene: TierHarness) -> None:
-        """Two more processes store, read and delete at the same place: nothing raises, all that is served is sound."""
+        """Two more processes store, read and delete at the same place: nothing raises, every served block is sound."""
         observable_if(self.several_writers, "the suite says `several_writers = False`")
         tier = scene.open()
         with ProcessPoolExecutor(2, get_context("spawn")) as processes:
@@ -140,13 +140,13 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T1", "T6")
     def test_any_history_agrees_with_a_plain_model(self, scene: TierHarness) -> None:
-        """Random histories of everything that can be done and can go wrong, against a set of keys; a failing one is
-        shrunk to the shortest."""
+        """Random histories of all operations and faults, compared with a set of keys; a failing one is shrunk to the
+        shortest."""
         self._random_histories(scene, "roomy", scene.place.capacity_blocks)
 
     @protects("H50", "T6")
     def test_any_history_of_a_full_tier_agrees_with_a_plain_model(self, scene: TierHarness) -> None:
-        """As above, in a tier with room for a fraction of what is stored, so that nearly every write evicts."""
+        """As above, in a tier with room for a fraction of the stored blocks, so that nearly every write evicts."""
         observable_if(self.bounded, "the suite says `bounded = False`: the store's owner bounds it")
         self._random_histories(scene, "full", 5)
 
@@ -160,14 +160,14 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
 
 
 class _Life:
-    """What must and what may be held, over a life that may end at any write."""
+    """The blocks that must be held and those that may be, over a life that may end at any write."""
 
     def __init__(self, held: set[bytes]) -> None:
         self.must = set(held)
         self.may = set(held)
 
     def live(self, tier: MonitoredTier) -> None:
-        """Some of everything that writes."""
+        """Call each method that writes."""
         self._put(tier, DOCUMENT)
         self._put(tier, BRANCH)
         self._delete(tier, DOCUMENT, 6)
@@ -186,11 +186,11 @@ class _Life:
     def _delete(self, tier: MonitoredTier, wanted: Document, block: int) -> None:
         self.must -= set(wanted.keys[block:])
         tier.delete(wanted, block)
-        # In a shared store what is behind stays, out of reach until the block is stored again.
+        # In a shared store the blocks after it stay, unreachable until the block is stored again.
         self.may -= set(wanted.keys[block:] if tier.tier.exclusive else wanted.keys[block : block + 1])
 
     def require_survives(self, tier: MonitoredTier) -> None:
-        """The next process finds what was stored, and nothing else."""
+        """The next process finds the stored blocks, and no others."""
         now = tier.prefixes(DOCUMENTS)
         lost = len(self.must - now)
         require(not lost, f"{lost} blocks that were stored before the process died are gone")
@@ -217,7 +217,7 @@ def _work(tier: MonitoredTier, seed: int) -> Callable[[], None]:
 
 
 def work_in_process(suite: type[TierOptions], place: StoreContext, seed: int) -> None:
-    """What another process does at a place."""
+    """The work of another process at `place`."""
     itself = suite()
     with itself.store_calls(Faults()):
         tier = itself.open_tier(place)

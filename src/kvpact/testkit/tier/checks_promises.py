@@ -1,4 +1,4 @@
-"""Checks of what a tier promises when nothing goes wrong: blocks come back, prefixes, deleting, closing, accounts.
+"""Checks of a tier's promises without faults: stored blocks, prefixes, deleting, closing, accounts.
 
 Part of `TierConformance`.
 """
@@ -17,7 +17,7 @@ from kvpact.testkit.tier.monitor import MonitoredTier, expect, store
 
 
 class PromiseChecks(TierOptions, Suite[TierHarness]):
-    """What holds on the best of days."""
+    """Properties that hold while nothing fails."""
 
     @protects("T1", "H31")
     def test_blocks_come_back_as_they_were_stored(self, scene: TierHarness) -> None:
@@ -32,7 +32,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T1")
     def test_memory_needs_no_alignment(self, scene: TierHarness) -> None:
-        """Buffers may begin at any byte."""
+        """Buffers may start at any byte."""
         tier = scene.open()
         size = scene.place.slot_bytes
         given = [[memoryview(bytearray(b"x" + content(key, size)))[1:]] for key in DOCUMENT.keys]
@@ -42,7 +42,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T1")
     def test_a_part_may_be_stored_and_read(self, scene: TierHarness) -> None:
-        """`start` and the number of buffers choose the blocks; what was not asked for is not waited for."""
+        """`start` and the number of buffers select the blocks; a call does not wait for others."""
         tier = scene.open()
         expect("put of blocks 0 to 2 stores", tier.put(DOCUMENT, 0, 3), 3)
         expect("put of blocks 3 to 4 stores", tier.put(DOCUMENT, 3, 5), 2)
@@ -50,14 +50,14 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         expect("blocks served of the last 4, of which 1 is held", tier.get(DOCUMENT, 4, 8), 1)
         expect("blocks served of the last 3, none held", tier.get(DOCUMENT, 5, 8), 0)
         expect("nothing is served into no buffers", tier.get(DOCUMENT, 2, 2), 0)
-        # The keys may go on behind the blocks in question.
+        # `keys` may name further blocks after those to copy.
         expect("put of blocks 5 to 6", tier.tier.put(DOCUMENT.keys, 5, tier.filled(DOCUMENT.keys[5:7])), 2)
         expect("get of blocks 0 to 2", tier.tier.get(DOCUMENT.keys, 0, tier.empty(3)), 3)
         expect("blocks held", tier.held(DOCUMENT), 7)
 
     @protects("H20")
     def test_h20_only_the_unbroken_prefix_counts(self, scene: TierHarness) -> None:
-        """A block behind a missing one is not counted: neither by `lookup` nor by `get`, whatever is stored."""
+        """A block after a missing one is not counted, by `lookup` or by `get`, whatever is stored."""
         tier = scene.open_with(DOCUMENT, end=2)
         tier.put(DOCUMENT, 4, 8)
         expect("lookup, with blocks 2 and 3 missing", tier.lookup(DOCUMENT), 2)
@@ -69,7 +69,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T2", "P8")
     def test_a_block_is_stored_only_behind_its_chain(self, scene: TierHarness) -> None:
-        """`put` stores nothing if a block before `start` is not held, and nothing of it appears later."""
+        """`put` stores nothing if a block before `start` is not held, and none of its blocks appears later."""
         tier = scene.open()
         expect("put behind nothing stores", tier.put(DOCUMENT, 4, 8), 0)
         store(tier, DOCUMENT, end=4)
@@ -79,9 +79,9 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T3")
     def test_what_is_held_is_not_written_again(self, scene: TierHarness) -> None:
-        """`put` counts blocks that are held already, and leaves them as they are."""
+        """`put` counts blocks that are held already, and does not change them."""
         tier = scene.open_with(DOCUMENT, end=5)
-        # Buffers of blocks 2 to 4 hold something else: to be seen if they are written.
+        # Buffers of blocks 2 to 4 hold something else, so that a write of them would be found.
         garbage = [*tier.empty(3), *tier.filled(DOCUMENT.keys[5:])]
         expect("put of blocks 2 to 7, of which 3 are held, counts", tier.put(DOCUMENT, 2, 8, buffers=garbage), 6)
         expect("blocks held", tier.held(DOCUMENT), 8)
@@ -90,7 +90,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
 
     @protects("P11")
     def test_progress_is_told_in_order_and_may_end_a_read(self, scene: TierHarness) -> None:
-        """`on_progress` hears of blocks that are in their buffers and sound; if it answers False the read ends."""
+        """`on_progress` counts blocks that are in their buffers and sound; if it returns False the read ends."""
         tier = scene.open_with(DOCUMENT)
         told: list[int] = []
 
@@ -116,10 +116,10 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T4", "P9")
     def test_deleting_takes_all_that_needs_it(self, scene: TierHarness) -> None:
-        """A deleted block takes those behind it along, on every branch, and they are not back when it is.
+        """Deleting a block deletes those after it, on every branch, and they do not return with it.
 
-        In a shared store nobody can know what else others have put behind a block, so there it may go alone: what is
-        behind it cannot be reached, until it is stored again.
+        In a shared store other engines may have stored more blocks after it, so there it may be deleted alone: the
+        blocks after it cannot be reached until it is stored again.
         """
         tier = scene.open_with(DOCUMENT, BRANCH)
         deleted = tier.delete(DOCUMENT, 5)
@@ -142,7 +142,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T4", "H32")
     def test_clearing_is_for_good(self, scene: TierHarness) -> None:
-        """After `clear` nothing is held, also after a restart, and the tier goes on."""
+        """After `clear` nothing is held, also after a restart, and the tier stores again."""
         tier = scene.open_with(DOCUMENT, BRANCH)
         tier.clear()
         expect("blocks held after clear", tier.held(DOCUMENT) + tier.held(BRANCH), 0)
@@ -155,7 +155,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H23")
     def test_h23_namespaces_share_nothing(self, scene: TierHarness) -> None:
-        """Under another namespace nothing of this one is visible, or can be overwritten, or cleared."""
+        """Another namespace cannot see, overwrite or clear anything of this one."""
         mine = scene.open(label="mine")
         store(mine, DOCUMENT)
         foreign = replace(scene.place, namespace=FOREIGN)
@@ -200,7 +200,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T7")
     def test_a_closed_tier_answers_nothing(self, scene: TierHarness) -> None:
-        """After `close`, which may come twice, every method answers as if nothing were held, and none raises."""
+        """After `close`, which may be called twice, every method answers as if nothing were held, and none raises."""
         tier = scene.open_with(DOCUMENT)
         tier.close()
         tier.close()

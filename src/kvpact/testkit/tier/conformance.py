@@ -1,7 +1,7 @@
 """`TierConformance`: what every tier must do, as checks that its author inherits.
 
-What an author says of his tier and shows of its store is `TierOptions`; the checks themselves stand in the modules
-beside this one, by subject. pytest collects them from a subclass named `Test...`; `run_suite` runs them without pytest.
+An author declares the tier's properties in `TierOptions`; the checks are in the modules beside this one, by subject.
+pytest collects them from a subclass named `Test...`; `run_suite` runs them without pytest.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["Crash", "Damage", "Faults", "StoreContext", "TierConformance", "Tier
 __getattr__ = renamed(__name__, Place="StoreContext", TierScene="TierHarness")
 
 ROOMY_BLOCKS = 64
-"""Room of a tier where nothing is to be evicted; no check stores as much."""
+"""Blocks of room where nothing is to be evicted; no check stores as many."""
 
 
 class TierConformance(PromiseChecks, FaultChecks, BoundChecks, LifeChecks):
-    """Inherit this, say how your tier is opened, and every promise of `Tier` is checked.
+    """Inherit this class and define how your tier is opened: every promise of `Tier` is checked.
 
         class TestMyTier(TierConformance):
             reopens = True
@@ -36,8 +36,8 @@ class TierConformance(PromiseChecks, FaultChecks, BoundChecks, LifeChecks):
             def open_tier(self, place: StoreContext) -> Tier:
                 return MyTier(place.directory, place.namespace, place.slot_bytes, place.capacity_blocks)
 
-    What you do not say of all that `TierOptions` asks cannot be checked: such checks are reported as not observable
-    (skipped, under pytest), with what is missing. A check that does not apply to your tier is switched off with
+    Checks that need an option of `TierOptions` that you do not define are reported as not observable (skipped, under
+    pytest), with its name. A check that does not apply to your tier is switched off with
     `test_name = None`, next to the reason.
     """
 

@@ -1,6 +1,6 @@
-"""What the kit and a tier's author say to each other: where a tier is opened, and what the author shows of it.
+"""The interface between the kit and a tier's author: where a tier is opened, and what the author shows of it.
 
-Owns what an author may override. Runs nothing.
+Owns the methods that an author may override. Runs nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordMac, Tier
 
 
 class Damage(StrEnum):
-    """What a bad disk, a torn write or another program does to a stored block."""
+    """Ways in which a bad disk, a torn write or another program damages a stored block."""
 
     FLIPPED = "one bit of its payload is flipped"
     GARBAGE = "its payload is other bytes, as many"
@@ -29,9 +29,9 @@ class Damage(StrEnum):
     GONE = "it is gone"
 
     def of(self, record: bytes, other: bytes) -> bytes:
-        """What this makes of a whole record as shared stores keep it, header first; `other` is another block's.
+        """The damaged form of a whole record of a shared store, header first; `other` is another block's record.
 
-        What GONE leaves is no record: it is given back as it is.
+        GONE leaves no record: for it `record` is returned unchanged.
         """
         header, payload = record[:HEADER_BYTES], record[HEADER_BYTES:]
         half = len(payload) // 2
@@ -48,7 +48,7 @@ class Damage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoreContext:
-    """Where a tier is to be opened, and how large. Two tiers opened at one place see one store, others nothing of it.
+    """Where to open a tier, and how large. Two tiers opened at one place share one store; others see nothing of it.
 
     `directory` exists, and is empty before the first opening. `slot_bytes` is a block's size over all ranks. The tier
     must have room for `capacity_blocks` blocks and no more, if it has a bound of its own.
@@ -59,16 +59,16 @@ class StoreContext:
     slot_bytes: int
     capacity_blocks: int
     seal: RecordMac = UNSEALED
-    """How the tier's records are sealed: what the suite says, for tiers that can seal."""
+    """How the tier's records are sealed, as the suite declares; for tiers that can seal."""
 
     @property
     def name(self) -> str:
-        """32 characters of this place alone, for stores that have no directories: a key prefix, a bucket's name."""
+        """32 characters unique to this place, for stores without directories: a key prefix or a bucket's name."""
         return sha256(str(self.directory).encode()).hexdigest()[:32]
 
 
 class TierOptions:
-    """What a suite says of its tier."""
+    """What a suite declares of its tier."""
 
     slot_bytes = 8192
     ranks = 2
@@ -78,7 +78,7 @@ class TierOptions:
     seal: ClassVar[RecordMac] = UNSEALED
 
     gives_up_after = 0.5
-    """Real seconds after which the tier has given up a call of a store that hangs, if it does."""
+    """Real seconds after which the tier gives up a hanging call of its store, if it does."""
 
     def open_tier(self, place: StoreContext) -> Tier:
         """Your tier, opened at `place`: again what is there, if it was opened there before. May raise TierError."""
@@ -103,7 +103,7 @@ class TierOptions:
     def bury(self, tier: Tier) -> None:
         """Optional: end `tier` as the death of its process would: locks and descriptors go, nothing is flushed.
 
-        By default it is closed, while all that it tries to write raises `Crash`.
+        By default it is closed, and each of its writes raises `Crash`.
         """
         with suppress(Crash):
             tier.close()

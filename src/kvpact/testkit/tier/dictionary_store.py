@@ -1,7 +1,7 @@
 """The shortest record store that keeps every promise: records in a dictionary, in this process's memory.
 
-Owns a reference to test other things against, shared tiers above a store for one; `records` may outlive the store like
-a server does. Bounds nothing, and does no I/O.
+A reference for tests, of shared tiers for example; `records` may outlive the store as a server does. Has no bound, and
+does no I/O.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ StoredBytes: TypeAlias = dict[str, bytes]
 
 
 class DictionaryStore(RecordStore):
-    """See `RecordStore`. `faults` is told of each read and write of a record."""
+    """See `RecordStore`. Each read and write of a record is announced to `faults`."""
 
     kind = "dictionary"
 
@@ -88,7 +88,7 @@ class DictionaryStore(RecordStore):
 
     @contextmanager
     def _call(self, announce: Callable[[bytes], None], name: str = "") -> Iterator[None]:
-        """A call of the store: a fault becomes what its client would make of it; within, nobody else makes one."""
+        """A call of the store: a fault becomes the error of a real store's client; within, no other call runs."""
         try:
             announce(name.encode())
         except OSError as error:

@@ -1,6 +1,6 @@
-"""The scene of a tier's check: tiers in a place of their own, watched, with every step written down.
+"""The harness of a tier's check: monitored tiers in a place of their own, with every step in the script.
 
-Owns the script of what was asked of them. Decides no check.
+Owns the script. Decides no check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOREIGN = Namespace({"model": "kvpact-testkit-foreign", "dtype": "bytes", "block
 
 
 class TierHarness:
-    """What a check of tiers is given: a place, faults for the tier's store, and tiers to open."""
+    """The argument of a tier's check: a place, faults for the tier's store, and tiers to open."""
 
     def __init__(self, suite: TierOptions, directory: Path, capacity_blocks: int) -> None:
         self.suite = suite
@@ -63,13 +63,13 @@ class TierHarness:
             return None
 
     def other_place(self, name: str, capacity_blocks: int | None = None) -> StoreContext:
-        """A place that shares nothing with any other."""
+        """A new place that shares nothing with any other."""
         directory = self._directory / name
         directory.mkdir()
         return replace(self.place, directory=directory, capacity_blocks=capacity_blocks or self.place.capacity_blocks)
 
     def sized(self, capacity_blocks: int) -> StoreContext:
-        """The scene's place, with room for so many blocks."""
+        """The scene's place, with room for `capacity_blocks` blocks."""
         return replace(self.place, capacity_blocks=capacity_blocks)
 
     def reopen(self, watched: MonitoredTier) -> MonitoredTier:
@@ -93,7 +93,7 @@ class TierHarness:
 
     @contextmanager
     def hanging(self, tier: MonitoredTier, operation: Operation, call: Callable[[], object]) -> Iterator[bool]:
-        """Within, `call` is under way on a thread, and the store hangs in its first `operation`, if that is True."""
+        """Within, `call` runs on a thread; yields whether the store hangs in the call's first `operation`."""
         self.faults.arm(operation, Fault.HANG)
         running = Background(call)
         hangs = self.faults.until_waiting(1, self.suite.gives_up_after)
@@ -104,7 +104,7 @@ class TierHarness:
         running.result()
 
     def let_all_fail(self, tier: MonitoredTier) -> None:
-        """From now on no call of the store works."""
+        """From now on every call of the store fails."""
         for operation in (Operation.READ, Operation.WRITE):
             self.faults.arm(operation, Fault.ERROR, times=1_000_000)
         tier.say("every read and write of the store fails from now on")
@@ -118,7 +118,7 @@ class TierHarness:
         observable_if(self.suite.reopens, "the suite says `reopens = False`: nothing outlives the tier")
 
     def end(self) -> None:
-        """Let everything go that is still held up, and close all tiers."""
+        """Release every waiting operation, and close all tiers."""
         self.faults.reset()
         for tier in self._opened:
             with suppress(Exception, Crash):

@@ -1,4 +1,4 @@
-"""Random histories of a tier against a plain model: the set of keys that were stored.
+"""Random histories of a tier, compared with a plain model: the set of stored keys.
 
 Owns the steps and the model. Needs hypothesis, which shrinks a failing history to the shortest that fails.
 """
@@ -27,7 +27,7 @@ ALL_KEYS = {key for wanted in DOCUMENTS for key in wanted.keys}
 class TierMachine(RuleBasedStateMachine):
     """One history. `stored` are the keys that must be held if there is room, and the only ones that may be.
 
-    In an exclusive tier they are always whole prefixes. In a shared one there are holes, and blocks behind them.
+    In an exclusive tier they are always whole prefixes. A shared tier may have holes, and blocks after them.
     """
 
     scene: ClassVar[TierHarness]
@@ -54,11 +54,11 @@ class TierMachine(RuleBasedStateMachine):
         return next((block for block, key in enumerate(wanted.keys) if key not in self.stored), len(wanted))
 
     def take_over(self, may_be_held: set[bytes]) -> None:
-        """After something that may have cost blocks: what is held now is the model, if it may be held at all."""
+        """After an event that may have lost blocks: make the blocks held now the model, if all of them may be held."""
         self.scene.faults.disarm()
         with self.scene.script.paused():
             held = self.tier.prefixes(DOCUMENTS)
-        if not self.tier.tier.exclusive:  # behind a hole, only scan sees what may be within reach again one day
+        if not self.tier.tier.exclusive:  # only scan sees blocks after a hole, which may become reachable again
             held |= {header.key for header in self.tier.tier.scan()}
         unexpected = len(held - may_be_held)
         require(not unexpected, f"{unexpected} blocks are held that were deleted, or never stored")
@@ -79,7 +79,7 @@ class TierMachine(RuleBasedStateMachine):
             expect("put behind blocks that are not held stores", stored, 0)
         elif self.roomy and not self.faulty:
             expect("put stores", stored, end - start)
-        # A shared store may have taken some of the blocks behind the one that it failed to take.
+        # A shared store may have stored some of the blocks after the one that it failed to store.
         taken = wanted.keys[start : start + stored if self.tier.tier.exclusive else end]
         if self.faulty or not self.roomy:
             self.take_over(before.union(taken) if chained else before)
@@ -107,9 +107,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @contextmanager
     def dropping(self) -> Iterator[set[bytes]]:
-        """Within, what was stored is dropped, or the process dies; gives what was stored before.
+        """Within, stored blocks are dropped, or the process dies; yields the keys stored before.
 
-        An exclusive tier forgets at once, whatever its store does; a shared store that fails keeps its blocks.
+        An exclusive tier drops them at once, whatever its store does; a shared store that fails keeps its blocks.
         """
         before = set(self.stored)
         try:
@@ -177,7 +177,7 @@ class TierMachine(RuleBasedStateMachine):
             self.take_over(self.stored)
 
     def may_happen(self, how: Damage) -> bool:
-        """Damage after which the model knows what must be held: of headers a tier may learn as late as on a restart."""
+        """Whether the model knows what must be held then: a tier may detect a header's damage only on a restart."""
         return how is not Damage.HEADER or self.scene.suite.reopens
 
     @invariant()
@@ -191,9 +191,9 @@ class TierMachine(RuleBasedStateMachine):
 
 
 def run_histories(scene: TierHarness, directory: Path, capacity_blocks: int, examples: int, steps: int) -> None:
-    """Run `examples` histories of up to `steps` steps; `scene.script` ends as the shortest failing one.
+    """Run `examples` histories of at most `steps` steps; `scene.script` is then the shortest failing one.
 
-    Raises what that one raised.
+    Raises what that history raised.
     """
     members = {"scene": scene, "directory": directory, "capacity_blocks": capacity_blocks, "lives": 0}
     run_state_machine_as_test(

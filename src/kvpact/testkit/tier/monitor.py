@@ -1,6 +1,6 @@
-"""A tier under test, watched: each call is written down, and each block that it serves is judged.
+"""A monitored tier under test: each call is noted in the script, and each served block is verified.
 
-Owns the judgement of every byte that a tier serves. Decides no check.
+Owns the verification of every byte that a tier serves. Decides no check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class MonitoredTier:
-    """A tier under test. Each call is a step of the script; each block that is served is compared with its content."""
+    """A tier under test. Each call is a step of the script; each served block is compared with its content."""
 
     def __init__(self, tier: Tier, place: StoreContext, ranks: int, trace: Trace, label: str = "") -> None:
         self.tier = tier
@@ -30,10 +30,10 @@ class MonitoredTier:
         self._trace = trace
         self._label = f"{label}: " if label else ""
         self.refused = False
-        """Whether the last `delete` or `clear` was."""
+        """Whether the tier refused the last `delete` or `clear`."""
 
     def say(self, step: str) -> None:
-        """Write a step into the script."""
+        """Add a step to the script."""
         self._trace.note(self._label + step)
 
     def lookup(self, wanted: Document) -> int:
@@ -52,7 +52,7 @@ class MonitoredTier:
         buffers: Sequence[BlockBuffer] | None = None,
         pieces: int | None = None,
     ) -> int:
-        """`Tier.put` of blocks [start, end), by default all, with their proper content if no `buffers` are given."""
+        """`Tier.put` of blocks [start, end), by default all, with their own content if no `buffers` are given."""
         end = len(wanted) if end is None else end
         buffers = buffers or self.filled(wanted.keys[start:end], pieces)
         try:
@@ -74,7 +74,7 @@ class MonitoredTier:
         pieces: int | None = None,
         on_progress: Progress | None = None,
     ) -> int:
-        """`Tier.get` of blocks [start, end), by default all. Raises Broken if a block that arrived is not itself."""
+        """`Tier.get` of blocks [start, end), by default all. Raises Broken if an arrived block has other content."""
         end = len(wanted) if end is None else end
         buffers = buffers or self.empty(end - start, pieces)
         arrived = self.tier.get(wanted.keys[:end], start, buffers, on_progress)
@@ -86,12 +86,12 @@ class MonitoredTier:
         return arrived
 
     def delete(self, wanted: Document, *blocks: int) -> int:
-        """`Tier.delete` of some blocks; 0 if it is refused."""
+        """`Tier.delete` of some blocks; 0 if the tier refuses."""
         words = f"delete({wanted.name}, {', '.join(f'block {block}' for block in blocks)})"
         return self._unless_refused(words, lambda: self.tier.delete([wanted.keys[block] for block in blocks])) or 0
 
     def clear(self) -> None:
-        """`Tier.clear`, which may be refused."""
+        """`Tier.clear`, which the tier may refuse."""
         self._unless_refused("clear()", self.tier.clear)
 
     def _unless_refused(self, words: str, call: Callable[[], Result]) -> Result | None:
@@ -111,14 +111,14 @@ class MonitoredTier:
         self.tier.close()
 
     def held(self, wanted: Document) -> int:
-        """How many blocks are held and really served. Raises Broken if these are not the same."""
+        """Blocks that `lookup` counts and `get` serves. Raises Broken if the two numbers differ."""
         held = self.lookup(wanted)
         arrived = self.get(wanted)
         require(arrived == held, f"lookup says that {held} blocks of {wanted.name} are held, get serves {arrived}")
         return held
 
     def prefixes(self, documents: Iterable[Document]) -> set[bytes]:
-        """The keys of all blocks that are held and really served, as by `held`."""
+        """The keys of all blocks that are held and served, as in `held`."""
         return {key for wanted in documents for key in wanted.keys[: self.held(wanted)]}
 
     def within_reach(self, documents: Iterable[Document]) -> set[bytes]:
@@ -126,7 +126,7 @@ class MonitoredTier:
         return {key for wanted in documents for key in wanted.keys[: self.tier.lookup(wanted.keys)]}
 
     def require_undamaged(self, when: str) -> None:
-        """No block may have been found damaged; `when` says after or by what."""
+        """Raises Broken if the tier has counted a damaged block; `when` completes the message."""
         damaged = self.tier.counts().damaged
         require(damaged == 0, f"{damaged} blocks are damaged {when}")
 
@@ -139,14 +139,14 @@ class MonitoredTier:
         return filled_buffers(keys, self.place.slot_bytes, pieces or self._ranks)
 
     def check_accounts(self, *documents: Document) -> None:
-        """What the tier says of itself must agree with what it serves of `documents`, which are all that was stored."""
+        """Raises Broken unless the tier's own figures agree with what it serves of `documents`, all that was stored."""
         held = self.within_reach(documents)
         headers = {header.key: header for header in self.tier.scan()}
         capacity = self.tier.capacity()
         say = f"{len(held)} blocks can be looked up"
         named = headers.keys() & held
         require(named == held, f"{say}, of which scan names {len(named)}")
-        if self.tier.exclusive:  # in a shared store there may be blocks whose chain somebody else has dropped
+        if self.tier.exclusive:  # a shared store may have blocks whose chain another engine has dropped
             require(headers.keys() == held, f"{say}, scan names {len(headers)}")
             require(capacity.blocks == len(held), f"{say}, capacity() counts {capacity.blocks}")
             least = len(held) * self.place.slot_bytes
@@ -178,7 +178,7 @@ def expect(what: str, found: int, right: int) -> None:
 
 
 def store(tier: MonitoredTier, *documents: Document, end: int | None = None) -> None:
-    """Put the first `end` blocks, by default all, where nothing hinders it. Raises Broken if they do not stay."""
+    """Put the first `end` blocks, by default all. Raises Broken unless the tier counts all of them as stored."""
     for wanted in documents:
         blocks = len(wanted) if end is None else end
         expect(f"put of {blocks} blocks of {wanted.name} stores", tier.put(wanted, 0, blocks), blocks)
