@@ -242,7 +242,7 @@ class VllmEngine:
                 continue
             request = compat.make_request(request_id, wanted, size)
             request.append_output_token_ids(self.observed.outputs[request_id])
-            chain = TokenChain(self._identities[request_id], request.all_token_ids)
+            chain = TokenChain(self._identities[request_id], list(request.all_token_ids))
             for block, block_hash in enumerate(request.block_hashes):
                 owners.setdefault(bytes(block_hash), []).append((request_id, block, chain))
         wrong = []

@@ -7,58 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Chain: TypeAlias = NDArray[np.uint64]
-"""One digest a token, over all tokens up to and including it; shape [tokens]."""
+from kvpact.engine.oracle import Digests, digests_of, mix, word
 
 VOCABULARY = 30_000
 """Sampled tokens are below this number."""
 
 
+@dataclass(frozen=True, slots=True)
 class TokenChain:
-    """A request's tokens with their digests; grows by appending. `identity` is what else decides the KV content."""
+    """A request's tokens, to be changed in place, and their digests. `identity` is what else decides the KV content."""
 
-    def __init__(self, identity: str, tokens: Sequence[int] = ()) -> None:
-        self.tokens: list[int] = []
-        self._identity = identity
-        self._digests: list[int] = []
-        self.extend(tokens)
+    identity: str
+    tokens: list[int]
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
-        last = self._digests[-1] if self._digests else _digest(self._identity.encode(errors="surrogatepass"))
-        for token in tokens:
-            last = _digest(last.to_bytes(8, "little") + token.to_bytes(8, "little", signed=True))
-            self._digests.append(last)
-            self.tokens.append(token)
-
-    def truncate(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
-        del self.tokens[length:], self._digests[length:]
-
-    def digests(self, start: int, end: int) -> Chain:
-        """The digests of tokens `start` to `end`."""
-        return np.array(self._digests[start:end], dtype=np.uint64)
+    def digests(self, start: int, end: int) -> Digests:
+        """One digest for each of the tokens `start` to `end`, over all tokens up to and including it."""
+        tokens = np.array(self.tokens[:end], dtype=np.int64)
+        return digests_of(tokens, np.zeros(len(tokens), np.uint64), np.uint64(word(self.identity)))[0][start:]
 
     def next_token(self) -> int:
         """The token that the "model" samples after these: it depends on all of them."""
-        return self._digests[-1] % VOCABULARY
-
-
-def _digest(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+        return int(self.digests(len(self.tokens) - 1, len(self.tokens))[0]) % VOCABULARY
 
 
 def continuation(identity: str, prompt: Sequence[int], length: int) -> list[int]:
     """The output that an engine without any cache gives."""
-    chain = TokenChain(identity, prompt)
+    chain = TokenChain(identity, list(prompt))
     for _ in range(length):
-        chain.extend([chain.next_token()])
+        chain.tokens.append(chain.next_token())
     return chain.tokens[len(prompt) :]
 
 
@@ -106,14 +87,14 @@ class OracleMemory:
             raw = np.zeros((shape.num_blocks, shape.heads, shape.block_size, shape.row_bytes), dtype=np.uint8)
             self._bytes[layer] = raw
             self.tensors[layer] = torch.from_numpy(raw).view(torch.float16)
-            self._patterns[layer] = _mix(lanes + np.uint64((index * 64 + rank) << 32))
+            self._patterns[layer] = mix(lanes + np.uint64((index * 64 + rank) << 32))
 
-    def write(self, block_ids: Sequence[int], start: int, digests: Chain, layer: str) -> None:
+    def write(self, block_ids: Sequence[int], start: int, digests: Digests, layer: str) -> None:
         """What a forward pass leaves in `layer` for tokens `start` on of a request with these blocks."""
         blocks, offsets = self._places(block_ids, start, len(digests))
         self._bytes[layer][blocks, :, offsets] = self._rows(digests, layer)
 
-    def first_wrong(self, block_ids: Sequence[int], digests: Chain, layer: str, start: int = 0) -> int | None:
+    def first_wrong(self, block_ids: Sequence[int], digests: Digests, layer: str, start: int = 0) -> int | None:
         """The first token from `start` on whose slot in `layer` does not hold what `digests` say, or None."""
         blocks, offsets = self._places(block_ids, start, len(digests))
         right = (self._bytes[layer][blocks, :, offsets] == self._rows(digests, layer)).all(axis=(1, 2))
@@ -136,14 +117,7 @@ class OracleMemory:
         table = np.array(block_ids, dtype=np.int64)
         return table[positions // self.shape.block_size], positions % self.shape.block_size
 
-    def _rows(self, digests: Chain, layer: str) -> NDArray[np.uint8]:
+    def _rows(self, digests: Digests, layer: str) -> NDArray[np.uint8]:
         """The bytes of these tokens' slots, `[tokens, heads, row_bytes]`."""
-        rows = _mix(digests[:, None, None] ^ self._patterns[layer])
+        rows = mix(digests[:, None, None] ^ self._patterns[layer])
         return rows.view(np.uint8).reshape(len(digests), self.shape.heads, self.shape.row_bytes)
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scatter 64 bits (the finaliser of splitmix64)."""
-    mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))

@@ -127,10 +127,9 @@ class Rank:
         for index, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
             request.num_computed_tokens = cached.num_computed_tokens[index]
-            request.chain.truncate(request.num_prompt_tokens + cached.num_output_tokens[index])
+            del request.chain.tokens[request.num_prompt_tokens + cached.num_output_tokens[index] :]
             if request_id in cached.all_token_ids:
-                missing = cached.all_token_ids[request_id][len(request.chain.tokens) :]
-                request.chain.extend(missing)
+                request.chain.tokens.extend(cached.all_token_ids[request_id][len(request.chain.tokens) :])
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 (block_ids,) = new_blocks
@@ -161,5 +160,5 @@ class Rank:
         token = request.chain.next_token()
         if any(slot.request_id == request_id for slot in self.wrong):
             token = (token + 1) % VOCABULARY
-        request.chain.extend([token])
+        request.chain.tokens.append(token)
         return [token]
