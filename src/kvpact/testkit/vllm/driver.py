@@ -70,7 +70,7 @@ class VllmDriver:
         harness = Harness(self.subject)
         verdict, note = Verdict.KEPT, ""
         try:
-            harness.judge(scenario.run)
+            harness.judge(scenario.run, scenario.protects)
         except NotObservable as reason:
             verdict, note = Verdict.NOT_OBSERVABLE, str(reason)
         if harness.violations:

@@ -55,26 +55,24 @@ class FaultyEngine:
 
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[Transfer]:
         """See `TransferEngine`."""
-        chosen = [self._choose(job) for job in jobs]
-        loads = [_part(job, kept) for job, (kept, _) in zip(jobs, chosen, strict=True)]
-        return _faulty(self.inner.load(loads), chosen)
+        return self._copy(jobs, self.inner.load)
 
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
         """See `TransferEngine`."""
-        chosen = [self._choose(job) for job in jobs]
-        return _faulty(self.inner.save([_part(job, kept) for job, (kept, _) in zip(jobs, chosen, strict=True)]), chosen)
+        return self._copy(jobs, self.inner.save)
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`."""
         return self.inner.close(seconds)
 
+    def _copy(self, jobs: Sequence[AnyJob], copy: Callable[[Sequence[AnyJob]], Sequence[Transfer]]) -> list[Transfer]:
+        chosen = [self._choose(job) for job in jobs]
+        transfers = copy([_part(job, kept) for job, (kept, _) in zip(jobs, chosen, strict=True)])
+        return [FaultyTransfer(inner, *of_job) for inner, of_job in zip(transfers, chosen, strict=True)]
+
     def _choose(self, job: Job) -> tuple[list[int], list[int]]:
         lost = [block for block in range(len(job.slots)) if self._fails(job, job.start_block + block)]
         return [block for block in range(len(job.slots)) if block not in lost], lost
-
-
-def _faulty(transfers: Sequence[Transfer], chosen: Sequence[tuple[list[int], list[int]]]) -> list[Transfer]:
-    return [FaultyTransfer(inner, kept, lost) for inner, (kept, lost) in zip(transfers, chosen, strict=True)]
 
 
 def _part(job: AnyJob, kept: Sequence[int]) -> AnyJob:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.results import NotObservable, Violation
+from kvpact.testkit.results import Broken, NotObservable, Violation, require
 from kvpact.testkit.trace import Trace
 from kvpact.testkit.vllm.adapters import ConnectorAdapter
 from kvpact.testkit.vllm.compat import EngineSettings
@@ -63,12 +63,8 @@ def under_multi_connector(*children: Mapping[str, Any]) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
 
 
-class BrokenError(Exception):
-    """Something is broken: a scenario's own demand, or a rule that the harness has noted already."""
-
-    def __init__(self, *violation: str) -> None:
-        super().__init__(": ".join(violation))
-        self.violations = [Violation(*violation)] if violation else []
+class ScenarioOver(Exception):
+    """What is broken stands in the harness's `violations`: the scenario goes no further."""
 
 
 def prompt(seed: int, blocks: int, tail: int = 7) -> list[int]:
@@ -109,7 +105,7 @@ class Harness:
                 self._settle(engine)
             engine.close()
             if self.violations:
-                raise BrokenError
+                raise ScenarioOver
         except EngineDied as death:
             self.violations.append(Violation("H13", f"the engine dies: {death}"))
             raise
@@ -126,7 +122,7 @@ class Harness:
         except Exception as error:
             what = f"the engine does not start: {type(error).__name__}: {error}"[:500]
             if self.started:
-                raise BrokenError("H13", what) from error
+                raise Broken(what, protects=("H13",)) from error
             raise NotObservable(what) from error
         self.started = True
         return engine
@@ -161,20 +157,19 @@ class Harness:
     def forget(self, engine: VllmEngine) -> None:
         """Let everything be saved, then empty the engine's own prefix cache."""
         self.rest(engine)
-        if not engine.forget_computed():
-            raise BrokenError("P1", "with no request alive, blocks stay held and the prefix cache cannot be emptied")
+        emptied = engine.forget_computed()
+        require(emptied, "with no request alive, blocks stay held and the prefix cache cannot be emptied", "P1")
 
     def rest(self, engine: VllmEngine) -> None:
         """Run until vLLM sees nothing left to do."""
-        if not engine.drain(self.subject.timeout):
-            raise BrokenError("P11", f"with no request alive, vLLM is kept stepping for {self.subject.timeout:.0f} s")
+        require(engine.drain(self.subject.timeout), self._kept_stepping, "P11")
 
     def finish(self, engine: VllmEngine, *request_ids: str) -> None:
         """Run until these requests (or all) have ended."""
         if not engine.finish(*request_ids, seconds=self.subject.timeout):
             waiting = [one for one in request_ids or engine.requests if not engine.ended(one)]
             states = ", ".join(f"{one} ({engine.status(one) or 'unknown'})" for one in waiting)
-            raise BrokenError("P11", f"still waiting after {self.subject.timeout:.0f} s: {states}")
+            raise Broken(f"still waiting after {self.subject.timeout:.0f} s: {states}", protects=("P11",))
 
     def require_promise(self, engine: VllmEngine, *request_ids: str) -> None:
         """Without a promised token for one of these requests (or any) there is nothing to see."""
@@ -183,10 +178,14 @@ class Harness:
                 return
         raise NotObservable("the connector promised no token for a prompt that was computed before")
 
+    def finish_promised(self, engine: VllmEngine, *request_ids: str) -> None:
+        """Run until all requests have ended; the connector must have promised a token for one of these (or any)."""
+        self.finish(engine)
+        self.require_promise(engine, *request_ids)
+
     def require_sound(self, engine: VllmEngine) -> None:
         """Nothing wrong may be in the engine's own prefix cache."""
-        if wrong := engine.wrong_published():
-            raise BrokenError("P8", wrong[0])
+        require(not (wrong := engine.wrong_published()), "".join(wrong[:1]), "P8")
 
     def abandon(self, engine: VllmEngine) -> None:
         """The connector was broken beyond repair: only what was read and answered is judged, not what stays held."""
@@ -201,13 +200,16 @@ class Harness:
                 counts.update(self.subject.adapter.held(connector))
         return {name: count for name, count in counts.items() if count}
 
-    def judge(self, situation: Callable[[Harness], None]) -> None:
-        """Bring it about; `violations` say what is broken then. Raises NotObservable if it does not come about."""
+    def judge(self, situation: Callable[[Harness], None], protects: Sequence[str] = ()) -> None:
+        """Bring it about; `violations` say what is broken then, by the ids that it names, by default `protects`.
+
+        Raises NotObservable if it does not come about.
+        """
         try:
             situation(self)
-        except BrokenError as broken:
-            self.violations += broken.violations
-        except EngineDied:
+        except Broken as broken:
+            self.violations += [Violation(one, broken.explanation) for one in broken.protects or protects]
+        except (ScenarioOver, EngineDied):
             pass  # noted already
         finally:
             self.close()
@@ -222,9 +224,13 @@ class Harness:
         found = [*self._promises(engine), *self.reads(engine), *published, *self.answers(engine)]
         self.violations += _first_of_each([*found, *self._lasting(engine, drained)])
 
+    @property
+    def _kept_stepping(self) -> str:
+        return f"with no request alive, vLLM is kept stepping for {self.subject.timeout:.0f} s"
+
     def _lasting(self, engine: VllmEngine, drained: bool) -> Iterator[Violation]:
         if not drained:
-            yield Violation("P11", f"with no request alive, vLLM is kept stepping for {self.subject.timeout:.0f} s")
+            yield Violation("P11", self._kept_stepping)
         if engine.held_blocks:
             yield Violation("P1", f"with no request alive, {engine.held_blocks} of the engine's blocks are not free")
         if held := self.held(engine):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, BrokenError, Harness, prompt
+from kvpact.testkit.vllm.harness import BLOCK, Harness, ScenarioOver, prompt
 from kvpact.testkit.vllm.scenarios import Scenarios
 
 scenario = WALKS = Scenarios()
@@ -68,7 +68,7 @@ def everything_at_once(harness: Harness) -> None:
         if found is not None:
             harness.journal = found.journal
             harness.violations += found.violations
-            raise BrokenError
+            raise ScenarioOver
 
 
 def _broken_walk(harness: Harness, ranks: int, overlap: bool, dice: random.Random) -> Harness | None:

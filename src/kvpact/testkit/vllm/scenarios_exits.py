@@ -12,7 +12,7 @@ from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
-from kvpact.testkit.results import NotObservable
+from kvpact.testkit.results import NotObservable, observable_if
 from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import BLOCK, Harness, named, prompt, under_multi_connector
 from kvpact.testkit.vllm.scenarios import Scenarios
@@ -26,8 +26,7 @@ SILENT_STEPS = 12
 
 def _switch(engine: VllmEngine, name: str, value: object) -> None:
     """Set a field of the scheduler that only some models or releases use."""
-    if not hasattr(engine.scheduler, name):
-        raise NotObservable(f"this release's scheduler has no {name}")
+    observable_if(hasattr(engine.scheduler, name), f"this release's scheduler has no {name}")
     setattr(engine.scheduler, name, value)
     engine.journal(f"the scheduler's {name} is {value if isinstance(value, (int, bool)) else 'set'}")
 
@@ -40,8 +39,7 @@ def _dropped(engine: VllmEngine, request_id: str) -> int:
 
 def _require_dropped(harness: Harness, engine: VllmEngine, request_id: str) -> None:
     dropped = _dropped(engine, request_id)
-    if not dropped:
-        raise NotObservable("the match was taken in the step in which it was promised")
+    observable_if(dropped, "the match was taken in the step in which it was promised")
     harness.notes.append(f"{dropped} promises dropped")
 
 
@@ -86,8 +84,7 @@ def encoder_outputs_are_on_their_way(harness: Harness, engine: VllmEngine) -> No
     _switch(engine, "ec_connector", None)
     request.mm_features = features
     _require_dropped(harness, engine, "waiting")
-    harness.finish(engine)
-    harness.require_promise(engine, "waiting")
+    harness.finish_promised(engine, "waiting")
 
 
 @scenario.on_engine("P4", "H04")
@@ -97,8 +94,7 @@ def window_is_computed_again(harness: Harness, engine: VllmEngine) -> None:
     _switch(engine, "prefix_replay_tokens", 3 * BLOCK)
     harness.serve(engine, "long", tokens)
     harness.load(engine, "short", short)
-    if engine.observed.committed_tokens("short"):
-        raise NotObservable("the short match was taken")
+    observable_if(not engine.observed.committed_tokens("short"), "the short match was taken")
     harness.notes.append("a match of two blocks was dropped")
 
 
@@ -112,8 +108,7 @@ def as_many_run_as_may(harness: Harness, engine: VllmEngine) -> None:
     engine.run(lambda: any(probe.answer for probe in engine.observed.probes_of("silent")), steps=20)
     engine.add("urgent", prompt(3, 2), max_tokens=SILENT_STEPS + 4, priority=0)
     _stay_silent(engine, "silent")
-    harness.finish(engine)
-    harness.require_promise(engine, "silent")
+    harness.finish_promised(engine, "silent")
 
 
 @scenario.on_engine("P1", "P2", "H01", "H11", num_blocks=41, token_budget=BLOCK, by_priority=True)
@@ -124,15 +119,13 @@ def budget_of_the_step_is_spent(harness: Harness, engine: VllmEngine) -> None:
     engine.step(2)
     engine.add("silent", tokens, priority=5)
     _stay_silent(engine, "silent")
-    harness.finish(engine)
-    harness.require_promise(engine, "silent")
+    harness.finish_promised(engine, "silent")
 
 
 def _stay_silent(engine: VllmEngine, request_id: str) -> None:
     asked = len(engine.observed.probes_of(request_id))
     engine.step(SILENT_STEPS)
-    if len(engine.observed.probes_of(request_id)) > asked + 1:
-        raise NotObservable("the request is looked up all the time")
+    observable_if(len(engine.observed.probes_of(request_id)) <= asked + 1, "the request is looked up all the time")
 
 
 @scenario.on_engine("P1", "P2", "H01", num_blocks=31)
@@ -149,10 +142,8 @@ def preemption_closes_the_queue(harness: Harness, engine: VllmEngine) -> None:
         engine.step()
         silent = len(engine.observed.probes_of("silent")) == asked
         closed += waiting and silent and engine.observed.preemptions > before
-    harness.finish(engine)
-    harness.require_promise(engine, "silent")
-    if not closed:
-        raise NotObservable("nobody was preempted while the request waited")
+    harness.finish_promised(engine, "silent")
+    observable_if(closed, "nobody was preempted while the request waited")
     harness.notes.append(f"{closed} steps with a preemption")
 
 
@@ -181,8 +172,7 @@ def h28_failed_load_of_a_request_that_is_preempted(harness: Harness, engine: Vll
 def _preempt(engine: VllmEngine, request_id: str) -> None:
     """Preempt a running request, as the scheduler does for want of blocks."""
     request = engine.scheduler.requests.get(request_id)
-    if request not in engine.scheduler.running:
-        raise NotObservable(f"{request_id} does not run any more")
+    observable_if(request in engine.scheduler.running, f"{request_id} does not run any more")
     engine.journal(f"preempt {request_id}")
     engine.scheduler.running.remove(request)
     engine.scheduler._preempt_request(request, time.monotonic())
@@ -209,8 +199,6 @@ def commits_come_with_the_next_output(harness: Harness, engine: VllmEngine) -> N
         if number % 2:
             engine.abort(f"again{number}", during_step=True)  # after the load was put off, before it began
         engine.step()
-    harness.finish(engine)
-    harness.require_promise(engine)
-    if not put_off:
-        raise NotObservable("no load was put off")
+    harness.finish_promised(engine)
+    observable_if(put_off, "no load was put off")
     harness.notes.append(f"{len(put_off)} loads put off")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpact.testkit.results import NotObservable
+from kvpact.testkit.results import NotObservable, observable_if, require
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, BrokenError, Harness, prompt
+from kvpact.testkit.vllm.harness import BLOCK, Harness, prompt
 from kvpact.testkit.vllm.scenarios import Scenarios
 
 scenario = LOADS = Scenarios()
@@ -38,8 +38,7 @@ def h30_load_ends_inside_a_block(harness: Harness, engine: VllmEngine) -> None:
     for number, tokens in enumerate(prompts):
         engine.add(f"again{number}", tokens)
         engine.add(f"branch{number}", [*tokens[:-2], *prompt(50 + number, 1)])
-    harness.finish(engine)
-    harness.require_promise(engine)
+    harness.finish_promised(engine)
     inside = sum(commit.num_tokens % BLOCK > 0 for commit in engine.observed.commits)
     harness.notes.append(f"{inside} of {len(engine.observed.commits)} loads end inside a block")
 
@@ -61,8 +60,7 @@ def h29_nothing_is_published_before_it_is_there(harness: Harness, engine: VllmEn
         engine.add(f"r{number}", [*tokens[: (10 - number) * BLOCK], *prompt(20 + number, 1)])
         engine.step()
         harness.require_sound(engine)
-    harness.finish(engine)
-    harness.require_promise(engine)
+    harness.finish_promised(engine)
 
 
 @scenario.on_engine("P1", "H07", "H08", each=LATENCIES, num_blocks=21)
@@ -87,8 +85,7 @@ def h08_loads_are_reported_once(harness: Harness, engine: VllmEngine) -> None:
     engine.step()
     for seed in (1, 4):
         engine.abort(f"r{seed}")
-    harness.finish(engine)
-    harness.require_promise(engine)
+    harness.finish_promised(engine)
 
 
 @scenario.on_engine("P9", "P11", "H09", each=(0, 3))
@@ -132,8 +129,7 @@ def fail_a_load(harness: Harness, engine: VllmEngine, good_blocks: int) -> list[
     engine.add("victim", tokens, max_tokens=4)
     engine.run(lambda: bool(engine.observed.invalid_blocks) or engine.ended("victim"), steps=50)
     harness.require_promise(engine, "victim")
-    if not engine.observed.invalid_blocks:
-        raise NotObservable("the failed load was not reported as invalid blocks")
+    observable_if(engine.observed.invalid_blocks, "the failed load was not reported as invalid blocks")
     return tokens
 
 
@@ -142,8 +138,7 @@ def h13_hooks_do_not_raise(harness: Harness) -> None:
     """A mistake inside any hook costs a hit, and neither the engine nor a request nor a wrong token."""
     with harness.engine() as engine:
         hooks = list(harness.subject.adapter.break_hooks(engine))
-    if not hooks:
-        raise NotObservable("no adapter breaks this connector's hooks")
+    observable_if(hooks, "no adapter breaks this connector's hooks")
     for hook in hooks:
         harness.journal.clear()
         with harness.engine(num_blocks=33) as engine:
@@ -179,8 +174,7 @@ def _damaged(harness: Harness, how: str) -> None:
     with harness.engine() as engine:
         (tokens,) = harness.store(engine, prompt(1, 10))
     files = harness.subject.adapter.damage(harness.folder, how)
-    if not files:
-        raise NotObservable("the connector stores nothing in its folder")
+    observable_if(files, "the connector stores nothing in its folder")
     harness.journal.note(f"{how} {files} stored files")
     with harness.engine() as engine:
         harness.serve(engine, "again", tokens)
@@ -250,8 +244,8 @@ def h44_report_of_a_request_that_just_ended(harness: Harness, engine: VllmEngine
     harness.forget(engine)
     engine.add("short again", shortest)
     harness.load(engine, "longer again", longer)
-    if not engine.observed.committed_tokens("short again"):
-        raise BrokenError("H44", "what a request computed that ended at once is not stored")
+    taken = engine.observed.committed_tokens("short again")
+    require(taken, "what a request computed that ended at once is not stored", "H44")
 
 
 @scenario.on_engine("P1", "P2", "P9", "H27", num_blocks=27, chunk=4 * BLOCK)
@@ -264,8 +258,7 @@ def preempted_while_it_saves(harness: Harness, engine: VllmEngine) -> None:
         engine.add(f"again{seed}", [*tokens, *engine.observed.outputs[f"r{seed}"]])
         harness.finish(engine)
     harness.require_promise(engine)
-    if not engine.observed.preemptions:
-        raise NotObservable("nothing was preempted")
+    observable_if(engine.observed.preemptions, "nothing was preempted")
 
 
 @scenario.on_engine("P1", "P2", "P9", overlap=True, num_blocks=35)

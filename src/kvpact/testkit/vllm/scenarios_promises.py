@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from kvpact.testkit.results import NotObservable
+from kvpact.testkit.results import NotObservable, observable_if, require
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, BrokenError, Harness, named, prompt, under_multi_connector
+from kvpact.testkit.vllm.harness import BLOCK, Harness, named, prompt, under_multi_connector
 from kvpact.testkit.vllm.scenarios import Scenarios
 from kvpact.testkit.vllm.simple_connector import SimpleConnector
 
@@ -59,10 +59,9 @@ def h02_repeated_lookups_acquire_nothing(harness: Harness, engine: VllmEngine) -
     # Saves of the request that runs come and go; what lookups acquire stays.
     first, last = max(counts[:5]), min(counts[-5:])
     answers = {(probe.computed, probe.answer) for probe in engine.observed.probes_of("blocked") if probe.answer}
-    if len(answers) > 1 and len({computed for computed, _ in answers}) == 1:
-        raise BrokenError("P3", f"the same lookup was answered with {sorted(answers)} (computed, promised)")
-    if last >= first + 5:
-        raise BrokenError("P3", f"in 15 more lookups what the connector holds grows: {counts}")
+    same = len(answers) <= 1 or len({computed for computed, _ in answers}) > 1
+    require(same, f"the same lookup was answered with {sorted(answers)} (computed, promised)", "P3")
+    require(last < first + 5, f"in 15 more lookups what the connector holds grows: {counts}", "P3")
 
 
 @scenario.on_engine("P3", "H03", num_blocks=19, chunk=2 * BLOCK)
@@ -74,8 +73,7 @@ def h03_local_hit_changes_between_lookups(harness: Harness, engine: VllmEngine) 
     engine.add("twin", [*tokens[: 6 * BLOCK], *prompt(3, 0, 9)], prompt_logprobs=True, max_tokens=30)
     harness.load(engine, "blocked", tokens, max_tokens=4)
     starts = sorted({probe.computed for probe in engine.observed.probes_of("blocked")})
-    if len(starts) < 2:
-        raise NotObservable(f"the local hit never changed: {starts}")
+    observable_if(len(starts) >= 2, f"the local hit never changed: {starts}")
     harness.notes.append(f"lookups behind {starts} computed tokens")
 
 
@@ -97,8 +95,8 @@ def h04_prompt_logprobs_need_the_whole_prompt(harness: Harness, engine: VllmEngi
     """A request that must compute its prompt itself loads nothing, also where vLLM leaves that to the connector."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     harness.serve(engine, "logprobs", tokens, prompt_logprobs=True)
-    if taken := engine.observed.committed_tokens("logprobs"):
-        raise BrokenError("P4", f"{taken} tokens are loaded whose log-probabilities were asked for")
+    taken = engine.observed.committed_tokens("logprobs")
+    require(not taken, f"{taken} tokens are loaded whose log-probabilities were asked for", "P4")
 
 
 @scenario("P4", "H04")
@@ -134,8 +132,8 @@ def cancelled_while_blocked(harness: Harness, engine: VllmEngine) -> None:
     _blocked(harness, engine)
     engine.abort("blocked")
     engine.step()
-    if held := harness.held(engine).get("leases"):
-        raise BrokenError("P1", f"{held} leases are held for a request that is gone")
+    held = harness.held(engine).get("leases")
+    require(not held, f"{held} leases are held for a request that is gone", "P1")
 
 
 @scenario.on_engine("P1", "H07", each=(False, True), chunk=3 * BLOCK)
@@ -158,8 +156,7 @@ def preempted_after_a_load(harness: Harness, engine: VllmEngine) -> None:
     """Requests outgrow the KV memory and are preempted, looked up again and loaded again."""
     prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 4)))
     harness.load(engine, "r", *prompts, max_tokens=60)
-    if not engine.observed.preemptions:
-        raise NotObservable("nothing was preempted")
+    observable_if(engine.observed.preemptions, "nothing was preempted")
     harness.notes.append(f"{engine.observed.preemptions} preemptions")
 
 
@@ -199,8 +196,7 @@ def prefills_are_throttled(harness: Harness, engine: VllmEngine) -> None:
     engine.add("held back", [*tokens, *prompt(3, 3)])
     engine.journal("five steps in which prefills are throttled")
     engine.step(5, throttle_prefills=True)
-    harness.finish(engine)
-    harness.require_promise(engine)
+    harness.finish_promised(engine)
 
 
 @scenario.on_engine("P1", "P9", draft_tokens=3, token_budget=64, num_blocks=41)
@@ -218,8 +214,7 @@ def adapters_wait_for_each_other(harness: Harness) -> None:
         _store_with_adapters(harness, engine, tokens, adapters)
         for index, adapter in enumerate([*adapters, *adapters]):
             engine.add(f"r{index}", tokens, adapter=adapter, max_tokens=6)
-        harness.finish(engine)
-        harness.require_promise(engine)
+        harness.finish_promised(engine)
 
 
 @scenario("H24")
@@ -264,8 +259,8 @@ def reset_while_requests_run(harness: Harness, engine: VllmEngine) -> None:
     engine.run(lambda: engine.status("loaded") == "RUNNING", steps=50)
     harness.require_promise(engine, "loaded")
     engine.step()
-    if not engine.run(lambda: engine.reset(running=True, connector=True), seconds=harness.subject.timeout):
-        raise BrokenError("P11", "vLLM refuses every reset, because blocks stay held")
+    done = engine.run(lambda: engine.reset(running=True, connector=True), seconds=harness.subject.timeout)
+    require(done, "vLLM refuses every reset, because blocks stay held", "P11")
     harness.finish(engine)
 
 
@@ -291,12 +286,12 @@ def h62_requests_without_names_cost_only_themselves(harness: Harness, engine: Vl
     engine.add("new", new, max_tokens=8)
     harness.serve(engine, "sick", *sick, max_tokens=8)
     harness.require_promise(engine, "again")
-    if engine.observed.invalid_blocks:
-        raise BrokenError("H62", f"blocks {engine.observed.invalid_blocks} are not loaded beside them")
+    lost = engine.observed.invalid_blocks
+    require(not lost, f"blocks {lost} are not loaded beside them", "H62")
     harness.forget(engine)
     engine.add("new again", new)
     harness.serve(engine, "sick again", *sick, max_tokens=8)
     for name in ("again", "new again"):
         found = engine.observed.committed_tokens(name)
-        if found < 10 * BLOCK:
-            raise BrokenError("H62", f"{name} loads {found} tokens of {10 * BLOCK} beside requests without names")
+        wanted = 10 * BLOCK
+        require(found >= wanted, f"{name} loads {found} tokens of {wanted} beside requests without names", "H62")
