@@ -1,7 +1,7 @@
-"""What a connector shows of its insides: a few lines a connector, so that leaks are counted and faults injected.
+"""What a connector shows of its internals: a few lines per connector, to count leaks and inject faults.
 
-Owns the adapters of the connectors known here; an author passes one for his own. A connector without one is judged by
-its behaviour alone.
+Owns the adapters of the connectors known here; an author passes one for another connector. A connector without an
+adapter is judged by its behaviour alone.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 
 class ConnectorAdapter:
-    """Shows nothing and breaks only files. Subclass it for a connector; every method is optional."""
+    """Shows nothing and damages only files. Subclass it for a connector; every method is optional."""
 
     def held(self, connector: Any) -> Mapping[str, int]:
-        """What the scheduler half holds, by name; with no request alive each number must be 0."""
+        """Name -> what the scheduler half holds; without requests each number must be 0."""
         return {}
 
     def quiet(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The connector's configuration, changed so that it holds none of the engine's blocks of its own accord."""
+        """The connector's configuration, changed so that the connector holds none of the engine's blocks by itself."""
         return config
 
     def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
-        """From now on loads fail from the request's block `good_blocks` on; False if that cannot be done."""
+        """Make loads fail from the request's block `good_blocks` on; False if that is not possible."""
         return False
 
     def fail_blocks(self, engine: VllmEngine, rank: int, *, loads: Collection[int], saves: Collection[int]) -> bool:
-        """From now on this rank fails to load and to save just these blocks of any request; False if it cannot be."""
+        """Make this rank fail to load and save exactly these blocks of any request; False if that is not possible."""
         return False
 
     def break_hooks(self, engine: VllmEngine) -> Mapping[str, Callable[[], None]]:
-        """Ways to break the connector's own code inside a hook, by the hook's name: it raises the next three times."""
+        """Hook -> a call that breaks the connector's own code inside it: it raises in its next three calls."""
         return {}
 
     def damage(self, folder: Path, how: str) -> int:
@@ -56,7 +56,7 @@ class ConnectorAdapter:
 
 
 def _flip(path: Path) -> None:
-    """Flip a byte in every 512 of the last three quarters of a file: bodies, not headers."""
+    """Flip one byte in every 512 of the last three quarters of a file: in bodies, not headers."""
     size = path.stat().st_size
     with path.open("r+b") as file:
         for position in range(size // 4, size, 512):
@@ -67,7 +67,7 @@ def _flip(path: Path) -> None:
 
 
 def _raising(method: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """`method`, but its first calls raise."""
+    """`method`, whose first `times` calls raise."""
     left = [times]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def _raising(method: Callable[..., Any], times: int) -> Callable[..., Any]:
 
 
 def _make_fail(connector: Any, fails: Callable[[Job, int], bool]) -> None:
-    """From now on a rank fails to copy these blocks, and no others."""
+    """Make a rank fail to copy the blocks for which `fails(job, block)`."""
     transfers = connector.cache_worker.transfers
     engine = transfers.engine
     transfers.engine = FaultyEngine(engine.inner if isinstance(engine, FaultyEngine) else engine, fails)
@@ -94,7 +94,7 @@ class PactAdapter(ConnectorAdapter):
     """kvpact's own connector."""
 
     def held(self, connector: Any) -> Mapping[str, int]:
-        """Plans, leases, index pins, copies under way, engine blocks under protection."""
+        """Plans, leases, index pins, copies under way, protected engine blocks."""
         side = connector.scheduler_side
         if side.cache is None:
             return {}
@@ -108,11 +108,11 @@ class PactAdapter(ConnectorAdapter):
         }
 
     def quiet(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Saves nothing."""
+        """The connector saves nothing."""
         return {**config, "save": "off"}
 
     def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
-        """Asynchronous loads fail block by block; a synchronous one as a whole, however many blocks are good."""
+        """Asynchronous loads fail block by block; a synchronous one fails as a whole, whatever `good_blocks`."""
         for rank in engine.ranks:
             _make_fail(
                 rank.connector,
@@ -128,7 +128,7 @@ class PactAdapter(ConnectorAdapter):
         return True
 
     def break_hooks(self, engine: VllmEngine) -> Mapping[str, Callable[[], None]]:
-        """The cache's methods under each hook."""
+        """The cache's method that each hook calls."""
 
         def breaking(owner: Any, method: str) -> Callable[[], None]:
             return lambda: setattr(owner, method, _raising(getattr(owner, method), 3))
@@ -159,7 +159,7 @@ class OffloadingAdapter(ConnectorAdapter):
     """vLLM's OffloadingConnector with the workers of `offloading.py`."""
 
     def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
-        """A load fails as a whole, however many blocks are good."""
+        """A load fails as a whole, whatever `good_blocks`."""
         for rank in engine.ranks:
             rank.connector.connector_worker.worker.loads_fail = True
         return True

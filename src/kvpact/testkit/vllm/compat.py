@@ -1,6 +1,6 @@
-"""Where vLLM's releases differ or must be built by hand: configurations, requests, schedulers, ranks without a device.
+"""vLLM's configurations, requests, schedulers and ranks, made without a model or device, on releases 0.26 to 0.33.
 
-Owns every import from vLLM that the driver needs, for releases 0.26 to 0.33. Decides nothing.
+Owns the driver's objects of vLLM. Decides nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvpact.testkit.results import NotObservable
 
 
 def _choose_platform() -> None:
-    """Have vLLM settle on the CPU and on a quiet log; it does so once, and what it read is no concern of children's."""
+    """Make vLLM choose the CPU and a quiet log, once; child processes do not inherit the settings."""
     defaults = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
     ours = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(ours)
@@ -38,9 +38,9 @@ def _choose_platform() -> None:
 _choose_platform()
 
 HEADS = 2
-"""KV heads of the model that is not there; divided over the ranks."""
+"""KV heads of the simulated model; divided over the ranks."""
 HEAD_SIZE = 16
-"""Elements of a head's key; two bytes each, keys and values side by side."""
+"""Elements of a head's key, two bytes each; keys and values are side by side."""
 MAX_MODEL_LEN = 8192
 """Tokens of the longest request."""
 MODEL = {
@@ -55,12 +55,12 @@ MODEL = {
     "max_position_embeddings": MAX_MODEL_LEN,
     "torch_dtype": "float16",
 }
-"""`config.json` of the model that is not there."""
+"""`config.json` of the simulated model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The engine that a scenario wants; sizes in blocks, tokens or requests as named."""
+    """A scenario's engine; sizes in blocks, tokens or requests as named."""
 
     num_blocks: int = 65
     """KV blocks, of which vLLM keeps one for itself."""
@@ -70,26 +70,26 @@ class EngineSettings:
     ranks: int = 1
     """Tensor-parallel ranks of each stage, all in this process."""
     stages: int = 1
-    """Pipeline stages, each with its own layers: the first ones have one more where they cannot be equal."""
+    """Pipeline stages, each with its own layers; if the layers do not divide evenly, the first stages have one more."""
     max_num_seqs: int = 16
     """Requests that run at once."""
     token_budget: int = 2048
     """Tokens of one step."""
     chunked_prefill: bool = True
     chunk: int = 0
-    """Tokens of one request in one step, while others wait; 0 is no limit."""
+    """Tokens of one request in one step, while others wait; 0 means no limit."""
     by_priority: bool = False
-    """Take waiting requests by priority instead of in order of arrival."""
+    """Schedule waiting requests by priority instead of in order of arrival."""
     overlap: bool = False
-    """Schedule a step before the last one's output is known, as GPU engines do."""
+    """Schedule a step before the output of the last one is known, as GPU engines do."""
     draft_tokens: int = 0
     """Tokens that a draft model adds to each decode step."""
     adapters: int = 0
     """LoRA adapters that run at once; 0 turns LoRA off."""
     failure_policy: str = "recompute"
-    """What becomes of a request whose load failed: "recompute" or "fail"."""
+    """What vLLM does with a request whose load failed: "recompute" or "fail"."""
     load_format: str = "dummy"
-    """How vLLM is told to load the model's weights, of which there are none."""
+    """vLLM's setting for loading the model's weights, of which there are none."""
 
     @property
     def workers(self) -> int:
@@ -114,7 +114,7 @@ def _model_directory() -> str:
 
 @cache
 def _model_config() -> Any:
-    """One for all engines of the process: making it takes seconds."""
+    """One `ModelConfig` for all engines of the process: making it takes seconds."""
     from vllm.config import ModelConfig
 
     return ModelConfig(
@@ -168,7 +168,7 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], mode
             **{"kv_role": "kv_both", "kv_load_failure_policy": settings.failure_policy, **transfer}
         ),
     )
-    # The CPU platform forces this off, because it has one stream; what is simulated here is an engine that has more.
+    # The CPU platform forces this off, because it has one stream; the simulated engine has more.
     vllm_config.scheduler_config.async_scheduling = settings.overlap
     vllm_config.cache_config.num_gpu_blocks = settings.num_blocks
     return vllm_config
@@ -242,13 +242,13 @@ def block_hasher(block_size: int) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSettings:
-    """A request that a scenario sends."""
+    """A scenario's request."""
 
     prompt: Sequence[int]
     max_tokens: int = 2
     """Output tokens, all of which are made."""
     priority: int = 0
-    """Lower goes first, if the engine goes by priority."""
+    """Lower goes first, if the engine schedules by priority."""
     salt: str | None = None
     """The tenant: requests with different salts share nothing."""
     prompt_logprobs: bool = False
@@ -287,11 +287,11 @@ def _adapter_request(directory: str) -> Any:
 
 
 class CollectiveNotPossible(NotObservable):
-    """A connector's worker half talks to other ranks, which cannot be done with all ranks in one thread."""
+    """A connector's worker half uses a collective, which is not possible with all ranks in one thread."""
 
 
 class RankGroup:
-    """A rank's process group as far as a connector asks where it is. Collectives of more than one rank are refused."""
+    """A rank's process group, as far as connectors ask for ranks. Collectives of more than one rank are refused."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = self.rank_in_group = self.local_rank = rank
@@ -310,7 +310,7 @@ class RankGroup:
 
 @contextmanager
 def acting_as(settings: EngineSettings, worker: int, connector: Any = None) -> Iterator[None]:
-    """Within: vLLM's globals say that this process is that worker, with that worker half of the connector."""
+    """Within, vLLM's globals describe this process as that worker, with that worker half of the connector."""
     from vllm.distributed import parallel_state
     from vllm.distributed.kv_transfer import kv_transfer_state
 
@@ -349,7 +349,7 @@ def make_worker_connector(settings: EngineSettings, vllm_config: Any, worker: in
 
 
 def shake_hands(settings: EngineSettings, scheduler_connector: Any, worker_connectors: Sequence[Any]) -> None:
-    """What `EngineCore` does once the workers are up."""
+    """Exchange handshake metadata, as `EngineCore` does after its workers have started."""
     hellos = {}
     for worker, connector in enumerate(worker_connectors):
         with acting_as(settings, worker, connector):

@@ -38,7 +38,7 @@ class VllmDriver:
 
     `connector` is its import path, "module:Class"; `config` its `kv_connector_extra_config`, in which "{folder}" stands
     for a folder that is new for each scenario. `adapter` lets its insides be seen; without one its behaviour is judged.
-    What does not end within `timeout` seconds hangs.
+    An operation that does not end within `timeout` seconds counts as hanging.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class VllmDriver:
 
 
 def _without_folder(text: str) -> str:
-    """The same script gives the same text, wherever the scenario's folder was."""
+    """`text` with a placeholder for the scenario's folder, so that equal scripts give equal texts."""
     return re.sub(rf"{re.escape(tempfile.gettempdir())}/{FOLDER_PREFIX}[^/ ]+", FOLDER, text)
 
 
 def main(order: str) -> None:
-    """What a process of its own does: run as `releases.run_on_release` ordered, and write the report."""
+    """Run in a separate process as `releases.run_on_release` orders, and write the report."""
     wanted = json.loads(order)
     logging.disable(logging.CRITICAL)
     faulthandler.dump_traceback_later(wanted["seconds"], exit=True)

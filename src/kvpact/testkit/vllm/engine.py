@@ -1,7 +1,7 @@
-"""vLLM's real scheduler over ranks without a model: one step at a time, every word between engine and connector noted.
+"""vLLM's real scheduler over ranks without a model: one step at a time, with every call of the connector recorded.
 
-Owns the engine's loop (the order of `EngineCore.step`) and the observations that scenarios judge by. Judges nothing
-itself but what no engine survives: a hook that raises.
+Owns the engine's loop (the order of `EngineCore.step`) and the observations for scenarios. Judges only what no engine
+survives: a hook that raises.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvpact.testkit.vllm.oracle import VOCABULARY, TokenChain, continuation
 from kvpact.testkit.vllm.rank import Rank
 
 IDLE_SECONDS = 0.001
-"""Pause after a step that computed nothing, so that a connector's threads get on."""
+"""Seconds of pause after a step that computed nothing, so that a connector's threads can run."""
 
 
 class EngineDied(Exception):
-    """An exception left the scheduler or a rank: under vLLM, EngineCore ends here."""
+    """An exception left the scheduler or a rank: vLLM's EngineCore would end."""
 
 
 class VllmEngine:
@@ -33,11 +33,11 @@ class VllmEngine:
         self.observed = Observed()
         self._report_delay: Sequence[int] = [0] * settings.workers
         self.rewrite: Callable[[str, int], int] | None = None
-        """Makes the scheduler take other numbers of tokens than it was answered: (request, answer) -> tokens."""
+        """(request, answered tokens) -> tokens that the scheduler takes instead of the answer."""
         self.journal = journal
-        """Where what is done is written down, one line each."""
+        """Called with a line for each action."""
         self.abandoned = False
-        """The scenario broke the connector beyond repair: what it holds in the end says nothing."""
+        """The scenario broke the connector permanently: what it holds at the end is not judged."""
         self._weights = 0
         self._identities: dict[str, str] = {}
         self._wanted: dict[str, RequestSettings] = {}
@@ -70,7 +70,7 @@ class VllmEngine:
         self._guarded("add_request", lambda: self.scheduler.add_request(request))
 
     def abort(self, request_id: str, *, during_step: bool = False) -> None:
-        """The user goes away: at once, or (as most do) while the next step computes."""
+        """Abort a request: at once, or (as most users do) while the next step computes."""
         if during_step:
             self.journal(f"abort {request_id} while the next step computes")
             self._aborts.append(request_id)
@@ -87,7 +87,7 @@ class VllmEngine:
         )
 
     def step(self, times: int = 1, *, throttle_prefills: bool = False) -> int:
-        """So many turns of the engine's loop; returns the number of tokens computed."""
+        """Run `times` turns of the engine's loop; returns the number of computed tokens."""
         return sum(self._step(throttle_prefills) for _ in range(times))
 
     def _step(self, throttle_prefills: bool) -> int:
@@ -104,7 +104,7 @@ class VllmEngine:
         return int(output.total_num_scheduled_tokens)
 
     def _draft(self, output: Any) -> None:
-        """A draft model's guesses for the next step, none of which will come true."""
+        """A draft model's tokens for the next step, none of which will be accepted."""
         from vllm.v1.outputs import DraftTokenIds
 
         scheduled = list(output.num_scheduled_tokens)
@@ -127,7 +127,7 @@ class VllmEngine:
 
     @property
     def report_delay(self) -> Sequence[int]:
-        """Steps by which each rank's words to the scheduler come late."""
+        """Steps by which each rank's reports to the scheduler are delayed."""
         return self._report_delay
 
     @report_delay.setter
@@ -136,7 +136,7 @@ class VllmEngine:
         self.journal(f"workers' reports come {list(steps)} steps late")
 
     def run(self, until: Callable[[], bool], *, steps: int = 20_000, seconds: float = 20.0) -> bool:
-        """Step until `until()`, at most so many steps and seconds; whether it came true."""
+        """Step until `until()`, for at most `steps` steps and `seconds` seconds; whether it became true."""
         end = time.monotonic() + seconds
         for _ in range(steps):
             if until():
@@ -153,31 +153,31 @@ class VllmEngine:
         return self.run(lambda: all(self.ended(one) for one in request_ids or self._wanted), **limits)
 
     def drain(self, seconds: float = 20.0) -> bool:
-        """Run as vLLM does, until it sees nothing left to do; whether it came so far."""
+        """Run as vLLM does until it has no work left; whether it got that far."""
         return self.run(lambda: not self.scheduler.has_requests() and not self._in_flight, seconds=seconds)
 
     def forget_computed(self) -> bool:
-        """Empty the engine's own prefix cache, so that the next hit can only come from the connector."""
+        """Empty the engine's own prefix cache, so that only the connector can provide the next hit."""
         self.journal("empty the engine's own prefix cache")
         return self.run(
             lambda: bool(self._guarded("reset_prefix_cache", self.scheduler.reset_prefix_cache)), seconds=10.0
         )
 
     def evict_computed(self) -> None:
-        """Push every block out of the engine's own prefix cache, whoever holds it."""
+        """Evict every block from the engine's own prefix cache, held or not."""
         self.journal("evict everything from the engine's own prefix cache")
         pool = self.scheduler.kv_cache_manager.block_pool
         pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
 
     def new_weights(self) -> None:
-        """From now on the model computes other keys and values."""
+        """Make the model compute other keys and values."""
         self.journal("the weights change")
         self._weights += 1
 
     def reset(self, *, running: bool, connector: bool) -> bool:
-        """vLLM's `reset_prefix_cache`, as after a change of weights; whether vLLM says that it was done.
+        """vLLM's `reset_prefix_cache`, as after a change of weights; whether vLLM reports success.
 
-        It refuses while blocks are held by a transfer, by an answer or (with `running`) by an exception to its caller.
+        It refuses while a transfer holds blocks: it returns False or (with `running`) raises an exception.
         """
         self.journal(f"reset the prefix cache{', running requests too' * running}{', the connector too' * connector}")
         try:
@@ -189,7 +189,7 @@ class VllmEngine:
             return False
 
     def pause(self, paused: bool) -> None:
-        """Hold back requests that do not run yet, or let them go on."""
+        """Pause requests that do not run yet, or resume them."""
         from vllm.v1.core.sched.interface import PauseState
 
         self.journal("pause new requests" if paused else "go on with new requests")
@@ -208,16 +208,16 @@ class VllmEngine:
     # What a scenario asks
 
     def ended(self, request_id: str) -> bool:
-        """Whether the user of this request has got the last word."""
+        """Whether the request's user has its final output."""
         return request_id in self.observed.finished
 
     def status(self, request_id: str) -> str:
-        """vLLM's word for the request's state, such as WAITING_FOR_REMOTE_KVS; "" if it does not know it any more."""
+        """vLLM's name for the request's state, such as WAITING_FOR_REMOTE_KVS; "" for an unknown request."""
         request = self.scheduler.requests.get(request_id)
         return str(request.status.name) if request is not None else ""
 
     def expected(self, request_id: str) -> list[int]:
-        """The output that this request must get, whatever happens to loads."""
+        """The output that this request must get, whether its loads succeed or fail."""
         wanted = self._wanted[request_id]
         return continuation(self._identities[request_id], wanted.prompt, wanted.max_tokens)
 
@@ -228,11 +228,11 @@ class VllmEngine:
 
     @property
     def held_blocks(self) -> int:
-        """KV blocks that are not free, without the one that vLLM keeps for itself."""
+        """KV blocks that are not free, except the one that vLLM keeps for itself."""
         return self.settings.num_blocks - 1 - int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def wrong_published(self) -> list[str]:
-        """Blocks of the engine's prefix cache whose content is not what their hash says, in words."""
+        """Descriptions of blocks in the engine's prefix cache whose content does not match their hash."""
         from vllm.v1.core.kv_cache_utils import get_block_hash
 
         size = self.settings.block_size
@@ -255,7 +255,7 @@ class VllmEngine:
         return wrong
 
     def _content_fault(self, block_id: int, index: int, chain: TokenChain) -> str:
-        """In words, what is wrong if `block_id` is to hold block `index` of these tokens; "" if nothing."""
+        """Describe how `block_id` differs from block `index` of these tokens; "" if it does not."""
         size = self.settings.block_size
         digests = chain.digests(index * size, (index + 1) * size)
         for rank in self.ranks:
@@ -279,13 +279,13 @@ class VllmEngine:
             self.observed.received.update(words.finished_recving or ())
             if words.invalid_block_ids:
                 self.observed.invalid_blocks.append(set(words.invalid_block_ids))
-        # What a request computed over blocks that are named as not loaded, vLLM throws away.
+        # vLLM discards what a request computed over blocks that are reported as not loaded.
         named = words.invalid_block_ids if words is not None else set()
         self.observed.wrong_slots += [slot for rank in self.ranks for slot in rank.wrong if slot.block_id not in named]
         return answer
 
     def _delayed(self, rank: int, words: Any) -> Any:
-        """This rank's words that are due now: those of `report_delay` steps ago, in their order, at most one a step."""
+        """The rank's report that is due now, delayed by `report_delay` steps; at most one per step, in order."""
         late = self._late[rank]
         if words is not None and not words.is_empty():
             late.append((self.observed.steps + self._report_delay[rank], words))

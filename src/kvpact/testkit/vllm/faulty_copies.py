@@ -18,7 +18,7 @@ class FaultyTransfer:
 
     inner: Transfer
     kept: Sequence[int]
-    """The job's blocks, counted from 0, that `inner` copies."""
+    """Indices of the job's blocks that `inner` copies."""
     lost: Sequence[int]
 
     @property
@@ -46,7 +46,7 @@ class FaultyTransfer:
 
 
 class FaultyEngine:
-    """Blocks for which `fails(job, block)`, in the request's numbering, are not copied and fail."""
+    """Blocks of the request for which `fails(job, block)` are not copied and fail."""
 
     def __init__(self, inner: TransferEngine, fails: Callable[[Job, int], bool]) -> None:
         self.inner = inner

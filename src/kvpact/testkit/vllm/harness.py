@@ -1,6 +1,6 @@
-"""Where a scenario works: engines on demand, a journal of what was done, and the rules that hold at all times.
+"""What a scenario works with: engines on demand, a journal of its actions, and the rules that always hold.
 
-Owns the judgement: what is broken, by which rule, and how it was seen. Scenarios only create situations.
+Owns the judgement: what is broken, by which rule, and how it was observed. Scenarios only create situations.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BLOCK = 16
 """Tokens in a block of these engines."""
 
 FOLDER = "{folder}"
-"""In a connector's configuration, stands for a folder that is new and empty for each scenario."""
+"""Placeholder in a connector's configuration for a folder that is new and empty for each scenario."""
 
 FOLDER_PREFIX = "kvpact-harness-"
-"""How such a folder's name begins."""
+"""Prefix of such a folder's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ConnectorUnderTest:
     config: Mapping[str, Any] = field(default_factory=dict)
     adapter: ConnectorAdapter = field(default_factory=ConnectorAdapter)
     timeout: float = 20.0
-    """Seconds after which what does not end is taken to hang."""
+    """Seconds after which an operation counts as hanging."""
 
     def transfer(self, folder: Path) -> dict[str, Any]:
         """The fields of `KVTransferConfig` that name it."""
@@ -64,16 +64,16 @@ def under_multi_connector(*children: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ScenarioOver(Exception):
-    """What is broken stands in the harness's `violations`: the scenario goes no further."""
+    """Ends the scenario; the harness's `violations` say what is broken."""
 
 
 def prompt(seed: int, blocks: int, tail: int = 7) -> list[int]:
-    """`blocks` full blocks and `tail` more tokens; prompts of different seeds differ from the first token on."""
+    """`blocks` full blocks and `tail` more tokens; prompts of different seeds differ in their first token."""
     return [(seed * 1009 + position * 7) % 29_989 + seed for position in range(blocks * BLOCK + tail)]
 
 
 class Harness:
-    """One scenario's workplace."""
+    """The engines, the journal and the violations of one scenario."""
 
     def __init__(self, subject: ConnectorUnderTest) -> None:
         self.subject = subject
@@ -81,17 +81,17 @@ class Harness:
         self.violations: list[Violation] = []
         self.notes: list[str] = []
         self.started = False
-        """Whether an engine of this scenario came up."""
+        """Whether an engine of this scenario has started."""
         self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
         self.folder = Path(self._folder.name)
 
     def close(self) -> None:
-        """Remove what the connector stored."""
+        """Remove the connector's files."""
         self._folder.cleanup()
 
     @contextmanager
     def engine(self, transfer: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[VllmEngine]:
-        """An engine with the connector; when the scenario is done with it, every rule is checked.
+        """An engine with the connector; on exit every rule is checked.
 
         `settings` are those of `EngineSettings`; `transfer` replaces the connector's own `KVTransferConfig`.
         """
@@ -114,7 +114,7 @@ class Harness:
                 engine.close()
 
     def _start(self, settings: EngineSettings, transfer: Mapping[str, Any]) -> VllmEngine:
-        """An engine that does not start with what an earlier one left behind is dead; else it cannot be driven here."""
+        """Start an engine. A failure is H13 if an earlier engine of the scenario has started, else not observable."""
         try:
             engine = VllmEngine(settings, transfer, self.journal.note)
         except NotObservable:
@@ -130,7 +130,7 @@ class Harness:
     # What scenarios do again and again
 
     def store(self, engine: VllmEngine, *prompts: list[int], **settings: Any) -> tuple[list[int], ...]:
-        """Have these prompts computed one after the other, then forget them in the engine's own prefix cache."""
+        """Compute these prompts one after the other, then empty the engine's own prefix cache."""
         for number, tokens in enumerate(prompts):
             engine.add(f"first{number}", tokens, **settings)
             self.finish(engine, f"first{number}")
@@ -138,7 +138,7 @@ class Harness:
         return prompts
 
     def add(self, engine: VllmEngine, name: str, *prompts: Sequence[int], **settings: Any) -> list[str]:
-        """Requests with these prompts arrive: a single one is called `name`, of several each has its number too."""
+        """Add requests with these prompts: a single one is named `name`, several ones `name` and a number."""
         names = [name] if len(prompts) == 1 else [f"{name}{number}" for number in range(len(prompts))]
         for request_id, tokens in zip(names, prompts, strict=True):
             engine.add(request_id, tokens, **settings)
@@ -151,17 +151,17 @@ class Harness:
         return names
 
     def load(self, engine: VllmEngine, name: str, *prompts: Sequence[int], **settings: Any) -> None:
-        """As `serve`; the connector must promise a token for one of these requests at least."""
+        """As `serve`; the connector must promise a token for at least one of these requests."""
         self.require_promise(engine, *self.serve(engine, name, *prompts, **settings))
 
     def forget(self, engine: VllmEngine) -> None:
-        """Let everything be saved, then empty the engine's own prefix cache."""
+        """Run until all is saved, then empty the engine's own prefix cache."""
         self.rest(engine)
         emptied = engine.forget_computed()
         require(emptied, "with no request alive, blocks stay held and the prefix cache cannot be emptied", "P1")
 
     def rest(self, engine: VllmEngine) -> None:
-        """Run until vLLM sees nothing left to do."""
+        """Run until vLLM has no work left."""
         require(engine.drain(self.subject.timeout), self._kept_stepping, "P11")
 
     def finish(self, engine: VllmEngine, *request_ids: str) -> None:
@@ -172,7 +172,7 @@ class Harness:
             raise Broken(f"still waiting after {self.subject.timeout:.0f} s: {states}", protects=("P11",))
 
     def require_promise(self, engine: VllmEngine, *request_ids: str) -> None:
-        """Without a promised token for one of these requests (or any) there is nothing to see."""
+        """Raises NotObservable unless the connector promised a token for one of these requests (or any)."""
         for probe in engine.observed.probes:
             if probe.answer and (not request_ids or probe.request_id in request_ids):
                 return
@@ -184,16 +184,16 @@ class Harness:
         self.require_promise(engine, *request_ids)
 
     def require_sound(self, engine: VllmEngine) -> None:
-        """Nothing wrong may be in the engine's own prefix cache."""
+        """Raises Broken if a block in the engine's own prefix cache has wrong content."""
         require(not (wrong := engine.wrong_published()), "".join(wrong[:1]), "P8")
 
     def abandon(self, engine: VllmEngine) -> None:
-        """The connector was broken beyond repair: only what was read and answered is judged, not what stays held."""
+        """Judge only reads and answers, not what stays held: the scenario broke the connector permanently."""
         engine.abandoned = True
         self.violations += [*self.reads(engine), *self.answers(engine)]
 
     def held(self, engine: VllmEngine) -> dict[str, int]:
-        """What the connector's adapter counts as held, without zeros."""
+        """The adapter's counts of held things, without zeros."""
         counts: Counter[str] = Counter()
         for connector in connectors_of(engine.connector):
             if type(connector).__name__ == self.subject.name:
@@ -201,9 +201,9 @@ class Harness:
         return {name: count for name, count in counts.items() if count}
 
     def judge(self, situation: Callable[[Harness], None], protects: Sequence[str] = ()) -> None:
-        """Bring it about; `violations` say what is broken then, by the ids that it names, by default `protects`.
+        """Create the situation; `violations` then say what is broken, by the ids raised, by default `protects`.
 
-        Raises NotObservable if it does not come about.
+        Raises NotObservable if the situation does not arise.
         """
         try:
             situation(self)
@@ -217,7 +217,7 @@ class Harness:
     # The rules
 
     def _settle(self, engine: VllmEngine) -> None:
-        """No request is left to run: what must be true now is."""
+        """Run all requests to their end, and check every rule that holds then."""
         self.finish(engine)
         drained = engine.drain(self.subject.timeout)
         published = [Violation("P8", what) for what in engine.wrong_published()]
@@ -257,7 +257,7 @@ class Harness:
                 return
 
     def answers(self, engine: VllmEngine) -> Iterator[Violation]:
-        """Requests whose users got other tokens than an engine without any cache gives."""
+        """Requests whose users got other tokens than from an engine without a cache."""
         for request_id in engine.requests:
             got, wanted = engine.observed.outputs[request_id], engine.expected(request_id)
             whole = engine.observed.finished.get(request_id) == "length"
@@ -265,7 +265,7 @@ class Harness:
                 yield Violation("P9", f"the user of {request_id} gets other tokens than without a cache")
 
     def reads(self, engine: VllmEngine) -> Iterator[Violation]:
-        """Wrong slots that attention has read, one for each request."""
+        """Wrong slots that attention has read, at most one per request."""
         firsts: dict[str, Violation] = {}
         for slot in engine.observed.wrong_slots:
             firsts.setdefault(slot.request_id, Violation("P2", str(slot)))
@@ -273,7 +273,7 @@ class Harness:
 
 
 def _first_of_each(violations: Sequence[Violation]) -> list[Violation]:
-    """One violation of each property, and how many more there are."""
+    """The first violation of each property, with the number of further ones."""
     firsts: dict[str, Violation] = {}
     for violation in violations:
         firsts.setdefault(violation.broken, violation)

@@ -1,4 +1,4 @@
-"""What passed between vLLM's scheduler and a connector: the record that scenarios judge by. Judges nothing itself."""
+"""The calls and answers between vLLM's scheduler and a connector, recorded for scenarios. Judges nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvpact.testkit.vllm.oracle import WrongSlot
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One `get_num_new_matched_tokens`: what was asked and what was answered (None: ask again later)."""
+    """One `get_num_new_matched_tokens`: the question and the answer (None: ask again later)."""
 
     step: int
     request_id: str
     num_tokens: int
-    """Tokens of the request at that time."""
+    """Tokens of the request at the time of the probe."""
     computed: int
     answer: int | None
     asynchronous: bool
@@ -36,7 +36,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Observed:
-    """All that passed between the engine and the connector."""
+    """The record of one engine and its connector."""
 
     probes: list[Probe] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
@@ -44,9 +44,9 @@ class Observed:
     """How often each request's asynchronous load was reported finished to the scheduler."""
     invalid_blocks: list[set[int]] = field(default_factory=list)
     outputs: dict[str, list[int]] = field(default_factory=dict)
-    """Output tokens of each request, as its user got them."""
+    """Output tokens of each request that its user got."""
     finished: dict[str, str] = field(default_factory=dict)
-    """Why each request ended, in vLLM's words."""
+    """Request -> vLLM's reason for its end."""
     wrong_slots: list[WrongSlot] = field(default_factory=list)
     preemptions: int = 0
     steps: int = 0
@@ -60,9 +60,9 @@ class Observed:
         return sum(commit.num_tokens for commit in self.commits if commit.request_id == request_id)
 
     def listen(self, connector: Any, journal: Callable[[str], None], taken: Callable[[str, int], int]) -> None:
-        """From now on note what the scheduler asks `connector` and what it is told.
+        """Record from now on the scheduler's calls of `connector` and their answers.
 
-        Of a positive answer the scheduler hears `taken(request, answer)` tokens.
+        Instead of a positive answer the scheduler gets `taken(request, answer)` tokens.
         """
         probe, commit = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
         said: dict[str, tuple[int, str]] = {}

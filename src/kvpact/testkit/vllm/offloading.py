@@ -1,7 +1,6 @@
-"""vLLM's own OffloadingConnector where there is no GPU: its scheduler, managers and tiers, with plain copies as worker.
+"""vLLM's own OffloadingConnector without a GPU: its scheduler, managers and tiers, and a worker with plain copies.
 
-Owns a worker that copies at once. Nothing of vLLM is changed: its configuration names the specs here. From vLLM 0.32
-on.
+Owns that worker. Nothing of vLLM is changed: the configuration names the specs here. For vLLM 0.32 and later.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class MemcpyWorker(OffloadingWorker):
 
     def __init__(self, memory: Sequence[Any], chunks: Sequence[Any], close: Callable[[], None] = lambda: None) -> None:
         self.loads_fail = False
-        """Loads end without success, and copy nothing."""
+        """Whether loads fail, and copy nothing."""
         self._memory = memory
         self._chunks = chunks
         self._close = close
@@ -58,15 +57,15 @@ class MemcpyWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """All copies since the last call."""
+        """The results of all copies since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Every copy is over when it is submitted."""
+        """A copy has ended when its submission returns."""
 
     def shutdown(self) -> None:
-        """Let go of shared memory."""
+        """Release shared memory."""
         self._close()
 
 
@@ -81,7 +80,7 @@ class MemcpySpec(CPUOffloadingSpec):
 
 
 class MemcpyTieringSpec(TieringOffloadingSpec):
-    """Host memory that the scheduler's process shares, and the tiers below it."""
+    """Host memory shared with the scheduler's process, and the tiers below it."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """The worker of this rank."""

@@ -1,6 +1,6 @@
-"""What every slot of KV memory must hold: a digest of all tokens up to its own, so that any wrong byte is seen.
+"""The right content of every slot of KV memory: a digest of all tokens up to its own, so that any wrong byte is found.
 
-Owns the digests and the plain CPU tensors that carry them. Knows no request's fate and no connector.
+Owns the CPU tensors with the digests. Knows no request's state and no connector.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokenChain:
 
 
 def continuation(identity: str, prompt: Sequence[int], length: int) -> list[int]:
-    """The output that an engine without any cache gives."""
+    """The output of an engine without a cache."""
     chain = TokenChain(identity, list(prompt))
     for _ in range(length):
         chain.tokens.append(chain.next_token())
@@ -45,7 +45,7 @@ def continuation(identity: str, prompt: Sequence[int], length: int) -> list[int]
 
 @dataclass(frozen=True, slots=True)
 class WrongSlot:
-    """A slot of KV memory that does not hold what it must; `found` says in words what is there instead."""
+    """A slot of KV memory with wrong content, which `found` describes."""
 
     request_id: str
     position: int
@@ -63,7 +63,7 @@ class WrongSlot:
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """How one rank's KV memory looks in each layer: `[num_blocks, heads, block_size, row_bytes]`, in bytes."""
+    """The shape of one rank's KV memory in each layer: `[num_blocks, heads, block_size, row_bytes]`, in bytes."""
 
     num_blocks: int
     heads: int
@@ -90,18 +90,18 @@ class OracleMemory:
             self._patterns[layer] = mix(lanes + np.uint64((index * 64 + rank) << 32))
 
     def write(self, block_ids: Sequence[int], start: int, digests: Digests, layer: str) -> None:
-        """What a forward pass leaves in `layer` for tokens `start` on of a request with these blocks."""
+        """Write a forward pass's content of `layer` for the tokens from `start` on of a request with these blocks."""
         blocks, offsets = self._places(block_ids, start, len(digests))
         self._bytes[layer][blocks, :, offsets] = self._rows(digests, layer)
 
     def first_wrong(self, block_ids: Sequence[int], digests: Digests, layer: str, start: int = 0) -> int | None:
-        """The first token from `start` on whose slot in `layer` does not hold what `digests` say, or None."""
+        """The first token from `start` on whose slot in `layer` does not match `digests`, or None."""
         blocks, offsets = self._places(block_ids, start, len(digests))
         right = (self._bytes[layer][blocks, :, offsets] == self._rows(digests, layer)).all(axis=(1, 2))
         return None if right.all() else start + int(np.argmin(right))
 
     def describe(self, block_id: int, offset: int, layer: str, chains: Iterator[tuple[str, TokenChain]]) -> str:
-        """In words, what one slot holds: nothing, a token of one of `chains`, or unknown bytes."""
+        """Describe the content of one slot: nothing, a token of one of `chains`, or unknown bytes."""
         row = self._bytes[layer][block_id, :, offset]
         if not row.any():
             return "zeros: nothing was ever written there"

@@ -1,4 +1,4 @@
-"""Random walks through everything an engine can meet; what one finds, hypothesis shrinks to a short script."""
+"""Random walks through all events of an engine; hypothesis shrinks a broken one to a short script."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ scenario = WALKS = Scenarios()
 ACTIONS = 120
 """Actions of one walk."""
 EXAMPLES = 4
-"""Walks of each kind of engine, of which hypothesis begins with the empty one."""
+"""Walks of each kind of engine; hypothesis begins with the empty one."""
 SHRINK_SECONDS = 15.0
-"""Time spent on making a walk that broke something shorter."""
+"""Seconds spent on shrinking a broken walk."""
 SEEDS = st.integers(0, 2**32)
-"""An action each, which makes sense without those before it; 0 ends the walk."""
+"""Each seed is an action that is valid without those before it; 0 ends the walk."""
 
 
 @st.composite
@@ -37,7 +37,7 @@ def walks(draw: st.DrawFn) -> list[int]:
 
 
 def act(engine: VllmEngine, seed: int) -> None:
-    """Do one thing: a request that shares a prefix with others, a cancellation, a reset, a pause, a delay or a step."""
+    """Do one action: a request that shares a prefix with others, a cancellation, reset, pause, delay or step."""
     dice = random.Random(seed)
     choice = dice.random()
     if choice < 0.4:
@@ -72,7 +72,7 @@ def everything_at_once(harness: Harness) -> None:
 
 
 def _broken_walk(harness: Harness, ranks: int, overlap: bool, dice: random.Random) -> Harness | None:
-    """The shortest walk that broke something; None if none did."""
+    """The shortest broken walk, or None."""
     found: list[Harness] = []
     end = float("inf")
 
@@ -87,7 +87,7 @@ def _broken_walk(harness: Harness, ranks: int, overlap: bool, dice: random.Rando
             found.append(walked)
         return bool(walked.violations)
 
-    with suppress(HypothesisException):  # none breaks anything, or the shortest one no more: not again, or not in time
+    with suppress(HypothesisException):  # no walk is broken, or the shortest one is not broken again, or not in time
         find(walks(), breaks, settings=settings(max_examples=EXAMPLES, database=None, deadline=None), random=dice)
     return found[-1] if found else None
 

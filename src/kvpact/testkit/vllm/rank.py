@@ -1,7 +1,7 @@
 """One rank without a model: vLLM's own connector calls around a forward pass that only reads and writes digests.
 
-Owns what a model runner keeps of each request and its KV memory. The order of the connector's calls is not copied but
-vLLM's own: its runner mixin and its decorator of attention layers run here.
+Owns a model runner's state of each request and its KV memory. vLLM's own runner mixin and its decorator of attention
+layers make the connector's calls, so that their order is vLLM's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpact.testkit.vllm.oracle import VOCABULARY, OracleMemory, PageShape, Toke
 
 @dataclass(slots=True)
 class RankRequest:
-    """What a model runner knows of a request."""
+    """A model runner's state of a request."""
 
     chain: TokenChain
     num_prompt_tokens: int
@@ -34,17 +34,17 @@ class RankRequest:
 
 
 class OracleAttention:
-    """An attention backend as far as a connector asks for it."""
+    """The part of an attention backend that connectors use."""
 
     @staticmethod
     def get_name() -> str:
-        """What other backends answer with "FLASH_ATTN" and the like."""
+        """The backend's name, such as "FLASH_ATTN" for others."""
         return "ORACLE"
 
 
 @dataclass(frozen=True, slots=True)
 class OracleLayer:
-    """An attention layer as far as vLLM and connectors ask for it."""
+    """The part of an attention layer that vLLM and connectors use."""
 
     kv_cache: Any
 
@@ -64,23 +64,23 @@ class Rank:
         self.memory = OracleMemory(self.layers, shape, rank)
         self.requests: dict[str, RankRequest] = {}
         self.known: dict[str, TokenChain] = {}
-        """Every request ever seen, so that foreign content can be named."""
+        """Every request so far, so that foreign content can be described."""
         self.wrong: list[WrongSlot] = []
-        """Slots that the step's forward pass read and that did not hold what they must."""
+        """Slots with wrong content that the step's forward pass read."""
         self.mute = False
-        """The rank computes, but does nothing of what its connector is told, and says nothing."""
+        """The rank computes, but its connector's worker half does no work and reports nothing."""
         from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 
         self._vllm_config = vllm_config
         self.connector = make_worker_connector(settings, vllm_config, rank)
         self._attention: Callable[[dict[str, int], str], None] = maybe_transfer_kv_layer(self._attend)
-        # All ranks share one configuration here, and shake hands when the last of them is there.
+        # All ranks share one configuration here; the handshake comes after the last rank is made.
         vllm_config.compilation_config.static_forward_context.update(self._layers())
         with self.acting():
             self.connector.register_kv_caches(dict(self.memory.tensors))
 
     def acting(self) -> Any:
-        """Within: this process is this rank."""
+        """Within, this process acts as this rank."""
         return acting_as(self.settings, self.rank, self.connector)
 
     def execute(self, scheduler_output: Any, identities: dict[str, str]) -> Any:
@@ -114,7 +114,7 @@ class Rank:
         return {layer: OracleLayer(tensor) for layer, tensor in self.memory.tensors.items()}
 
     def _update_states(self, scheduler_output: Any, identities: dict[str, str]) -> None:
-        """As `GPUModelRunner._update_states`, as far as tokens and block tables go."""
+        """As `GPUModelRunner._update_states`, for tokens and block tables only."""
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:

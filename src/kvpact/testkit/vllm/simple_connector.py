@@ -1,6 +1,6 @@
-"""A small, right connector for vLLM's tuple API, to read, to start from, and to break on purpose; and a naive one.
+"""A small, right connector for vLLM's tuple API, as an example and a starting point; and a naive one.
 
-Owns a dictionary of blocks in each worker's memory, without limit. No product: every block is kept for ever.
+Owns a dictionary of blocks in each worker's memory, without a limit. Not for production: every block is kept for ever.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Copy:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """Scheduler half to workers: what to copy in this step."""
+    """Scheduler half to workers: the copies of this step."""
 
     loads: list[Copy] = field(default_factory=list)
     saves: list[Copy] = field(default_factory=list)
@@ -39,19 +39,19 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class Saved(KVConnectorWorkerMetadata):
-    """Workers to scheduler half: on how many ranks each key was saved."""
+    """Workers to scheduler half: the number of ranks that saved each key."""
 
     ranks: dict[bytes, int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Saved:
-        """Both ranks' counts."""
+        """The sum of both counts."""
         assert isinstance(other, Saved)
         keys = self.ranks.keys() | other.ranks.keys()
         return Saved({key: self.ranks.get(key, 0) + other.ranks.get(key, 0) for key in keys})
 
 
 class SimpleConnector(KVConnectorBase_V1):
-    """Keeps every full block that was computed. With `"asynchronous": true` requests wait for their loads."""
+    """Keeps every full computed block. With `"asynchronous": true` requests wait for their loads."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -61,11 +61,11 @@ class SimpleConnector(KVConnectorBase_V1):
         # Scheduler half
         self.requests: dict[str, Any] = {}
         self.asked: dict[str, int] = {}
-        """Tokens that vLLM had of a request when it asked the last time."""
+        """Request -> its computed tokens at the last probe."""
         self.saved: dict[bytes, int] = {}
-        """On how many ranks each block is."""
+        """Block -> the number of ranks that have it."""
         self.ordered: dict[str, int] = {}
-        """Blocks of each request that were ordered to be saved."""
+        """Request -> its blocks ordered to be saved."""
         self.loads: list[Copy] = []
         self.tables = StepBlockTables()
         self.generation = 0
@@ -77,13 +77,13 @@ class SimpleConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache owes nobody a delivery."""
+        """A cache has no receiver that waits for a delivery."""
         return False
 
     # Scheduler half
 
     def keys(self, request: Any) -> Iterator[bytes]:
-        """One key a full block; it stands for the block and all before it."""
+        """One key per full block; it names the block and all before it."""
         chain = blake2b(f"{self.generation}|{request.cache_salt}".encode(), digest_size=16).digest()
         tokens = request.all_token_ids
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
@@ -93,11 +93,11 @@ class SimpleConnector(KVConnectorBase_V1):
             yield chain
 
     def on_new_request(self, request: Any) -> None:
-        """Remember it: a step's output does not hold all tokens."""
+        """Keep the request: a step's output does not have all its tokens."""
         self.requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """A look and nothing more: what is saved stays, so nothing is reserved."""
+        """Look up only: saved blocks stay, so nothing needs a reservation."""
         self.asked[request.request_id] = num_computed_tokens
         if request.skip_reading_prefix_cache or request.lora_request is not None:
             return 0, False
@@ -111,7 +111,7 @@ class SimpleConnector(KVConnectorBase_V1):
         return tokens, self.asynchronous and tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Load as many tokens as vLLM finally takes, behind those that it had when it asked."""
+        """Load the tokens that vLLM finally takes, after those computed at the probe."""
         (block_ids,) = blocks.get_block_ids()
         start = self.asked[request.request_id] // self.block_size
         end = start + num_external_tokens // self.block_size
@@ -119,7 +119,7 @@ class SimpleConnector(KVConnectorBase_V1):
         self.loads += [Copy(request.request_id, keys[index], block_ids[index]) for index in range(start, end)]
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        """The step's loads, and the blocks that it completes."""
+        """The step's loads, and saves of the blocks that it completes."""
         self.tables.note_step(scheduler_output)
         orders = Orders(loads=self.loads)
         self.loads = []
@@ -131,7 +131,7 @@ class SimpleConnector(KVConnectorBase_V1):
         return orders
 
     def completed(self, request: Any, computed: int) -> list[Copy]:
-        """The full blocks among the first `computed` tokens that were not ordered to be saved yet."""
+        """Saves of the full blocks among the first `computed` tokens that are not ordered yet."""
         (block_ids,) = self.tables.get_block_ids(request.request_id)
         full, done = computed // self.block_size, self.ordered.get(request.request_id, 0)
         self.ordered[request.request_id] = max(full, done)
@@ -139,19 +139,19 @@ class SimpleConnector(KVConnectorBase_V1):
         return [Copy(request.request_id, keys[index], block_ids[index]) for index in range(done, full)]
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """A block counts as saved once all ranks have said so."""
+        """A block counts as saved once all ranks have reported it."""
         if isinstance(connector_output.kv_connector_worker_meta, Saved):
             for key, ranks in connector_output.kv_connector_worker_meta.ranks.items():
                 self.saved[key] = self.saved.get(key, 0) + ranks
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Nothing is copied later, so vLLM may have the blocks back."""
+        """No copy comes later, so vLLM may free the blocks."""
         for known in (self.requests, self.asked, self.ordered):
             known.pop(request.request_id, None)
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """New weights: old keys are never asked for again."""
+        """New weights: old keys are never looked up again."""
         self.generation += 1
         return True
 
@@ -162,7 +162,7 @@ class SimpleConnector(KVConnectorBase_V1):
         self.layers = kv_caches
 
     def start_load_kv(self, /, forward_context: Any, **kwargs: Any) -> None:
-        """Load at once, whether the request computes in this step or waits for it."""
+        """Load at once, whether the request computes in this step or waits."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         for load in orders.loads:
@@ -182,7 +182,7 @@ class SimpleConnector(KVConnectorBase_V1):
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         for save in orders.saves:
-            if save.key not in self.blocks:  # said once a rank, however many requests compute the block
+            if save.key not in self.blocks:  # reported once per rank, however many requests compute the block
                 self.blocks[save.key] = [tensor[save.block_id].clone() for tensor in self.layers.values()]
                 self.just_saved[save.key] = 1
 
@@ -198,7 +198,7 @@ class SimpleConnector(KVConnectorBase_V1):
 
 
 class NaiveConnector(SimpleConnector):
-    """Takes each lookup for a reservation: it pins what it promises, and unpins it when it is loaded."""
+    """Treats each lookup as a reservation: pins the promised blocks, and unpins them when they are loaded."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -213,14 +213,14 @@ class NaiveConnector(SimpleConnector):
         return tokens, asynchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Unpin it: the load begins."""
+        """Unpin the match: the load begins."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
             self.pinned_blocks -= self.promised[request.request_id]
 
 
 class HesitantConnector(SimpleConnector):
-    """Answers "ask again later" to the first lookups of each request, and never has anything."""
+    """Answers "ask again later" to the first lookups of each request, and never has a match."""
 
     LOOKUPS = 5
 
@@ -229,7 +229,7 @@ class HesitantConnector(SimpleConnector):
         self.lookups: dict[str, int] = {}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Nothing, after a while."""
+        """No tokens, after the first lookups."""
         super().get_num_new_matched_tokens(request, num_computed_tokens)
         lookups = self.lookups[request.request_id] = self.lookups.get(request.request_id, 0) + 1
         return (0 if lookups > self.LOOKUPS else None), False
