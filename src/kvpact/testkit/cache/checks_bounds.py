@@ -49,7 +49,7 @@ class BoundChecks(CacheSuite):
 
     # Room
 
-    @kept_in_every_mode("P12", "H57", prefix_caching=False)
+    @kept_in_every_mode("P12", "H57", as_new="P12", prefix_caching=False)
     def test_h57_promises_are_bounded_by_the_room_and_follow_what_is_held(self, scene: CacheHarness) -> None:
         """Twice as many prompts as fit: together they are promised at most what fits, and every promise loads."""
         slots, size = scene.settings.num_slots, scene.settings.block_size
@@ -65,9 +65,8 @@ class BoundChecks(CacheSuite):
         for request in asked:
             scene.let_go(request)
         scene.run(*asked)
-        scene.as_good_as_new("P12")
 
-    @kept_in_every_mode("H53", prefix_caching=False)
+    @kept_in_every_mode("H53", as_new="H53", prefix_caching=False)
     def test_h53_new_blocks_do_not_push_out_what_is_promised(self, scene: CacheHarness) -> None:
         """All room is promised and another prompt is saved: the promises hold, and their blocks stay."""
         whole = prompt(scene.settings.num_slots)
@@ -83,9 +82,8 @@ class BoundChecks(CacheSuite):
             after >= match.num_tokens // 2,
             f"after one allocation while all was promised, {after} of {match.num_tokens} tokens are left",
         )
-        scene.as_good_as_new("H53")
 
-    @kept_in_every_mode("H54", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("H54", as_new="H54", stored=DOCUMENT, prefix_caching=False)
     def test_h54_a_prompt_larger_than_the_room_keeps_its_head(self, scene: CacheHarness) -> None:
         """A prompt of twice the room is computed: its beginning can be used, not its unreachable end."""
         tokens = prompt(2 * scene.settings.num_slots)
@@ -95,7 +93,6 @@ class BoundChecks(CacheSuite):
             usable = scene.promised_tokens(f"again-{turn}", tokens)
             most = scene.settings.num_slots * scene.settings.block_size
             require(usable >= most // 4, f"of a prompt larger than the cache {usable} tokens are usable")
-        scene.as_good_as_new("H54")
 
     @protects("P12", "H51")
     def test_h51_memory_does_not_grow_with_the_requests_served(self, lab: HarnessFactory) -> None:
@@ -125,13 +122,12 @@ class BoundChecks(CacheSuite):
 
     # Tiers
 
-    @kept_in_every_mode("H52", faulty="tiers", prefix_caching=False, write_queue_bytes=1)
+    @kept_in_every_mode("H52", as_new="H52", faulty="tiers", prefix_caching=False, write_queue_bytes=1)
     def test_h52_a_dropped_write_keeps_no_memory(self, scene: CacheHarness) -> None:
         """The queue to the tiers accepts nothing: all writes are dropped, and their memory is free again."""
         scene.serve("first", *PROMPTS)
-        scene.as_good_as_new("H52")
 
-    @kept_in_every_mode("P11", "H10", faulty="tiers", prefix_caching=False)
+    @kept_in_every_mode("P11", "H10", as_new="P11", faulty="tiers", prefix_caching=False)
     def test_p11_a_tier_that_hangs_delays_no_request_beyond_its_deadline(self, scene: CacheHarness) -> None:
         """Blocks are on a tier that stops answering: "ask again later" ends in time, and the request is computed."""
         scene.serve("first", *PROMPTS)
@@ -139,9 +135,8 @@ class BoundChecks(CacheSuite):
         requests = [scene.request(f"again-{number}", tokens) for number, tokens in enumerate(PROMPTS)]
         scene.run(*requests, steps=scene.max_steps)
         scene.stall_tiers(0)
-        scene.as_good_as_new("P11")
 
-    @kept_in_every_mode("H61", "P14", faulty="tiers", prefix_caching=False)
+    @kept_in_every_mode("H61", "P14", as_new="H61", faulty="tiers", prefix_caching=False)
     def test_h61_a_tier_that_hangs_costs_few_requests_and_leaves_room(self, scene: CacheHarness) -> None:
         """Prompts that only hanging tiers hold are requested one by one: most are computed at once."""
         prompts = [prompt(2, seed=seed) for seed in range(2 * scene.settings.num_slots)]
@@ -159,7 +154,6 @@ class BoundChecks(CacheSuite):
         fits = scene.promised_tokens("new again", tokens) > 0
         require(fits, "with tiers that hang there is no room for a new prompt in memory")
         scene.stall_tiers(0)
-        scene.as_good_as_new("H61")
 
     def _seconds_of(self, scene: CacheHarness, name: str, tokens: list[int]) -> float:
         """Seconds that a request takes, by the engine's clock."""
@@ -167,7 +161,7 @@ class BoundChecks(CacheSuite):
         scene.run(scene.request(name, tokens), steps=scene.max_steps)
         return scene.clock.now - began
 
-    @kept_in_every_mode("P2", "P9", faulty="tiers", prefix_caching=False)
+    @kept_in_every_mode("P2", "P9", as_new="P2", faulty="tiers", prefix_caching=False)
     def test_p2_tiers_that_fail_break_no_promise(self, scene: CacheHarness) -> None:
         """Reads fail, end early and find damage: every later promise loads."""
         scene.serve("first", *PROMPTS)
@@ -178,7 +172,6 @@ class BoundChecks(CacheSuite):
                 scene.place.faults.disarm()
             scene.settle()
         require(scene.engine.counts.failed == 0, "a load failed though the ranks copied everything")
-        scene.as_good_as_new("P2")
 
     # Time
 

@@ -33,7 +33,7 @@ class EpochChecks(CacheSuite):
 
     # A reset
 
-    @kept_in_every_mode("P13", "H32", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("P13", "H32", as_new="P13", stored=DOCUMENT, prefix_caching=False)
     def test_p13_nothing_stored_before_a_reset_is_served_after_it(self, scene: CacheHarness) -> None:
         """After a reset of the external cache no earlier promise holds; later blocks are stored and served again."""
         promised(scene, "before", DOCUMENT)
@@ -45,9 +45,8 @@ class EpochChecks(CacheSuite):
         request, match = promised(scene, "again", DOCUMENT)
         require(match.num_tokens > 0, "after a reset nothing is served any more")
         scene.use(request)
-        scene.as_good_as_new("P13")
 
-    @kept_in_every_mode("P13", "H35", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("P13", "H35", as_new="H35", stored=DOCUMENT, prefix_caching=False)
     def test_h35_two_resets_in_a_row_and_something_is_stored_between_them(self, scene: CacheHarness) -> None:
         """Blocks stored between two resets are not served after the second, however slow the tiers are."""
         seen(scene, DOCUMENT)
@@ -61,9 +60,8 @@ class EpochChecks(CacheSuite):
                 scene.run(scene.request(f"after-{stalled}-{turn}", tokens, 2))
             scene.settle()
             scene.run(scene.request(f"again-{stalled}", OTHER, 2))
-        scene.as_good_as_new("H35")
 
-    @kept_in_every_mode("P13", "H38", max_tokens_per_step=10)
+    @kept_in_every_mode("P13", "H38", as_new="H38", max_tokens_per_step=10)
     def test_h38_what_running_requests_computed_before_a_reset_is_never_served_to_others(
         self, scene: CacheHarness
     ) -> None:
@@ -82,9 +80,8 @@ class EpochChecks(CacheSuite):
         scene.forget_local()
         for name, tokens in everything:
             scene.serve(f"after-{name}", [*tokens, 1], outputs=2)
-        scene.as_good_as_new("H38")
 
-    @kept_in_every_mode("P13", "H69", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("P13", "H69", as_new="P13", stored=DOCUMENT, prefix_caching=False)
     def test_p13_a_reset_while_loads_saves_and_writes_are_under_way(self, scene: CacheHarness) -> None:
         """Ranks copy late, tiers are slow, and the weights change: blocks that arrive later are not served."""
         seen(scene, DOCUMENT)
@@ -105,11 +102,10 @@ class EpochChecks(CacheSuite):
             scene.run(saving, loading, scene.request(f"after-{name}", saved, 3))
             scene.settle()
             scene.serve(f"again-{name}", saved, DOCUMENT, times=2, outputs=2)
-        scene.as_good_as_new("P13")
 
     # Stores that fail
 
-    @kept_in_every_mode("P13", "H36", faulty="tiers", prefix_caching=False)
+    @kept_in_every_mode("P13", "H36", as_new="H36", faulty="tiers", prefix_caching=False)
     def test_h36_a_store_that_refuses_or_hangs_during_a_reset_and_comes_back(self, scene: CacheHarness) -> None:
         """Every operation of the tiers fails, or hangs, while the weights change: no old block is served
         later."""
@@ -126,7 +122,6 @@ class EpochChecks(CacheSuite):
             scene.place.faults.disarm()
             scene.say("the tiers are back")
             scene.serve(f"after-{turn}", *prompts, times=2, apart=A_WHILE_S, outputs=2)
-        scene.as_good_as_new("H36")
 
     # Restarts
 
@@ -142,7 +137,7 @@ class EpochChecks(CacheSuite):
 
     # Words
 
-    @kept_in_every_mode("P13", prefix_caching=False)
+    @kept_in_every_mode("P13", as_new="P13", prefix_caching=False)
     def test_p13_a_word_for_the_weights_is_believed_after_a_reset_and_once(self, scene: CacheHarness) -> None:
         """A word is refused without a reset, and so is the word from before the reset; a refusal changes nothing."""
         require(not scene.weights_version("one"), "a word is believed though no reset came")
@@ -159,7 +154,6 @@ class EpochChecks(CacheSuite):
         scene.run(scene.request("after", DOCUMENT, 2))
         require(scene.weights_version("two"), "after a reset a new word is refused")
         scene.run(scene.request("under-two", DOCUMENT, 2))
-        scene.as_good_as_new("P13")
 
     @kept_in_every_mode("P13", faulty="tiers", stored=DOCUMENT, prefix_caching=False)
     def test_p13_two_engines_with_one_word_share_again(self, scene: CacheHarness) -> None:

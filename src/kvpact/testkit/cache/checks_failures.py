@@ -71,7 +71,7 @@ class FailureChecks(CacheSuite):
         )
         require(counts.loaded + counts.failed == counts.committed <= counts.promised, sums)
 
-    @kept_in_every_mode("P9", "H28", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("P9", "H28", as_new="P9", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_p9_a_failed_range_is_computed_again_and_promised_to_nobody(self, scene: CacheHarness) -> None:
         """Blocks 3 and 4 of a load fail on one rank: outputs are those of an engine without a cache, and the next
         request is not promised what failed."""
@@ -82,19 +82,17 @@ class FailureChecks(CacheSuite):
         scene.run(victim, second)
         require_right_outputs(scene, victim, second)
         seen_failing(scene)
-        scene.as_good_as_new("P9")
 
-    @kept_in_every_mode("H09", "P9", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("H09", "P9", as_new="H09", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h09_loads_that_always_fail_keep_no_request_from_its_end(self, scene: CacheHarness) -> None:
         """Every load fails as a whole: no request is promised the same blocks repeatedly, and all requests end."""
         scene.conduct = lambda rank, job: failing(0, 1 << 20) if isinstance(job, LoadJob) else JobBehavior()
         scene.run(*[scene.request(f"again-{number}", DOCUMENT, 3) for number in range(4)])
         seen_failing(scene)
-        scene.as_good_as_new("H09")
 
     # Requests
 
-    @kept_in_every_mode("H62", "P14", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("H62", "P14", as_new="H62", stored=DOCUMENT, prefix_caching=False)
     def test_h62_a_request_without_names_costs_itself_its_hits(self, scene: CacheHarness) -> None:
         """Beside a prompt that is stored run requests with token ids below 0 and above 2^32, and a salt that is no
         Unicode: no call raises, all end, and the healthy one is promised what it was promised without them."""
@@ -108,7 +106,6 @@ class FailureChecks(CacheSuite):
             scene.let_go(healthy)
             scene.run(healthy, *sick)
         require(found == wanted, f"{found} tokens are promised beside the others; {wanted} are without them")
-        scene.as_good_as_new("H62")
 
     # Saves
 
@@ -131,7 +128,7 @@ class FailureChecks(CacheSuite):
         (request,) = scene.serve("chunked", DOCUMENT, outputs=9)
         scene.run(scene.request("again", [*DOCUMENT, *request.output_token_ids[:4], 1, 2, 3]))
 
-    @kept_in_every_mode("H26", "H42", "P8", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("H26", "H42", "P8", as_new="H26", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h26_what_failed_to_be_saved_is_never_promised(self, scene: CacheHarness) -> None:
         """Saves fail whole, at the end and at the start, on one rank: only blocks that all ranks saved are promised."""
         seen(scene, DOCUMENT)
@@ -140,9 +137,8 @@ class FailureChecks(CacheSuite):
             scene.conducts[0].append(failing(start, count))
             scene.serve("first", tokens)
             scene.serve("again", tokens)
-        scene.as_good_as_new("H26")
 
-    @kept_in_every_mode("H20", "H42", "P8", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("H20", "H42", "P8", as_new="H20", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h20_only_the_unbroken_prefix_of_what_was_saved_is_promised(self, scene: CacheHarness) -> None:
         """A block in the middle, or the first, is not saved on one rank: the blocks after it are not promised."""
         seen(scene, DOCUMENT)
@@ -156,7 +152,6 @@ class FailureChecks(CacheSuite):
             require(match.num_tokens <= most, f"{match.num_tokens} tokens are promised; block {hole} was never saved")
             scene.use(request)
             scene.settle()
-        scene.as_good_as_new("H20")
 
     @kept_in_every_mode("H27", faulty="ranks", num_blocks=24, prefix_caching=False)
     def test_h27_blocks_are_held_while_they_are_copied_out(self, scene: CacheHarness) -> None:
@@ -195,7 +190,7 @@ class FailureChecks(CacheSuite):
         scene.silence(0, 20)
         scene.use(request)
 
-    @kept_in_every_mode("P10", "H41", faulty="ranks", prefix_caching=False)
+    @kept_in_every_mode("P10", "H41", as_new="H41", faulty="ranks", prefix_caching=False)
     def test_h41_failures_of_several_ranks_are_all_counted(self, scene: CacheHarness) -> None:
         """One rank fails blocks 4 and 5, another 1 and 2: all four are failed, in either order of reports."""
         several_ranks(scene)
@@ -206,7 +201,6 @@ class FailureChecks(CacheSuite):
             scene.conducts[1].append(failing(*second))
             require_right_outputs(scene, *scene.serve(f"again-{number}", tokens, outputs=4))
         seen_failing(scene)
-        scene.as_good_as_new("H41")
 
     @kept_in_every_mode("H43", "P10", "H07", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h43_ranks_may_disagree_and_be_of_different_speed(self, scene: CacheHarness) -> None:
@@ -222,7 +216,7 @@ class FailureChecks(CacheSuite):
         scene.run(victim, *others(scene, 3, outputs=4))
         require_right_outputs(scene, victim)
 
-    @kept_in_every_mode("H45", "H08", faulty="ranks", prefix_caching=False)
+    @kept_in_every_mode("H45", "H08", as_new="H45", faulty="ranks", prefix_caching=False)
     def test_h45_reports_may_be_late_repeated_in_pieces_and_out_of_order(self, scene: CacheHarness) -> None:
         """Every report comes twice, in pieces, last block first, from ranks of different speed: no block is lost, and
         no load is settled twice."""
@@ -234,9 +228,8 @@ class FailureChecks(CacheSuite):
         require(match.num_tokens == len(DOCUMENT) - 1, f"{match.num_tokens} tokens of {len(DOCUMENT) - 1} were saved")
         scene.use(request)
         require(scene.engine.counts.failed == 0, "a load counts as failed though every block was reported as done")
-        scene.as_good_as_new("H45")
 
-    @kept_in_every_mode("P11", "H10", "H31", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("P11", "H10", "H31", as_new="P11", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h10_a_lost_report_is_asked_for_again(self, scene: CacheHarness) -> None:
         """Reports of saves and loads are lost: requests end nevertheless, and no unreported block counts as loaded."""
         lost = JobBehavior(times_reported=0)
@@ -244,9 +237,8 @@ class FailureChecks(CacheSuite):
         scene.run(scene.request("loses-its-load", DOCUMENT, 3), steps=scene.max_steps)
         scene.run(scene.request("loses-its-save", prompt(8, seed=3)))
         scene.settle(scene.max_steps)
-        scene.as_good_as_new("P11")
 
-    @kept_in_every_mode("P11", "H10", "H07", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("P11", "H10", "H07", as_new="P11 H10", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_h10_a_load_that_hangs_costs_its_request_a_deadline(self, scene: CacheHarness) -> None:
         """One rank's copy hangs: its request and others end with right outputs, although the copy finally writes its
         blocks. Then nothing stays held."""
@@ -264,9 +256,8 @@ class FailureChecks(CacheSuite):
             worker.go_on()
         scene.run(*beside)
         require_right_outputs(scene, victim)
-        scene.as_good_as_new("P11", "H10")
 
-    @kept_in_every_mode("P11", "P10", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
+    @kept_in_every_mode("P11", "P10", as_new="P11", faulty="ranks", stored=DOCUMENT, prefix_caching=False)
     def test_p11_a_rank_that_forgets_its_jobs_holds_nobody_up(self, scene: CacheHarness) -> None:
         """A rank restarts during a load and a save: both end as failed, and nothing stays held."""
         scene.conduct = lambda rank, job: JobBehavior(copy_after_steps=6)
@@ -277,7 +268,6 @@ class FailureChecks(CacheSuite):
         scene.conduct = None
         scene.run(again, other, steps=scene.max_steps)
         scene.settle(scene.max_steps)
-        scene.as_good_as_new("P11")
 
     # All at once
 

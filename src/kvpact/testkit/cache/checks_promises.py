@@ -22,7 +22,7 @@ class PromiseChecks(CacheSuite):
 
     # Every plan ends once
 
-    @kept_in_every_mode("P1", "H01", stored=DOCUMENT, num_blocks=24)
+    @kept_in_every_mode("P1", "H01", as_new="P1 H01", stored=DOCUMENT, num_blocks=24)
     def test_h01_promises_that_are_never_used_hold_nothing(self, scene: CacheHarness) -> None:
         """The requests of a blocked queue are promised tokens repeatedly and then cancelled: no block stays held."""
         seen(scene, DOCUMENT)
@@ -34,9 +34,8 @@ class PromiseChecks(CacheSuite):
         for name in names:
             scene.cancel(name)
         scene.release()
-        scene.as_good_as_new("P1", "H01")
 
-    @kept_in_every_mode("P1", "H07", stored=DOCUMENT, num_blocks=40)
+    @kept_in_every_mode("P1", "H07", as_new="P1 H07", stored=DOCUMENT, num_blocks=40)
     def test_every_way_out_leaves_nothing_behind(self, scene: CacheHarness) -> None:
         """Requests end while promised, blocked, loading, running, preempted and reset: nothing is held afterwards."""
         promised(scene, "promised", DOCUMENT)
@@ -58,7 +57,6 @@ class PromiseChecks(CacheSuite):
         while not scene.reset():
             scene.step()
         scene.run(running)
-        scene.as_good_as_new("P1", "H07")
 
     @kept_in_every_mode("P1", "P9", stored=DOCUMENT, num_blocks=18, max_tokens_per_step=24)
     def test_preempted_requests_leave_nothing_behind(self, scene: CacheHarness) -> None:
@@ -105,7 +103,7 @@ class PromiseChecks(CacheSuite):
 
     # Probes
 
-    @kept_in_every_mode("P3", "H02", stored=DOCUMENT)
+    @kept_in_every_mode("P3", "H02", as_new="P3 H02", stored=DOCUMENT)
     def test_p3_probing_again_acquires_nothing(self, scene: CacheHarness) -> None:
         """Forty probes of one request return one plan, read no tier again, and leave nothing held."""
         request, match = promised(scene, "asked", DOCUMENT)
@@ -118,9 +116,8 @@ class PromiseChecks(CacheSuite):
         more = sum(queue.reads for queue in scene.place.queues) - reads
         require(more == 0, f"40 probes of a promised request read the tiers {more} times")
         scene.cancel("asked")
-        scene.as_good_as_new("P3", "H02")
 
-    @kept_in_every_mode("H03", "P3", stored=LONGER)
+    @kept_in_every_mode("H03", "P3", as_new="H03", stored=LONGER)
     def test_h03_the_range_changes_between_probe_and_commit(self, scene: CacheHarness) -> None:
         """The computed tokens grow and shrink between probes; the load follows the last probe."""
         size = scene.settings.block_size
@@ -132,28 +129,26 @@ class PromiseChecks(CacheSuite):
         used = scene.use(request)
         wanted = 4 * size + match.num_tokens - 2 * size
         require(used == wanted, f"behind 8 computed tokens {wanted} can be had, and {used} were used")
-        scene.as_good_as_new("H03")
 
     # Commits
 
-    @kept_in_every_mode("P4", "H04", stored=DOCUMENT, quirks={"rounds_match_to_tokens": 16})
+    @kept_in_every_mode("P4", "H04", as_new="P4 H04", stored=DOCUMENT, quirks={"rounds_match_to_tokens": 16})
     def test_h04_a_commit_may_take_less(self, scene: CacheHarness) -> None:
         """The engine commits 16 of 28 tokens: those are loaded, and the rest is released at once."""
         commit_multiple_of(scene, "rounded", 16)
-        scene.as_good_as_new("P4", "H04")
 
-    @kept_in_every_mode("P4", "H04", stored=DOCUMENT, quirks={"commits_zero": True, "local_tail_tokens": 1000})
+    @kept_in_every_mode(
+        "P4", "H04", as_new="P4 H04", stored=DOCUMENT, quirks={"commits_zero": True, "local_tail_tokens": 1000}
+    )
     def test_h04_a_commit_may_take_nothing(self, scene: CacheHarness) -> None:
         """The engine commits 0 tokens: nothing is loaded and nothing stays held."""
         request, _ = promised(scene, "none", DOCUMENT)
         require(scene.use(request) == 0, "tokens were used though none was committed")
-        scene.as_good_as_new("P4", "H04")
 
-    @kept_in_every_mode("P4", "H30", stored=DOCUMENT, quirks={"rounds_match_to_tokens": 5})
+    @kept_in_every_mode("P4", "H30", as_new="P4 H30", stored=DOCUMENT, quirks={"rounds_match_to_tokens": 5})
     def test_h30_a_commit_may_end_inside_a_block(self, scene: CacheHarness) -> None:
         """The engine commits 25 of 28 tokens: seven blocks are loaded, and the seventh is computed to its end."""
         commit_multiple_of(scene, "partial", 5)
-        scene.as_good_as_new("P4", "H30")
 
     @kept_in_every_mode("P5", "H05")
     def test_h05_what_is_promised_is_loaded_whatever_its_size(self, scene: CacheHarness) -> None:
@@ -206,14 +201,13 @@ class PromiseChecks(CacheSuite):
         for number, identity in enumerate(identities):
             scene.serve(f"other-{number}", DOCUMENT, times=2, identity=identity)
 
-    @kept_in_every_mode("H32", stored=DOCUMENT)
+    @kept_in_every_mode("H32", as_new="H32", stored=DOCUMENT)
     def test_h32_nothing_is_served_after_the_weights_changed(self, scene: CacheHarness) -> None:
         """A reset drops all blocks, those being copied included; later blocks are cached again."""
         scene.run(scene.request("just-computed", LONGER))
         while not scene.update_weights():
             scene.step()
         scene.serve("after", LONGER, times=2)
-        scene.as_good_as_new("H32")
 
 
 def commit_multiple_of(scene: CacheHarness, name: str, tokens: int) -> None:
