@@ -41,9 +41,12 @@ class Suite(ABC, Generic[HarnessType]):
         """A fresh scene, which may use the empty `directory` and leaves nothing running."""
 
 
-def protects(*names: str) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Path], None]]:
+def protects(
+    *names: str, needs: Callable[[Any], None] = lambda scene: None
+) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Path], None]]:
     """Make a method `(self, scene)` a check of the properties or hazards `names` (ids of `TITLES`).
 
+    `needs(scene)` is called first, and raises NotObservable if the subject does not show what the check needs.
     Whatever it raises, except `NotObservable`, becomes `Broken` with those names and the scene's script.
     Raises KeyError for a name that `TITLES` does not have.
     """
@@ -54,6 +57,7 @@ def protects(*names: str) -> Callable[[Callable[[Any, Any], None]], Callable[[An
         def check(self: Suite[Any], tmp_path: Path) -> None:
             with self.scene(tmp_path) as scene:
                 try:
+                    needs(scene)
                     method(self, scene)
                 except NotObservable:
                     raise

@@ -53,10 +53,9 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         """Damaged bytes are never served: the read ends before them, and the block is dropped with those after it."""
         self._damage(scene, lambda tier: tier)
 
-    @protects("H22")
+    @protects("H22", needs=TierHarness.require_reopening)
     def test_h22_damage_while_nobody_looked_is_a_miss(self, scene: TierHarness) -> None:
         """As above, for damage done while the tier was closed."""
-        scene.require_reopening()
         self._damage(scene, scene.reopen)
 
     def _damage(self, scene: TierHarness, then: Callable[[MonitoredTier], MonitoredTier]) -> None:
@@ -114,10 +113,9 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         require(not seen, seen[0] if seen else "")
         expect("blocks held", tier.held(DOCUMENT), 8)
 
-    @protects("H26", "P8")
+    @protects("H26", "P8", needs=TierHarness.require_store_calls)
     def test_h26_what_is_visible_while_the_store_is_written_is_sound(self, scene: TierHarness) -> None:
         """`put` is stopped at each of its writes to the store; `get` serves all that `lookup` knows then."""
-        scene.require_store_calls()
         tier = scene.open_with(DOCUMENT, end=2)
 
         def look() -> None:
@@ -140,11 +138,10 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         expect("put that was stopped at each write stores", writing.result(), 6)
         expect("blocks held", tier.held(DOCUMENT), 8)
 
-    @protects("H26", "T5")
+    @protects("H26", "T5", needs=TierHarness.require_store_calls)
     def test_h26_a_failed_write_is_a_block_not_stored(self, scene: TierHarness) -> None:
         """Each write of a `put` fails in turn: no error is raised, nothing half-stored is visible, and the next `put`
         works."""
-        scene.require_store_calls()
         for persistent in (False, True):
             for point in range(POINTS):
                 tier = scene.open_with(DOCUMENT, place=scene.other_place(f"write {point} {persistent}"), end=2)
@@ -165,10 +162,9 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
                 if len(scene.faults.history) == injected:
                     break
 
-    @protects("T5", "H31")
+    @protects("T5", "H31", needs=TierHarness.require_store_calls)
     def test_a_failed_read_is_a_miss(self, scene: TierHarness) -> None:
         """Each read of a `get` fails in turn: no error is raised, arrived blocks are sound, and the tier works on."""
-        scene.require_store_calls()
         tier = scene.open()
         for point in range(POINTS):
             store(tier, DOCUMENT)
@@ -188,12 +184,11 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
             counts.failed_reads > 0 or point == 0, f"reads of the store failed, and counts() tells of none: {counts}"
         )
 
-    @protects("T5")
+    @protects("T5", needs=TierHarness.require_store_calls)
     def test_nothing_raises_when_the_store_fails_for_good(self, scene: TierHarness) -> None:
         """With a store that fails every call, every method answers, `health` says so, and `close` ends.
 
         Only `delete` and `clear` may raise TierError."""
-        scene.require_store_calls()
         tier = scene.open_with(DOCUMENT)
         scene.let_all_fail(tier)
         before = len(scene.faults.history)
@@ -208,12 +203,11 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
         tier.tier.capacity(), tier.tier.counts()
         Background(tier.close).result()
 
-    @protects("H36", "H66")
+    @protects("H36", "H66", needs=TierHarness.require_store_calls)
     def test_h36_what_a_store_refuses_to_forget_is_no_success(self, scene: TierHarness) -> None:
         """`delete` or `clear` while the store fails: it raises TierError, or the blocks are gone once the store works.
 
         Repeated then it succeeds, also for the next process."""
-        scene.require_store_calls()
         injected = len(scene.faults.history)
         for name, left in (("delete", 2), ("clear", 0)):
             tier = scene.open(scene.other_place(name), label=name)
@@ -253,11 +247,10 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
             give_back(buffers)
             require_untouched(buffers)
 
-    @protects("H21", "P11")
+    @protects("H21", "P11", needs=TierHarness.require_store_calls)
     def test_h21_a_read_that_was_given_up_writes_no_more(self, scene: TierHarness) -> None:
         """The store hangs in a read. If the tier gives up, the buffers are its caller's, and stay unchanged when the
         store continues."""
-        scene.require_store_calls()
         tier = scene.open_with(DOCUMENT)
         for point in (0, 2):
             buffers = tier.empty(8)
@@ -277,10 +270,9 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
             require_untouched(buffers)
             tier.put(DOCUMENT)
 
-    @protects("T7", "H21", "H56")
+    @protects("T7", "H21", "H56", needs=TierHarness.require_store_calls)
     def test_closing_does_not_wait_for_a_store_that_hangs(self, scene: TierHarness) -> None:
         """`close` ends although a read and a write hang; those end once the store continues, and do no harm."""
-        scene.require_store_calls()
         for operation in (Operation.READ, Operation.WRITE):
             tier = scene.open_with(DOCUMENT, place=scene.other_place(f"hanging {operation}"), end=6)
             buffers = tier.empty(6)
@@ -293,10 +285,9 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
             if self.reopens:
                 require(scene.open(tier.place).held(DOCUMENT) >= 6, "blocks that were stored are gone after a restart")
 
-    @protects("H64")
+    @protects("H64", needs=TierHarness.require_store_calls)
     def test_h64_no_thread_of_a_tier_keeps_the_process_from_ending(self, scene: TierHarness) -> None:
         """A read or a write hangs: at exit the interpreter waits for none of the tier's threads."""
-        scene.require_store_calls()
         for operation in (Operation.READ, Operation.WRITE):
             before = set(threading.enumerate())
             tier = scene.open_with(DOCUMENT, place=scene.other_place(f"hanging {operation}"), end=6)
@@ -305,10 +296,9 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
                 stays = [thread.name for thread in set(threading.enumerate()) - before if _is_waited_for(thread)]
             require(not stays, f"the process would not end before {', '.join(stays)}; start daemon threads yourself")
 
-    @protects("P11", "H58")
+    @protects("P11", "H58", needs=TierHarness.require_store_calls)
     def test_h58_lookup_never_waits_for_the_store(self, scene: TierHarness) -> None:
         """In a tier of one engine alone, `lookup` makes no call of the store, and answers while the store hangs."""
-        scene.require_store_calls()
         tier = scene.open_with(DOCUMENT)
         if not tier.tier.exclusive:
             raise NotObservable("the tier is shared: its lookup may ask the store, and is not called by schedulers")

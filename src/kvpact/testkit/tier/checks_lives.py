@@ -38,10 +38,9 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
     machine_steps = 20
     """Steps of one history."""
 
-    @protects("H59")
+    @protects("H59", needs=TierHarness.require_reopening)
     def test_h59_a_restart_finds_what_was_stored(self, scene: TierHarness) -> None:
         """The next tier at the same place holds every block that `put` counted as stored."""
-        scene.require_reopening()
         tier = scene.open_with(*DOCUMENTS)
         for _ in range(2):
             tier = scene.reopen(tier)
@@ -50,11 +49,10 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
             tier.check_accounts(*DOCUMENTS)
             tier.require_undamaged("after an orderly restart")
 
-    @protects("H22", "H26", "H59")
+    @protects("H22", "H26", "H59", needs=TierHarness.require_reopening)
     def test_a_crash_at_any_write_loses_and_damages_nothing(self, scene: TierHarness) -> None:
         """The process dies at each of its writes in turn, and tears that write: earlier blocks are there, deleted ones
         are not, and every served block is correct."""
-        scene.require_reopening()
         scene.require_store_calls()
         for point in range(CRASH_POINTS):
             place = scene.other_place(f"crash {point}")
