@@ -154,20 +154,42 @@ def test_h39_a_folder_that_is_called_like_a_snapshot_is_read(repository: Path, c
 
 
 def test_h39_vllm_itself_serves_the_commit_that_we_name(repository: Path, tmp_path: Path) -> None:
-    """vLLM's own reading of its arguments, in a process that has only this hub cache; the branch moves in between."""
+    """vLLM's own reading of its arguments, by processes that have only this hub cache; the branch moves in between.
+
+    They are forked from one that has loaded vLLM's modules and nothing else.
+    """
     program = (
+        "import os, sys\n"
         "from vllm import EngineArgs\n"
         "from kvpact.vllm.base_weights import base_weights\n"
-        f"config = EngineArgs(model={MODEL!r}, enforce_eager=True).create_engine_config()\n"
-        "print(base_weights(config, None).identity())\n"
+        "for line in sys.stdin:\n"
+        "    if os.fork() == 0:\n"
+        f"        config = EngineArgs(model={MODEL!r}, enforce_eager=True).create_engine_config()\n"
+        "        print('\\n', base_weights(config, None).identity(), flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "    print('read', flush=True)\n"
     )
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    for weights in (b"one", b"two"):
-        commit = push(repository, tmp_path / "hub", weights)
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.stdout.splitlines()[-1:] == [f"hub:{MODEL}@{commit}"], done.stderr[-2000:]
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as vllm,
+    ):
+        assert vllm.stdin is not None
+        assert vllm.stdout is not None
+        for weights in (b"one", b"two"):
+            commit = push(repository, tmp_path / "hub", weights)
+            print("read", file=vllm.stdin, flush=True)
+            said = [*map(str.strip, iter(vllm.stdout.readline, "read\n"))]
+            assert f"hub:{MODEL}@{commit}" in said, log.read_text()[-2000:]
 
 
 # What cannot be told
