@@ -16,13 +16,19 @@ from kvpact.demo.engine import EngineProcess, EngineSettings
 from kvpact.demo.model import TINY_SHAPE, ensure_model
 from tiny_engine import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config, prompt
 
-__all__ = ["BLOCK", "BLOCK_BY_BLOCK", "EnginePool", "kvpact_transfer_config", "prompt"]
+__all__ = ["BLOCK", "BLOCK_BY_BLOCK", "IN_ONE_PROCESS", "EnginePool", "kvpact_transfer_config", "prompt"]
 
 BLOCK_BY_BLOCK: dict[str, Any] = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 8}
 """Engine arguments with which every block is computed in a step of its own, whatever was there before.
 
 What comes out of a matrix product can depend on its shape in the last bits, and does on processors without AVX-512. So
 answers that reused different parts of a prompt are only equal bit by bit if all was computed in the same shapes.
+"""
+
+IN_ONE_PROCESS: Mapping[str, str] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+"""Environment of an engine whose scheduler and worker live in the process that is asked: three times as fast to start.
+
+It steps only while it answers, and computes on any core; the answers are the same bit by bit.
 """
 
 MAX_KEPT = 2
@@ -42,15 +48,15 @@ class EnginePool:
         engine = self._engines.pop(key, None)
         if engine is None or not engine.processes():
             while len(self._engines) >= MAX_KEPT:
-                self._engines.pop(next(iter(self._engines))).stop()
+                self._engines.pop(next(iter(self._engines))).discard()
             engine = EngineProcess(settings, self._logs / f"pool-{next(self._numbers)}.log")
         self._engines[key] = engine
         return engine.wait_ready()
 
     def close(self) -> None:
-        """Stop all engines."""
+        """End all engines."""
         while self._engines:
-            self._engines.popitem()[1].stop()
+            self._engines.popitem()[1].discard()
 
 
 @pytest.fixture(scope="session")

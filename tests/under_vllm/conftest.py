@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,8 @@ import pytest
 from faulty_engine import FaultyEngine
 from references import References
 
-from engines import BLOCK_BY_BLOCK, EnginePool
-from kvpact.demo.engine import EngineSettings
+from engines import BLOCK_BY_BLOCK, IN_ONE_PROCESS, EnginePool
+from kvpact.demo.engine import EngineSettings, one_core_each
 
 if TYPE_CHECKING:
     from kvpact.testkit.vllm.played_engine import PlayedEngine
@@ -19,16 +20,22 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def references(tiny_model: Path, engine_pool: EnginePool) -> References:
-    """An engine without kvpact."""
-    return References(engine_pool.get(EngineSettings(tiny_model, arguments=BLOCK_BY_BLOCK)))
+    """An engine without kvpact, on the core that other engines' workers compute on."""
+    engine = engine_pool.get(EngineSettings(tiny_model, arguments=BLOCK_BY_BLOCK, environment=IN_ONE_PROCESS))
+    for thread in Path(f"/proc/{engine.pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {int(one_core_each())})
+    return References(engine)
 
 
 @pytest.fixture(scope="session")
 def faulty_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyEngine]:
     """An engine whose kvpact fails on demand, shared; ask it prompts of your own, and leave no fault on."""
     engine = FaultyEngine(tiny_model, tmp_path_factory.mktemp("faulty"))
-    with engine.process.wait_ready():
+    try:
+        engine.process.wait_ready()
         yield engine
+    finally:
+        engine.process.discard()  # nothing of it is to be kept
 
 
 @pytest.fixture
