@@ -1,4 +1,4 @@
-"""A real engine on one slab through five lives: filled, killed three times, damaged. Every reused answer is identical.
+"""A real engine on one slab through three lives: filled, killed twice, damaged. Every reused answer is identical.
 
 An engine takes longer to start than all that these tests do with it, so the lives are lived once and the tests read
 what was seen.
@@ -16,7 +16,7 @@ import pytest
 from references import References
 from slab_surgery import SlabSurgery
 
-from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
+from engines import BLOCK, BLOCK_BY_BLOCK, IN_ONE_PROCESS, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.tiers.disk.inspection import VerifyReport, verify_slab
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # the lives are liv
 
 BLOCKS = 6
 ASKED = [prompt(seed, BLOCKS) for seed in range(100, 108)]
-KILLS = 3
+KILLS = 2
 INTERRUPTED = [[prompt(1000 * number + seed, 4) for seed in range(8)] for number in range(KILLS)]
 """What each killed life was answering."""
 
@@ -60,14 +60,15 @@ class Lives:
 
 
 def live(model: Path, place: Path, number: int, *, killed: bool) -> Life:
-    """One life, ended by SIGKILL in the middle of its answers or in order."""
+    """One life, ended by SIGKILL in the middle of its answers or in order. One that is not killed is in one process."""
     life, before = Life(), shared_memory()
     slabs = place / "slabs"
     transfer = kvpact_transfer_config(
         memory="128MiB", tiers=[f"disk://{slabs}?capacity=256MiB"], stats_file=str(place / f"stats-{number}.json")
     )
     # H25: no life hashes like another.
-    settings = EngineSettings(model, transfer, BLOCK_BY_BLOCK, {"PYTHONHASHSEED": str(number + 1)})
+    environment = {"PYTHONHASHSEED": str(number + 1), **({} if killed else IN_ONE_PROCESS)}
+    settings = EngineSettings(model, transfer, BLOCK_BY_BLOCK, environment)
     log = place / f"engine-{number}.log"
     with EngineProcess(settings, log).wait_ready() as engine:
         (line,) = [line for line in log.read_text().splitlines() if "disk tier: " in line and " holds " in line]
@@ -77,14 +78,16 @@ def live(model: Path, place: Path, number: int, *, killed: bool) -> Life:
         engine.reset_prefix_cache()
         life.memory_hits = engine.generate(ASKED)
         life.resumed = engine.generate(INTERRUPTED[number - 1]) if number else []
-        life.stats = rest(engine)
         if killed:
+            life.stats = rest(engine)
             engine.send_prompts(INTERRUPTED[number], max_tokens=8)
             time.sleep(random.Random(os.urandom(8)).uniform(0.05, 1.0))
             segments = named_shared_memory(engine.processes())
             engine.kill()
             for path in segments:
                 path.unlink(missing_ok=True)  # vLLM's own, left with kvpact or without
+    if not killed:
+        life.stats = engine.stats()
     life.processes_left = engine.processes()
     life.memory_left = orphaned_shared_memory(before)
     life.locks_left = slabs_still_locked(slabs)
@@ -108,7 +111,7 @@ def rest(engine: EngineProcess, seconds: float = 20.0) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def lives(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    """Three lives that are killed, one that is left with a damaged slab."""
+    """Two lives that are killed, one that is left with a damaged slab."""
     place = tmp_path_factory.mktemp("lives")
     story = Lives()
     for number in range(KILLS):
