@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from faulty_engine import FaultyEngine
 
-from engines import BLOCK, kvpact_transfer_config, prompt
+from engines import BLOCK, IN_ONE_PROCESS, kvpact_transfer_config, prompt
 from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings
 
 pytestmark = pytest.mark.engine
@@ -30,7 +30,8 @@ def test_an_engine_refuses_to_start_with_a_wrong_configuration_and_says_why(tiny
     message = 'unknown key "memroy" in kv_connector_extra_config; did you mean "memory"?'
     transfer = kvpact_transfer_config() | {"kv_connector_extra_config": {"memroy": "1GiB"}}
     log = tmp_path / "engine.log"
-    with pytest.raises(EngineError), EngineProcess(EngineSettings(tiny_model, transfer), log) as engine:
+    settings = EngineSettings(tiny_model, transfer, environment=IN_ONE_PROCESS)
+    with pytest.raises(EngineError), EngineProcess(settings, log) as engine:
         engine.wait_ready()
     assert message in log.read_text()
 
@@ -55,7 +56,8 @@ def test_an_engine_serves_on_without_the_tiers_that_cannot_be_used(
             f"disk://{full_disk}?capacity=1GiB",
         ],
     }
-    engine = start_engine(kvpact_transfer_config(**settings) | {"kv_load_failure_policy": "fail"})
+    config = kvpact_transfer_config(**settings) | {"kv_load_failure_policy": "fail"}
+    engine = start_engine(config, environment=IN_ONE_PROCESS)
     asked = [prompt(seed, 5) for seed in range(200, 204)]
     engine.generate(asked)
     local = engine.generate(asked)

@@ -44,29 +44,29 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
-    with os.fdopen(descriptor, "wb") as replies:
+    replies = os.fdopen(descriptor, "wb")  # closed by the process's end, when it has said in the log why it ended
 
-        def reply(message: Reply) -> None:
-            replies.write(msgspec.json.encode(message) + b"\n")
-            replies.flush()
+    def reply(message: Reply) -> None:
+        replies.write(msgspec.json.encode(message) + b"\n")
+        replies.flush()
 
-        reply(Reply())
-        first = sys.stdin.buffer.readline()
-        if not first:
-            return
-        llm = LLM(**msgspec.json.decode(first, type=Settings).arguments)
-        reply(Reply(block_size=llm.llm_engine.vllm_config.cache_config.block_size))
-        commands = msgspec.json.Decoder(Command)
-        for line in sys.stdin.buffer:
-            command = commands.decode(line)
-            if isinstance(command, Stop):
-                break
-            try:
-                reply(_obey(llm, command))
-            except Exception as error:
-                reply(Reply(error=f"{type(error).__name__}: {error}"))
-        # The default grace of 5 s is too short for a cache that still writes to disk.
-        llm.llm_engine.engine_core.shutdown(timeout=STOP_TIMEOUT / 2)
+    reply(Reply())
+    first = sys.stdin.buffer.readline()
+    if not first:
+        return
+    llm = LLM(**msgspec.json.decode(first, type=Settings).arguments)
+    reply(Reply(block_size=llm.llm_engine.vllm_config.cache_config.block_size))
+    commands = msgspec.json.Decoder(Command)
+    for line in sys.stdin.buffer:
+        command = commands.decode(line)
+        if isinstance(command, Stop):
+            break
+        try:
+            reply(_obey(llm, command))
+        except Exception as error:
+            reply(Reply(error=f"{type(error).__name__}: {error}"))
+    # The default grace of 5 s is too short for a cache that still writes to disk.
+    llm.llm_engine.engine_core.shutdown(timeout=STOP_TIMEOUT / 2)
     sys.stdout.flush()
     os._exit(0)  # the engine's processes are gone; taking vLLM's modules apart would take 2 s more
 
