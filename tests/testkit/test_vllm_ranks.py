@@ -26,6 +26,8 @@ from kvpact.testkit.vllm.harness import BLOCK, prompt
 from kvpact.vllm.messages import PactWorkerMetadata
 
 BLOCKS = 10
+HANGS = 30.0
+"""Seconds that a copy hangs at most."""
 TOKENS = prompt(1, BLOCKS)
 LAYOUTS = [pytest.param({"ranks": 2}, id="ranks"), pytest.param({"stages": 2, "layers": 3}, id="stages")]
 
@@ -33,7 +35,7 @@ LAYOUTS = [pytest.param({"ranks": 2}, id="ranks"), pytest.param({"stages": 2, "l
 @contextmanager
 def engine_with(layout: dict[str, int], **settings: object) -> Iterator[VllmEngine]:
     """An engine with kvpact on these ranks and stages, that loads asynchronously."""
-    config = {"memory": "1MiB", "model_id": "testkit", "sync_load_limit": 0, "load_deadline": "300ms", **settings}
+    config = {"memory": "1MiB", "model_id": "testkit", "sync_load_limit": 0, **settings}
     transfer = {
         "kv_connector": "PactConnector",
         "kv_connector_module_path": "kvpact.vllm",
@@ -140,7 +142,7 @@ def test_h40_every_rank_says_something_true_in_every_step(layout: dict[str, int]
 def test_h45_reports_come_late_in_pieces_twice_in_any_order_or_only_when_asked_for(
     layout: dict[str, int], seed: int
 ) -> None:
-    with engine_with(layout) as engine:
+    with engine_with(layout, load_deadline="300ms") as engine:
         for worker in (0, 1):
             faults = RankFaults(RankFaultPlan(seed=10 * seed + worker, late=0.4, repeated=0.3, in_pieces=0.4))
             lost = Lost(every=3)
@@ -226,7 +228,7 @@ def test_h23_engines_of_another_parallel_layout_share_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize("delays", [[0, 0], [0, 4], [3, 0]], ids=str)
 def test_h10_a_rank_whose_copy_hangs_holds_nobody_up(layout: dict[str, int], delays: list[int]) -> None:
     """The other rank has loaded all; the request is computed, and both ranks' blocks come back when the copy ends."""
-    with engine_with(layout) as engine:
+    with engine_with(layout, load_deadline="300ms") as engine:
         assert ask(engine, "first") == 0
         assert engine.forget_computed()
         go_on = threading.Event()
@@ -234,7 +236,7 @@ def test_h10_a_rank_whose_copy_hangs_holds_nobody_up(layout: dict[str, int], del
         scatter = copier.scatter
 
         def hang(layer: int, plan: Any) -> None:
-            go_on.wait(30.0)
+            go_on.wait(HANGS)
             scatter(layer, plan)
 
         copier.scatter = hang
@@ -242,7 +244,7 @@ def test_h10_a_rank_whose_copy_hangs_holds_nobody_up(layout: dict[str, int], del
         began = time.monotonic()
         engine.add("hangs", TOKENS, max_tokens=4)
         assert engine.finish("hangs")
-        assert 0.3 < time.monotonic() - began < 2.0
+        assert 0.3 < time.monotonic() - began < HANGS / 2
         assert engine.observed.outputs["hangs"] == engine.expected("hangs")
         assert engine.held_blocks == BLOCKS
         go_on.set()
