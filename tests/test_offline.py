@@ -12,7 +12,8 @@ import kvpact
 from kvpact.demo.engine import session_members
 
 TESTS = Path(__file__).parent
-CRASHING = TESTS / "cache" / "crash_child.py"
+CRASHING = TESTS / "cache"
+"""Where `crash_child` is."""
 PACKAGE = Path(kvpact.__file__).parent
 NETWORK = {
     "aiohttp",
@@ -90,8 +91,9 @@ def run_without_network(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_h82_a_cache_works_where_every_socket_is_forbidden(tmp_path: Path) -> None:
-    code = f"import runpy; runpy.run_path({str(CRASHING)!r}, run_name='__main__')"
-    child = run_without_network(code, str(tmp_path), "80", "1")
+    code = f"import sys, pathlib; sys.path.insert(0, {str(CRASHING)!r}); import crash_child\n"
+    code += "crash_child.main(pathlib.Path(sys.argv[1]), 80, 1)"
+    child = run_without_network(code, str(tmp_path))
     try:
         assert child.stdout is not None
         lines = [child.stdout.readline() for _ in range(50)]

@@ -1,14 +1,19 @@
 """A scheduler and a worker in two processes that save and load through a `PactCache` until killed.
 
-Run by test_crash_cache.py as `crash_child.py DIRECTORY SLOTS SEED`. The engine is played: random requests share stems,
-are admitted, cut short, cancelled. Every block's bytes follow from its tokens, and the worker compares each block that
-was loaded. Prints "ready BLOCKS READ" (blocks found on disk, bytes read to find them), then "reused BLOCKS FROM_DISK"
-after each step that reused something. Leaves with 3 if anything is wrong.
+Run by test_crash_cache.py without arguments. To load its modules takes longer than most lives, so it forks a process,
+in a session of its own, for each line `[DIRECTORY, SLOTS, SEED, LOG]` of standard input; it says the process's id, and
+the exit code when it has ended. The rest is of that process, whose output goes to LOG, a file.
+
+The engine is played: random requests share stems, are admitted, cut short, cancelled. Every block's bytes follow from
+its tokens, and the worker compares each block that was loaded. Prints "ready BLOCKS READ" (blocks found on disk, bytes
+read to find them), then "reused BLOCKS FROM_DISK" after each step that reused something. Leaves with 3 if anything is
+wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import sys
@@ -288,10 +293,24 @@ def main(directory: Path, slots: int, seed: int) -> None:
     Scheduler(cache, ours, choose).run()
 
 
-if __name__ == "__main__":
+def live(directory: str, slots: int, seed: int, log: str) -> None:
+    """The forked process's life."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     try:
-        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+        main(Path(directory), slots, seed)
+        os._exit(0)
     except Exception:
         traceback.print_exc(file=sys.stdout)
         sys.stdout.flush()
         os._exit(3)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            live(*json.loads(line))
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

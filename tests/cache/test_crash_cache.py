@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +31,7 @@ SLOTS = 80
 LONGEST_LIFE = 0.4
 """Seconds of saves and loads before the kill: about a hundred steps."""
 PATIENCE = 10.0
+HASH_SEEDS = 4
 
 
 @dataclass(frozen=True)
@@ -38,22 +43,52 @@ class Life:
     from_disk: int = 0
 
 
-def start(directory: Path, log: Path, seed: int) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("crash_child.py"), directory, str(SLOTS), str(seed)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
-                "PYTHONHASHSEED": str(seed),
-            },
-        )
+class Child:
+    """A process that `parent` forks, and how it ended."""
+
+    def __init__(self, parent: subprocess.Popen[bytes], directory: Path, log: Path, seed: int) -> None:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        log.write_bytes(b"")
+        parent.stdin.write(json.dumps([str(directory), SLOTS, seed, str(log)]).encode() + b"\n")
+        self._said = parent.stdout
+        self.pid = int(self._said.readline())
+        self._code: int | None = None
+        with suppress(ProcessLookupError):  # it has ended by itself
+            while os.getsid(self.pid) != self.pid:
+                time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        """Its exit code, None if it lives."""
+        return self.wait() if self._code is not None or select.select([self._said], [], [], 0.0)[0] else None
+
+    def wait(self) -> int:
+        """Its exit code when it has ended."""
+        if self._code is None:
+            self._code = int(self._said.readline())
+        return self._code
 
 
-def kill(child: subprocess.Popen[bytes], whom: str) -> None:
+@contextmanager
+def parents() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that have loaded what lives run, each with a hash seed of its own (H25)."""
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with ExitStack() as started:
+        yield [
+            started.enter_context(
+                subprocess.Popen(
+                    [sys.executable, Path(__file__).with_name("crash_child.py")],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)},
+                )
+            )
+            for seed in range(HASH_SEEDS)
+        ]
+
+
+def kill(child: Child, whom: str) -> None:
     """SIGKILL to the scheduler, the worker or both; the one that is left notices and ends by itself."""
     worker = [pid for pid in session_members(child.pid) if pid != child.pid]
     for pid in {"both": [child.pid, *worker], "scheduler": [child.pid], "worker": worker or [child.pid]}[whom]:
@@ -66,14 +101,14 @@ def kill(child: subprocess.Popen[bytes], whom: str) -> None:
     assert child.wait() in (-signal.SIGKILL, 0)
 
 
-def live_and_die(directory: Path, log: Path, seed: int) -> Life:
+def live_and_die(parent: subprocess.Popen[bytes], directory: Path, log: Path, seed: int) -> Life:
     """One life and its death at a random moment; what is left behind is looked at from outside."""
     choose = random.Random(seed)
     before = shared_memory()
-    child = start(directory, log, seed)
+    child = Child(parent, directory, log, seed)
     try:
         if choose.random() < 0.1:
-            time.sleep(choose.uniform(0.0, 0.6))  # somewhere in its start
+            time.sleep(choose.uniform(0.0, 0.2))  # somewhere in its start
         else:
             deadline = time.monotonic() + PATIENCE
             while b"ready" not in log.read_bytes() and child.poll() is None and time.monotonic() < deadline:
@@ -132,7 +167,8 @@ def read_everything(directory: Path) -> int:
 
 
 def live_and_die_often(directory: Path, log: Path, seeds: range) -> list[Life]:
-    lives = [live_and_die(directory, log, seed) for seed in seeds]
+    with parents() as loaded:
+        lives = [live_and_die(loaded[seed % HASH_SEEDS], directory, log, seed) for seed in seeds]
     assert read_everything(directory) > SLOTS // 2
     left = sorted(path.suffix for path in (directory / "kvpact").iterdir())
     assert left == ["", ".slab"], "nothing else is left in the directory"
