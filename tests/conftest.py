@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -15,6 +16,8 @@ settings.register_profile("kvpact", deadline=None)
 settings.load_profile("kvpact")
 
 pytest_plugins = ["engines"]
+
+gc.disable()  # until all is collected: vLLM's modules stay, and looking through them takes a fifth of their loading
 
 
 def core_of_worker(worker: str) -> int:
@@ -64,6 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if needs_engine and not item.nodeid.startswith(ENGINES):
             raise pytest.UsageError(f"{item.nodeid} starts an engine; its file must be among ENGINES in {__file__}")
     items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), not item.nodeid.startswith(ENGINES)))
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded is loaded."""
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
