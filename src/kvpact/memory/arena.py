@@ -110,7 +110,9 @@ class ArenaSegment:
         """All slots, one behind the other, writable."""
         self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES :]
         """The file's last page, which no slot reaches; zeros at first."""
-        self.pages = PageTaker(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), ends)
+        self.mapped_at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        """The address of the first slot in this process."""
+        self.pages = PageTaker(descriptor, self.mapped_at, ends)
         """Takes the slots' memory from the machine."""
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):  # prompts do not belong into core dumps
             with contextlib.suppress(OSError):
@@ -220,6 +222,10 @@ class ArenaSegment:
     def class_view(self, slot_class: SlotClass) -> memoryview:
         """All slots of a class, one behind the other, writable."""
         return self.memory[slot_class.offset : slot_class.end]
+
+    def address_of(self, slot_class: SlotClass) -> int:
+        """Where this process has the first slot of the class, in bytes."""
+        return self.mapped_at + slot_class.offset
 
     def use(self, slots: Sequence[int]) -> None:
         """These slots are in use, or about to be: have the pages of the ones after them ready."""

@@ -124,7 +124,8 @@ class PagedKV:
         if len(devices) != 1:
             raise ConfigError(f"the KV memory must be on one device, found {sorted(devices) or 'no layer at all'}")
         tensors = tuple(kv_caches.values())
-        return cls(tuple(layers), layer_index, num_blocks, _groups(layers), devices.pop(), tensors)
+        groups = join_adjacent(layers, -(-len(layers) // GROUPS))
+        return cls(tuple(layers), layer_index, num_blocks, groups, devices.pop(), tensors)
 
     @property
     def layout(self) -> SlotLayout:
@@ -138,9 +139,8 @@ class PagedKV:
         return layers[0] if len(layers) == 1 else replace(layers[0], chunk_bytes=page_bytes, chunk_stride=page_bytes)
 
 
-def _groups(layers: Sequence[PagedLayer]) -> tuple[range, ...]:
-    """Groups of adjacent layers; about `GROUPS` of them if all layers are adjacent."""
-    most = -(-len(layers) // GROUPS)
+def join_adjacent(layers: Sequence[PagedLayer], most: int) -> tuple[range, ...]:
+    """Groups of at most `most` layers whose pages of a block are adjacent."""
     groups: list[range] = []
     for number, layer in enumerate(layers):
         group = groups[-1] if groups else range(0)

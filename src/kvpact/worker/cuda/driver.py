@@ -57,7 +57,8 @@ class CudaError(KvpactError):
 class Driver(Protocol):
     """What copies ask of a device's driver. Streams and events are handles, as integers; 0 is none.
 
-    Every method raises CudaError if the device refuses. A thread calls `attach` before anything else.
+    Every method raises CudaError if the device refuses. A thread of kvpact's own calls `attach` before anything else;
+    the engine's thread has the device already, and its capture mode is the engine's.
     """
 
     def attach(self) -> None:

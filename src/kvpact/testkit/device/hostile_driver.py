@@ -1,0 +1,329 @@
+"""A driver without a device: streams, events and pinned memory as CUDA documents them, in the worst order it allows.
+
+Owns the queues of all streams, what of them is done, and what was done wrong. A seed decides which stream's head runs
+next, and when a source is read that may be read at any time. Memory is the process's own: "device memory" is a buffer
+that a test names. Errors that a real driver would return are raised, and noted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, Addresses, CudaError
+
+FOREVER_SECONDS = 10.0
+"""A wait that lasts longer is noted as one that never ends."""
+
+STARVING = 0.005
+"""How likely it is, at each call, that other streams are starved from now on."""
+
+COMPUTING_STREAM = 1
+"""The engine's own; it exists from the start."""
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    target: int
+    source: int
+    size: int
+    early: bytes | None = None
+    """What the source held when it was read ahead of its turn."""
+
+    def read(self) -> None:
+        self.early = ctypes.string_at(self.source, self.size)
+
+    def run(self) -> None:
+        data = self.early if self.early is not None else ctypes.string_at(self.source, self.size)
+        ctypes.memmove(self.target, data, self.size)
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """The head of a stream runs it, in one go or copy by copy."""
+
+    copies: list[_Copy] = field(default_factory=list)
+    """Those not done."""
+    run: Callable[[], None] | None = None
+    waits_for: tuple[int, int] = (0, 0)
+    """(event, number of its record)."""
+    records: tuple[int, int] = (0, 0)
+
+
+class HostileDriver:
+    """See `kvpact.worker.cuda.driver.Driver`. The thread that makes it is the engine's, and has the device already."""
+
+    def __init__(self, seed: int) -> None:
+        self.violations: list[str] = []
+        """What a real device would have answered with an error, or with wrong bytes."""
+        self.num_calls = 0
+        """Batches of copies so far."""
+        self.num_entries = 0
+        self.num_waits = 0
+        """Times that a stream was told to wait."""
+        self.capturing = False
+        """Whether the engine captures a graph: threads that are not relaxed must not touch the device."""
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._streams: dict[int, deque[_Operation]] = {COMPUTING_STREAM: deque()}
+        self._recorded: dict[int, int] = {}
+        """Event -> how often it was recorded."""
+        self._pending: set[tuple[int, int]] = set()
+        """(event, number of its record) of those that are not done."""
+        self._unread: list[_Copy] = []
+        """Copies whose source may be read at any time."""
+        self._device: dict[int, int] = {}
+        self._pinned: dict[int, int] = {}
+        """Start -> bytes."""
+        self._handles = COMPUTING_STREAM
+        self._engine_thread = threading.get_ident()
+        self._relaxed: set[int] = set()
+        self._lost = False
+        self._starved: set[int] = set()
+        """Streams that do not run for a while, unless somebody waits for something."""
+
+    # What a test does
+
+    def add_device_memory(self, address: int, num_bytes: int) -> None:
+        """This is memory of the device."""
+        self._device[address] = num_bytes
+
+    def launch(self, kernel: Callable[[], None], stream: int = COMPUTING_STREAM) -> None:
+        """Put a kernel into a stream: `kernel` runs when all before it is done."""
+        with self._lock:
+            self._streams[stream].append(_Operation(run=kernel))
+            self._run_some()
+
+    def finish(self) -> None:
+        """Run everything, in a random order."""
+        with self._lock:
+            while self._run_one():
+                pass
+            left = sum(len(stream) for stream in self._streams.values())
+            if left:
+                self._violated(f"{left} operations wait for ever")
+
+    def lose(self) -> None:
+        """The device fails for good: every later call does, and nothing in its queues is done."""
+        with self._lock:
+            self._lost = True
+            for stream in self._streams.values():
+                stream.clear()
+
+    @property
+    def busy_streams(self) -> int:
+        """Streams but the engine's own in which something is left."""
+        with self._lock:
+            return sum(bool(stream) for handle, stream in self._streams.items() if handle != COMPUTING_STREAM)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that is registered now."""
+        return sum(self._pinned.values())
+
+    # The driver
+
+    def attach(self) -> None:
+        """See `Driver`."""
+        self._relaxed.add(threading.get_ident())
+        self._called("attach")
+
+    def create_stream(self) -> int:
+        """See `Driver`."""
+        self._called("create_stream")
+        with self._lock:
+            self._streams[stream := self._handle()] = deque()
+            return stream
+
+    def create_event(self) -> int:
+        """See `Driver`."""
+        self._called("create_event")
+        with self._lock:
+            self._recorded[event := self._handle()] = 0
+            return event
+
+    def destroy_stream(self, stream: int) -> None:
+        """See `Driver`."""
+        self._called("destroy_stream")
+        with self._lock:
+            self._require(stream in self._streams, "destroy_stream", f"stream {stream} is not there")
+            while self._streams[stream] and self._run_one():
+                pass
+            del self._streams[stream]
+
+    def destroy_event(self, event: int) -> None:
+        """See `Driver`."""
+        self._called("destroy_event")
+        with self._lock:
+            self._require(event in self._recorded, "destroy_event", f"event {event} is not there")
+            del self._recorded[event]
+
+    def record(self, event: int, stream: int) -> None:
+        """See `Driver`."""
+        self._called("record")
+        with self._lock:
+            self._require_both("record", event, stream)
+            self._recorded[event] += 1
+            self._pending.add(record := (event, self._recorded[event]))
+            self._streams[stream].append(_Operation(records=record))
+            self._run_some()
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """See `Driver`."""
+        self._called("stream_wait")
+        with self._lock:
+            self._require_both("stream_wait", event, stream)
+            self.num_waits += 1
+            self._streams[stream].append(_Operation(waits_for=(event, self._recorded[event])))
+            self._run_some()
+
+    def is_done(self, event: int) -> bool:
+        """See `Driver`."""
+        self._called("is_done")
+        with self._lock:
+            self._require(event in self._recorded, "is_done", f"event {event} is not there")
+            self._run_some()
+            return (event, self._recorded[event]) not in self._pending
+
+    def synchronize(self, event: int) -> None:
+        """See `Driver`."""
+        self._called("synchronize")
+        end = time.monotonic() + FOREVER_SECONDS
+        number = self._recorded.get(event, 0)
+        while True:
+            with self._lock:
+                self._require(event in self._recorded, "synchronize", f"event {event} is not there")
+                if self._lost:
+                    raise self._error("synchronize", 700, "the device was lost")
+                if (event, number) not in self._pending:
+                    return
+                ran = self._run_one()
+            if not ran:
+                time.sleep(0.001)
+                if time.monotonic() > end:
+                    self._violated("synchronize waits for ever")
+                    raise self._error("synchronize", 702, "timeout")
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See `Driver`."""
+        self._called("register")
+        with self._lock:
+            good = not any(
+                start < address + num_bytes and address < start + size for start, size in self._pinned.items()
+            )
+            self._require(good, "register", "memory is registered already", code=712)
+            self._pinned[address] = num_bytes
+            self._run_some()
+
+    def unregister(self, address: int) -> None:
+        """See `Driver`."""
+        self._called("unregister")
+        with self._lock:
+            self._require(address in self._pinned, "unregister", "memory is not registered", code=713)
+            end = address + self._pinned.pop(address)
+            for stream in self._streams.values():
+                for copy in (copy for operation in stream for copy in operation.copies):
+                    if address <= copy.target < end or address <= copy.source < end:
+                        self._violated("memory is unpinned under a copy")
+
+    def copy_batch(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int
+    ) -> None:
+        """See `Driver`."""
+        self._called("copy_batch")
+        with self._lock:
+            self._require(0 < len(sizes) <= MAX_BATCH_ENTRIES, "copy_batch", f"{len(sizes)} entries")
+            self._require(stream in self._streams, "copy_batch", f"stream {stream} is not there")
+            copies = [_Copy(*entry) for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)]
+            for copy in copies:
+                for address in (copy.target, copy.source):
+                    self._require(
+                        self._within(self._device, address, copy.size)
+                        or self._within(self._pinned, address, copy.size),
+                        "copy_batch",
+                        f"{copy.size} bytes at {address:#x} are neither the device's nor in one piece of pinned memory",
+                    )
+            self.num_calls += 1
+            self.num_entries += len(copies)
+            if order == AccessOrder.ANY:
+                when = self._random.choice(("now", "at any time", "when it runs"))
+                for copy in copies if when == "now" else ():
+                    copy.read()
+                self._unread += copies if when == "at any time" else ()
+            self._streams[stream].append(_Operation(copies=copies))
+            self._run_some()
+
+    # What it does with it
+
+    def _handle(self) -> int:
+        self._handles += 1
+        return self._handles
+
+    def _called(self, call: str) -> None:
+        thread = threading.get_ident()
+        if self._lost:
+            raise self._error(call, 700, "the device was lost")
+        if thread != self._engine_thread and thread not in self._relaxed:
+            self._violated(f"{call} on a thread that is not attached")
+            raise self._error(call, 201, "invalid context")
+        if self.capturing and thread not in self._relaxed:
+            self._violated(f"{call} while a graph is captured")
+            raise self._error(call, 900, "operation not permitted while a stream is capturing")
+
+    def _require_both(self, call: str, event: int, stream: int) -> None:
+        self._require(event in self._recorded, call, f"event {event} is not there")
+        self._require(stream in self._streams, call, f"stream {stream} is not there")
+
+    def _require(self, good: bool, call: str, what: str, code: int = 1) -> None:
+        if not good:
+            self._violated(f"{call}: {what}")
+            raise self._error(call, code, what)
+
+    def _error(self, call: str, code: int, what: str) -> CudaError:
+        return CudaError(call, code, "hostile", what)
+
+    def _violated(self, what: str) -> None:
+        self.violations.append(what)
+
+    def _within(self, pieces: dict[int, int], address: int, size: int) -> bool:
+        return any(start <= address and address + size <= start + length for start, length in pieces.items())
+
+    def _run_some(self) -> None:
+        if self._random.random() < STARVING:
+            self._starved = {stream for stream in self._streams if self._random.random() < 0.5}
+        for _ in range(self._random.choice((0, 0, 1, 3, 20))):
+            self._run_one(self._starved)
+
+    def _run_one(self, starved: Collection[int] = ()) -> bool:
+        """Do something that the documentation allows now; returns whether there was anything."""
+        if self._unread and self._random.random() < 0.2:
+            copy = self._unread.pop(self._random.randrange(len(self._unread)))
+            if copy.early is None:
+                copy.read()
+            return True
+        heads = [
+            stream
+            for handle, stream in self._streams.items()
+            if stream and handle not in starved and stream[0].waits_for not in self._pending
+        ]
+        if not heads:
+            return False
+        stream = self._random.choice(heads)
+        operation = stream[0]
+        if operation.copies:
+            copy = operation.copies.pop(self._random.randrange(len(operation.copies)))
+            copy.run()
+            if copy in self._unread:
+                self._unread.remove(copy)
+            if operation.copies:
+                return True
+        stream.popleft()
+        if operation.run is not None:
+            operation.run()
+        self._pending.discard(operation.records)
+        return True

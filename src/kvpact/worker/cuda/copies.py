@@ -1,0 +1,107 @@
+"""What every copy of a rank on a CUDA device needs: the driver, events, and the way from jobs to entries.
+
+Owns the runs of bytes of pages and slots, and the one error after which nothing is copied any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from kvpact.errors import PactViolation
+from kvpact.memory.arena import ArenaSegment
+from kvpact.worker.copy.base import Job
+from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, CudaError, Driver
+from kvpact.worker.cuda.entries import Entries, GroupRuns, runs_of
+from kvpact.worker.paged import GROUPS, PagedKV, join_adjacent
+
+
+class Events:
+    """Events for use and reuse. An event may be given back once all calls that name it have returned."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._idle: deque[int] = deque()
+
+    def record(self, stream: int) -> int:
+        """An event that is done when all that is in `stream` now is done."""
+        event = self._idle.popleft() if self._idle else self.driver.create_event()
+        self.driver.record(event, stream)
+        return event
+
+    def give_back(self, *events: int) -> None:
+        """They are not waited for any more by a call yet to come; streams may still be waiting."""
+        self._idle.extend(events)
+
+
+class DeviceCopies:
+    """One rank's pages and slots, and how bytes get from one to the other. Used by several threads."""
+
+    def __init__(
+        self,
+        paged: PagedKV,
+        segment: ArenaSegment,
+        driver: Driver,
+        current_stream: Callable[[], int],
+        pinned_slots: int,
+    ) -> None:
+        """`current_stream()` is the stream on which the caller computes; `pinned_slots` slots were pinned together."""
+        (slot_class,) = segment.classes
+        self.driver, self.current_stream = driver, current_stream
+        self.events = Events(driver)
+        self.error: CudaError | None = None
+        """Why nothing is copied any more."""
+        self._first_slot = slot_class.slots.start
+        self.slot_bytes = slot_class.slot_bytes
+        address = segment.address_of(slot_class)
+        runs = runs_of(paged, paged.groups, address, slot_class, pinned_slots)
+        self.groups, self._by_group = _arrivals(paged.groups, runs)
+        """Layers that arrive together, in forward order."""
+        joined = join_adjacent(paged.layers, len(paged.layers))
+        self._whole = runs_of(paged, joined, address, slot_class, pinned_slots)
+        self.entries_per_block = sum(one.layer.chunks for one in runs)
+        """Of one block alone, over all groups."""
+
+    def note_error(self, error: Exception) -> None:
+        """The device refused a call: nothing is copied from now on. Most such errors are for good."""
+        if self.error is None and isinstance(error, CudaError):
+            self.error = error
+
+    def check(self, job: Job) -> None:
+        """Raise PactViolation if the job names a block or a slot that is not there."""
+        self.all_layers(job.block_ids, job.slots)
+
+    def all_layers(self, block_ids: Sequence[int], slots: Sequence[int]) -> Entries:
+        """What copies these blocks as a whole."""
+        return self._entries(self._whole, block_ids, slots)
+
+    def by_group(self, block_ids: Sequence[int], slots: Sequence[int]) -> list[Entries]:
+        """What copies these blocks, for each of `groups`."""
+        return [self._entries(runs, block_ids, slots) for runs in self._by_group]
+
+    def _entries(self, runs: Sequence[GroupRuns], block_ids: Sequence[int], slots: Sequence[int]) -> Entries:
+        if len(block_ids) != len(slots):
+            raise PactViolation(f"each block needs one slot, not {len(block_ids)} blocks and {len(slots)} slots")
+        blocks, places = np.asarray(block_ids, np.int64), np.asarray(slots, np.int64) - self._first_slot
+        return Entries.joined([one.entries(blocks, places) for one in runs])
+
+    def copy_in(self, entries: Entries, stream: int) -> None:
+        """Put copies from slots into blocks into `stream`. Slots do not change while a load reads them."""
+        for piece in entries.pieces(MAX_BATCH_ENTRIES):
+            self.driver.copy_batch(piece.device, piece.host, piece.sizes, AccessOrder.ANY, stream)
+
+    def copy_out(self, entries: Entries, stream: int) -> None:
+        """Put copies from blocks into slots into `stream`."""
+        for piece in entries.pieces(MAX_BATCH_ENTRIES):
+            self.driver.copy_batch(piece.host, piece.device, piece.sizes, AccessOrder.STREAM, stream)
+
+
+def _arrivals(groups: Sequence[range], runs: Sequence[GroupRuns]) -> tuple[list[range], list[list[GroupRuns]]]:
+    """Groups of layers that arrive together, about `GROUPS` of them, and the runs of each."""
+    share = -(-len(groups) // GROUPS)
+    borders = [*range(0, len(groups), share), len(groups)]
+    arriving = [range(groups[start].start, groups[end - 1].stop) for start, end in pairwise(borders)]
+    return arriving, [list(runs[start:end]) for start, end in pairwise(borders)]
