@@ -101,7 +101,8 @@ class ArenaSegment:
     def __init__(self, descriptor: int, classes: Sequence[SlotClass]) -> None:
         self.classes = tuple(classes)
         """Of all its slots, lowest numbers first."""
-        self._descriptor = descriptor
+        self.descriptor = descriptor
+        """Of the memfd; open until `close`."""
         self._closed = False
         ends = [one.end for one in self.classes]
         size = ends[-1]
@@ -193,11 +194,11 @@ class ArenaSegment:
 
     def address(self) -> SegmentAddress:
         """What another process of this host needs to attach; valid as long as this segment is open."""
-        found = os.fstat(self._descriptor)
+        found = os.fstat(self.descriptor)
         (only,) = self.classes  # an address has room for one
         return SegmentAddress(
             pid=os.getpid(),
-            descriptor=self._descriptor,
+            descriptor=self.descriptor,
             num_slots=len(only.slots),
             rank_slot_bytes=only.slot_bytes,
             device=found.st_dev,
@@ -244,7 +245,7 @@ class ArenaSegment:
             self.memory.release()
             self.notice.release()
             self._mapping.close()
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 class Arena:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvpact.errors import ConfigError, PactViolation
+from kvpact.worker.cuda import driver as driver_module
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, CudaDriver, CudaError
 
 SOURCE = Path(__file__).with_name("stand_in_libcuda.c")
@@ -61,7 +62,8 @@ class StandIn:
 
 
 @pytest.fixture
-def stand_in(library: Path) -> StandIn:
+def stand_in(library: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    monkeypatch.setattr(driver_module, "LIBRARY", str(library))
     one = StandIn(library)
     one.fail("", 0)
     one.is_old(0)
@@ -71,7 +73,7 @@ def stand_in(library: Path) -> StandIn:
 
 @pytest.fixture
 def driver(library: Path, stand_in: StandIn) -> CudaDriver:
-    made = CudaDriver(1, str(library))
+    made = CudaDriver(1)
     made.attach()
     stand_in.forget()
     return made
@@ -82,7 +84,7 @@ def arrays(*columns: list[int]) -> list[np.ndarray]:
 
 
 def test_the_device_is_opened_once_and_each_thread_attaches_once(library: Path, stand_in: StandIn) -> None:
-    driver = CudaDriver(1, str(library))
+    driver = CudaDriver(1)
     assert stand_in.calls() == [
         "cuInit 0",
         "cuDeviceGet 1",
@@ -141,7 +143,7 @@ def test_streams_events_and_pinning(driver: CudaDriver, stand_in: StandIn) -> No
 @pytest.mark.parametrize("old", [False, True], ids=["batches", "one by one"])
 def test_copies_arrive_in_batches_or_one_by_one(library: Path, stand_in: StandIn, old: bool) -> None:
     stand_in.is_old(old)
-    driver = CudaDriver(0, str(library))
+    driver = CudaDriver(0)
     assert driver.copies_in_batches is not old
     source, target = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
     here, there = source.ctypes.data, target.ctypes.data
@@ -223,9 +225,10 @@ def test_an_unknown_error_has_its_number(driver: CudaDriver, stand_in: StandIn) 
         driver.record(1, 2)
 
 
-def test_a_machine_without_the_library_is_told_what_is_missing(tmp_path: Path) -> None:
+def test_a_machine_without_the_library_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "LIBRARY", str(tmp_path / "libcuda.so.1"))
     with pytest.raises(ConfigError, match=r"needs NVIDIA's driver library .*libcuda\.so\.1"):
-        CudaDriver(0, str(tmp_path / "libcuda.so.1"))
+        CudaDriver(0)
 
 
 def test_importing_needs_neither_the_library_nor_torch() -> None:

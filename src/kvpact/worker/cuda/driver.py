@@ -24,7 +24,7 @@ Addresses = npt.NDArray[np.uint64]
 MAX_BATCH_ENTRIES: Final = 4096
 """Copies in one call. The driver has crashed at 51,828 of them (vllm#49276)."""
 
-LIBRARY: Final = "libcuda.so.1"
+LIBRARY = "libcuda.so.1"
 
 _NON_BLOCKING_STREAM: Final = 1
 _EVENT_BLOCKING_SYNC: Final = 1
@@ -160,14 +160,14 @@ CAN_USE_HOST_POINTER: Final = 91
 class CudaDriver:
     """One device's driver. See `Driver`."""
 
-    def __init__(self, device: int, library: str = LIBRARY) -> None:
+    def __init__(self, device: int) -> None:
         """`device` counts those that the process sees. Raises ConfigError if there is no usable driver or device."""
         try:
-            loaded = ctypes.CDLL(library)
+            loaded = ctypes.CDLL(LIBRARY)
             self._functions = {name: _function(loaded, name, types) for name, types in SIGNATURES.items()}
         except (OSError, AttributeError) as error:
             raise ConfigError(
-                f"KV memory on a CUDA device needs NVIDIA's driver library {library}, version 12.0 or later: {error}"
+                f"KV memory on a CUDA device needs NVIDIA's driver library {LIBRARY}, version 12.0 or later: {error}"
             ) from error
         self._library = loaded
         self.device = device

@@ -1,0 +1,116 @@
+"""A segment's slots as pinned memory: chunk by chunk in the background, low slots first.
+
+Owns the registrations and the number of slots that are usable. Registering takes about 0.1 s per GiB and stalls other
+calls of the driver meanwhile, so that no chunk is large; an engine starts with the first ones. Pages that were not
+taken from the machine before are taken when they are pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from kvpact.memory.arena import ArenaSegment
+from kvpact.threads import start_background
+from kvpact.units import format_size
+from kvpact.worker.cuda.driver import CudaError, Driver
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 256 << 20
+"""Bytes of a registration: 25 ms. One of 512 GiB fails (vllm#51081); Linux 6.11 to 6.13 take at most 2 GiB."""
+
+FIRST_BYTES: Final = 4 << 30
+"""An engine waits for these at its start, at most `FIRST_SECONDS`."""
+
+FIRST_SECONDS: Final = 1.0
+
+
+class PinnedSlots:
+    """Pins the slots of a segment, all of one class. `usable` slots, from number 0 on, are pinned now."""
+
+    def __init__(self, driver: Driver, segment: ArenaSegment) -> None:
+        (slot_class,) = segment.classes
+        self._driver, self._segment = driver, segment
+        self._start = segment.address_of(slot_class)
+        self._slots, self._slot_bytes = len(slot_class.slots), slot_class.slot_bytes
+        self.chunk_slots = max(1, min(self._slots, CHUNK_BYTES // self._slot_bytes))
+        """Slots that are pinned together: no copy goes over the border between two of these."""
+        self.usable = 0
+        self.error: CudaError | None = None
+        """Why no more slots become usable, if so."""
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, told: Callable[[int], None]) -> None:
+        """Begin. `told(usable)` is called, on a thread of its own, whenever more slots are usable."""
+        self._thread = start_background("kvpact-pin", lambda: self._run(told))
+
+    def wait_for_first(self, seconds: float = FIRST_SECONDS) -> bool:
+        """Wait until as much is pinned as an engine needs to begin, or nothing more will be; at most `seconds`."""
+        wanted = min(self._slots, -(-FIRST_BYTES // self._slot_bytes))
+        with self._changed:
+            return self._changed.wait_for(lambda: self.usable >= wanted or self._ended, seconds)
+
+    def close(self) -> None:
+        """Unpin everything, after at most one more chunk. No copy may be under way. Idempotent."""
+        with self._changed:
+            self._closing = True
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        for slot in range(0, self.usable, self.chunk_slots):
+            with contextlib.suppress(CudaError):  # the device is lost, and its registrations with it
+                self._driver.unregister(self._address(slot))
+        self.usable = 0
+
+    @property
+    def _ended(self) -> bool:
+        return self.error is not None or self._closing or self.usable == self._slots
+
+    def _address(self, slot: int) -> int:
+        return self._start + slot * self._slot_bytes
+
+    def _run(self, told: Callable[[int], None]) -> None:
+        try:
+            self._driver.attach()
+            while not self._ended:
+                count = min(self.chunk_slots, self._slots - self.usable)
+                with _alone(self._segment):
+                    self._driver.register(self._address(self.usable), count * self._slot_bytes)
+                with self._changed:
+                    self.usable += count
+                    self._changed.notify_all()
+                told(self.usable)
+        except CudaError as error:
+            self._stop(error)
+        else:
+            logger.info("arena: %s pinned", format_size(self.usable * self._slot_bytes))
+
+    def _stop(self, error: CudaError) -> None:
+        pinned, wanted = self.usable * self._slot_bytes, self._slots * self._slot_bytes
+        logger.warning(
+            "arena: only %s of %s can be pinned (%s); the rest of `memory` is not used. Raise the limit on locked "
+            "memory (ulimit -l, or memlock in the container's settings) or set a smaller `memory`",
+            format_size(pinned),
+            format_size(wanted),
+            error,
+        )
+        with self._changed:
+            self.error = error
+            self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def _alone(segment: ArenaSegment) -> Iterator[None]:
+    """One process at a time pins pages of a segment: several at once can fail (vllm#52296)."""
+    fcntl.flock(segment.descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(segment.descriptor, fcntl.LOCK_UN)

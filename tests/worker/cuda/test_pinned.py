@@ -1,0 +1,137 @@
+"""Pinned slots: in the background, low ones first, in chunks of whole slots; what a limit leaves is used."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvpact.memory.arena import ArenaSegment
+from kvpact.testkit.device.hostile_driver import HostileDriver
+from kvpact.worker.cuda import pinned
+from kvpact.worker.cuda.driver import CudaError
+from kvpact.worker.cuda.pinned import PinnedSlots
+
+SLOTS, SLOT_BYTES = 10, 8192
+
+
+class Limited(HostileDriver):
+    """A device that pins so many bytes, and takes its time."""
+
+    def __init__(self, most: int = 1 << 40, seconds: float = 0.0) -> None:
+        super().__init__(1)
+        self.most, self.seconds = most, seconds
+        self.registered: list[tuple[int, int]] = []
+
+    def register(self, address: int, num_bytes: int) -> None:
+        time.sleep(self.seconds)
+        if self.pinned_bytes + num_bytes > self.most:
+            raise CudaError("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+        super().register(address, num_bytes)
+        self.registered.append((address, num_bytes))
+
+
+def chunked(chunk_bytes: int, driver: HostileDriver, segment: ArenaSegment) -> PinnedSlots:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pinned, "CHUNK_BYTES", chunk_bytes)
+        return PinnedSlots(driver, segment)
+
+
+@pytest.fixture
+def segment() -> Iterator[ArenaSegment]:
+    made = ArenaSegment.create(SLOTS, SLOT_BYTES)
+    yield made
+    made.close()
+
+
+def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegment) -> None:
+    driver, told = Limited(), []
+    slots = chunked(3 * SLOT_BYTES + 100, driver, segment)
+    assert (slots.chunk_slots, slots.usable) == (3, 0)
+    slots.start(told.append)
+    assert slots.wait_for_first(5)
+    assert told == [3, 6, 9, 10]
+    start = segment.mapped_at
+    assert driver.registered == [
+        (start, 3 * SLOT_BYTES),
+        (start + 3 * SLOT_BYTES, 3 * SLOT_BYTES),
+        (start + 6 * SLOT_BYTES, 3 * SLOT_BYTES),
+        (start + 9 * SLOT_BYTES, SLOT_BYTES),
+    ]
+    slots.close()
+    slots.close()
+    assert driver.pinned_bytes == 0
+    assert driver.violations == []
+
+
+def test_an_engine_waits_for_the_first_bytes_and_no_longer(
+    segment: ArenaSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "FIRST_BYTES", 2 * SLOT_BYTES)
+    slots = chunked(SLOT_BYTES, Limited(seconds=0.1), segment)
+    slots.start(lambda usable: None)
+    assert slots.wait_for_first(5)
+    assert 2 <= slots.usable < SLOTS
+    slots.close()
+    late = chunked(SLOT_BYTES, Limited(seconds=0.3), segment)
+    late.start(lambda usable: None)
+    began = time.monotonic()
+    assert not late.wait_for_first(0.05)
+    assert time.monotonic() - began < 0.25
+    late.close()
+
+
+@pytest.mark.parametrize("most", [0, 4])
+def test_a_containers_limit_leaves_what_it_allows_and_is_named(
+    segment: ArenaSegment, caplog: pytest.LogCaptureFixture, most: int
+) -> None:
+    driver, told = Limited(most * SLOT_BYTES), []
+    slots = chunked(2 * SLOT_BYTES, driver, segment)
+    with caplog.at_level(logging.WARNING):
+        slots.start(told.append)
+        assert slots.wait_for_first(5)
+    assert slots.usable == most
+    assert (told or [0])[-1] == most
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "can be pinned (cuMemHostRegister failed with CUDA error 2" in warning
+    assert "ulimit -l" in warning
+    slots.close()
+    assert driver.violations == []
+
+
+def test_processes_that_pin_the_same_pages_take_turns(segment: ArenaSegment) -> None:
+    """Each has a driver and a mapping of its own; the lock is on the file that both have."""
+    pinning, most = [], []
+
+    class Counting(Limited):
+        def register(self, address: int, num_bytes: int) -> None:
+            pinning.append(self)
+            most.append(len(pinning))
+            super().register(address, num_bytes)
+            pinning.remove(self)
+
+    other = ArenaSegment.attach(segment.address())
+    both = [chunked(SLOT_BYTES, Counting(seconds=0.005), one) for one in (segment, other)]
+    for slots in both:
+        slots.start(lambda usable: None)
+    assert all(slots.wait_for_first(10) for slots in both)
+    assert max(most) == 1
+    assert len(most) == 2 * SLOTS
+    for slots in both:
+        slots.close()
+    other.close()
+
+
+def test_pinning_while_a_graph_is_captured_does_no_harm(segment: ArenaSegment) -> None:
+    driver = Limited()
+    driver.capturing = True
+    slots = chunked(SLOT_BYTES, driver, segment)
+    slots.start(lambda usable: None)
+    assert slots.wait_for_first(5)
+    assert driver.violations == []
+    driver.capturing = False
+    slots.close()
+    assert threading.active_count() == 1 or driver.pinned_bytes == 0
