@@ -13,6 +13,8 @@ from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Page, Play
 from kvpact.worker.copy.cpu import CpuTransferEngine
 from kvpact.worker.cuda import copies, engine, lane
+from kvpact.worker.cuda.driver import AccessOrder
+from kvpact.worker.cuda.entries import Entries
 from kvpact.worker.paged import PagedKV
 
 BLOCKS, SLOTS, LAYERS = 24, 16, 6
@@ -40,6 +42,21 @@ LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "inside blocks": inside_blocks,
     "halves": halves,
 }
+
+
+class PlayedKernel:
+    """Loads by a kernel, which reads host memory in stream order."""
+
+    def __init__(self, driver: HostileDriver) -> None:
+        self._driver = driver
+        self.loads = 0
+
+    def suits(self, entries: Entries) -> bool:
+        return len(entries) >= 4
+
+    def load(self, entries: Entries, stream: int) -> None:
+        self.loads += 1
+        self._driver.launch_copies(entries.device, entries.host, entries.sizes, AccessOrder.STREAM, stream)
 
 
 class Bed:
@@ -72,8 +89,13 @@ class Bed:
         for slot in range(0, SLOTS, PINNED_SLOTS):
             count = min(PINNED_SLOTS, SLOTS - slot)
             self.driver.register(self.segment.mapped_at + slot * slot_bytes, count * slot_bytes)
-        self.copies = copies.DeviceCopies(self.paged, self.segment, self.driver, lambda: COMPUTING_STREAM, PINNED_SLOTS)
+        self.copies = copies.DeviceCopies(
+            self.paged, self.segment, self.driver, lambda: COMPUTING_STREAM, PINNED_SLOTS, self._kernel(seed)
+        )
         self.engine = engine.CudaTransferEngine(self.copies, 0)
+
+    def _kernel(self, seed: int) -> Any:
+        return PlayedKernel(self.driver) if seed % 4 == 3 and self.driver is not None else None
 
     def _do(self, kernel: Callable[[], None]) -> None:
         if self.driver is None:

@@ -238,6 +238,14 @@ class HostileDriver:
         self._called("copy_batch")
         with self._lock:
             self._require(0 < len(sizes) <= MAX_BATCH_ENTRIES, "copy_batch", f"{len(sizes)} entries")
+        self.launch_copies(targets, sources, sizes, order, stream)
+
+    def launch_copies(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int
+    ) -> None:
+        """The same by a kernel, which takes as many as it likes."""
+        self._called("launch_copies")
+        with self._lock:
             self._require(stream in self._streams, "copy_batch", f"stream {stream} is not there")
             copies = [_Copy(*entry) for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)]
             for copy in copies:

@@ -1,13 +1,16 @@
 """What every copy of a rank on a CUDA device needs: the driver, events, and the way from jobs to entries.
 
-Owns the runs of bytes of pages and slots, and the one error after which nothing is copied any more.
+Owns the runs of bytes of pages and slots, the choice between copy engines and the kernel, and the one error after which
+nothing is copied any more.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -17,6 +20,18 @@ from kvpact.worker.copy.base import Job
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, CudaError, Driver
 from kvpact.worker.cuda.entries import Entries, GroupRuns, runs_of
 from kvpact.worker.paged import GROUPS, PagedKV, join_adjacent
+
+logger = logging.getLogger(__name__)
+
+
+class Kernel(Protocol):
+    """Loads by a kernel instead of the device's copy engines."""
+
+    def suits(self, entries: Entries) -> bool:
+        """Whether the kernel can copy these, and is the faster way."""
+
+    def load(self, entries: Entries, stream: int) -> None:
+        """Put the copies into `stream`. Their host memory is registered, and stays as it is until they are done."""
 
 
 class Events:
@@ -47,6 +62,7 @@ class DeviceCopies:
         driver: Driver,
         current_stream: Callable[[], int],
         pinned_slots: int,
+        kernel: Kernel | None,
     ) -> None:
         """`current_stream()` is the stream on which the caller computes; `pinned_slots` slots were pinned together."""
         (slot_class,) = segment.classes
@@ -54,6 +70,7 @@ class DeviceCopies:
         self.events = Events(driver)
         self.error: CudaError | None = None
         """Why nothing is copied any more."""
+        self._kernel = kernel
         self._first_slot = slot_class.slots.start
         self.slot_bytes = slot_class.slot_bytes
         address = segment.address_of(slot_class)
@@ -90,6 +107,13 @@ class DeviceCopies:
 
     def copy_in(self, entries: Entries, stream: int) -> None:
         """Put copies from slots into blocks into `stream`. Slots do not change while a load reads them."""
+        if self._kernel is not None and self._kernel.suits(entries):
+            try:
+                self._kernel.load(entries, stream)
+                return
+            except Exception:
+                logger.warning("loads of small pages go by the device's copy engines: no kernel", exc_info=True)
+                self._kernel = None
         for piece in entries.pieces(MAX_BATCH_ENTRIES):
             self.driver.copy_batch(piece.device, piece.host, piece.sizes, AccessOrder.ANY, stream)
 

@@ -1,0 +1,72 @@
+"""Loads of small pages by a kernel: which they are, and, in Triton's interpreter, that every byte arrives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+from kvpact.torch_cuda.kernel import DMA_BYTES, MIN_ENTRIES, KernelLoads
+from kvpact.worker.cuda.entries import Entries
+
+IN_THE_INTERPRETER = """
+import numpy as np, torch
+from kvpact.memory.arena import ArenaSegment
+from kvpact.torch_cuda.kernel import launch
+
+RUNS, SLOT = 13, 1 << 17
+segment = ArenaSegment.create(RUNS, SLOT)
+slots = np.frombuffer(segment.memory, np.uint8).reshape(RUNS, SLOT)
+slots[:] = np.random.default_rng(1).integers(0, 256, slots.shape, np.uint8)
+for size in (8, 16, 24, 1000, 4096, 8192, 8200, 16384, 28672, 65536):
+    for programs in (1, 12):
+        pages = np.zeros((RUNS, size + 64), np.uint8)
+        order = np.random.default_rng(size).permutation(RUNS)
+        sources = torch.from_numpy(slots.ctypes.data + 8 + np.arange(RUNS) * SLOT)
+        targets = torch.from_numpy(pages.ctypes.data + order * (size + 64))
+        launch(sources, targets, size, programs)
+        for run, page in enumerate(order):
+            assert (pages[page, :size] == slots[run, 8 : 8 + size]).all(), (size, programs, run)
+            assert not pages[page, size:].any(), (size, programs, run)
+print("all arrived")
+"""
+
+
+def test_every_byte_of_every_page_size_arrives_and_no_other_is_written() -> None:
+    source = Path(__file__).parents[2] / "src"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
+    run = subprocess.run(
+        [sys.executable, "-c", IN_THE_INTERPRETER], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert run.stdout == "all arrived\n", run.stderr
+
+
+def entries(count: int, size: int, **changed: Any) -> Entries:
+    start = np.arange(count, dtype=np.uint64) * np.uint64(1 << 20)
+    made = {"device": start, "host": start + np.uint64(1 << 30), "sizes": np.full(count, size, np.uint64), **changed}
+    return Entries(**made)
+
+
+@pytest.mark.parametrize(
+    ("asked", "suits"),
+    [
+        (entries(MIN_ENTRIES, 8192), True),
+        (entries(MIN_ENTRIES - 1, 8192), False),
+        (entries(MIN_ENTRIES, DMA_BYTES), False),
+        (entries(MIN_ENTRIES, DMA_BYTES - 8), True),
+        (entries(MIN_ENTRIES, 8196), False),
+        (entries(MIN_ENTRIES, 8192, host=np.arange(MIN_ENTRIES, dtype=np.uint64) * np.uint64(8196)), False),
+        (entries(MIN_ENTRIES, 8192, sizes=np.array([8192] * (MIN_ENTRIES - 1) + [16384], np.uint64)), False),
+    ],
+    ids=["small", "few", "large", "almost large", "no words", "not aligned", "uneven"],
+)
+def test_small_pages_of_one_size_go_by_the_kernel(asked: Entries, suits: bool) -> None:
+    assert KernelLoads(0).suits(asked) is suits
