@@ -1,0 +1,133 @@
+"""What a load costs the CPU before the GPU does anything: entries, calls, and the time to build and submit them.
+
+    python benchmarks/gpu_submission.py [--rounds N]
+
+Needs no GPU: the driver's calls do nothing, so the times are Python's and numpy's alone. CPU time of the calling thread,
+median of the rounds. Shapes: Llama-3-8B in bf16, blocks of 16 tokens, on one rank and on one of eight (TP 8).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvpact.contract import LoadJob
+from kvpact.memory.arena import SlotClass
+from kvpact.worker.cuda.copies import DeviceCopies
+from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES
+from kvpact.worker.cuda.engine import MAX_ENTRIES_AT_ONCE, CudaTransferEngine
+from kvpact.worker.paged import GROUPS, PagedKV, PagedLayer, join_adjacent
+
+LAYERS, HEADS, HEAD_BYTES, BLOCK_TOKENS = 32, 8, 128 * 2, 16
+GIB = 1 << 30
+
+
+class NoDriver:
+    """Accepts everything and does nothing."""
+
+    def __init__(self) -> None:
+        self.calls = self.entries = 0
+
+    def copy_batch(self, targets: Any, sources: Any, sizes: Any, order: Any, stream: int) -> None:
+        self.calls += 1
+        self.entries += len(sizes)
+
+    def is_done(self, event: int) -> bool:
+        return True
+
+    def create_stream(self) -> int:
+        return 1
+
+    create_event = create_stream
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def paged(layout: str, page_bytes: int, num_blocks: int) -> PagedKV:
+    """KV memory of the shape; nothing of it exists."""
+    base = 1 << 40
+    inside = layout == "BLNHC"
+    layers = [
+        PagedLayer(
+            name=f"layer.{number}",
+            address=base + number * (page_bytes if inside else page_bytes * num_blocks),
+            num_blocks=num_blocks,
+            block_stride=page_bytes * (LAYERS if inside else 1),
+            chunks=1,
+            chunk_stride=page_bytes,
+            chunk_bytes=page_bytes,
+        )
+        for number in range(LAYERS)
+    ]
+    groups = join_adjacent(layers, -(-LAYERS // GROUPS))
+    index = {layer.name: number for number, layer in enumerate(layers)}
+    return PagedKV(tuple(layers), index, num_blocks, groups, "cuda", ())
+
+
+def copies_of(layout: str, page_bytes: int, num_blocks: int, driver: NoDriver) -> DeviceCopies:
+    kv = paged(layout, page_bytes, num_blocks)
+    slot_class = SlotClass(range(num_blocks), kv.layout.rank_slot_bytes)
+    segment: Any = SimpleNamespace(classes=(slot_class,), address_of=lambda _: 1 << 44)
+    return DeviceCopies(kv, segment, driver, lambda: 1, max(1, (256 << 20) // slot_class.slot_bytes), None)
+
+
+def timed(work: Any, rounds: int) -> float:
+    """Median CPU time of the calling thread, in microseconds."""
+    spent = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        work()
+        spent.append(time.thread_time() - began)
+    return median(spent) * 1e6
+
+
+def main() -> None:
+    """Print one line for each shape and length."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    print(f"{'layout':8} {'TP':>2} {'tokens':>7} {'entry KiB':>9} {'entries':>8} {'calls':>5} "
+          f"{'build+submit us':>15} {'us/entry':>8} {'in load() us':>12}")  # fmt: skip
+    for layout in ("LBNHC", "BLNHC"):
+        for ranks in (1, 8):
+            page_bytes = 2 * HEADS // ranks * HEAD_BYTES * BLOCK_TOKENS
+            for tokens in (4096, 32768, 131072):
+                blocks = tokens // BLOCK_TOKENS
+                driver = NoDriver()
+                copies = copies_of(layout, page_bytes, 2 * blocks, driver)
+                shuffled = np.random.default_rng(1).permutation(2 * blocks)[:blocks].tolist()
+                job = LoadJob(1, "r", 0, tuple(range(blocks)), tuple(shuffled), synchronous=True)
+
+                def submit(job: LoadJob = job, copies: DeviceCopies = copies) -> None:
+                    for entries in copies.by_group(job.block_ids, job.slots):
+                        copies.copy_in(entries, 1)
+
+                submit()
+                entries, calls = driver.entries, driver.calls
+                spent = timed(submit, rounds)
+                engine = CudaTransferEngine(copies, 0)
+                numbers = iter(range(1 << 30))
+
+                def load(job: LoadJob = job, engine: CudaTransferEngine = engine, numbers: Any = numbers) -> None:
+                    (transfer,) = engine.load([replace(job, job_id=next(numbers))], urgent=True)
+                    engine_done.append(transfer)
+
+                engine_done: list[Any] = []
+                in_load = timed(load, rounds)
+                for transfer in engine_done:
+                    transfer.wait(GROUPS, None)
+                assert engine.close(30)
+                print(f"{layout:8} {ranks:2} {tokens:7} {page_bytes * LAYERS * blocks / entries / 1024:9.0f} {entries:8} "
+                      f"{calls:5} {spent:15.0f} {spent / entries:8.2f} {in_load:12.0f}")  # fmt: skip
+    print(f"at most {MAX_ENTRIES_AT_ONCE} entries are submitted within load(), {MAX_BATCH_ENTRIES} a call")
+
+
+if __name__ == "__main__":
+    main()
