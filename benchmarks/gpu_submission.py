@@ -2,15 +2,14 @@
 
     python benchmarks/gpu_submission.py [--rounds N]
 
-Needs no GPU: the driver's calls do nothing, so the times are Python's and numpy's alone. CPU time of the calling thread,
-median of the rounds. Shapes: Llama-3-8B in bf16, blocks of 16 tokens, on one rank and on one of eight (TP 8).
+Needs no GPU: the driver's calls do nothing, so the times are Python's and numpy's alone. CPU time of the calling
+thread, median of the rounds. Shapes: Llama-3-8B in bf16, blocks of 16 tokens, on one rank and on one of eight (TP 8).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -88,44 +87,41 @@ def timed(work: Any, rounds: int) -> float:
     return median(spent) * 1e6
 
 
+def row(layout: str, ranks: int, tokens: int, rounds: int) -> str:
+    """One shape and length."""
+    page_bytes = 2 * HEADS // ranks * HEAD_BYTES * BLOCK_TOKENS
+    blocks = tokens // BLOCK_TOKENS
+    driver = NoDriver()
+    copies = copies_of(layout, page_bytes, 2 * blocks, driver)
+    scattered = np.random.default_rng(1).permutation(2 * blocks)[:blocks].tolist()
+    job = LoadJob(1, "r", 0, tuple(range(blocks)), tuple(scattered), synchronous=True)
+
+    def submit() -> None:
+        for entries in copies.by_group(job.block_ids, job.slots):
+            copies.copy_in(entries, 1)
+
+    submit()
+    entries, calls = driver.entries, driver.calls
+    spent = timed(submit, rounds)
+    engine = CudaTransferEngine(copies, 0)
+    handed_over = timed(lambda: engine.load([job], urgent=True), rounds)
+    assert engine.close(30)
+    return (
+        f"{layout:8} {ranks:2} {tokens:7} {page_bytes * LAYERS * blocks / entries / 1024:9.0f} {entries:8} {calls:5} "
+        f"{spent:15.0f} {spent / entries:8.2f} {handed_over:12.0f}"
+    )
+
+
 def main() -> None:
     """Print one line for each shape and length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
-    print(f"{'layout':8} {'TP':>2} {'tokens':>7} {'entry KiB':>9} {'entries':>8} {'calls':>5} "
-          f"{'build+submit us':>15} {'us/entry':>8} {'in load() us':>12}")  # fmt: skip
+    print("layout   TP  tokens entry KiB  entries calls build+submit us us/entry in load() us")
     for layout in ("LBNHC", "BLNHC"):
         for ranks in (1, 8):
-            page_bytes = 2 * HEADS // ranks * HEAD_BYTES * BLOCK_TOKENS
             for tokens in (4096, 32768, 131072):
-                blocks = tokens // BLOCK_TOKENS
-                driver = NoDriver()
-                copies = copies_of(layout, page_bytes, 2 * blocks, driver)
-                shuffled = np.random.default_rng(1).permutation(2 * blocks)[:blocks].tolist()
-                job = LoadJob(1, "r", 0, tuple(range(blocks)), tuple(shuffled), synchronous=True)
-
-                def submit(job: LoadJob = job, copies: DeviceCopies = copies) -> None:
-                    for entries in copies.by_group(job.block_ids, job.slots):
-                        copies.copy_in(entries, 1)
-
-                submit()
-                entries, calls = driver.entries, driver.calls
-                spent = timed(submit, rounds)
-                engine = CudaTransferEngine(copies, 0)
-                numbers = iter(range(1 << 30))
-
-                def load(job: LoadJob = job, engine: CudaTransferEngine = engine, numbers: Any = numbers) -> None:
-                    (transfer,) = engine.load([replace(job, job_id=next(numbers))], urgent=True)
-                    engine_done.append(transfer)
-
-                engine_done: list[Any] = []
-                in_load = timed(load, rounds)
-                for transfer in engine_done:
-                    transfer.wait(GROUPS, None)
-                assert engine.close(30)
-                print(f"{layout:8} {ranks:2} {tokens:7} {page_bytes * LAYERS * blocks / entries / 1024:9.0f} {entries:8} "
-                      f"{calls:5} {spent:15.0f} {spent / entries:8.2f} {in_load:12.0f}")  # fmt: skip
+                print(row(layout, ranks, tokens, rounds))
     print(f"at most {MAX_ENTRIES_AT_ONCE} entries are submitted within load(), {MAX_BATCH_ENTRIES} a call")
 
 

@@ -436,6 +436,7 @@ READS_THE_CLOCK = {
     "vllm.model_watch",
     "vllm.scheduler_side",
     "vllm.stats",
+    "worker.round_trip",
     "worker.step_reader",
     "worker.worker",
 }

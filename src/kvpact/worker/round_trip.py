@@ -1,0 +1,88 @@
+"""Whether a device's copies do what they say, tried before anything is served: blocks out and back, bit for bit.
+
+Owns the trial. It runs over any `TransferEngine`, on memory that the engine does not use yet, and leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvpact.contract import LoadJob, SaveJob
+from kvpact.errors import ConfigError
+from kvpact.memory.arena import ArenaSegment
+from kvpact.worker.copy.base import Transfer, TransferEngine
+from kvpact.worker.paged import PagedKV
+
+MAX_BLOCKS: Final = 64
+
+DEADLINE_SECONDS: Final = 10.0
+"""For each of the four copies. They take milliseconds; a device that takes longer is not one to serve with."""
+
+
+def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, usable_slots: int) -> None:
+    """Copy a pattern into blocks and out again. Raises ConfigError if it does not come back, or not in time.
+
+    `usable_slots` slots, from number 0 on, may be used; three for each block.
+    """
+    (slot_class,) = segment.classes
+    count = min(MAX_BLOCKS, usable_slots // 3, paged.num_blocks - 1)
+    if count < 1:
+        raise ConfigError(f"memory: {usable_slots} usable blocks are too few to try the device's copies: 3 are needed")
+    slots = np.frombuffer(segment.class_view(slot_class), np.uint8).reshape(-1, slot_class.slot_bytes)
+    block_bytes = sum(paged.layout.layer_page_bytes)
+    blocks = tuple(range(1, 2 * count, 2)) if 2 * count <= paged.num_blocks else tuple(range(1, count + 1))
+    kept, pattern, back = (tuple(range(part * count, (part + 1) * count)) for part in range(3))
+    slots[pattern[0] : pattern[-1] + 1] = np.random.default_rng(count).integers(
+        0, 256, (count, slots.shape[1]), np.uint8
+    )
+    trial = _Trial(engine, blocks)
+    trial.save(kept)
+    trial.load(pattern)
+    trial.save(back)
+    trial.load(kept)
+    wrong = [number for number in range(count) if (slots[pattern[number]] != slots[back[number]])[:block_bytes].any()]
+    slots[: 3 * count] = 0
+    if wrong:
+        raise ConfigError(
+            f"the copies of this {paged.device_type} device cannot be used: {len(wrong)} of {count} blocks came back "
+            "with other bytes; please report this with what `kvpact doctor --gpu` says"
+        )
+
+
+class _Trial:
+    """Jobs over the same blocks, one after the other."""
+
+    def __init__(self, engine: TransferEngine, blocks: tuple[int, ...]) -> None:
+        self._engine = engine
+        self._blocks = blocks
+        self._jobs = 0
+
+    def save(self, slots: tuple[int, ...]) -> None:
+        self._jobs += 1
+        job = SaveJob(self._jobs, "round trip", 0, slots, self._blocks)
+        self._wait("out of", self._engine.save([job]))
+
+    def load(self, slots: tuple[int, ...]) -> None:
+        self._jobs += 1
+        job = LoadJob(self._jobs, "round trip", 0, slots, self._blocks, synchronous=True)
+        transfers = self._engine.load([job], urgent=True)
+        for transfer in transfers:
+            transfer.wait(len(self._engine.groups), DEADLINE_SECONDS)
+        self._wait("into", transfers)
+
+    def _wait(self, way: str, transfers: Sequence[Transfer]) -> None:
+        end = time.monotonic() + DEADLINE_SECONDS
+        while not all(transfer.ended for transfer in transfers):
+            if time.monotonic() > end:
+                raise ConfigError(f"copies {way} the KV memory did not end within {DEADLINE_SECONDS:g} s")
+            time.sleep(0.0002)
+        for transfer in transfers:
+            if transfer.failed:
+                raise ConfigError(f"copies {way} the KV memory failed: {transfer.error}") from transfer.error
+
+
+__all__ = ["require_round_trip"]
