@@ -96,11 +96,14 @@ class Scene:
         write_queue: int = 1 << 30,
         namespace: Namespace = NAMESPACE,
         holds_blocks: bool = True,
+        usable: int | None = None,
         **settings: object,
     ) -> None:
         self.now = 0.0
         self.config: KvpactConfig = load_config(settings, {})
         self.segments = [ArenaSegment.create(slots, PAGE) for _ in range(ranks)]
+        for segment in self.segments if usable is not None else ():
+            segment.usable_slots = usable
         self.kv = [np.zeros((engine_blocks, PAGE), dtype=np.uint8) for _ in range(ranks)]
         self.blocks = SceneBlocks()
         self.queues = [t if isinstance(t, TierExecutor) else TierExecutor(t, 2, write_queue) for t in tiers]

@@ -837,3 +837,21 @@ def test_what_a_request_began_to_wait_for_and_the_engine_has_by_then_is_not_load
     assert value(scene, "leases_held") == 0
     assert value(scene, "plans_ended", EndReason.SUPERSEDED) == 1
     assert (value(scene, "lookups"), value(scene, "spared_lookups")) == (1, 1)
+
+
+def test_only_slots_that_a_device_has_pinned_take_part_in_copies_and_more_with_the_next_step() -> None:
+    scene = Scene(slots=8, ranks=2, usable=3)
+    request = SceneRequest("a", tokens(20))
+    scene.compute(request)
+    scene.cache.note_computed(request, 20, lambda: scene.tables["a"])
+    work = scene.cache.end_step()
+    assert [save.slots for save in work.saves] == [(0, 1, 2)]
+    scene.report(work)
+    for segment, usable in zip(scene.segments, (8, 5), strict=True):
+        segment.usable_slots = usable
+    scene.cache.end_step()
+    longer = SceneRequest("b", tokens(24))
+    scene.compute(longer)
+    scene.cache.note_computed(longer, 24, lambda: scene.tables["b"])
+    assert [save.slots for save in scene.cache.end_step().saves] == [(3, 4)], "of the rank that has pinned fewer"
+    scene.close()

@@ -344,3 +344,17 @@ def test_check_notices_a_broken_invariant() -> None:
         setattr(index, attribute, value)
         with pytest.raises(PactViolation, match="lost an invariant"):
             index.check()
+
+
+def test_only_usable_slots_are_handed_out_and_new_ones_last() -> None:
+    index = saved(BlockIndex(6, 2), "ab")
+    assert index.reservable() == 2
+    assert index.reserve(chain("xyz"), 0, 3) is None, "there is room for two"
+    index.use_slots(4)
+    index.use_slots(3)
+    index.check()
+    assert (index.usable_slots, index.free_slots, index.waiting_slots) == (4, 2, 0)
+    assert reserved(index, "x").slots == (2,)
+    index.use_slots(9)
+    index.check()
+    assert reserved(index, "uvwt").slots == (1, 3, 4, 5), "one block is evicted for the fourth"

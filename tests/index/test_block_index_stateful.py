@@ -50,6 +50,7 @@ class Model:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.uses = 0
+        self.usable = NUM_SLOTS - 3
 
     def known(self) -> dict[bytes, Block]:
         return {block.key: block for block in self.blocks if not block.dropped}
@@ -58,7 +59,7 @@ class Model:
         return {needed for block in self.blocks if block.needed_by_itself for needed in block.lineage()}
 
     def free(self) -> int:
-        return NUM_SLOTS - len(self.blocks)
+        return self.usable - len(self.blocks)
 
     def evictable(self, parent: bytes) -> set[Block]:
         protected = set(self.known()[parent].lineage()) if parent else set()
@@ -95,11 +96,16 @@ class Model:
 class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
-        self.index = BlockIndex(NUM_SLOTS)
         self.model = Model()
+        self.index = BlockIndex(NUM_SLOTS, self.model.usable)
 
     def writers(self) -> list[Block]:
         return [block for block in self.model.blocks if block.writing]
+
+    @rule(count=st.integers(0, NUM_SLOTS + 1))
+    def use_slots(self, count: int) -> None:
+        self.index.use_slots(count)
+        self.model.usable = max(self.model.usable, min(count, NUM_SLOTS))
 
     @rule(path=paths)
     def save(self, path: str) -> None:
@@ -125,6 +131,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert len(reservation.slots) == end - start
         for key, slot in zip(keys[start:end], reservation.slots, strict=True):
             assert slot not in {block.slot for block in self.model.blocks}
+            assert slot < self.model.usable
             block = Block(key, self.model.known().get(key[:-1]), slot, 0)
             self.model.blocks.append(block)
             self.model.use(block)
@@ -201,7 +208,7 @@ class IndexMachine(RuleBasedStateMachine):
         table = list(self.index.entries())
         held = {block.key: block for block in self.model.known().values() if block.held}
         assert {entry.key for entry in table} == set(held)
-        self.index = BlockIndex(NUM_SLOTS)
+        self.index = BlockIndex(NUM_SLOTS, self.model.usable)
         assert self.index.restore(reversed(table)) == []
         self.model.blocks = list(held.values())
         for block in self.model.blocks:

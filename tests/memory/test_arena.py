@@ -299,3 +299,20 @@ def _holders(device: int, inode: int) -> list[int]:
         except OSError:
             continue  # it ended while we looked
     return found
+
+
+def test_an_arena_has_as_many_usable_slots_as_each_of_its_ranks() -> None:
+    ranks = [ArenaSegment.create(6, PIECE), ArenaSegment.create(6, PIECE)]
+    for rank in ranks:
+        assert rank.usable_slots == 6
+        rank.usable_slots = 0
+    views = [ArenaSegment.attach(rank.address()) for rank in ranks]
+    arena = Arena(views)
+    assert arena.usable_slots == 0
+    for first, second, usable in ((4, 2, 2), (4, 6, 4), (6, 6, 6)):
+        ranks[0].usable_slots, ranks[1].usable_slots = first, second
+        assert arena.usable_slots == usable
+    assert not any(views[0].notice), "nothing else of the page is written"
+    arena.close()
+    for rank in ranks:
+        rank.close()

@@ -71,7 +71,7 @@ class PactCache(ExternalCache):
         """
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
-        self.index = index = BlockIndex(arena.num_slots)
+        self.index = index = BlockIndex(arena.num_slots, arena.usable_slots)
         self.ledger = ledger = Ledger[Pin, Slots](index.unpin, plan_lifetime_seconds=config.plan_lifetime)
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
         self._lazy_window = lazy_window if config.save == "lazy" else None
@@ -207,6 +207,8 @@ class PactCache(ExternalCache):
         self.budget.do_in_turn(self.tiers.poll, self.writeback.offer_some)
         self.writeback.offer_backlog()
         self.tiers.end_step()
+        if self.index.usable_slots < (usable := self._arena.usable_slots):
+            self.index.use_slots(usable)
         self._prefill.note_step(max(0, self._computing), now)
         taken = self._loading + num_blocks_for(max(0, self._computing), self._block_size)
         self.saves.order_what_is_leaving(taken, now)

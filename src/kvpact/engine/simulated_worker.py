@@ -53,7 +53,7 @@ class ByteSegment:
     """An arena segment in this process, without shared memory: `num_slots` pieces of `rank_slot_bytes` bytes."""
 
     def __init__(self, num_slots: int, rank_slot_bytes: int) -> None:
-        self.num_slots = num_slots
+        self.num_slots = self.usable_slots = num_slots
         self.rank_slot_bytes = rank_slot_bytes
         self._memory = memoryview(bytearray(num_slots * rank_slot_bytes))
 

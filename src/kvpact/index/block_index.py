@@ -101,12 +101,16 @@ class BlockIndex:
         "_rows",
         "_state",
         "num_slots",
+        "usable_slots",
     )
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, usable_slots: int | None = None) -> None:
+        """Only the first `usable_slots` slots are handed out, until `use_slots` says otherwise; None: all."""
         if num_slots < 1:
             raise ValueError(f"an index needs at least 1 slot, not {num_slots}")
         self.num_slots = num_slots
+        self.usable_slots = num_slots if usable_slots is None else usable_slots
+        """Slots below this are handed out. For reading only."""
         self._root = num_slots
         self._reset()
 
@@ -114,7 +118,7 @@ class BlockIndex:
         rows = self.num_slots + 1
         self._keys: list[BlockKey] = [ROOT] * rows
         self._rows: dict[BlockKey, int] = {ROOT: self._root}
-        self._free = list(reversed(range(self.num_slots)))  # a stack; the first reservations get neighbouring slots
+        self._free = list(reversed(range(self.usable_slots)))  # a stack; the first reservations get neighbouring slots
         self._state = bytearray(rows)
         self._state[self._root] = _HELD
         self._pins = array("i", bytes(4 * rows))
@@ -200,7 +204,7 @@ class BlockIndex:
     @property
     def waiting_slots(self) -> int:
         """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends."""
-        return self.num_slots - len(self._free) - len(self)
+        return self.usable_slots - len(self._free) - len(self)
 
     def entries(self) -> Iterator[StoredBlock]:
         """The held blocks in the order in which they would be evicted if nothing were pinned. O(n log n); for tools."""
@@ -214,6 +218,12 @@ class BlockIndex:
                 yield StoredBlock(self._keys[row], self._keys[self._parent[row]], row, recency[row])
 
     # Filling
+
+    def use_slots(self, usable_slots: int) -> None:
+        """Hand out the first `usable_slots` slots, never fewer than before; those that are new after all others."""
+        new = range(self.usable_slots, min(usable_slots, self.num_slots))
+        self._free[:0] = reversed(new)
+        self.usable_slots += len(new)
 
     def reservable(self, parent: BlockKey = ROOT) -> int:
         """How many slots a reservation after `parent` would get now, exactly: the free and the evictable ones.
@@ -296,14 +306,14 @@ class BlockIndex:
         Not used: blocks whose chain does not reach the root, slots out of range, and of two blocks with one key or one
         slot the less recently used. Raises PactViolation if the index is not empty.
         """
-        if len(self._free) != self.num_slots:
+        if len(self._free) != self.usable_slots:
             raise PactViolation(f"only an empty index can be restored, not one with {len(self)} blocks")
         self._reset()
         rejected: list[StoredBlock] = []
         by_slot: dict[int, StoredBlock] = {}
         seen = {ROOT}
         for block in sorted(blocks, key=lambda block: block.last_used, reverse=True):
-            if block.key in seen or block.slot in by_slot or not 0 <= block.slot < self.num_slots:
+            if block.key in seen or block.slot in by_slot or not 0 <= block.slot < self.usable_slots:
                 rejected.append(block)
             else:
                 by_slot[block.slot] = block
@@ -322,7 +332,7 @@ class BlockIndex:
             if self._first_child[slot] == _NONE:
                 self._policy.offer(slot)
         used = set(reached)
-        self._free = [slot for slot in reversed(range(self.num_slots)) if slot not in used]
+        self._free = [slot for slot in reversed(range(self.usable_slots)) if slot not in used]
         return rejected
 
     # Keeping
@@ -520,11 +530,12 @@ class BlockIndex:
         state = [State(value) for value in self._state]
         known = {*self._rows.values()} - {self._root}
         free = set(self._free)
-        waiting = {row for row in range(self.num_slots) if state[row] in (State.CANCELLED, State.DOOMED)}
+        usable = range(self.usable_slots)
+        waiting = {row for row in usable if state[row] in (State.CANCELLED, State.DOOMED)}
         require(len(known) == len(self), "two keys share a slot")
         require(len(free) == len(self._free), "a slot is twice in the free list")
-        require(len(known) + len(free) + len(waiting) == self.num_slots, "the slots do not add up")
-        require(known | free | waiting == set(range(self.num_slots)), "a slot is neither known, free nor waiting")
+        require(len(known) + len(free) + len(waiting) == self.usable_slots, "the slots do not add up")
+        require(known | free | waiting == set(usable), "a slot is neither known, free nor waiting")
         require(all(state[row] == State.FREE for row in free), "a slot in the free list is in use")
         require(all(self._keys[row] == ROOT for row in free | waiting), "a slot keeps the key of a block that is gone")
         require(all(self._keys[row] == key for key, row in self._rows.items()), "keys and slots disagree")

@@ -27,6 +27,9 @@ PAGE_BYTES = 4096
 NOTICE_BYTES = PAGE_BYTES
 """The end of each segment, after all slots: what a rank reports of its weights (`kvpact.identity.notices`)."""
 
+USABLE_BYTES = 8
+"""The end of that page: the number of slots that are usable now, plus 1; 0 if all are and always were."""
+
 MAP_FIXED = 0x10
 """The same on all Linux architectures that vLLM has; Python's mmap does not name it."""
 
@@ -109,8 +112,9 @@ class ArenaSegment:
         self._mapping, start = _map_aligned(descriptor, size)
         self.memory = memoryview(self._mapping)[start : start + size]
         """All slots, one behind the other, writable."""
-        self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES :]
-        """The file's last page, which no slot reaches; zeros at first."""
+        self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES : size + HUGE_BYTES - USABLE_BYTES]
+        """The file's last page, which no slot reaches, but its last bytes; zeros at first."""
+        self._usable = memoryview(self._mapping)[size + HUGE_BYTES - USABLE_BYTES :].cast("Q")
         self.mapped_at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         """The address of the first slot in this process."""
         self.pages = PageTaker(descriptor, self.mapped_at, ends)
@@ -188,6 +192,15 @@ class ArenaSegment:
         return self.classes[-1].slots.stop
 
     @property
+    def usable_slots(self) -> int:
+        """Slots, from number 0 on, that this rank can copy now; a device may pin them one after the other."""
+        return self._usable[0] - 1 if self._usable[0] else self.num_slots
+
+    @usable_slots.setter
+    def usable_slots(self, count: int) -> None:
+        self._usable[0] = count + 1
+
+    @property
     def rank_slot_bytes(self) -> int:
         """Of this rank's piece of the largest slot."""
         return max(one.slot_bytes for one in self.classes)
@@ -244,6 +257,7 @@ class ArenaSegment:
         with contextlib.suppress(BufferError):
             self.memory.release()
             self.notice.release()
+            self._usable.release()
             self._mapping.close()
         os.close(self.descriptor)
 
@@ -264,6 +278,16 @@ class Arena:
         """All slots have lower numbers."""
         self.slot_bytes = sum(segment.rank_slot_bytes for segment in segments)
         """Of the largest slot, over all ranks."""
+        self._growing = any(segment.usable_slots < segment.num_slots for segment in segments)
+
+    @property
+    def usable_slots(self) -> int:
+        """Slots, from number 0 on, that all ranks can copy now; only grows, and costs nothing once all are usable."""
+        if not self._growing:
+            return self.num_slots
+        usable = min(segment.usable_slots for segment in self.segments)
+        self._growing = usable < self.num_slots
+        return min(usable, self.num_slots)
 
     def slot_views(self, slot: int) -> list[memoryview]:
         """One writable, page-aligned view per rank; their concatenation is the slot's payload."""
