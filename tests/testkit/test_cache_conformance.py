@@ -31,64 +31,61 @@ from kvpact.tiers.client import LentSlots, TierClient
 ASYNCHRONOUS = {"sync_load_limit": 0}
 
 
-class Conformance(CacheConformance):
-    """With half of the random plays: what they find in a broken cache they mostly find in five tries of one mode."""
-
-    plays = 2
-
-
-class TestPactCache(Conformance):
+class TestPactCache(CacheConformance):
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache(place)
 
 
-class TestPactCacheThatLoadsAsynchronously(Conformance):
+class TestPactCacheThatLoadsAsynchronously(CacheConformance):
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache(place, **ASYNCHRONOUS)
 
 
-class TestPactCacheAboveADisk(Conformance):
+class TestPactCacheAboveADisk(CacheConformance):
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_disk(place)
 
 
-class TestPactCacheAboveADiskThatLoadsAsynchronously(Conformance):
+class TestPactCacheAboveADiskThatLoadsAsynchronously(CacheConformance):
     ranks = 3
+    plays = 2
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_disk(place, **ASYNCHRONOUS)
 
 
-class TestPactCacheAboveASharedTier(Conformance):
+class TestPactCacheAboveASharedTier(CacheConformance):
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_shared(place)
 
 
-class TestPactCacheAboveADiskAndASharedTierThatLoadsAsynchronously(Conformance):
+class TestPactCacheAboveADiskAndASharedTierThatLoadsAsynchronously(CacheConformance):
+    plays = 2
+
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_all(place, **ASYNCHRONOUS)
 
 
-class TestPactCacheThatSavesLazilyAndLoadsAsynchronously(Conformance):
+class TestPactCacheThatSavesLazilyAndLoadsAsynchronously(CacheConformance):
     modes = ("native", "vllm-0.33")
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return lazy_pact_cache(place, **ASYNCHRONOUS)
 
 
-class TestReferenceCache(Conformance):
+class TestReferenceCache(CacheConformance):
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return reference_cache(place)
 
 
-class TestReferenceCacheOfOneRankThatLoadsSynchronously(Conformance):
+class TestReferenceCacheOfOneRankThatLoadsSynchronously(CacheConformance):
     ranks = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return reference_cache(place, asynchronous=False)
 
 
-class TestTwoCachesInOne(Conformance):
+class TestTwoCachesInOne(CacheConformance):
     """The longest match wins, and the other is aborted; each cache has workers of its own."""
 
     modes = ("native", "vllm-0.33")
