@@ -38,8 +38,7 @@ OWN_OPTIONAL_MEMBERS = {
 """What kvpact itself asks of connectors, which need not have it."""
 
 
-MAX_PRIVATE_REACHES = {
-}
+MAX_PRIVATE_REACHES = {}
 """Folder -> uses of another module's private names that are left there. A number may only fall; the goal is none."""
 
 OTHERS_PRIVATES = {
