@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
@@ -91,13 +91,11 @@ class SharedTier(Tier):
             return _unbroken(self._exists(self._names(keys)))
 
     def _exists(self, names: Sequence[str]) -> list[bool]:
-        try:
+        found = [False] * len(names)
+        with self._noting("read"):
             found = self.store.exists(names)
             self._last_errors.clear("read")
-            return found
-        except StoreError as error:
-            self._note_failed("read", error)
-            return [False] * len(names)
+        return found
 
     def get(
         self,
@@ -109,9 +107,10 @@ class SharedTier(Tier):
         require_sizes(buffers, self._slot_bytes, f"a block of {self.store.place}")
         wanted = keys[start : start + len(buffers)]
         arrived = 0
-        with self._uses.one() as running:
+        with self._uses.one() as running, self._noting("read"):
             step = max(1, GROUP_BYTES // self._slot_bytes)
-            running = running and bool(wanted) and self._locate(keys[: start + len(wanted)])
+            if running and wanted:
+                self.store.locate(self._names(keys[: start + len(wanted)]))
             while running and arrived < len(wanted):
                 end = min(arrived + step, len(wanted))
                 sound = self._read_group(wanted[arrived:end], buffers[arrived:end])
@@ -121,27 +120,16 @@ class SharedTier(Tier):
                     break
         return arrived
 
-    def _locate(self, keys: Sequence[BlockKey]) -> bool:
-        """Have the store locate these; returns whether it worked."""
-        try:
-            self.store.locate(self._names(keys))
-            return True
-        except StoreError as error:
-            self._note_failed("read", error)
-            return False
-
     def _read_group(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> int:
         """Read and verify; returns the number of leading sound blocks."""
         names = self._names(keys)
         headers = [bytearray(HEADER_BYTES) for _ in keys]
         records = [[memoryview(header), *buffer] for header, buffer in zip(headers, buffers, strict=True)]
-        try:
+        found: Sequence[bool] = ()
+        with self._noting("read"):
             found = self.store.read(names, records)
             self._last_errors.clear("read")
-        except StoreError as error:
-            self._note_failed("read", error)
-            return 0
-        for index, key in enumerate(keys):
+        for index, key in enumerate(keys[: len(found)]):
             if not found[index]:
                 if self._cut_short(names[index]):
                     self._quarantine(key, names[index], "has another length than a block of this engine")
@@ -152,18 +140,16 @@ class SharedTier(Tier):
                     return index
                 if not self._is_sound_again(key, names[index], headers[index], buffers[index]):
                     return index
-        return len(keys)
+        return len(found)
 
     def _is_sound_again(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
         """Read a damaged record again; returns whether it is sound now, because it was replaced during the first read.
 
         It is quarantined if it is still damaged; a sound record in its place must not be removed.
         """
-        try:
+        there = False
+        with self._noting("read"):
             (there,) = self.store.read([name], [[memoryview(header), *buffer]])
-        except StoreError as error:
-            self._note_failed("read", error)
-            return False
         if there and (reason := self._wrong(key, header, buffer)):
             self._quarantine(key, name, reason)
             return False
@@ -181,7 +167,7 @@ class SharedTier(Tier):
     def _wrong(self, key: BlockKey, raw: bytearray, buffer: BlockBuffer) -> str:
         """Why a record must not be served; "" if it may."""
         try:
-            header = RecordHeader.decode(bytes(raw), namespace=self._digest, length=self._slot_bytes, seal=self._seal)
+            header = self._header_in(bytes(raw))
         except RecordError as error:
             return str(error)
         if header.key != key:
@@ -195,10 +181,8 @@ class SharedTier(Tier):
         with self._lock:
             self._counts = replace(self._counts, damaged=self._counts.damaged + 1)
         self._last_errors.warn_once(f"damaged: {reason}", f"block {key.hex()[:16]} {reason}: removed, recomputed")
-        try:
+        with self._noting("write"):
             self.store.remove([name])
-        except StoreError as error:
-            self._note_failed("write", error)
 
     # Writes
 
@@ -263,23 +247,14 @@ class SharedTier(Tier):
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         names = self._names(list(keys))
-        with self._uses.one() as running:
-            try:
-                return self.store.remove(names) if running and names else 0
-            except StoreError as error:
-                self._note_failed("write", error)
-                raise TierError(f"cannot delete: {error}") from error
+        with self._uses.one() as running, self._noting("write", "delete"):
+            return self.store.remove(names) if running and names else 0
 
     def clear(self) -> None:
-        with self._uses.one() as running:
-            if not running:
-                return
-            try:
+        with self._uses.one() as running, self._noting("write", "clear"):
+            if running:
                 self.store.clear(self._group)
                 self._described = False
-            except StoreError as error:
-                self._note_failed("write", error)
-                raise TierError(f"cannot clear: {error}") from error
 
     # Counts
 
@@ -296,20 +271,12 @@ class SharedTier(Tier):
             return replace(self._counts, evicted=self.store.evicted)
 
     def scan(self) -> Iterator[RecordHeader]:
-        with self._uses.one() as running:
-            if not running:
-                return
-            try:
-                names = [record.name for record in self.store.names(self._group) if key_of(record.name)]
-                for name, raw in headers_of(self.store, names):
-                    with suppress(RecordError):
-                        header = RecordHeader.decode(
-                            raw or b"", namespace=self._digest, length=self._slot_bytes, seal=self._seal
-                        )
-                        if header.key == key_of(name):
-                            yield header
-            except StoreError as error:
-                self._note_failed("read", error)
+        with self._uses.one() as running, self._noting("read"):
+            names = [record.name for record in self.store.names(self._group) if key_of(record.name)] if running else []
+            for name, raw in headers_of(self.store, names):
+                with suppress(RecordError):
+                    if (header := self._header_in(raw or b"")).key == key_of(name):
+                        yield header
 
     def health(self) -> TierHealth:
         return self._last_errors.health()
@@ -322,6 +289,19 @@ class SharedTier(Tier):
 
     def _names(self, keys: Sequence[BlockKey]) -> list[str]:
         return [record_name(self._group, key) for key in keys]
+
+    def _header_in(self, raw: bytes) -> RecordHeader:
+        return RecordHeader.decode(raw, namespace=self._digest, length=self._slot_bytes, seal=self._seal)
+
+    @contextmanager
+    def _noting(self, what: str, refused: str = "") -> Iterator[None]:
+        """A context that notes the store's failure and ends with it, or with a TierError if the caller must know."""
+        try:
+            yield
+        except StoreError as error:
+            self._note_failed(what, error)
+            if refused:
+                raise TierError(f"cannot {refused}: {error}") from error
 
     def _note_failed(self, what: str, error: StoreError) -> None:
         if what == "read":
