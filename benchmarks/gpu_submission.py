@@ -104,7 +104,7 @@ def row(layout: str, ranks: int, tokens: int, rounds: int) -> str:
     entries, calls = driver.entries, driver.calls
     spent = timed(submit, rounds)
     engine = CudaTransferEngine(copies, 0)
-    handed_over = timed(lambda: engine.load([job], urgent=True), rounds)
+    handed_over = timed(lambda: engine.load([job]), rounds)
     assert engine.close(30)
     return (
         f"{layout:8} {ranks:2} {tokens:7} {page_bytes * LAYERS * blocks / entries / 1024:9.0f} {entries:8} {calls:5} "

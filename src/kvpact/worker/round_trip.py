@@ -69,7 +69,7 @@ class _Trial:
     def load(self, slots: tuple[int, ...]) -> None:
         self._jobs += 1
         job = LoadJob(self._jobs, "round trip", 0, slots, self._blocks, synchronous=True)
-        transfers = self._engine.load([job], urgent=True)
+        transfers = self._engine.load([job])
         for transfer in transfers:
             transfer.wait(len(self._engine.groups), DEADLINE_SECONDS)
         self._wait("into", transfers)

@@ -77,7 +77,7 @@ class Bed:
         self.views = [layer.view() for layer in self.paged.layers]
         self.driver: HostileDriver | None = None
         if seed is None:
-            self.engine: Any = CpuTransferEngine(self.paged, self.segment, 0)
+            self.engine: Any = CpuTransferEngine(self.paged, self.segment, *self.segment.classes, 0)
             return
         # Copies are cut into pieces, and handed over, at sizes that plays reach.
         lane.PIECE_BYTES, engine.MAX_ENTRIES_AT_ONCE = 4 * self.segment.rank_slot_bytes, 40

@@ -71,7 +71,7 @@ def test_a_device_that_is_lost_fails_every_job_once_and_is_left_alone() -> None:
     bed = Bed("one by one", 3)
     driver = hostile(bed)
     slow = bed.engine.save([SaveJob(1, "r", 0, tuple(range(12)), tuple(range(12)))])
-    urgent = bed.engine.load([load_job(2, [0, 1], [20, 21], True)], urgent=True)
+    urgent = bed.engine.load([load_job(2, [0, 1], [20, 21], True)])
     driver.lose()
     assert ends([*slow, *urgent], driver)
     assert [len(transfer.failed) for transfer in (*slow, *urgent)] == [12, 2]
@@ -79,8 +79,8 @@ def test_a_device_that_is_lost_fails_every_job_once_and_is_left_alone() -> None:
     calls = driver.num_calls
     later = [
         *bed.engine.save([SaveJob(3, "r", 0, (1,), (1,))]),
-        *bed.engine.load([load_job(4, [1], [2], False)], urgent=False),
-        *bed.engine.load([load_job(5, [1], [2], True)], urgent=True),
+        *bed.engine.load([load_job(4, [1], [2], False)]),
+        *bed.engine.load([load_job(5, [1], [2], True)]),
     ]
     assert all(transfer.ended and len(transfer.failed) == 1 for transfer in later), "at once, without a call"
     assert all(transfer.wait(4, 0.0) for transfer in later)
@@ -96,7 +96,7 @@ def test_copies_before_a_refused_one_are_over_before_the_engine_computes_there(s
     driver = hostile(bed)
     driver.unregister(bed.segment.mapped_at + 9 * bed.segment.rank_slot_bytes)  # slots 9 to 11
     bed.views[0][:] = 77
-    (refused,) = bed.engine.load([load_job(1, [0, 1, 9], [4, 5, 6], True)], urgent=True)
+    (refused,) = bed.engine.load([load_job(1, [0, 1, 9], [4, 5, 6], True)])
     assert refused.wait(4, 1.0)
     for layer in range(LAYERS):
         for block in (4, 5, 6):
@@ -114,7 +114,7 @@ def test_a_job_that_names_what_is_not_there_fails_alone(bed: Bed) -> None:
     driver = hostile(bed)
     for urgent in (True, False):
         jobs = [load_job(1, [1], [BLOCKS], urgent), load_job(2, [1], [2], urgent), load_job(3, [SLOTS], [3], urgent)]
-        transfers = bed.engine.load(jobs, urgent=urgent)
+        transfers = bed.engine.load(jobs)
         assert ends(transfers, driver)
         assert [list(transfer.failed) for transfer in transfers] == [[0], [], [0]]
         assert "there are 24" in str(transfers[0].error)
@@ -126,9 +126,9 @@ def test_a_job_that_names_what_is_not_there_fails_alone(bed: Bed) -> None:
 
 def test_a_few_entries_are_submitted_at_once_and_many_by_a_thread(bed: Bed) -> None:
     driver = hostile(bed)
-    bed.engine.load([load_job(1, [0, 1], [0, 1], True)], urgent=True)
+    bed.engine.load([load_job(1, [0, 1], [0, 1], True)])
     assert driver.num_entries == 2 * LAYERS
-    (many,) = bed.engine.load([load_job(2, list(range(12)), list(range(12)), True)], urgent=True)
+    (many,) = bed.engine.load([load_job(2, list(range(12)), list(range(12)), True)])
     assert many.wait(4, 5.0)
     assert driver.num_entries == 14 * LAYERS
     assert ends([many], driver)
@@ -139,7 +139,7 @@ def test_each_computing_stream_waits_once(bed: Bed) -> None:
     other = driver.create_stream()
     streams = iter([1, 1, 1, other, other])
     bed.copies.current_stream = lambda: next(streams)
-    (load,) = bed.engine.load([load_job(1, [0], [0], True)], urgent=True)
+    (load,) = bed.engine.load([load_job(1, [0], [0], True)])
     waits = driver.num_waits
     for _ in range(4):
         assert load.wait(4, None)
@@ -149,7 +149,7 @@ def test_each_computing_stream_waits_once(bed: Bed) -> None:
 def test_a_cancelled_load_in_the_background_ends_at_once_if_it_has_not_begun(bed: Bed) -> None:
     driver = hostile(bed)
     first, second = bed.engine.load(
-        [load_job(1, list(range(16)), list(range(16)), False), load_job(2, [1], [20], False)], urgent=False
+        [load_job(1, list(range(16)), list(range(16)), False), load_job(2, [1], [20], False)]
     )
     second.cancel()
     assert ends([first, second], driver)
@@ -161,7 +161,7 @@ def test_a_cancelled_load_of_a_step_is_over_before_the_engine_computes_again() -
     for seed in range(10):
         bed = Bed("one by one", seed)
         driver = hostile(bed)
-        (load,) = bed.engine.load([load_job(1, [0], [0], True)], urgent=True)
+        (load,) = bed.engine.load([load_job(1, [0], [0], True)])
         load.cancel()
         load.ended  # noqa: B018 - as it is asked after each step
         bed.write(0, 0, page(0, 9, bed.paged.layers[0].page_bytes))

@@ -101,7 +101,7 @@ def test_what_is_loaded_is_what_was_saved_in_as_few_entries_as_the_layout_allows
     assert saved == (2 if neighbours_join else 3 * together)
     for tensor in tensors.values():
         tensor[list(LOADED)] = -1
-    transfers = engine.load([LoadJob(2, "r", 0, (0, 2, 3), LOADED, synchronous=True)], urgent=True)
+    transfers = engine.load([LoadJob(2, "r", 0, (0, 2, 3), LOADED, synchronous=True)])
     for number in range(1, len(engine.groups) + 1):
         assert transfers[0].wait(number, 20)
     assert len(engine.groups) == min(GROUPS, model.layers)

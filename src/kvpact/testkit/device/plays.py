@@ -68,7 +68,7 @@ class Play:
         self._random = random.Random(seed)
         self._layers = list(bed.paged.layers)
         self._names = {index: name for name, index in bed.paged.layer_index.items()}
-        self._worker = RankTransfers(bed.engine, bed.paged.layer_index, 0, time.monotonic)
+        self._worker = RankTransfers(bed.engine, bed.paged.layer_index, 0, time.monotonic, layerwise=True)
         self._blocks: dict[int, int] = {}
         """Block -> value; blocks that nothing is known of are not in it."""
         self._slots: dict[int, int] = {}

@@ -40,11 +40,16 @@ class CudaTransferEngine:
         self._saves = Lane(f"kvpact-save-{rank}", copies, copies.copy_out)
         self._submitter = start_background(f"kvpact-step-{rank}", self._run)
 
-    def load(self, jobs: Sequence[LoadJob], *, urgent: bool) -> Sequence[CudaTransfer | StepTransfer]:
-        """See `TransferEngine`. What is urgent was submitted when this returns, or is being submitted by a thread."""
+    def load(self, jobs: Sequence[LoadJob]) -> Sequence[CudaTransfer | StepTransfer]:
+        """See `TransferEngine`. What a step waits for was submitted when this returns, or a thread is submitting it."""
+        awaited = iter(self._load_for_step([job for job in jobs if job.synchronous]))
+        others = iter(self._loads.submit([job for job in jobs if not job.synchronous], self._copies.current_stream))
+        return [next(awaited) if job.synchronous else next(others) for job in jobs]
+
+    def _load_for_step(self, jobs: Sequence[LoadJob]) -> Sequence[StepTransfer]:
+        if not jobs:
+            return ()
         copies = self._copies
-        if not urgent:
-            return self._loads.submit(jobs, copies.current_stream()) if jobs else ()
         batch = StepLoads(copies, self._step_stream, jobs)
         self._step_loads = [*(one for one in self._step_loads if not one.poll()), batch]
         if not batch.begin():
@@ -59,7 +64,7 @@ class CudaTransferEngine:
 
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[CudaTransfer]:
         """See `TransferEngine`."""
-        return self._saves.submit(jobs, self._copies.current_stream()) if jobs else ()
+        return self._saves.submit(jobs, self._copies.current_stream)
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`."""

@@ -74,12 +74,12 @@ class Lane:
         self._closing = False
         self._thread = start_background(name, self._run)
 
-    def submit(self, jobs: Sequence[Job], computing_stream: int) -> list[CudaTransfer]:
-        """Copy these after what `computing_stream` has now."""
+    def submit(self, jobs: Sequence[Job], computing_stream: Callable[[], int]) -> list[CudaTransfer]:
+        """Copy these after what the stream `computing_stream()` has now."""
         transfers = [CudaTransfer(job, self) for job in jobs]
         try:
             for transfer in transfers if self._copies.error is None else ():
-                transfer.fence = self._events.record(computing_stream)
+                transfer.fence = self._events.record(computing_stream())
         except CudaError as error:
             self._copies.note_error(error)
         with self.changed:
