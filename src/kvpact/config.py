@@ -114,6 +114,8 @@ class KvpactConfig(BaseModel):
     """Host threads that read and write the tiers."""
     stats_file: Path | None = None
     """A JSON file that the idle engine keeps up to date with all counts; for programs beside it."""
+    gpu: Literal["refused", "unproven"] = "refused"
+    """Whether an engine whose KV memory is on a GPU starts, though the copies there have run on no GPU yet."""
     layerwise: bool = True
     """Load layer by layer during the forward pass, where the engine allows it."""
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("triton")
-pytest.importorskip("torch")
-
-from kvpact.torch_cuda.kernel import DMA_BYTES, MIN_ENTRIES, KernelLoads
 from kvpact.worker.cuda.entries import Entries
+
+kernel = pytest.importorskip("kvpact.torch_cuda.kernel")
+DMA_BYTES, MIN_ENTRIES, KernelLoads = kernel.DMA_BYTES, kernel.MIN_ENTRIES, kernel.KernelLoads
 
 IN_THE_INTERPRETER = """
 import numpy as np, torch

@@ -27,7 +27,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorker]:
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", REST_SECONDS)
     start = PageTaker.start
     monkeypatch.setattr(PageTaker, "start", lambda pages: (pages.step_began(), start(pages)))
-    made = CacheWorker(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), RankInfo(0, 1, BLOCKS))
+    made = CacheWorker(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), RankInfo(0, 1, BLOCKS), {})
     made.register_kv_caches({"layer.0": torch.ones(BLOCKS, MIB, dtype=torch.uint8)})
     made.step_began()
     yield made

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).with_name("cuda")))
-
-from beds import LAYERS, LAYOUTS, SLOTS, Bed
-
+from device_beds import LAYERS, LAYOUTS, SLOTS, Bed
 from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.worker import round_trip
 from kvpact.worker.round_trip import require_round_trip
+
+pytest.importorskip("torch")
 
 
 @pytest.fixture(params=[None, 5], ids=["cpu", "hostile cuda"])

@@ -25,8 +25,9 @@ from kvpact.config import load_config
 from kvpact.contract import WorkerReport
 from kvpact.errors import ConfigError
 from kvpact.metrics import Metrics
+from kvpact.torch_cuda.device import open_cuda
 from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm, worker_place
-from kvpact.vllm.compat.objects import failed_requests
+from kvpact.vllm.compat.objects import failed_requests, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.context import VllmContext
 from kvpact.vllm.guard import Guard, guarded
@@ -82,7 +83,7 @@ class PactConnector(KVConnectorBase_V1):
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
             self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard)
         else:
-            self._worker = CacheWorker(config, worker_place(vllm_config, kv_cache_config))
+            self._worker = CacheWorker(config, worker_place(vllm_config, kv_cache_config), {"cuda": open_cuda})
             if config.match_at == "step":
                 self.before_update_states = self._find_hits
 
@@ -99,8 +100,8 @@ class PactConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layer-by-layer loads wait inside the forward pass, which a full graph would skip."""
-        return bool(extra_config.get("layerwise", True))
+        """A full graph skips the layers' hooks: all loads of such a step are ordered before it."""
+        return False
 
     # Worker
 
@@ -171,8 +172,11 @@ class PactConnector(KVConnectorBase_V1):
 
     @guarded(lambda: None)
     def start_load_kv(self, /, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the step's loads."""
+        """Begin the step's loads; all of them are waited for where no layer will."""
         self.cache_worker.begin_step(self._message())
+        if replays_full_graph(forward_context):
+            with self.cache_worker.giving_up_loads():
+                self.cache_worker.wait_for_loads()
 
     @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:

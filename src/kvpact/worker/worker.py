@@ -29,7 +29,7 @@ from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment, slots_for
 from kvpact.memory.prefault import START_SECONDS
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
-from kvpact.worker.copy import transfer_engine_for
+from kvpact.worker.copy import DeviceOpener, transfer_engine_for
 from kvpact.worker.jobs import EndedLoads, RankJobs
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.step_reader import StepReader, Wanted
@@ -48,8 +48,9 @@ class RankInfo:
 class CacheWorker(ExternalCacheWorker):
     """One rank's half."""
 
-    def __init__(self, config: KvpactConfig, place: RankInfo) -> None:
-        self._config = config
+    def __init__(self, config: KvpactConfig, place: RankInfo, openers: Mapping[str, DeviceOpener]) -> None:
+        """`openers` open the copies on other devices than the CPU; see `transfer_engine_for`."""
+        self._config, self._openers = config, openers
         self.place = place
         self._segment: ArenaSegment | None = None
         self.transfers: RankTransfers | None = None
@@ -88,7 +89,7 @@ class CacheWorker(ExternalCacheWorker):
         self._segment.pages.start()
         self._segment.pages.wait_for_first(START_SECONDS)  # else the first prompt pays for them
         self.transfers = RankTransfers(
-            transfer_engine_for(paged, self._segment, self.place.rank),
+            transfer_engine_for(self._config, paged, self._segment, self.place.rank, self._openers),
             paged.layer_index,
             self.place.rank,
             time.monotonic,
@@ -254,12 +255,16 @@ class CacheWorker(ExternalCacheWorker):
         if self._synchronous and self.transfers is not None:
             self.transfers.wait_for_layer(layer_name)
 
+    def wait_for_loads(self) -> None:
+        """What the engine computes from now on comes after all of the step's synchronous loads."""
+        if self._synchronous and self.transfers is not None:
+            self.transfers.wait_for_loads()
+
     def start_saves(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`. All synchronous loads of the step have arrived when this returns."""
         if self.transfers is None:
             return
-        if self._synchronous:
-            self.transfers.wait_for_loads()
+        self.wait_for_loads()
         if self._step_loads:
             self._take_in_ended()
             self._require_step_loads()

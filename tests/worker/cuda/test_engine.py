@@ -7,23 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-pytest.importorskip("torch")
-
-from beds import BLOCKS, LAYERS, LAYOUTS, SLOTS, Bed
-
+from device_beds import BLOCKS, LAYERS, LAYOUTS, SLOTS, Bed
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.testkit.device.hostile_driver import HostileDriver
 from kvpact.testkit.device.plays import page
 from kvpact.worker.copy.base import Transfer
-from kvpact.worker.cuda import engine as engine_module
-from kvpact.worker.cuda import lane as lane_module
-
-
-@pytest.fixture(autouse=True)
-def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bed makes them smaller."""
-    monkeypatch.setattr(lane_module, "PIECE_BYTES", lane_module.PIECE_BYTES)
-    monkeypatch.setattr(engine_module, "MAX_ENTRIES_AT_ONCE", engine_module.MAX_ENTRIES_AT_ONCE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,6 +58,7 @@ def hostile(bed: Bed) -> HostileDriver:
 def test_a_device_that_is_lost_fails_every_job_once_and_is_left_alone() -> None:
     bed = Bed("one by one", 3)
     driver = hostile(bed)
+    driver.stopped = True
     slow = bed.engine.save([SaveJob(1, "r", 0, tuple(range(12)), tuple(range(12)))])
     urgent = bed.engine.load([load_job(2, [0, 1], [20, 21], True)])
     driver.lose()
@@ -85,7 +74,8 @@ def test_a_device_that_is_lost_fails_every_job_once_and_is_left_alone() -> None:
     assert all(transfer.ended and len(transfer.failed) == 1 for transfer in later), "at once, without a call"
     assert all(transfer.wait(4, 0.0) for transfer in later)
     assert driver.num_calls == calls
-    assert bed.engine.close(5)
+    bed.close()
+    bed.close()
     assert driver.violations == []
 
 
@@ -107,7 +97,7 @@ def test_copies_before_a_refused_one_are_over_before_the_engine_computes_there(s
     for layer in range(LAYERS):
         for block in (4, 5, 6):
             assert (bed.views[layer][block].ravel() == page(layer, 5, bed.paged.layers[layer].page_bytes)).all()
-    bed.engine.close(5)
+    bed.close()
 
 
 def test_a_job_that_names_what_is_not_there_fails_alone(bed: Bed) -> None:

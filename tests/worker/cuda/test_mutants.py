@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
-from beds import LAYOUTS, Bed
-
+from device_beds import LAYOUTS, Bed
 from kvpact.testkit.device import hostile_driver, plays
 
 FOLDER = Path(__file__).parents[3] / "src/kvpact/worker/cuda"

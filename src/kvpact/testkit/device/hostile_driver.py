@@ -68,6 +68,8 @@ class HostileDriver:
         """Times that a stream was told to wait."""
         self.capturing = False
         """Whether the engine captures a graph: threads that are not relaxed must not touch the device."""
+        self.stopped = False
+        """Whether nothing in any stream runs."""
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._streams: dict[int, deque[_Operation]] = {COMPUTING_STREAM: deque()}
@@ -309,6 +311,8 @@ class HostileDriver:
 
     def _run_one(self, starved: Collection[int] = ()) -> bool:
         """Do something that the documentation allows now; returns whether there was anything."""
+        if self.stopped:
+            return False
         if self._unread and self._random.random() < 0.2:
             copy = self._unread.pop(self._random.randrange(len(self._unread)))
             if copy.early is None:

@@ -25,6 +25,18 @@ def failed_requests(connector_output: Any) -> Collection[str]:
     return getattr(connector_output, "failed_recving", None) or ()
 
 
+# Steps
+
+
+def replays_full_graph(forward_context: Any) -> bool:
+    """Whether the forward pass may be one graph, replayed without the layers' hooks.
+
+    Model runners that replay a full graph without a context, or without metadata for the layers, look the same.
+    """
+    mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+    return getattr(mode, "name", None) == "FULL" or getattr(forward_context, "attn_metadata", None) is None
+
+
 # Requests
 
 

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.worker.copy.base import TransferEngine
 from kvpact.worker.copy.cpu import CpuTransferEngine
 from kvpact.worker.paged import PagedKV
 
+DeviceOpener: TypeAlias = Callable[[KvpactConfig, PagedKV, ArenaSegment, int], TransferEngine]
+"""Opens the engine for one type of device, which needs libraries that the core does not import."""
 
-def transfer_engine_for(paged: PagedKV, segment: ArenaSegment, rank: int) -> TransferEngine:
-    """The engine for the device that holds `paged`. Raises ConfigError if there is none."""
+
+def transfer_engine_for(
+    config: KvpactConfig,
+    paged: PagedKV,
+    segment: ArenaSegment,
+    rank: int,
+    openers: Mapping[str, DeviceOpener] = MappingProxyType({}),
+) -> TransferEngine:
+    """The engine for the device that holds `paged`. `openers`: device type, as torch names it -> what opens others.
+
+    Raises ConfigError if there is none, or it cannot be used.
+    """
     if paged.device_type == "cpu":
         (slot_class,) = segment.classes  # a further class has layers of its own, and an engine of its own for them
         return CpuTransferEngine(paged, segment, slot_class, rank)
-    raise ConfigError(f"KV memory on device {paged.device_type!r} cannot be copied by this release; supported: 'cpu'")
+    opener = openers.get(paged.device_type)
+    if opener is None:
+        raise ConfigError(
+            f"KV memory on device {paged.device_type!r} cannot be copied by this release; supported: "
+            f"{', '.join(repr(name) for name in ('cpu', *openers))}"
+        )
+    return opener(config, paged, segment, rank)
 
 
-__all__ = ["transfer_engine_for"]
+__all__ = ["DeviceOpener", "transfer_engine_for"]

@@ -76,8 +76,9 @@ class CudaTransferEngine:
         ended += [batch.synchronize(seconds) for batch in self._step_loads]
         self._step_loads = []
         closed = not self._submitter.is_alive() and all(ended)
-        if closed and self._copies.error is None:
+        if closed and self._step_stream and self._copies.error is None:
             self._copies.driver.destroy_stream(self._step_stream)
+            self._step_stream = 0
         return closed
 
     def _run(self) -> None:

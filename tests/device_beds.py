@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from kvpact.memory.arena import ArenaSegment
@@ -71,6 +72,7 @@ class Bed:
         lane: ModuleType = lane,
     ) -> None:
         """With a seed the copies are those of a hostile CUDA device, by the classes of these modules."""
+        self._limits = pytest.MonkeyPatch()
         self.tensors = LAYOUTS[layout]()
         self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
         self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)
@@ -80,7 +82,8 @@ class Bed:
             self.engine: Any = CpuTransferEngine(self.paged, self.segment, *self.segment.classes, 0)
             return
         # Copies are cut into pieces, and handed over, at sizes that plays reach.
-        lane.PIECE_BYTES, engine.MAX_ENTRIES_AT_ONCE = 4 * self.segment.rank_slot_bytes, 40
+        self._limits.setattr(lane, "PIECE_BYTES", 4 * self.segment.rank_slot_bytes)
+        self._limits.setattr(engine, "MAX_ENTRIES_AT_ONCE", 40)
         self.driver = HostileDriver(seed)
         for tensor in self.tensors.values():
             storage = tensor.untyped_storage()
@@ -120,6 +123,7 @@ class Bed:
             self.driver.finish()
 
     def close(self) -> None:
+        self._limits.undo()
         assert self.engine.close(10)
         self.views.clear()
         self.segment.close()

@@ -1,0 +1,106 @@
+"""Opens a rank's copies on a CUDA device: the driver, pinned memory, the kernel, and a trial of them all.
+
+Owns what must be true of the device before anything is served, and the order in which its parts begin and end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from kvpact.config import KvpactConfig
+from kvpact.contract import LoadJob, SaveJob
+from kvpact.errors import ConfigError
+from kvpact.memory.arena import ArenaSegment
+from kvpact.worker.copy.base import Transfer
+from kvpact.worker.cuda.copies import DeviceCopies, Kernel
+from kvpact.worker.cuda.driver import CAN_USE_HOST_POINTER, CudaDriver
+from kvpact.worker.cuda.engine import CudaTransferEngine
+from kvpact.worker.cuda.pinned import PinnedSlots
+from kvpact.worker.paged import PagedKV
+from kvpact.worker.round_trip import require_round_trip
+
+logger = logging.getLogger(__name__)
+
+UNPROVEN = (
+    "KV memory on a GPU: kvpact's copies for CUDA have run on no GPU yet, only on one that is played. To try them, "
+    'set "gpu": "unproven"; each start then copies 64 blocks out and back before anything is served'
+)
+
+
+class OpenedDevice:
+    """The transfer engine of one rank on its device, with what it needs. See `TransferEngine`."""
+
+    def __init__(self, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
+        """Raises ConfigError if the device cannot be used, or its copies do not do what they say."""
+        device = paged.tensors[0].device.index or 0
+        self._driver = CudaDriver(device)
+        self._pinned = PinnedSlots(self._driver, segment)
+        segment.usable_slots = 0
+        self._pinned.start(partial(setattr, segment, "usable_slots"))
+        self._pinned.wait_for_first()
+        copies = DeviceCopies(
+            paged,
+            segment,
+            self._driver,
+            lambda: int(torch.cuda.current_stream(device).cuda_stream),
+            self._pinned.chunk_slots,
+            kernel_for(self._driver),
+        )
+        self._engine = CudaTransferEngine(copies, rank)
+        self.groups: Sequence[range] = self._engine.groups
+        try:
+            require_round_trip(self._engine, paged, segment, self._pinned.usable)
+        except ConfigError:
+            self.close(1.0)
+            raise
+        logger.info(
+            "rank %d: copies on %s, driver for CUDA %d, %s",
+            rank,
+            self._driver.name,
+            self._driver.version,
+            "in batches" if self._driver.copies_in_batches else "one by one: the driver is older than 12.8",
+        )
+
+    def load(self, jobs: Sequence[LoadJob]) -> Sequence[Transfer]:
+        """See `TransferEngine`."""
+        return self._engine.load(jobs)
+
+    def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
+        """See `TransferEngine`."""
+        return self._engine.save(jobs)
+
+    def close(self, seconds: float) -> bool:
+        """See `TransferEngine`. Memory stays pinned while a copy may still be under way."""
+        ended = self._engine.close(seconds)
+        if ended:
+            self._pinned.close()
+            self._driver.close()
+        return ended
+
+
+def open_cuda(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> OpenedDevice:
+    """The copies of a rank whose KV memory is on a CUDA device. Raises ConfigError for any reason not to use them."""
+    if torch.version.hip is not None:
+        raise ConfigError(
+            "KV memory on a ROCm device cannot be copied by this release: kvpact calls NVIDIA's driver; what is "
+            "missing is HIP's counterpart of kvpact.worker.cuda.driver"
+        )
+    if config.gpu != "unproven":
+        raise ConfigError(UNPROVEN)
+    return OpenedDevice(paged, segment, rank)
+
+
+def kernel_for(driver: CudaDriver) -> Kernel | None:
+    """The kernel for small pages; None without Triton, or if kernels cannot read the host's memory."""
+    if not driver.attribute(CAN_USE_HOST_POINTER):
+        return None
+    try:
+        from kvpact.torch_cuda.kernel import KernelLoads
+    except ImportError as error:
+        logger.info("loads of small pages go by the device's copy engines: %s", error)
+        return None
+    return KernelLoads(driver.device)

@@ -1,0 +1,122 @@
+"""What must be true of a GPU before kvpact serves with it: the user's word, CUDA, and a trial of the copies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from device_beds import SLOTS, Bed
+from kvpact.config import load_config
+from kvpact.errors import ConfigError
+from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
+from kvpact.testkit.device.plays import Play
+from kvpact.worker.copy import transfer_engine_for
+from kvpact.worker.cuda import pinned
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+device_module = pytest.importorskip("kvpact.torch_cuda.device")
+open_cuda = device_module.open_cuda
+
+TRUSTING = load_config({"gpu": "unproven"}, {})
+
+
+class PlayedCuda(HostileDriver):
+    """The hostile device behind the names that the real driver has."""
+
+    kv_memory: ClassVar[list[tuple[int, int]]] = []
+    opened: ClassVar[list[PlayedCuda]] = []
+    name, version, copies_in_batches = "Played", 12080, True
+
+    def __init__(self, device: int) -> None:
+        super().__init__(device + 11)
+        self.device = device
+        self.closed = False
+        self.reads_host_memory = 1
+        for memory in PlayedCuda.kv_memory:
+            self.add_device_memory(*memory)
+        PlayedCuda.opened.append(self)
+
+    def attribute(self, number: int) -> int:
+        return self.reads_host_memory
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def bed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
+    """Memory as on a GPU; the bed's own copies are the CPU's, and not used."""
+    made = Bed("inside blocks", None)
+    storage = made.tensors["layer.0"].untyped_storage()
+    monkeypatch.setattr(PlayedCuda, "kv_memory", [(storage.data_ptr(), storage.nbytes())])
+    monkeypatch.setattr(PlayedCuda, "opened", [])
+    monkeypatch.setattr(device_module, "CudaDriver", PlayedCuda)
+    monkeypatch.setattr(
+        device_module.torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=COMPUTING_STREAM)
+    )
+    monkeypatch.setattr(device_module, "kernel_for", lambda driver: None)
+    monkeypatch.setattr(pinned, "CHUNK_BYTES", 3 * made.segment.rank_slot_bytes)
+    made.paged = replace(made.paged, device_type="cuda", tensors=(SimpleNamespace(device=torch.device("cuda:2")),))
+    yield made
+    made.close()
+
+
+def test_an_engine_on_a_gpu_is_refused_until_the_user_says_otherwise(bed: Bed) -> None:
+    with pytest.raises(ConfigError, match=r'have run on no GPU yet.*set "gpu": "unproven"'):
+        open_cuda(load_config({}, {}), bed.paged, bed.segment, 0)
+    assert PlayedCuda.opened == []
+
+
+def test_rocm_and_others_are_refused_by_name(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module.torch.version, "hip", "6.4")
+    with pytest.raises(ConfigError, match=r"ROCm.*HIP's counterpart of kvpact\.worker\.cuda\.driver"):
+        open_cuda(TRUSTING, bed.paged, bed.segment, 0)
+    elsewhere = replace(bed.paged, device_type="xpu")
+    with pytest.raises(ConfigError, match="device 'xpu' cannot be copied by this release; supported: 'cpu', 'cuda'"):
+        transfer_engine_for(TRUSTING, elsewhere, bed.segment, 0, {"cuda": open_cuda})
+    assert PlayedCuda.opened == []
+
+
+def test_what_is_opened_serves_and_leaves_nothing(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        opened = transfer_engine_for(TRUSTING, bed.paged, bed.segment, 0, {"cuda": open_cuda})
+    (driver,) = PlayedCuda.opened
+    assert driver.device == 2
+    assert "rank 0: copies on Played, driver for CUDA 12080, in batches" in caplog.text
+    assert bed.segment.usable_slots == SLOTS
+    played: Any = SimpleNamespace(
+        paged=bed.paged, segment=bed.segment, engine=opened, finish=driver.finish, write=bed.write, read=bed.read
+    )
+    bed.driver = driver
+    try:
+        assert Play(played, 5).run(25) == []
+        assert opened.close(10)
+    finally:
+        bed.driver = None
+    assert driver.closed
+    assert driver.pinned_bytes == 0
+    assert driver.violations == []
+
+
+def test_a_device_whose_copies_are_wrong_is_refused(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlayedCuda, "synchronize", lambda self, event: None)
+    monkeypatch.setattr(PlayedCuda, "launch_copies", lambda self, *_: None)
+    with pytest.raises(ConfigError, match="came back with other bytes"):
+        open_cuda(TRUSTING, bed.paged, bed.segment, 0)
+    assert PlayedCuda.opened[0].pinned_bytes == 0
+
+
+def test_the_kernel_is_used_where_it_can_read_the_hosts_memory(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    PlayedCuda.kv_memory = []
+    driver: Any = PlayedCuda(0)
+    assert type(device_module.kernel_for(driver)).__name__ == "KernelLoads"
+    driver.reads_host_memory = 0
+    assert device_module.kernel_for(driver) is None
+    PlayedCuda.opened.clear()
