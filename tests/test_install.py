@@ -20,7 +20,7 @@ from kvpact.tiers.backends import SCHEMES
 
 HEAVY = ("torch", "vllm")
 COMMANDS = ("serve", "config", "inspect", "verify", "gc", "tiers", "why", "conformance", "demo")
-NEEDS_ENGINE = ("kvpact.vllm", "kvpact.worker", "kvpact.demo", "kvpact.testkit")
+NEEDS_ENGINE = ("kvpact.torch_cuda", "kvpact.vllm", "kvpact.worker", "kvpact.demo", "kvpact.testkit")
 """What copies tensors, talks to vLLM or is started with it; everything else is the core and its command."""
 
 
