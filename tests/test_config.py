@@ -157,6 +157,8 @@ def test_every_key_can_be_set_in_the_environment():
         "KVPACT_SHARE_DRAWN_EPOCHS": "true",
         "KVPACT_IO_THREADS": "4",
         "KVPACT_LAYERWISE": "false",
+        "KVPACT_GPU": "unproven",
+        "KVPACT_KV_LAYOUT": "blocks",
         "KVPACT_STATS_FILE": "/tmp/stats.json",
         "KVPACT_ADMIT": "second-use",
         "KVPACT_RECOMPUTE_IF_FASTER": "false",

@@ -116,6 +116,8 @@ class KvpactConfig(BaseModel):
     """A JSON file that the idle engine keeps up to date with all counts; for programs beside it."""
     gpu: Literal["refused", "unproven"] = "refused"
     """Whether an engine whose KV memory is on a GPU starts, though the copies there have run on no GPU yet."""
+    kv_layout: Literal["auto", "engine", "blocks"] = "auto"
+    """How vLLM is to lay out KV memory: as it likes, or with all layers of a block side by side; "auto" decides."""
     layerwise: bool = True
     """Load layer by layer during the forward pass, where the engine allows it."""
 

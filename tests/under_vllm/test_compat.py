@@ -8,13 +8,17 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import kvpact
+from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.releases import fetch_release, installed_release
+from kvpact.vllm.compat import layouts
+from kvpact.vllm.compat.objects import replays_full_graph
 from kvpact.vllm.compat.releases import RELEASES, is_known
 
 PROBE = """
@@ -23,13 +27,20 @@ from dataclasses import fields
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import PrefixCacheStats
-from kvpact.vllm.compat import objects, scheduler
+from kvpact.errors import ConfigError
+from kvpact.vllm.compat import layouts, objects, scheduler
+
+try:
+    block_layouts = layouts.wanted_layout("blocks") == "BLHNC"
+except ConfigError:
+    block_layouts = False
 
 counted = PrefixCacheStats()
 objects.set_hit_sources(counted, lambda hits: {"seen": hits})
 print(json.dumps({
     "block_tables": hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"),
     "failed_requests": scheduler.TAKES_FAILED_REQUESTS,
+    "block_layouts": block_layouts,
     "counts_held_blocks": scheduler.COUNTS_HELD_BLOCKS,
     "hits_by_source": "seen" in getattr(counted, "hits_by_source", {}),
 }))
@@ -59,3 +70,26 @@ def test_the_table_says_what_each_release_offers(release: str, tmp_path: Path) -
 def test_a_release_is_known_by_its_series() -> None:
     assert all(is_known(version) for version in ("0.26.0", "0.32.0+cpu", "0.33.1"))
     assert not any(is_known(version) for version in ("0.19.1", "0.3.2", "0.260.0", "0.330.1", "1.0.0"))
+
+
+def test_only_blocks_asks_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [layouts.wanted_layout(kv_layout) for kv_layout in ("auto", "engine", "blocks")] == [None, None, "BLHNC"]
+
+    def missing(module: str) -> object:
+        raise ImportError(module)
+
+    monkeypatch.setattr(layouts, "import_module", missing)
+    assert layouts.wanted_layout("auto") is None
+    with pytest.raises(ConfigError, match=r"0\.30 is the first; leave kv_layout out"):
+        layouts.wanted_layout("blocks")
+
+
+@pytest.mark.parametrize(
+    ("mode", "metadata", "full"),
+    [("NONE", {}, False), ("PIECEWISE", {}, False), ("FULL", {}, True), ("NONE", None, True), (None, {}, False)],
+)
+def test_a_forward_pass_without_the_layers_hooks_is_known(mode: str | None, metadata: object, full: bool) -> None:
+    """Metadata is None where a model runner replays a full graph without a context."""
+    runtime_mode = SimpleNamespace(name=mode) if mode is not None else None
+    context = SimpleNamespace(cudagraph_runtime_mode=runtime_mode, attn_metadata=metadata)
+    assert replays_full_graph(context) is full

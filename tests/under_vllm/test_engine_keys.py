@@ -53,6 +53,8 @@ def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
         "weights_version": "step-1200",
         "share_drawn_epochs": True,
         "io_threads": 3,
+        "gpu": "unproven",
+        "kv_layout": "blocks",
         "layerwise": False,
         "stats_file": f"{directory}/stats.json",
     }

@@ -27,6 +27,7 @@ from kvpact.errors import ConfigError
 from kvpact.metrics import Metrics
 from kvpact.torch_cuda.device import open_cuda
 from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm, worker_place
+from kvpact.vllm.compat.layouts import wanted_layout
 from kvpact.vllm.compat.objects import failed_requests, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.context import VllmContext
@@ -97,6 +98,12 @@ class PactConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         """False: a cache owes no request a delivery."""
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The layout that the user wants. vLLM keeps its own, with a warning, where attention cannot work on it."""
+        config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+        return wanted_layout(config.kv_layout)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

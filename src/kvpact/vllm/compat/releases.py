@@ -17,13 +17,17 @@ class Release:
     """Connectors get the KV cache manager (`bind_kv_cache_manager`), not the block pool alone."""
     failed_requests: bool = True
     """A connector can report that a request's load failed as a whole; else it names blocks."""
+    block_layouts: bool = True
+    """A connector can ask for a layout with all layers of a block side by side."""
     counts_held_blocks: bool = False
     """A block used as often as there are running requests counts as one that all of them share."""
     hits_by_source: bool = True
     """The statistics of the prefix cache name the source of a hit's tokens."""
 
 
-_BEFORE_0_30 = Release(block_tables=False, failed_requests=False, counts_held_blocks=True, hits_by_source=False)
+_BEFORE_0_30 = Release(
+    block_tables=False, failed_requests=False, block_layouts=False, counts_held_blocks=True, hits_by_source=False
+)
 
 RELEASES = {
     "0.26.0": _BEFORE_0_30,
