@@ -128,7 +128,7 @@ def worker(scheduler: Connection) -> None:
     paged = PagedKV.from_tensors({f"layer {number}": layer for number, layer in enumerate(layers)}, ENGINE_BLOCKS)
     segment = ArenaSegment.create(ARENA_SLOTS, paged.layout.rank_slot_bytes)
     transfer = RankTransfers(
-        transfer_engine_for(load_config({}, {}), paged, segment, 0),
+        transfer_engine_for(load_config({}, {}), paged, segment, 0, {}),
         paged.layer_index,
         0,
         time.monotonic,

@@ -155,15 +155,8 @@ class DropsWrites(DictionaryTier):
 class MixesNamespaces(DictionaryTier):
     """H23: one model's blocks are another one's."""
 
-    def __init__(
-        self,
-        namespace: Namespace,
-        slot_bytes: int,
-        capacity_blocks: int,
-        records: Records | None = None,
-        faults: Faults | None = None,
-    ) -> None:
-        super().__init__(Namespace({}), slot_bytes, capacity_blocks, records, faults)
+    def __init__(self, namespace: Namespace, *others: object, **named: object) -> None:
+        super().__init__(Namespace({}), *others, **named)
 
 
 class ClearsTheNeighbours(DictionaryTier):

@@ -343,7 +343,7 @@ def test_a_device_without_a_copy_engine_is_named() -> None:
     segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
     elsewhere = replace(paged, device_type="cuda")
     with pytest.raises(ConfigError, match="'cuda'"):
-        transfer_engine_for(load_config({}, {}), elsewhere, segment, 0)
+        transfer_engine_for(load_config({}, {}), elsewhere, segment, 0, {})
     with pytest.raises(ConfigError, match="no layer"):
         PagedKV.from_tensors({}, BLOCKS)
     segment.close()

@@ -6,16 +6,13 @@ Owns what must be true of the device before anything is served, and the order in
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from kvpact.config import KvpactConfig
-from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
-from kvpact.worker.copy.base import Transfer
 from kvpact.worker.cuda.copies import DeviceCopies, Kernel
 from kvpact.worker.cuda.driver import CAN_USE_HOST_POINTER, CudaDriver
 from kvpact.worker.cuda.engine import CudaTransferEngine
@@ -31,8 +28,8 @@ UNPROVEN = (
 )
 
 
-class OpenedDevice:
-    """The transfer engine of one rank on its device, with what it needs. See `TransferEngine`."""
+class OpenedDevice(CudaTransferEngine):
+    """The transfer engine of one rank on its device, which owns what it needs there."""
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
         """Raises ConfigError if the device cannot be used, or its copies do not do what they say."""
@@ -50,10 +47,9 @@ class OpenedDevice:
             self._pinned.chunk_slots,
             kernel_for(self._driver),
         )
-        self._engine = CudaTransferEngine(copies, rank)
-        self.groups: Sequence[range] = self._engine.groups
+        super().__init__(copies, rank)
         try:
-            require_round_trip(self._engine, paged, segment, self._pinned.usable)
+            require_round_trip(self, paged, segment, self._pinned.usable)
         except ConfigError:
             self.close(1.0)
             raise
@@ -65,17 +61,9 @@ class OpenedDevice:
             "in batches" if self._driver.copies_in_batches else "one by one: the driver is older than 12.8",
         )
 
-    def load(self, jobs: Sequence[LoadJob]) -> Sequence[Transfer]:
-        """See `TransferEngine`."""
-        return self._engine.load(jobs)
-
-    def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
-        """See `TransferEngine`."""
-        return self._engine.save(jobs)
-
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`. Memory stays pinned while a copy may still be under way."""
-        ended = self._engine.close(seconds)
+        ended = super().close(seconds)
         if ended:
             self._pinned.close()
             self._driver.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TypeAlias
 
 from kvpact.config import KvpactConfig
@@ -22,7 +21,7 @@ def transfer_engine_for(
     paged: PagedKV,
     segment: ArenaSegment,
     rank: int,
-    openers: Mapping[str, DeviceOpener] = MappingProxyType({}),
+    openers: Mapping[str, DeviceOpener],
 ) -> TransferEngine:
     """The engine for the device that holds `paged`. `openers`: device type, as torch names it -> what opens others.
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
 from kvpact.errors import PactViolation
 from kvpact.memory.arena import ArenaSegment
-from kvpact.worker.copy.base import Job
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, CudaError, Driver
-from kvpact.worker.cuda.entries import Entries, GroupRuns, runs_of
+from kvpact.worker.cuda.entries import Entries, Indexes, runs_of
 from kvpact.worker.paged import GROUPS, PagedKV, join_adjacent
 
 logger = logging.getLogger(__name__)
@@ -71,15 +69,17 @@ class DeviceCopies:
         self.error: CudaError | None = None
         """Why nothing is copied any more."""
         self._kernel = kernel
-        self._first_slot = slot_class.slots.start
+        self._first_slot, self._num_slots = slot_class.slots.start, len(slot_class.slots)
+        self._num_blocks = paged.num_blocks
         self.slot_bytes = slot_class.slot_bytes
         address = segment.address_of(slot_class)
-        runs = runs_of(paged, paged.groups, address, slot_class, pinned_slots)
-        self.groups, self._by_group = _arrivals(paged.groups, runs)
+        arriving = _arrivals(paged.groups)
+        self.groups = [range(one[0].start, one[-1].stop) for one in arriving]
         """Layers that arrive together, in forward order."""
+        self._by_group = [runs_of(paged, one, address, slot_class, pinned_slots) for one in arriving]
         joined = join_adjacent(paged.layers, len(paged.layers))
         self._whole = runs_of(paged, joined, address, slot_class, pinned_slots)
-        self.entries_per_block = sum(one.layer.chunks for one in runs)
+        self.entries_per_block = sum(len(one.sizes) for runs in self._by_group for one in runs)
         """Of one block alone, over all groups."""
 
     def note_error(self, error: Exception) -> None:
@@ -87,23 +87,24 @@ class DeviceCopies:
         if self.error is None and isinstance(error, CudaError):
             self.error = error
 
-    def check(self, job: Job) -> None:
-        """Raise PactViolation if the job names a block or a slot that is not there."""
-        self.all_layers(job.block_ids, job.slots)
-
-    def all_layers(self, block_ids: Sequence[int], slots: Sequence[int]) -> Entries:
-        """What copies these blocks as a whole."""
-        return self._entries(self._whole, block_ids, slots)
-
-    def by_group(self, block_ids: Sequence[int], slots: Sequence[int]) -> list[Entries]:
-        """What copies these blocks, for each of `groups`."""
-        return [self._entries(runs, block_ids, slots) for runs in self._by_group]
-
-    def _entries(self, runs: Sequence[GroupRuns], block_ids: Sequence[int], slots: Sequence[int]) -> Entries:
+    def places(self, block_ids: Sequence[int], slots: Sequence[int]) -> tuple[Indexes, Indexes]:
+        """Block ids, and slots counted from their class's first. Raises PactViolation if one of them is not there."""
         if len(block_ids) != len(slots):
             raise PactViolation(f"each block needs one slot, not {len(block_ids)} blocks and {len(slots)} slots")
         blocks, places = np.asarray(block_ids, np.int64), np.asarray(slots, np.int64) - self._first_slot
-        return Entries.joined([one.entries(blocks, places) for one in runs])
+        _require_within(blocks, self._num_blocks, "blocks")
+        _require_within(places, self._num_slots, "slots")
+        return blocks, places
+
+    def all_layers(self, block_ids: Sequence[int], slots: Sequence[int]) -> Entries:
+        """What copies these blocks as a whole. Raises PactViolation like `places`."""
+        blocks, places = self.places(block_ids, slots)
+        return Entries.joined([one.entries(blocks, places) for one in self._whole])
+
+    def by_group(self, block_ids: Sequence[int], slots: Sequence[int]) -> list[Entries]:
+        """What copies these blocks, for each of `groups`. Raises PactViolation like `places`."""
+        blocks, places = self.places(block_ids, slots)
+        return [Entries.joined([one.entries(blocks, places) for one in runs]) for runs in self._by_group]
 
     def copy_in(self, entries: Entries, stream: int) -> None:
         """Put copies from slots into blocks into `stream`. Slots do not change while a load reads them."""
@@ -123,9 +124,12 @@ class DeviceCopies:
             self.driver.copy_batch(piece.host, piece.device, piece.sizes, AccessOrder.STREAM, stream)
 
 
-def _arrivals(groups: Sequence[range], runs: Sequence[GroupRuns]) -> tuple[list[range], list[list[GroupRuns]]]:
-    """Groups of layers that arrive together, about `GROUPS` of them, and the runs of each."""
+def _require_within(numbers: Indexes, count: int, what: str) -> None:
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= count):
+        raise PactViolation(f"{what} {numbers.min()} to {numbers.max()} cannot be copied: there are {count}")
+
+
+def _arrivals(groups: Sequence[range]) -> list[Sequence[range]]:
+    """Groups of adjacent layers that arrive together: about `GROUPS` lists of them."""
     share = -(-len(groups) // GROUPS)
-    borders = [*range(0, len(groups), share), len(groups)]
-    arriving = [range(groups[start].start, groups[end - 1].stop) for start, end in pairwise(borders)]
-    return arriving, [list(runs[start:end]) for start, end in pairwise(borders)]
+    return [groups[start : start + share] for start in range(0, len(groups), share)]

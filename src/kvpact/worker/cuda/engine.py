@@ -34,7 +34,7 @@ class CudaTransferEngine:
         """Those that have not ended, as far as was polled."""
         self._handed_over: deque[StepLoads] = deque()
         self._wanted = threading.Condition()
-        """Guards the two above and below for the submitting thread."""
+        """Guards `_handed_over` and `_closing`."""
         self._closing = False
         self._loads = Lane(f"kvpact-load-{rank}", copies, copies.copy_in)
         self._saves = Lane(f"kvpact-save-{rank}", copies, copies.copy_out)

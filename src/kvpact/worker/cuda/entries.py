@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvpact.errors import PactViolation
 from kvpact.memory.arena import SlotClass
 from kvpact.worker.cuda.driver import Addresses
-from kvpact.worker.paged import PagedKV, PagedLayer
+from kvpact.worker.paged import PagedKV
 
 Indexes = npt.NDArray[np.int64]
 
@@ -55,70 +55,61 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRuns:
-    """Where the pages of layers that are adjacent in each block lie, and their pieces of slots.
+class Runs:
+    """The runs of bytes of one block in some layers, and their pieces of a slot, for one class of slots.
 
-    All in bytes, for one class of slots, which `slots` counts from its first one.
+    All in bytes; the caller counts slots from their class's first.
     """
 
-    layer: PagedLayer
-    """The joined layers."""
-    host_address: int
-    """Of the group's piece in the class's first slot."""
+    device: Indexes
+    """Addresses of the runs of block 0."""
+    host: Indexes
+    """Addresses of their pieces of the first slot."""
+    sizes: Indexes
+    block_stride: int
     slot_bytes: int
-    num_slots: int
     pinned_slots: int
     """Slots that were pinned together: an entry stays within as many, counted from 0."""
 
     @property
     def joins_blocks(self) -> bool:
-        """Whether adjacent blocks are one run on both sides: the group is all of a block, and of its slot."""
-        return self.layer.chunks == 1 and self.layer.chunk_bytes == self.layer.block_stride == self.slot_bytes
+        """Whether adjacent blocks are one run on both sides: the only run is all of a block, and of its slot."""
+        return len(self.sizes) == 1 and int(self.sizes[0]) == self.block_stride == self.slot_bytes
 
     def entries(self, block_ids: Indexes, slots: Indexes) -> Entries:
-        """Copies between `block_ids[i]` and `slots[i]`. Raises PactViolation if one of them is not there."""
-        _require_within(block_ids, self.layer.num_blocks, "blocks")
-        _require_within(slots, self.num_slots, "slots")
-        layer = self.layer
-        device = layer.address + block_ids * layer.block_stride
-        host = self.host_address + slots * self.slot_bytes
-        sizes = np.full(len(slots), layer.chunk_bytes, np.int64)
-        if layer.chunks > 1:
-            chunks = np.arange(layer.chunks)
-            device = (device[:, None] + chunks * layer.chunk_stride).ravel()
-            host = (host[:, None] + chunks * layer.chunk_bytes).ravel()
-            sizes = np.full(len(host), layer.chunk_bytes, np.int64)
-        elif self.joins_blocks and len(slots) > 1:
+        """Copies between `block_ids[i]` and `slots[i]`, which the caller has found to be there."""
+        sizes = np.tile(self.sizes, len(slots))
+        if self.joins_blocks and len(slots) > 1:
             goes_on = (np.diff(block_ids) == 1) & (np.diff(slots) == 1) & (slots[1:] % self.pinned_slots != 0)
             starts = np.flatnonzero(np.concatenate(([True], ~goes_on)))
-            device, host = device[starts], host[starts]
-            sizes = np.diff(np.append(starts, len(slots))) * layer.chunk_bytes
+            sizes = np.diff(np.append(starts, len(slots))) * self.slot_bytes
+            block_ids, slots = block_ids[starts], slots[starts]
+        device = (block_ids[:, None] * self.block_stride + self.device).ravel()
+        host = (slots[:, None] * self.slot_bytes + self.host).ravel()
         return Entries(device.astype(np.uint64), host.astype(np.uint64), sizes.astype(np.uint64))
 
 
 def runs_of(
     paged: PagedKV, groups: Sequence[range], arena_address: int, slot_class: SlotClass, pinned_slots: int
-) -> list[GroupRuns]:
-    """For each group of adjacent layers; `arena_address` is where this process has mapped the segment."""
+) -> list[Runs]:
+    """For all layers of `groups`, each of adjacent layers; one for each distance between blocks that they have.
+
+    `arena_address` is where this process has mapped the class's first slot. Raises PactViolation for slots too small.
+    """
     if paged.layout.rank_slot_bytes > slot_class.slot_bytes:
         raise PactViolation(
             f"one block of this engine takes {paged.layout.rank_slot_bytes} bytes, a slot has only "
             f"{slot_class.slot_bytes}"
         )
-    first = arena_address + slot_class.offset
-    offsets = paged.layout.layer_offsets
-    return [
-        GroupRuns(
-            paged.joined(group),
-            first + offsets[group.start],
-            slot_class.slot_bytes,
-            len(slot_class.slots),
-            pinned_slots,
+    runs: dict[int, list[tuple[int, int, int]]] = {}
+    for group in groups:
+        layer, piece = paged.joined(group), arena_address + paged.layout.layer_offsets[group.start]
+        runs.setdefault(layer.block_stride, []).extend(
+            (layer.address + chunk * layer.chunk_stride, piece + chunk * layer.chunk_bytes, layer.chunk_bytes)
+            for chunk in range(layer.chunks)
         )
-        for group in groups
-    ]
-
-
-def _require_within(numbers: Indexes, count: int, what: str) -> None:
-    if len(numbers) and (numbers.min() < 0 or numbers.max() >= count):
-        raise PactViolation(f"{what} {numbers.min()} to {numbers.max()} cannot be copied: there are {count}")
+    made = []
+    for block_stride, found in runs.items():
+        device, host, sizes = np.array(found, np.int64).T
+        made.append(Runs(device, host, sizes, block_stride, slot_class.slot_bytes, pinned_slots))
+    return made

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvpact.errors import PactViolation
 from kvpact.threads import start_background
 from kvpact.worker.copy.base import Job
 from kvpact.worker.cuda.copies import DeviceCopies
@@ -134,22 +133,23 @@ class Lane:
 
     def _advance(self, transfer: CudaTransfer) -> None:
         """Submit a transfer's next piece."""
-        job, start = transfer.job, transfer.position
-        end = min(start + self._piece_blocks, len(job.slots))
+        job, start, cancelled = transfer.job, transfer.position, transfer.cancelled
+        end = len(job.slots) if cancelled else min(start + self._piece_blocks, len(job.slots))
         if transfer.fence:
             self._driver.stream_wait(self._stream, transfer.fence)
             self._events.give_back(transfer.fence)
             transfer.fence = 0
+        copied = False
         try:
-            if transfer.cancelled:
-                end = len(job.slots)
-                raise PactViolation("the copy was cancelled")
-            entries = self._copies.all_layers(job.block_ids[start:end], job.slots[start:end])
-            self._copy(entries, self._stream)
+            if not cancelled:
+                self._copy(self._copies.all_layers(job.block_ids[start:end], job.slots[start:end]), self._stream)
+                copied = True
         except CudaError:
             raise
         except Exception as error:
-            transfer.error, transfer.failed = error, (*transfer.failed, *range(start, end))
+            transfer.error = error
+        if not copied:
+            transfer.failed = (*transfer.failed, *range(start, end))
         event = self._events.record(self._stream)
         with self.changed:
             transfer.position = end

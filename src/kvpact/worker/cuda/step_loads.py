@@ -51,7 +51,7 @@ class StepLoads:
         good: list[LoadJob] = []
         for transfer in self.transfers:
             try:
-                self._copies.check(transfer.job)
+                self._copies.places(transfer.job.block_ids, transfer.job.slots)
                 good.append(transfer.job)
             except PactViolation as error:
                 transfer.refused = error
