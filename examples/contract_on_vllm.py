@@ -12,7 +12,7 @@ from kvpact.testkit.vllm.harness import BLOCK, prompt
 TRANSFER = {
     "kv_connector": "PactConnector",
     "kv_connector_module_path": "kvpact.vllm",
-    "kv_connector_extra_config": {"memory": "1MiB", "model_id": "example", "sync_load_limit": 0},
+    "kv_connector_extra_config": {"memory": "1MiB", "model_id": "example", "sync_load_budget": 0},
 }
 PROMPTS = {name: prompt(seed, 10) for seed, name in enumerate(["taken", "cut", "dropped", "cancelled", "failed"], 1)}
 

@@ -57,7 +57,7 @@ class EpochEngine:
         self.skew = 0.0
         """Seconds that have passed besides those that really have."""
         segment = ArenaSegment.create(num_slots, SLOT_BYTES)
-        defaults = {"recompute_if_faster": False, "sync_load_limit": 0, "prepare_deadline": 0.5}
+        defaults = {"recompute_if_faster": False, "sync_load_budget": 0, "prepare_deadline": 0.5}
         self.queues = [TierExecutor(tier, 2, 1 << 30) for tier in tiers]
         self.cache = PactCache(
             load_config({**defaults, **settings}, {}),

@@ -112,7 +112,7 @@ def test_nothing_set_is_the_documented_default():
         load_deadline=30.0,
         write_queue=GIB,
         shutdown_timeout=10.0,
-        sync_load_limit=GIB,
+        sync_load_budget=GIB // 4,
         min_match_blocks=1,
         save="eager",
         model_id=None,
@@ -148,7 +148,7 @@ def test_every_key_can_be_set_in_the_environment():
         "KVPACT_LOAD_DEADLINE": "50ms",
         "KVPACT_WRITE_QUEUE": "1MB",
         "KVPACT_SHUTDOWN_TIMEOUT": "0s",
-        "KVPACT_SYNC_LOAD_LIMIT": "0",
+        "KVPACT_SYNC_LOAD_BUDGET": "0",
         "KVPACT_MIN_MATCH_BLOCKS": "2",
         "KVPACT_SAVE": "off",
         "KVPACT_MODEL_ID": "llama@1",
@@ -193,6 +193,21 @@ def test_an_unknown_key_names_the_nearest_known_one(written, known, tmp_path):
     path = tmp_path / "kvpact.toml"
     path.write_text(f"{written} = 1\n")
     assert message_of(toml_path=path) == f'unknown key "{written}" in {path}; did you mean "{known}"?'
+
+
+def test_the_key_of_earlier_versions_is_refused_in_each_source_with_what_to_set_instead(tmp_path):
+    path = tmp_path / "kvpact.toml"
+    path.write_text('sync_load_limit = "1GiB"\n')
+    for message, source in (
+        (message_of({"sync_load_limit": "1GiB"}), "kv_connector_extra_config"),
+        (message_of(environ={"KVPACT_SYNC_LOAD_LIMIT": "0"}), "the environment (KVPACT_SYNC_LOAD_LIMIT)"),
+        (message_of(toml_path=path), str(path)),
+        (message_of({"sync_load_limit": 0, "memroy": 1}), "kv_connector_extra_config"),
+    ):
+        assert message == (
+            f'sync_load_limit in {source} is gone; set "sync_load_budget": the bytes on each rank that one scheduler '
+            'step may wait for, by default "256MiB"; 0 still makes every load asynchronous'
+        )
 
 
 def test_a_key_like_no_other_lists_the_known_ones():

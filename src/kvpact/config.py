@@ -25,6 +25,14 @@ from kvpact.units import parse_duration, parse_size
 ENVIRONMENT_PREFIX: Final = "KVPACT_"
 CONFIG_FILE_VARIABLE: Final = "KVPACT_CONFIG"
 
+REPLACED_KEYS: Final = {
+    "sync_load_limit": (
+        '"sync_load_budget": the bytes on each rank that one scheduler step may wait for, by default "256MiB"; 0 still '
+        "makes every load asynchronous"
+    ),
+}
+"""Keys of earlier versions, and what to set instead."""
+
 
 def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
     if not isinstance(value, list | tuple):
@@ -88,8 +96,8 @@ class KvpactConfig(BaseModel):
     """Bytes that may wait to be written to the tiers; blocks that do not fit are dropped, the engine never waits."""
     shutdown_timeout: Seconds = 10.0
     """How long a shutdown may wait for the tiers."""
-    sync_load_limit: Size = 1024**3
-    """Larger loads are asynchronous; 0 makes every load asynchronous."""
+    sync_load_budget: Size = 256 * 1024**2
+    """Bytes on each rank that a step may wait for; a load that no longer fits is asynchronous. 0: every load is."""
     min_match_blocks: Count = Field(default=1, ge=1)
     """A shorter match is not promised."""
     save: Literal["eager", "lazy", "off"] = "eager"
@@ -199,6 +207,8 @@ def load_with_variables(
     settings = _toml_settings(toml_path) if toml_path is not None else {}
     settings |= _environment_settings(environ)
     settings |= {key: _Setting(value, extra_source) for key, value in (extra_config or {}).items()}
+    for key in settings.keys() & REPLACED_KEYS.keys():
+        raise ConfigError(f"{key} in {settings[key].source} is gone; set {REPLACED_KEYS[key]}")
     variables = {key: setting.variable for key, setting in settings.items()}
     try:
         return KvpactConfig.model_validate({key: setting.value for key, setting in settings.items()}), variables
@@ -233,7 +243,7 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, _Setting]:
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not text:
             continue  # compose files and shells write "not set" as the empty string
-        if key in KvpactConfig.model_fields:
+        if key in KvpactConfig.model_fields or key in REPLACED_KEYS:
             value: object = text.split() if key == "tiers" else text
             settings[key] = _Setting(value, f"the environment ({name})", name)
         elif near := difflib.get_close_matches(key, KvpactConfig.model_fields, n=1, cutoff=0.7):

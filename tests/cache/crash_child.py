@@ -286,7 +286,7 @@ def main(directory: Path, slots: int, seed: int) -> None:
         fail(f"{tier.counts().damaged} records were damaged by a kill")
     choose = random.Random(seed)
     cache = PactCache(
-        load_config({"sync_load_limit": choose.choice([0, 4 * SLOT_BYTES, "1GiB"]), "shutdown_timeout": "2s"}, {}),
+        load_config({"sync_load_budget": choose.choice([0, 4 * SLOT_BYTES, "1GiB"]), "shutdown_timeout": "2s"}, {}),
         namespace=NAMESPACE.digest,
         block_size=BLOCK_SIZE,
         arena=Arena([ArenaSegment.attach(address)]),

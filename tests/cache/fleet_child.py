@@ -22,7 +22,7 @@ class Child:
 
     def __init__(self, url: str, seed: int) -> None:
         # Memory is small, so that much of what is used comes from the store.
-        self.served = EpochEngine(store(url), num_slots=48, sync_load_limit=0)
+        self.served = EpochEngine(store(url), num_slots=48, sync_load_budget=0)
         self.engine = self.served.engine
         self.traffic = Traffic(seed)
         self.asked = 0

@@ -294,7 +294,7 @@ def test_h06_a_match_leaves_a_token_to_compute(scene: Scene, length: int) -> Non
 
 
 def test_h07_a_request_cancelled_while_its_load_runs_keeps_its_slots_until_the_report() -> None:
-    scene = Scene(slots=4, sync_load_limit=0)
+    scene = Scene(slots=4, sync_load_budget=0)
     scene.run_cold(SceneRequest("a", tokens(16)))
     request = SceneRequest("b", tokens(17))
     match = scene.prepare(request)
@@ -324,7 +324,7 @@ def test_h08_a_report_said_twice_settles_once(scene: Scene) -> None:
 
 
 def test_h09_what_failed_once_is_not_promised_again() -> None:
-    scene = Scene(sync_load_limit=0)
+    scene = Scene(sync_load_budget=0)
     scene.run_cold(SceneRequest("a", tokens(16)))
     request = SceneRequest("b", tokens(17))
     match = scene.prepare(request)
@@ -339,9 +339,9 @@ def test_h09_what_failed_once_is_not_promised_again() -> None:
     scene.close()
 
 
-@pytest.mark.parametrize("sync_load_limit", [0, 1 << 30], ids=["asynchronous", "synchronous"])
-def test_h09_what_a_reset_made_fail_is_not_promised_again_in_the_new_epoch(sync_load_limit: int) -> None:
-    scene = Scene(sync_load_limit=sync_load_limit)
+@pytest.mark.parametrize("sync_load_budget", [0, 1 << 30], ids=["asynchronous", "synchronous"])
+def test_h09_what_a_reset_made_fail_is_not_promised_again_in_the_new_epoch(sync_load_budget: int) -> None:
+    scene = Scene(sync_load_budget=sync_load_budget)
     scene.run_cold(SceneRequest("a", tokens(16)))
     request = SceneRequest("b", tokens(17))
     match = scene.prepare(request)
@@ -541,7 +541,7 @@ def test_h29_tokens_in_flight_are_not_served_to_others(scene: Scene) -> None:
 
 
 def test_h29_a_load_in_flight_is_neither_counted_nor_served_nor_saved() -> None:
-    scene = Scene(ranks=2, sync_load_limit=0)
+    scene = Scene(ranks=2, sync_load_budget=0)
     scene.run_cold(SceneRequest("a", tokens(16)))
     request, other = SceneRequest("b", tokens(25)), SceneRequest("c", tokens(25))
     match = scene.prepare(request)
@@ -624,7 +624,7 @@ def test_h10_a_report_that_was_lost_is_asked_for(scene: Scene) -> None:
 
 def test_p11_a_request_that_is_loaded_and_preempted_again_and_again_computes_its_prompt() -> None:
     """Two such requests could keep each other from running for ever; random plays found it."""
-    scene = Scene(sync_load_limit=0)
+    scene = Scene(sync_load_budget=0)
     scene.run_cold(SceneRequest("a", tokens(16)))
     request = SceneRequest("b", tokens(19))
     for _ in range(MAX_LOADS_WITHOUT_PROGRESS):

@@ -165,7 +165,7 @@ def evicted(place: Path) -> Scene:
 
 
 def used_again(place: Path) -> Scene:
-    scene = Situation(place, sync_load_limit=0)
+    scene = Situation(place, sync_load_budget=0)
     again = request("again")
     for _ in range(2):
         scene.load(again, scene.prepare(again))

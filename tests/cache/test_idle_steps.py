@@ -76,7 +76,7 @@ def test_a_process_that_is_stopped_again_and_again_has_not_waited_in_vain(step_s
 @pytest.mark.parametrize("job", ["a save", "a load"])
 def test_h13_h27_a_hook_that_always_fails_costs_no_core_for_ever_and_no_block(job: str) -> None:
     """Reports that never come are waited for five seconds; what is copied stays held, whoever stops waiting."""
-    scene = Scene(slots=4, sync_load_limit=0, load_deadline="3600s", plan_lifetime="1s")
+    scene = Scene(slots=4, sync_load_budget=0, load_deadline="3600s", plan_lifetime="1s")
     first, request = SceneRequest("a", tokens(16)), SceneRequest("b", tokens(17))
     scene.compute(first)
     scene.cache.note_computed(first, 16, lambda: scene.tables["a"])

@@ -27,7 +27,7 @@ class HangingScene(Scene):
 
     def __init__(self, *, ranks: int = 1, synchronous: bool = False, **settings: object) -> None:
         limit = 1 << 30 if synchronous else 0
-        super().__init__(ranks=ranks, load_deadline=DEADLINE, sync_load_limit=limit, **settings)
+        super().__init__(ranks=ranks, load_deadline=DEADLINE, sync_load_budget=limit, **settings)
         self.run_cold(document("first"))
 
     def begin(self, request: SceneRequest) -> LoadJob:

@@ -50,7 +50,7 @@ def test_h10_a_request_whose_load_hangs_for_ever_is_answered_by_its_deadline(pre
         EngineConfig(num_blocks=60, num_ranks=2, prefix_caching=False),
         PRESETS[preset],
         conduct=hang,
-        sync_load_limit=0,
+        sync_load_budget=0,
         load_deadline=DEADLINE,
     )
     engine.run([Request("first", PROMPT, 1)])
@@ -105,7 +105,7 @@ def test_h07_h10_copies_that_hang_change_no_output_and_hold_nothing_for_ever(
         return chance(rank, job)
 
     engine = pact_engine(
-        config, PRESETS[preset], num_slots=40, conduct=conduct, sync_load_limit=0, load_deadline=DEADLINE
+        config, PRESETS[preset], num_slots=40, conduct=conduct, sync_load_budget=0, load_deadline=DEADLINE
     )
     requests = workload(seed, steps=120)
     cancelled = run_with_upheaval(engine, requests, seed) if upheaval else set()

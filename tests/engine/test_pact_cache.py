@@ -59,7 +59,7 @@ def test_pact_cache_changes_no_output_and_holds_nothing(
     quirks = PRESETS[preset]
     chance = Chance(seed, failures, sync_may_fail=not quirks.trusts_sync_loads, losses=losses)
     limit = 0 if asynchronous else 1 << 30
-    engine = pact_engine(config, quirks, num_slots=40, conduct=chance, sync_load_limit=limit, load_deadline=0.3)
+    engine = pact_engine(config, quirks, num_slots=40, conduct=chance, sync_load_budget=limit, load_deadline=0.3)
     requests = workload(seed)
     if upheaval:
         cancelled = run_with_upheaval(engine, requests, seed)

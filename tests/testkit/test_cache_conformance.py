@@ -28,7 +28,7 @@ from kvpact.testkit.results import Verdict, as_text, concerned
 from kvpact.testkit.suite import checks_of
 from kvpact.tiers.client import LentSlots, TierClient
 
-ASYNCHRONOUS = {"sync_load_limit": 0}
+ASYNCHRONOUS = {"sync_load_budget": 0}
 
 
 class TestPactCache(CacheConformance):

@@ -25,7 +25,7 @@ SHORT_RUN_STEPS, LONG_RUN_STEPS = 30_000, 2_000_000
 
 class MemoryMachine(PactMachine):
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
-        return pact_cache(place, sync_load_limit=0)
+        return pact_cache(place, sync_load_budget=0)
 
 
 class LazyMachine(PactMachine):

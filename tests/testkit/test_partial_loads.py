@@ -48,7 +48,7 @@ def test_h30_the_end_of_a_block_that_is_taken_as_loaded_is_found(*, asynchronous
 def another_connector_fills_blocks_in_part(harness: Harness) -> None:
     """Under MultiConnector the first one's loads end inside blocks; what kvpact saves of such blocks is whole."""
     first: dict[str, Any] = {"kv_connector": "PartialConnector", "kv_connector_module_path": "partial_connector"}
-    later = harness.subject.config["sync_load_limit"] == 0
+    later = harness.subject.config["sync_load_budget"] == 0
     first["kv_connector_extra_config"] = {"only": "partial", "asynchronous": later}
     with harness.engine(
         under_multi_connector(first, harness.subject.transfer(harness.folder)), num_blocks=129, chunk=7
@@ -69,9 +69,9 @@ def another_connector_fills_blocks_in_part(harness: Harness) -> None:
             assert engine.observed.committed_tokens(f"again{number}") >= 3 * BLOCK, "kvpact has not saved such blocks"
 
 
-@pytest.mark.parametrize("sync_load_limit", [0, "1GiB"])
-def test_h30_blocks_that_another_connector_filled_in_part_are_stored_whole(sync_load_limit: object) -> None:
-    config = {"memory": "1MiB", "model_id": "testkit", "sync_load_limit": sync_load_limit}
+@pytest.mark.parametrize("sync_load_budget", [0, "1GiB"])
+def test_h30_blocks_that_another_connector_filled_in_part_are_stored_whole(sync_load_budget: object) -> None:
+    config = {"memory": "1MiB", "model_id": "testkit", "sync_load_budget": sync_load_budget}
     scenario = Scenario("h30", ("P8", "H30"), "", another_connector_fills_blocks_in_part)
     check = VllmDriver("kvpact.vllm:PactConnector", config).check(scenario)
     assert check.verdict is Verdict.KEPT, check

@@ -20,12 +20,12 @@ from kvpact.vllm.compat.objects import connectors_of
 PACT = "kvpact.vllm:PactConnector"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "synchronous": {"memory": "1MiB", "model_id": "testkit"},
-    "asynchronous": {"memory": "1MiB", "model_id": "testkit", "sync_load_limit": 0},
+    "asynchronous": {"memory": "1MiB", "model_id": "testkit", "sync_load_budget": 0},
     "disk": {"memory": "256KiB", "model_id": "testkit", "tiers": ["disk:///{folder}?capacity=4MiB"]},
     "short of everything": {
         "memory": "160KiB",
         "model_id": "testkit",
-        "sync_load_limit": "32KiB",
+        "sync_load_budget": "32KiB",
         "plan_lifetime": "20ms",
         "tiers": ["disk:///{folder}?capacity=1MiB"],
     },

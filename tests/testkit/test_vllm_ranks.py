@@ -35,7 +35,7 @@ LAYOUTS = [pytest.param({"ranks": 2}, id="ranks"), pytest.param({"stages": 2, "l
 @contextmanager
 def engine_with(layout: dict[str, int], **settings: object) -> Iterator[VllmEngine]:
     """An engine with kvpact on these ranks and stages, that loads asynchronously."""
-    config = {"memory": "1MiB", "model_id": "testkit", "sync_load_limit": 0, **settings}
+    config = {"memory": "1MiB", "model_id": "testkit", "sync_load_budget": 0, **settings}
     transfer = {
         "kv_connector": "PactConnector",
         "kv_connector_module_path": "kvpact.vllm",

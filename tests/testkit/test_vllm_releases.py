@@ -12,7 +12,7 @@ from kvpact.testkit.vllm.releases import RELEASES, installed_release, run_on_rel
 CONFIG = {
     "memory": "160KiB",
     "model_id": "testkit",
-    "sync_load_limit": "32KiB",
+    "sync_load_budget": "32KiB",
     "plan_lifetime": "20ms",
     "tiers": ["disk:///{folder}?capacity=1MiB"],
 }

@@ -58,7 +58,7 @@ class FaultyEngine:
             **{
                 "memory": "16MiB",
                 "tiers": [f"disk://{self.slabs}?capacity=128MiB"],
-                "sync_load_limit": "1MiB",
+                "sync_load_budget": "1MiB",
                 "load_deadline": "1s",
                 "plan_lifetime": "1s",
                 "stats_file": str(directory / "stats.json"),

@@ -215,7 +215,7 @@ class AdapterEngine(PlayedEngine):
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AdapterEngine]:
     write_adapter(tmp_path / "known", OLD)
     limit = "1GiB" if request.param == "sync" else 0
-    made = AdapterEngine(tmp_path / "engine", sync_load_limit=limit, prepare_deadline=5.0)
+    made = AdapterEngine(tmp_path / "engine", sync_load_budget=limit, prepare_deadline=5.0)
     yield made
     made.assert_at_rest()
     made.close()

@@ -105,7 +105,7 @@ def test_lazy_saves_nothing_while_the_engine_has_room(start: Callable[..., Playe
     engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("settings", [{}, {"sync_load_limit": 0}], ids=["sync", "async"])
+@pytest.mark.parametrize("settings", [{}, {"sync_load_budget": 0}], ids=["sync", "async"])
 def test_lazy_saves_what_is_evicted_before_it_is(start: Callable[..., PlayedEngine], settings: dict[str, Any]) -> None:
     engine = start(save="lazy", num_blocks=64, **settings)
     prompts = [make_prompt(number, 8) for number in range(16)]  # 128 blocks and more through 63

@@ -15,7 +15,7 @@ from kvpact.demo.engine import Output
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 SMALL, LARGE = 2, 4
-"""Blocks of a prompt that is loaded synchronously, and of one that is loaded asynchronously: see `sync_load_limit`."""
+"""Blocks of a prompt that is loaded synchronously, and of one that is loaded asynchronously: see `sync_load_budget`."""
 
 
 DEADLINE = 1.0

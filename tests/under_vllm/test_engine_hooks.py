@@ -30,7 +30,7 @@ from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.vllm.messages import PactHandshake, PactMetadata
 from kvpact.wire import StepMessage
 
-SYNCHRONOUS, ASYNCHRONOUS = {"sync_load_limit": "1GiB"}, {"sync_load_limit": 0}
+SYNCHRONOUS, ASYNCHRONOUS = {"sync_load_budget": "1GiB"}, {"sync_load_budget": 0}
 STORED, FRESH, LATER = make_prompt(1, 6), make_prompt(2, 5), make_prompt(3, 7)
 """Prompts of several blocks: one that is in the cache before anything fails, one that is not, one that comes after."""
 
@@ -464,7 +464,7 @@ def test_h13_h27_no_answer_is_ever_wrong_whatever_fails_whenever(
         num_blocks=40,
         num_batched_tokens=128,
         memory="256KiB",
-        sync_load_limit=[0, "32KiB", "1GiB"][seed % 3],
+        sync_load_budget=[0, "32KiB", "1GiB"][seed % 3],
         load_deadline="1s",
         plan_lifetime="200ms",
         tiers=[f"disk://{tmp_path}/slab?capacity=512KiB"],
@@ -486,7 +486,7 @@ def test_h13_h27_no_answer_is_ever_wrong_in_a_long_life(
         num_blocks=random.Random(seed).choice([24, 40, 100]),
         num_batched_tokens=random.Random(seed).choice([32, 128, 2048]),
         memory="256KiB",
-        sync_load_limit=[0, "32KiB", "1GiB"][seed % 3],
+        sync_load_budget=[0, "32KiB", "1GiB"][seed % 3],
         load_deadline="1s",
         plan_lifetime="200ms",
         tiers=[f"disk://{tmp_path}/slab?capacity=512KiB"],

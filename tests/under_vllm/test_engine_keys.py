@@ -41,7 +41,7 @@ def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
         "load_deadline": "45s",
         "write_queue": "96MiB",
         "shutdown_timeout": "9s",
-        "sync_load_limit": "512KiB",
+        "sync_load_budget": "512KiB",
         "min_match_blocks": 2,
         "save": "eager",
         "admit": "second-use",

@@ -92,7 +92,7 @@ def by_request(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_h07_h10_a_load_that_hangs_costs_its_request_the_deadline_and_no_other_anything(
     start: Callable[..., tuple[PlayedEngine, HangingCopies]], by_request: bool, local: int, garbage: bool
 ) -> None:
-    engine, copies = start(sync_load_limit=0)
+    engine, copies = start(sync_load_budget=0)
     prompt = make_prompt(1, BLOCKS)
     engine.generate(prompt)
     engine.forget()
@@ -129,7 +129,7 @@ def test_h07_a_first_block_that_others_have_as_well_is_not_named(
 ) -> None:
     """A running neighbour would have to compute everything again."""
     monkeypatch.setattr(late_loads, "TAKES_FAILED_REQUESTS", False)
-    engine, copies = start(sync_load_limit=0)
+    engine, copies = start(sync_load_budget=0)
     prompt = make_prompt(1, BLOCKS)
     engine.generate(prompt)
     engine.forget()
@@ -152,7 +152,7 @@ def test_h07_a_first_block_that_others_have_as_well_is_not_named(
 def test_h07_h10_two_loads_behind_one_copy_that_hangs(
     start: Callable[..., tuple[PlayedEngine, HangingCopies]], by_request: bool
 ) -> None:
-    engine, copies = start(sync_load_limit=0)
+    engine, copies = start(sync_load_budget=0)
     prompts = [make_prompt(seed, BLOCKS) for seed in range(3)]
     for prompt in prompts:
         engine.generate(prompt)
@@ -170,7 +170,7 @@ def test_h07_h10_two_loads_behind_one_copy_that_hangs(
 def test_h07_h10_a_request_that_is_cancelled_while_its_load_hangs(
     start: Callable[..., tuple[PlayedEngine, HangingCopies]], by_request: bool
 ) -> None:
-    engine, copies = start(sync_load_limit=0, num_blocks=24)
+    engine, copies = start(sync_load_budget=0, num_blocks=24)
     prompt = make_prompt(1, BLOCKS)
     engine.generate(prompt)
     engine.forget()
@@ -193,7 +193,7 @@ def test_h07_h10_a_request_that_is_cancelled_while_its_load_hangs(
 def test_h07_h10_a_load_within_the_step_that_hangs_costs_the_step_its_deadline(
     start: Callable[..., tuple[PlayedEngine, HangingCopies]], layerwise: bool
 ) -> None:
-    engine, copies = start(sync_load_limit="1GiB", layerwise=layerwise)
+    engine, copies = start(sync_load_budget="1GiB", layerwise=layerwise)
     prompt = make_prompt(1, BLOCKS)
     engine.generate(prompt)
     engine.forget()
@@ -215,7 +215,7 @@ def test_h07_h10_a_load_within_the_step_that_hangs_costs_the_step_its_deadline(
 def test_h10_an_idle_engine_gets_the_blocks_back_when_the_copy_ends(
     start: Callable[..., tuple[PlayedEngine, HangingCopies]],
 ) -> None:
-    engine, copies = start(sync_load_limit=0)
+    engine, copies = start(sync_load_budget=0)
     prompt = make_prompt(1, BLOCKS)
     engine.generate(prompt)
     engine.forget()

@@ -27,7 +27,7 @@ BLOCKS = 6
 TAIL = 5
 """Tokens behind the last whole block."""
 PROMPTS = [make_prompt(seed, BLOCKS, TAIL) for seed in range(4)]
-LOADS: dict[str, dict[str, Any]] = {"sync": {"sync_load_limit": "1GiB"}, "async": {"sync_load_limit": 0}}
+LOADS: dict[str, dict[str, Any]] = {"sync": {"sync_load_budget": "1GiB"}, "async": {"sync_load_budget": 0}}
 
 
 @pytest.fixture(params=LOADS)
@@ -69,7 +69,7 @@ def fail_loads(engine: PlayedEngine, fails: Callable[[LoadJob, int], bool]) -> N
 
 
 def loads_in_the_step(engine: PlayedEngine) -> bool:
-    return bool(engine.config.kv_transfer_config.kv_connector_extra_config["sync_load_limit"])
+    return bool(engine.config.kv_transfer_config.kv_connector_extra_config["sync_load_budget"])
 
 
 def assert_counts_are_true(engine: PlayedEngine, *requests: PlayedRequest, local: int = 0, failed: int = 0) -> None:

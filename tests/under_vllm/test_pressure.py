@@ -146,7 +146,7 @@ def test_p1_p7_thousands_of_requests_under_pressure(
     batched = saved_blocks(quiet.slabs, texts(kinds, together), block, "together")
     blocks_spread = max(ROUNDING, blocks_apart(right, batched))
     answers_spread = max(ROUNDING, *map(answers_apart, alone, together))
-    engine = FaultyEngine(tiny_model, tmp_path, arguments=arguments, memory="24MiB", sync_load_limit="512KiB")
+    engine = FaultyEngine(tiny_model, tmp_path, arguments=arguments, memory="24MiB", sync_load_budget="512KiB")
     with engine.process.wait_ready():
         began = time.monotonic()
         answers = engine.process.crowd(

@@ -21,7 +21,7 @@ from kvpact.wire import StepMessage
 
 BLOCKS = 6
 STORED = make_prompt(1, BLOCKS)
-EACH_WAY = pytest.mark.parametrize("sync_load_limit", ["1GiB", 0], ids=["sync", "async"])
+EACH_WAY = pytest.mark.parametrize("sync_load_budget", ["1GiB", 0], ids=["sync", "async"])
 
 
 # Alone
@@ -185,8 +185,8 @@ def test_h32_while_a_reset_fails_the_cache_may_not_be_used(ranks: Ranks) -> None
 
 
 @pytest.fixture
-def engine(tmp_path: Path, sync_load_limit: object) -> Iterator[PlayedEngine]:
-    engine = PlayedEngine(tmp_path, sync_load_limit=sync_load_limit)
+def engine(tmp_path: Path, sync_load_budget: object) -> Iterator[PlayedEngine]:
+    engine = PlayedEngine(tmp_path, sync_load_budget=sync_load_budget)
     yield engine
     engine.close()
 
@@ -260,7 +260,7 @@ def test_h32_a_worker_loads_nothing_that_was_ordered_for_other_weights(engine: P
     engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("sync_load_limit", [0])
+@pytest.mark.parametrize("sync_load_budget", [0])
 @pytest.mark.parametrize("when", ["while it copies", "when it has ended", "when the report is on its way"])
 def test_p13_what_a_load_under_way_at_a_reset_brings_is_computed_again(engine: PlayedEngine, when: str) -> None:
     """A reset by the engine itself: the worker hears of it with the next step."""
@@ -329,7 +329,7 @@ def test_a_sleep_keeps_what_is_stored_if_the_same_weights_wake(engine: PlayedEng
     engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("sync_load_limit", ["1GiB"])
+@pytest.mark.parametrize("sync_load_budget", ["1GiB"])
 def test_attaching_the_same_memory_again_does_nothing(engine: PlayedEngine, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM 0.33 hands the handshake over at each wake."""
     ask(engine)

@@ -230,7 +230,7 @@ class Planner:
         return tuple(self.index.slots_of(keys[blocks.start : blocks.end]))
 
     def _is_asynchronous(self, blocks: BlockRange) -> bool:
-        return blocks.count * self.slot_bytes > self.config.sync_load_limit
+        return blocks.count * self.slot_bytes > self.config.sync_load_budget
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:
         """The engine has all that could be loaded: counts as neither a lookup nor a miss."""

@@ -34,13 +34,13 @@ PLAYS = 4
 
 SUBJECTS: Mapping[str, CacheFactory] = {
     "memory": pact_cache,
-    "memory, asynchronous": partial(pact_cache, sync_load_limit=0),
+    "memory, asynchronous": partial(pact_cache, sync_load_budget=0),
     "disk": pact_cache_with_disk,
-    "disk, asynchronous": partial(pact_cache_with_disk, sync_load_limit=0),
+    "disk, asynchronous": partial(pact_cache_with_disk, sync_load_budget=0),
     "shared": pact_cache_with_shared,
-    "disk and shared, second use": partial(pact_cache_with_all, sync_load_limit=0, admit="second-use"),
+    "disk and shared, second use": partial(pact_cache_with_all, sync_load_budget=0, admit="second-use"),
     "lazy": partial(pact_cache, save="lazy"),
-    "lazy, asynchronous, disk": partial(lazy_pact_cache, disk_slots=DISK_SLOTS, sync_load_limit=0),
+    "lazy, asynchronous, disk": partial(lazy_pact_cache, disk_slots=DISK_SLOTS, sync_load_budget=0),
 }
 """Configurations of kvpact's own cache; a soak uses them in turn."""
 
