@@ -297,8 +297,8 @@ FILE_LINES, CLASS_LINES, PUBLIC_METHODS = 400, 300, 20
 
 LARGER = {
     "cache.cache.PactCache": 28,
-    "cache.ledger": 573,
-    "cache.ledger.Ledger": 390,
+    "cache.ledger": 568,
+    "cache.ledger.Ledger": 386,
     "contract": 525,
     "contract.ExternalCache": 22,
     "engine.scheduler": 496,

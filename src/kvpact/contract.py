@@ -26,9 +26,9 @@ from kvpact.ranges import BlockRange, RangeSet, hull
 class ExternalKVMatch:
     """A run of tokens, following what the engine has computed, that the cache promises to supply.
 
-    `num_tokens` is the promise, in tokens; 0 means no match. With `load_kv_async` the engine must wait for the workers'
-    report before it computes; otherwise the load happens inside the step that first computes the request.
-    `query_result` is the cache's own record of the plan, opaque to the engine and passed back unchanged.
+    `num_tokens` is the promise; 0 means no match. With `load_kv_async` the engine must wait for the workers' report
+    before it computes; otherwise the load happens inside the step that computes the request. In another step a cache
+    may answer the other way for the same plan: the match committed counts. `query_result`, the plan, is opaque.
     """
 
     num_tokens: int

@@ -16,7 +16,8 @@ from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import Slots, TransferJobs
 from kvpact.cache.lazy_offload import MIN_WINDOW
-from kvpact.cache.ledger import Ledger, State
+from kvpact.cache.ledger import Ledger
+from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
 from kvpact.cache.offload import Offloader
 from kvpact.cache.overdue import OverdueLoads
@@ -94,12 +95,13 @@ class PactCache(ExternalCache):
         saves = self.saves = Offloader(config, index, jobs, tags, writes, metrics, block_size, clock)
         self._steps = StepLookups(ledger, below, metrics, block_size, ranks)
         finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, block_size, clock, budget)
+        load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes)
         self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, overdue, block_size, arena.slot_bytes, clock
+            config, ledger, index, below, reads, finder, metrics, overdue, load_budget, block_size, clock
         )
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
         self._loads = Loads(
-            config, requests, ledger, index, jobs, overdue, invalidation, writes, tags, metrics, block_size
+            config, requests, ledger, index, jobs, overdue, load_budget, invalidation, writes, tags, metrics, block_size
         )
         below.open(tiers)
 
@@ -169,16 +171,12 @@ class PactCache(ExternalCache):
         plan = self._planner.take(request.request_id, match, num_tokens, len(block_ids))
         if plan is None:
             return 0
-        self._loading += self._loads.begin(plan, num_tokens, block_ids, self._clock())
+        self._loading += self._loads.begin(plan, match, num_tokens, block_ids, self._clock())
         return num_tokens
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
-        """See `ExternalCache`. `reason` is one of `EndReason`, anything else counts as an error."""
-        plan = self.ledger.find(request_id)
-        if plan is None or plan.state is State.LOADING or (match is not None and match.query_result is not plan):
-            return
-        known = reason in EndReason.__members__.values()
-        self.ledger.abort(plan, EndReason(reason) if known else EndReason.ERROR)
+        """See `ExternalCache`."""
+        self._planner.abort(request_id, match, reason)
 
     # Saves
 
@@ -213,6 +211,7 @@ class PactCache(ExternalCache):
         taken = self._loading + num_blocks_for(max(0, self._computing), self._block_size)
         self.saves.order_what_is_leaving(taken, now)
         self._computing = self._loading = 0
+        self._load_budget.end_step()
         self.ledger.expire(now)
         self._overdue.end_step(now)
         return self._jobs.end_step(now, self._steps.end_step())
@@ -220,6 +219,7 @@ class PactCache(ExternalCache):
     def abandon_step(self, num_ranks: int) -> None:
         """See `ExternalCache`."""
         self._steps.abandon_step()
+        self._load_budget.end_step()
         self.apply_report(self._jobs.abandon_step())
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
@@ -250,6 +250,7 @@ class PactCache(ExternalCache):
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep their blocks until all ranks have reported."""
         self.ledger.finish_request(request_id)
+        self._load_budget.release(request_id)
         if self.saves.lazy is not None:
             self.saves.lazy.request_finished(request_id)
         record = self._requests.live.pop(request_id, None)
@@ -333,7 +334,8 @@ class PactCache(ExternalCache):
 
     def check(self) -> None:
         """Verify the invariants of all parts; raises PactViolation."""
-        for part in (self.ledger, self.index, self._jobs, self._overdue, self._prefetcher, self.saves, self.metrics):
+        parts = (self.ledger, self.index, self._jobs, self._overdue, self._load_budget, self._prefetcher, self.saves)
+        for part in (*parts, self.metrics):
             part.check()
         known = self.ledger.known_requests.union(self.saves.lazy.known_requests if self.saves.lazy is not None else ())
         loading = {load.job.request_id for load in self._jobs.loads.values()}

@@ -106,16 +106,20 @@ class TransferJobs:
     _outbox: _Outbox = field(default_factory=_Outbox, init=False)
 
     def order_load(
-        self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float
-    ) -> LoadState:
-        """With this step, copy `blocks` of a committed plan from its slots into the engine's blocks."""
+        self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float,
+        *, synchronous: bool,
+    ) -> LoadState:  # fmt: skip
+        """With this step, copy `blocks` of a committed plan from its slots into the engine's blocks.
+
+        The step waits for a `synchronous` one.
+        """
         job = LoadJob(
             self._next_id(),
             plan.request_id,
             blocks.start,
             plan.slots[: blocks.count],
             tuple(block_ids[blocks.start : blocks.end]),
-            not plan.asynchronous,
+            synchronous,
         )
         tally = JobTally(blocks, self.ranks)
         load = self.loads[job.job_id] = LoadState(job, plan, tuple(keys[: blocks.end]), tally, now + self.timeout)

@@ -79,14 +79,13 @@ class Plan(Generic[Lease, Slots]):
 
     `blocks` is the match in engine blocks; its last block may be covered in part. Times are seconds on the caller's
     clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds the staging while
-    PENDING and the load while LOADING. `asynchronous`: the engine does not wait for the load.
+    PENDING and the load while LOADING.
     """
 
     request_id: str
     blocks: BlockRange
     block_size: int
     slots: Slots
-    asynchronous: bool = False
     opened_at: float
     renewed_at: float
     renewed_step: int
@@ -202,7 +201,6 @@ class Ledger(Generic[Lease, Slots]):
         now: float,
         leases: Iterable[Lease] = (),
         promised_tokens: int = 0,
-        asynchronous: bool = False,
         deadline: float = inf,
     ) -> Plan[Lease, Slots]:
         """Open a plan: PLANNED if tokens are promised, PENDING (promising nothing yet) if `promised_tokens` is 0.
@@ -219,7 +217,6 @@ class Ledger(Generic[Lease, Slots]):
             blocks=blocks,
             block_size=block_size,
             slots=slots,
-            asynchronous=asynchronous,
             opened_at=now,
             renewed_at=now,
             renewed_step=self.step,
@@ -265,7 +262,6 @@ class Ledger(Generic[Lease, Slots]):
         leases: Iterable[Lease],
         now: float,
         blocks: BlockRange | None = None,
-        asynchronous: bool | None = None,
     ) -> None:
         """A PENDING plan is staged: promise 1 or more tokens, in `blocks`, by default all that it was opened for.
 
@@ -276,7 +272,6 @@ class Ledger(Generic[Lease, Slots]):
         self._require_promise(plan, blocks, promised_tokens)
         self._apply(plan, Event.PREPARE_READY)
         plan.renewed_at, plan.renewed_step, plan.deadline = now, self.step, inf
-        plan.asynchronous = plan.asynchronous if asynchronous is None else asynchronous
         self._promise(plan, blocks, promised_tokens)
         self._hold(plan, leases)
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import LoadState, PactPlan, Slots, TransferJobs
 from kvpact.cache.ledger import Ledger
+from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.request import Requests
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
-from kvpact.contract import LoadSettlement, num_blocks_for
+from kvpact.contract import ExternalKVMatch, LoadSettlement, num_blocks_for
 from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.metrics import Metrics
@@ -29,17 +30,26 @@ class Loads:
     index: BlockIndex
     jobs: TransferJobs
     overdue: OverdueLoads
+    load_budget: LoadBudget
     invalidation: Invalidation
     writeback: WriteBack
     tags: BlockTags
     metrics: Metrics
     block_size: int
 
-    def begin(self, plan: PactPlan, num_tokens: int, block_ids: Sequence[int], now: float) -> int:
-        """The engine takes the first `num_tokens` of a plan into `block_ids`; returns the number of blocks loaded."""
+    def begin(
+        self, plan: PactPlan, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int], now: float
+    ) -> int:
+        """The engine takes the first `num_tokens` of a plan into `block_ids`; returns the number of blocks loaded.
+
+        Its step waits for the load if `match`, which is what the engine was told of the plan, says so.
+        """
+        synchronous = not match.load_kv_async
         blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.block_size))
         state = self.requests.live[plan.request_id]
         state.commit(num_tokens)
+        if synchronous:
+            self.load_budget.spend(blocks.count)
         keys = state.keys.keys if state.keys is not None else []
         self.writeback.note_used(keys[: blocks.end])
         self.tags.fill(block_ids[blocks.start : blocks.end], state.tag)
@@ -48,7 +58,7 @@ class Loads:
         dropped = last not in self.index or self.index.slot(last) != plan.slots[blocks.count - 1]
         keep = [*plan.leases] if blocks == plan.blocks or dropped else [self.index.pin(last)]
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.config.load_deadline)
-        self.overdue.begin(self.jobs.order_load(plan, blocks, keys, block_ids, now))
+        self.overdue.begin(self.jobs.order_load(plan, blocks, keys, block_ids, now, synchronous=synchronous))
         return blocks.count
 
     def note_resumed(self, request_id: str) -> None:

@@ -80,7 +80,7 @@ def open_cache(
         block_size=block_size,
         num_slots=arena.num_slots,
         num_ranks=len(arena.segments),
-        slot_bytes=max(segment.rank_slot_bytes for segment in arena.segments),
+        slot_bytes=arena.rank_slot_bytes,
         namespace=namespace,
         clock=clock,
     )

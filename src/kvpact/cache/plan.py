@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kvpact.cache.finder import Finder
 from kvpact.cache.jobs import PactPlan, Slots
 from kvpact.cache.ledger import Ledger, State
+from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.lookup import Availability, Lookup, Miss, Phase, Stage, Wait, decide
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.prefetch import Prefetcher
@@ -61,8 +62,8 @@ class Planner:
     finder: Finder
     metrics: Metrics
     overdue: OverdueLoads
+    load_budget: LoadBudget
     block_size: int
-    slot_bytes: int
     clock: Callable[[], float]
 
     # Prepare
@@ -83,6 +84,7 @@ class Planner:
     def prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`: a match, or None for "ask again later"."""
         state.was_put_off, state.put_off, state.waits_at = state.put_off, False, None
+        self.load_budget.release(request.request_id)
         match = self._prepare(request, state, computed_tokens)
         if match is None and not state.put_off:
             state.waits_at = Waiting(computed_tokens, self.tiers.completions, self.ledger.find(request.request_id))
@@ -91,6 +93,7 @@ class Planner:
     def decline(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> None:
         """Called instead of `prepare` in a step without time for it: the request is a miss."""
         state.waits_at, state.put_off = None, False
+        self.load_budget.release(request.request_id)
         start = computed_tokens // self.block_size
         if self._engine_has_all(request, start):
             self._spare(request.request_id, state, start)
@@ -112,7 +115,7 @@ class Planner:
             plan = None
         if plan is not None and plan.state is State.PLANNED:
             self.ledger.renew(plan, now)
-            return _match(plan)
+            return self._match(plan)
         if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(_why_so_few(state, len(keys))))
         return self._look_up(_Probe(name, state, keys, start, plan, now))
@@ -162,7 +165,7 @@ class Planner:
             self._let_tiers_go(probe)
         if isinstance(decision, Miss):
             return self._miss(probe.request_id, state, probe.start, decision)
-        return _match(self._promise(probe, BlockRange(probe.start, decision.end - probe.start)))
+        return self._match(self._promise(probe, BlockRange(probe.start, decision.end - probe.start)))
 
     # What was decided
 
@@ -202,7 +205,6 @@ class Planner:
             leases=[self.index.pin(probe.keys[blocks.end - 1])],
             now=probe.now,
             blocks=blocks,
-            asynchronous=self._is_asynchronous(blocks),
         )
         plan.slots = self._slots(probe.keys, blocks)
         self._count_lookup(probe.state, blocks.start, True)
@@ -222,15 +224,16 @@ class Planner:
             now=now,
             leases=[self.index.pin(keys[blocks.end - 1])],
             promised_tokens=blocks.count * self.block_size if promised else 0,
-            asynchronous=self._is_asynchronous(blocks),
             deadline=inf if promised or state.waits_until is None else state.waits_until,
         )
 
     def _slots(self, keys: Sequence[BlockKey], blocks: BlockRange) -> Slots:
         return tuple(self.index.slots_of(keys[blocks.start : blocks.end]))
 
-    def _is_asynchronous(self, blocks: BlockRange) -> bool:
-        return blocks.count * self.slot_bytes > self.config.sync_load_budget
+    def _match(self, plan: PactPlan) -> ExternalKVMatch:
+        """What a plan promises now. How it is loaded depends on what the running step waits for already."""
+        waits = self.load_budget.hold(plan.request_id, plan.blocks.count)
+        return ExternalKVMatch(plan.promised_tokens, not waits, plan)
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:
         """The engine has all that could be loaded: counts as neither a lookup nor a miss."""
@@ -271,6 +274,7 @@ class Planner:
         plan = self.ledger.find(request_id)
         if plan is None or plan is not match.query_result:
             raise PactViolation(f"request {request_id} commits a match that is not its open plan")
+        self.load_budget.release(request_id)
         if num_tokens == 0:
             self.ledger.abort(plan, EndReason.DECLINED)
             return None
@@ -281,6 +285,14 @@ class Planner:
                 f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"
             )
         return plan
+
+    def abort(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
+        """See `ExternalCache`; a `reason` that is none of `EndReason` counts as an error."""
+        plan = self.ledger.find(request_id)
+        if plan is None or plan.state is State.LOADING or (match is not None and match.query_result is not plan):
+            return
+        self.load_budget.release(request_id)
+        self.ledger.abort(plan, EndReason(reason) if reason in EndReason.__members__.values() else EndReason.ERROR)
 
     def end_plan(self, request_id: str, reason: EndReason) -> None:
         """End the request's plan, if it has one that is not loading."""
@@ -293,10 +305,6 @@ class Planner:
         for plan in self.ledger.open_plans():
             if plan.state is not State.LOADING:
                 self.ledger.abort(plan, reason)
-
-
-def _match(plan: PactPlan) -> ExternalKVMatch:
-    return ExternalKVMatch(plan.promised_tokens, plan.asynchronous, plan)
 
 
 def _why_so_few(state: RequestState, keys: int) -> MissReason:

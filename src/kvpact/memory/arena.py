@@ -278,6 +278,8 @@ class Arena:
         """All slots have lower numbers."""
         self.slot_bytes = sum(segment.rank_slot_bytes for segment in segments)
         """Of the largest slot, over all ranks."""
+        self.rank_slot_bytes = max(segment.rank_slot_bytes for segment in segments)
+        """Of the largest slot, on the rank that has most of it."""
         self._growing = any(segment.usable_slots < segment.num_slots for segment in segments)
 
     @property

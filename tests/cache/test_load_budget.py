@@ -1,0 +1,277 @@
+"""What one step waits for: its synchronous loads never exceed the budget, and nobody keeps bytes that are not used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpact.cache.load_budget import LoadBudget
+from kvpact.contract import ExternalKVMatch, LoadJob
+from kvpact.errors import PactViolation
+from kvpact.memory.arena import Arena, ArenaSegment
+from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, tokens
+
+BUDGET = 6
+"""Blocks that a step waits for in these scenes."""
+
+
+@dataclass
+class Steps:
+    """A cache that holds a prompt of each length from 1 to 8 blocks, and requests for them."""
+
+    scene: Scene
+    made: int = 0
+    live: list[SceneRequest] = field(default_factory=list)
+
+    def request(self, blocks: int) -> SceneRequest:
+        """A new request for the prompt of this length, of which memory holds all blocks."""
+        self.made += 1
+        request = SceneRequest(f"r{self.made}", tokens(blocks * BLOCK_SIZE + 1, seed=blocks))
+        self.live.append(request)
+        return request
+
+    def ask(self, request: SceneRequest) -> ExternalKVMatch:
+        """A prepare: the whole prompt is promised, in whichever way it is loaded."""
+        match = self.scene.cache.prepare_external_match(request, 0)
+        assert match is not None
+        assert match.num_tokens == len(request.token_ids) - 1
+        return match
+
+    def waits_for(self, blocks: int) -> bool:
+        """Whether the step waits for a new request's load of that many blocks."""
+        return not self.ask(self.request(blocks)).load_kv_async
+
+    def commit(self, request: SceneRequest, match: ExternalKVMatch, blocks: int) -> None:
+        """The engine takes the first `blocks` blocks of a match."""
+        self.scene.cache.commit_external_match(request, match, blocks * BLOCK_SIZE, self.scene.allocate(request))
+
+    def take(self, blocks: int) -> bool:
+        """Ask and commit, as vLLM does; whether the step waits for it."""
+        request = self.request(blocks)
+        match = self.ask(request)
+        self.commit(request, match, blocks)
+        return not match.load_kv_async
+
+    def end(self) -> tuple[LoadJob, ...]:
+        """End the step; returns its loads, which all ranks have carried out."""
+        work = self.scene.cache.end_step()
+        self.scene.report(work)
+        self.scene.cache.check()
+        return work.loads
+
+    def forget(self) -> None:
+        """All requests end, and the step with them."""
+        for request in self.live:
+            self.scene.cache.request_finished(request.request_id)
+        self.live.clear()
+        self.end()
+
+
+def filled(ranks: int = 1, budget: int = BUDGET * PAGE) -> Steps:
+    """Prompts of 1 to 8 blocks in memory."""
+    scene = Scene(slots=40, ranks=ranks, sync_load_budget=budget)
+    for blocks in range(1, 9):
+        scene.run_cold(SceneRequest(f"cold{blocks}", tokens(blocks * BLOCK_SIZE, seed=blocks)))
+    return Steps(scene)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Steps]:
+    steps = filled()
+    yield steps
+    steps.scene.close()
+
+
+@pytest.fixture
+def steps(shared: Steps) -> Iterator[Steps]:
+    """One rank; a step waits for six blocks."""
+    yield shared
+    shared.forget()
+
+
+def synchronous(loads: tuple[LoadJob, ...]) -> list[int]:
+    """The blocks of each load that the step waits for."""
+    return [len(job.slots) for job in loads if job.synchronous]
+
+
+def test_what_does_not_fit_is_asynchronous_and_smaller_loads_still_fit(steps: Steps) -> None:
+    assert [steps.take(blocks) for blocks in (4, 3, 2, 1)] == [True, False, True, False]
+    loads = steps.end()
+    assert synchronous(loads) == [4, 2]
+    assert len(loads) == 4, "what is asynchronous is ordered all the same"
+
+
+def test_a_load_beyond_the_whole_budget_is_always_asynchronous(steps: Steps) -> None:
+    for _ in range(3):
+        assert [steps.take(blocks) for blocks in (7, 6)] == [False, True]
+        assert synchronous(steps.end()) == [6]
+
+
+def test_two_requests_asked_about_before_their_commits_are_not_promised_the_same_bytes(steps: Steps) -> None:
+    first, second = steps.request(4), steps.request(3)
+    matches = [steps.ask(first), steps.ask(second)]
+    assert [match.load_kv_async for match in matches] == [False, True]
+    steps.commit(second, matches[1], 3)
+    steps.commit(first, matches[0], 4)
+    assert synchronous(steps.end()) == [4]
+
+
+def test_a_request_that_is_never_admitted_keeps_no_bytes_in_later_steps(steps: Steps) -> None:
+    blocked = steps.request(6)
+    assert not steps.ask(blocked).load_kv_async
+    assert not steps.waits_for(1)
+    for _ in range(2):
+        steps.end()
+        assert steps.take(6)
+        assert steps.ask(blocked).load_kv_async, "the step has no bytes left for it"
+    steps.end()
+    match = steps.ask(blocked)
+    assert not match.load_kv_async
+    steps.commit(blocked, match, 6)
+    assert synchronous(steps.end()) == [6]
+
+
+@pytest.mark.parametrize("ending", ["declined", "aborted", "finished", "asked again", "no time to ask"])
+def test_bytes_that_are_not_used_are_free_in_the_same_step(steps: Steps, ending: str) -> None:
+    request, cache = steps.request(6), steps.scene.cache
+    match = steps.ask(request)
+    assert not steps.waits_for(1)
+    if ending == "declined":
+        steps.commit(request, match, 0)
+    elif ending == "aborted":
+        cache.abort_external_match(request.request_id, match, "declined")
+    elif ending == "finished":
+        cache.request_finished(request.request_id)
+    elif ending == "asked again":
+        assert cache.prepare_external_match(request, 6 * BLOCK_SIZE) == ExternalKVMatch(0)
+    else:
+        cache.decline_external_match(request, 0)
+    assert steps.waits_for(6)
+
+
+def test_a_shorter_commit_leaves_the_rest_to_others(steps: Steps) -> None:
+    request = steps.request(6)
+    steps.commit(request, steps.ask(request), 2)
+    assert [steps.take(blocks) for blocks in (5, 4)] == [False, True]
+    assert synchronous(steps.end()) == [2, 4]
+
+
+def test_p3_asked_again_the_plan_is_the_same_and_only_the_way_to_load_it_follows_the_step(steps: Steps) -> None:
+    request = steps.request(5)
+    first = steps.ask(request)
+    assert steps.ask(request) == first, "its own bytes are no obstacle"
+    steps.end()
+    assert steps.take(2)
+    second = steps.ask(request)
+    assert second == ExternalKVMatch(first.num_tokens, True, first.query_result)
+    steps.commit(request, second, 5)
+    assert synchronous(steps.end()) == [2]
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["synchronous", "asynchronous"])
+def test_p5_the_ranks_load_in_the_way_of_the_answer_that_the_engine_commits(steps: Steps, kept: int) -> None:
+    request = steps.request(5)
+    matches = [steps.ask(request)]
+    steps.end()
+    assert steps.take(2)
+    matches.append(steps.ask(request))
+    steps.commit(request, matches[kept], 5)
+    assert [job.synchronous for job in steps.end()] == [True, not kept]
+
+
+def test_an_answer_of_an_earlier_step_is_kept_and_counts_in_the_step_that_commits_it(steps: Steps) -> None:
+    request = steps.request(5)
+    match = steps.ask(request)
+    steps.end()
+    steps.commit(request, match, 5)
+    assert [steps.take(blocks) for blocks in (2, 1)] == [False, True]
+    assert synchronous(steps.end()) == [5, 1]
+
+
+def test_a_step_that_is_abandoned_keeps_no_bytes() -> None:
+    steps = filled()
+    assert steps.take(6)
+    steps.scene.cache.abandon_step(1)
+    assert steps.take(5)
+    assert synchronous(steps.end()) == [5]
+    steps.scene.close()
+
+
+def test_zero_makes_every_load_asynchronous() -> None:
+    steps = filled(budget=0)
+    assert not any(steps.take(blocks) for blocks in (1, 2, 8))
+    assert synchronous(steps.end()) == []
+    steps.scene.close()
+
+
+def test_the_bytes_are_those_of_one_rank() -> None:
+    steps = filled(ranks=2)
+    assert [steps.take(blocks) for blocks in (7, 6, 1)] == [False, True, False]
+    assert synchronous(steps.end()) == [6]
+    steps.scene.close()
+
+
+def test_with_unequal_ranks_the_largest_part_of_a_block_counts() -> None:
+    arena = Arena([ArenaSegment.create(4, PAGE), ArenaSegment.create(4, 3 * PAGE)])
+    assert (arena.rank_slot_bytes, arena.slot_bytes) == (3 * PAGE, 4 * PAGE)
+    arena.close()
+
+
+def test_an_account_in_disorder_is_found() -> None:
+    budget = LoadBudget(6 * PAGE, PAGE)
+    assert budget.hold("a", 2)
+    budget.check()
+    budget.spend(-3)
+    with pytest.raises(PactViolation, match="of 6 blocks that a step waits for 7 are left"):
+        budget.check()
+
+
+ASK, COMMIT, PART, DECLINE, ABORT, FINISH, END = range(7)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 8), min_size=2, max_size=4),
+    st.lists(
+        st.tuples(st.sampled_from([ASK, ASK, ASK, COMMIT, COMMIT, *range(PART, END + 1)]), st.integers(0, 3)),
+        min_size=4,
+    ),
+)
+def test_no_step_waits_for_more_than_its_budget_whatever_is_asked_committed_and_dropped(
+    shared: Steps, lengths: list[int], moves: list[tuple[int, int]]
+) -> None:
+    """And a request is told to load asynchronously only for what others were told, or have committed, in this step."""
+    requests = [shared.request(blocks) for blocks in lengths]
+    told: dict[int, ExternalKVMatch] = {}
+    used = 0
+
+    def end() -> None:
+        assert sum(synchronous(shared.end())) == used <= BUDGET
+
+    for move, number in moves:
+        at = number % len(lengths)
+        held = sum(lengths[other] for other, match in told.items() if other != at and not match.load_kv_async)
+        request, match = requests[at], told.pop(at, None)
+        if move == END:
+            end()
+            told, used = {}, 0
+        elif move == ASK:
+            told[at] = shared.ask(request)
+            assert told[at].load_kv_async == (lengths[at] > BUDGET - held - used)
+        elif move == FINISH:
+            shared.scene.cache.request_finished(request.request_id)
+            requests[at] = shared.request(lengths[at])
+        elif match is not None and move == ABORT:
+            shared.scene.cache.abort_external_match(request.request_id, match, "declined")
+        elif match is not None:
+            blocks = {COMMIT: lengths[at], PART: 1 + number % lengths[at], DECLINE: 0}[move]
+            shared.commit(request, match, blocks)
+            used += 0 if match.load_kv_async else blocks
+            if blocks:
+                requests[at] = shared.request(lengths[at])
+    end()
+    shared.forget()
