@@ -1,5 +1,6 @@
 # Every target makes and updates .venv by itself, and sees to what the system has to bring first. PYTHON=/path/to/python
-# names the interpreter to make .venv with.
+# names the interpreter to make .venv with. `demo` takes vLLM's CUDA build where there is an NVIDIA GPU, unless KVPACT_ENGINE
+# says cpu; the tests' engines run on the CPU everywhere.
 SYSTEM := ./scripts/system_packages.sh
 SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
@@ -13,11 +14,11 @@ help:
 	@echo 'make bench  the benchmarks'
 	@echo 'make proofs what takes real engines longest, in a short form; what fails is run once more'
 	@echo 'make soak   the proofs, and the long form of what has one'
-	@echo 'make setup  only .venv, with vLLM and the development tools'
+	@echo 'make setup  only .venv, with vLLM for the CPU and the development tools'
 
 setup:
-	@$(SYSTEM) venv engine dev
-	@$(SETUP) engine dev
+	@$(SYSTEM) venv engine=cpu dev
+	@$(SETUP) engine=cpu dev
 
 demo:
 	@$(SYSTEM) venv engine

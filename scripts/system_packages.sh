@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Sees to the Debian packages that are needed beside .venv: scripts/system_packages.sh [make] [venv] [engine] [dev]
+# Sees to the Debian packages that are needed beside .venv: scripts/system_packages.sh [PART ...]
 #
-#   make    make itself
-#   venv    a Python that can make .venv
-#   engine  what vLLM's CPU build loads
-#   dev     the servers and tools that tests start, and what Mooncake's client loads
+#   make         make itself
+#   venv         a Python that can make .venv
+#   engine       what the build of vLLM loads that scripts/vllm_build.sh chooses
+#   engine=cpu   what vLLM's CPU build loads
+#   engine=cuda  what compiles the launchers of Triton's kernels under vLLM's CUDA build; the driver is there already
+#   dev          the servers and tools that tests start, and what Mooncake's client loads
 #
 # It looks for the commands and libraries themselves, so that a call that finds all is quick and needs no apt. What is
 # missing is installed where the caller is root or has sudo without a password. Otherwise one line says what to install.
@@ -22,16 +24,27 @@ need_library() { # name, package
     "$python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$1" 2>/dev/null || missing+=("$2")
 }
 
+need_headers_of_python() { # package
+    "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing+=("$1")
+}
+
 if [ -x .venv/bin/python ]; then
     python=.venv/bin/python
 else
     python=$(./scripts/find_python.sh 2>/dev/null) || python=python3
 fi
 for part in "$@"; do
+    [ "$part" != engine ] || part=engine=$(./scripts/vllm_build.sh)
     case $part in
         make) need_command make make ;;
         venv) [ -x .venv/bin/python ] || ./scripts/find_python.sh >/dev/null 2>&1 || missing+=(python3-venv) ;;
-        engine) need_library libnuma.so.1 libnuma1 ;;
+        engine=cpu) need_library libnuma.so.1 libnuma1 ;;
+        engine=cuda)
+            need_command "${CC:-gcc}" gcc
+            need_command "${CC:-gcc}" libc6-dev
+            need_headers_of_python python3-dev
+            ;;
         dev)
             need_command redis-server redis-server
             need_command openssl openssl
@@ -39,7 +52,7 @@ for part in "$@"; do
             need_library libibverbs.so.1 libibverbs1
             need_library libcurl.so.4 libcurl4
             ;;
-        *) echo "[setup] unknown part \"$part\"; known: make, venv, engine, dev" >&2; exit 1 ;;
+        *) echo "[setup] unknown part \"$part\"; known: make, venv, engine, engine=cpu, engine=cuda, dev" >&2; exit 1 ;;
     esac
 done
 if [ ${#missing[@]} -eq 0 ]; then

