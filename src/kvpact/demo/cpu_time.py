@@ -88,8 +88,9 @@ def look_at(processes: Mapping[int, str]) -> dict[int, Look]:
 
 
 def computed(before: Mapping[int, Look], after: Mapping[int, Look]) -> float:
-    """CPU seconds of the workers' own threads between two looks."""
-    return sum(look.since(before[pid]).of_engine() for pid, look in after.items() if look.computes)
+    """CPU seconds of the workers' own threads between two looks; an engine without workers computes in its core."""
+    computing = [pid for pid, look in after.items() if look.computes] or list(after)
+    return sum(after[pid].since(before[pid]).of_engine() for pid in computing)
 
 
 def spent_by_kvpact(before: Mapping[int, Look], after: Mapping[int, Look]) -> float:

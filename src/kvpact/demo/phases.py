@@ -45,6 +45,9 @@ ATTENTION = 1.6
 SLOW_SECONDS = 4.0
 """If a cold prompt takes longer, warm-ups are not of full size."""
 
+GPU_SHARE = 0.3
+"""Of a GPU's memory: vLLM does not start where less is free, and two engines are on one GPU at a time."""
+
 SETTLE_TIMEOUT = 20.0
 """Seconds that the cache may take to finish its writes and give back its leases after the last answer."""
 
@@ -69,16 +72,20 @@ class Plan:
     dtype: str = "bfloat16"
     shape: ModelShape = field(default_factory=ModelShape)
     ranks: int = 1
-    """Tensor-parallel ranks, each on a core of its own."""
+    """Tensor-parallel ranks, each on a core or a GPU of its own."""
+    gpu: str = ""
+    """The name of the GPU that the engines compute on; "" if they compute on the CPU."""
 
     @classmethod
     def for_this_machine(cls, **chosen: Any) -> Plan:
         """On processors without AVX-512 in float32, because bfloat16 is emulated there, at a seventh of the speed.
 
         Keys and values take twice the room then, and the model is less to compute. Several ranks on a CPU wait for each
-        other in every layer, so they are asked less, about shorter documents.
+        other in every layer, so they are asked less, about shorter documents. With a `gpu`, nothing of this.
         """
         fitting: dict[str, Any] = {}
+        if chosen.get("gpu"):
+            return cls(**chosen)
         if machine() == "x86_64" and "avx512f" not in Path("/proc/cpuinfo").read_text():
             fitting |= {"dtype": "float32", "shape": SLOW_SHAPE, "kv_cache_bytes": 3 << 29, "memory": "2GiB"}
             fitting |= {"rounds": 1, "prompts": 4, "cold_seconds": 40.0}
@@ -89,6 +96,8 @@ class Plan:
     def engine_arguments(self) -> dict[str, Any]:
         """What both engines get. Each rank has its share of the room for keys and values."""
         arguments: dict[str, Any] = {"kv_cache_memory_bytes": self.kv_cache_bytes // self.ranks, "dtype": self.dtype}
+        if self.gpu:
+            arguments["gpu_memory_utilization"] = GPU_SHARE
         return arguments | ({"tensor_parallel_size": self.ranks} if self.ranks > 1 else {})
 
     def prompts_at(self, seconds: float) -> int:
@@ -122,7 +131,7 @@ class ColdCost:
 class Results:
     """The results of the phases: all readings, the engine's block size in tokens, the ledgers' counts and leases left.
 
-    `model` is the shape and number format of the model.
+    `model` is the shape and number format of the model, `gpu` the name of the GPU or "".
     """
 
     readings: list[Reading]
@@ -131,15 +140,19 @@ class Results:
     leases_held: int
     model: str
     cold_costs: Sequence[ColdCost]
+    gpu: str = ""
 
 
-def kvpact_config(disk: Path, stats_file: Path, memory: str) -> dict[str, Any]:
-    """kvpact with a disk large enough for everything that the demonstration stores."""
-    settings = {
+def kvpact_config(disk: Path, stats_file: Path, memory: str, gpu: str = "") -> dict[str, Any]:
+    """kvpact with a disk large enough for everything that the demonstration stores.
+
+    With a `gpu` its copies there are allowed, which kvpact refuses otherwise as long as they are unproven.
+    """
+    settings: dict[str, Any] = {
         "memory": memory,
         "tiers": [f"disk://{quote(str(disk))}?capacity=6GiB"],
         "stats_file": str(stats_file),
-    }
+    } | ({"gpu": "unproven"} if gpu else {})
     return load_config(settings, {}).kv_transfer_config()
 
 
@@ -153,7 +166,8 @@ def run_phases(model: Path, text: str, work: Path, plan: Plan, *, say: Callable[
     arguments = plan.engine_arguments()
 
     def with_kvpact(life: int, *, held: bool = False) -> EngineProcess:
-        settings = EngineSettings(model, kvpact_config(disk, work / f"stats-{life}.json", plan.memory), arguments)
+        config = kvpact_config(disk, work / f"stats-{life}.json", plan.memory, plan.gpu)
+        settings = EngineSettings(model, config, arguments)
         return EngineProcess(settings, work / f"engine-with-kvpact-{life}.log", held=held)
 
     script = _Script(model, text, plan, say)
@@ -185,6 +199,7 @@ def run_phases(model: Path, text: str, work: Path, plan: Plan, *, say: Callable[
         leases_held=sum(int(stats.get("leases_held", 0)) for stats in counts),
         model=f"{describe_model(model)}, {plan.dtype}",
         cold_costs=script.cold_costs,
+        gpu=plan.gpu,
     )
 
 

@@ -24,6 +24,8 @@ REUSED_SHARE = 0.95
 COLD_CPU_SHARE = 0.01
 """Maximum share of kvpact in a cold prompt's CPU time. More is reported, but no failure: other work slows all code."""
 
+UNPROVEN_ON_GPUS = 'kvpact\'s copies for GPUs are not proven: this run allowed them with "gpu": "unproven".'
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseFigures:
@@ -46,8 +48,13 @@ class Report:
 
     model: str
     phases: list[PhaseFigures]
-    cold_cpu_share: float
-    """CPU seconds of kvpact's threads and scheduler hooks for cold prompts, over those of the prompts themselves."""
+    gpu: str
+    """The name of the GPU that the engines computed on; "" for the CPU."""
+    cold_cpu_share: float | None
+    """CPU seconds of kvpact's threads and scheduler hooks for cold prompts, over those of the prompts themselves.
+
+    None where the kernel does not count the CPU time of threads.
+    """
     cold_overhead: float
     """Time to first token of a cold prompt with kvpact over without, minus 1: the median over prompts."""
     cold_overhead_quartiles: tuple[float, float]
@@ -79,11 +86,12 @@ def judge(results: Results) -> Report:
         output.first_token_seconds / first[COLD][prompt].first_token_seconds - 1
         for prompt, output in first[COLD_KVPACT].items()
     ]
+    prompts = sum(cost.prompts for cost in results.cold_costs)
     return Report(
         model=results.model,
+        gpu=results.gpu,
         phases=phases,
-        cold_cpu_share=sum(cost.kvpact for cost in results.cold_costs)
-        / sum(cost.prompts for cost in results.cold_costs),
+        cold_cpu_share=sum(cost.kvpact for cost in results.cold_costs) / prompts if prompts else None,
         cold_overhead=median(ratios),
         cold_overhead_quartiles=_quartiles(ratios),
         identical=all(phase.identical for phase in phases),
@@ -152,6 +160,12 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     return lower, upper
 
 
+def _cold_cpu_line(share: float | None) -> str:
+    if share is None:
+        return "This kernel counts no CPU time of threads: kvpact's share is not known."
+    return f"kvpact takes {share:.1%} of a cold prompt's CPU time (aim: {COLD_CPU_SHARE:.0%})."
+
+
 def show(report: Report, console: Console) -> None:
     """Print the report as a table with the ledger's counts under it."""
     # Fits into 80 columns, the assumed width where the output is a file.
@@ -178,7 +192,8 @@ def show(report: Report, console: Console) -> None:
             table,
             Text(f"{report.phases[0].requests} prompts. Model, with random weights: {report.model}."),
             Text(f"Ledger, in tokens: {counts}. Leases held: {report.leases_held}."),
-            Text(f"kvpact takes {report.cold_cpu_share:.1%} of a cold prompt's CPU time (aim: {COLD_CPU_SHARE:.0%})."),
+            *([Text(f"On {report.gpu}. {UNPROVEN_ON_GPUS}")] if report.gpu else []),
+            Text(_cold_cpu_line(report.cold_cpu_share)),
             Text(f"Time to its first token: {report.cold_overhead:+.1%} (quartiles {low:+.1%} to {high:+.1%})."),
             *(Text(f"FAILED  {failure}", style="bold red") for failure in report.failures),
         )
