@@ -5,10 +5,11 @@ SYSTEM := ./scripts/system_packages.sh
 SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint bench proofs soak
+.PHONY: help setup demo gpu test lint bench proofs soak
 
 help:
 	@echo 'make demo   the main job on a real vLLM: computed once, then loaded from memory and from disk'
+	@echo 'make gpu    what only a GPU can prove, with the packages that are there: no network is needed'
 	@echo 'make test   format, lint, types, all tests'
 	@echo 'make lint   format, lint, types'
 	@echo 'make bench  the benchmarks'
@@ -24,6 +25,9 @@ demo:
 	@$(SYSTEM) venv engine
 	@$(SETUP) engine
 	@$(BIN)/kvpact demo
+
+gpu:
+	@$(or $(wildcard $(BIN)/python),$(PYTHON),python3) scripts/run_gpu.py
 
 lint:
 	@$(SYSTEM) venv
