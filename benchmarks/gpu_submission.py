@@ -103,7 +103,7 @@ def row(layout: str, ranks: int, tokens: int, rounds: int) -> str:
     submit()
     entries, calls = driver.entries, driver.calls
     spent = timed(submit, rounds)
-    engine = CudaTransferEngine(copies, 0)
+    engine = CudaTransferEngine(copies, 0, None)
     handed_over = timed(lambda: engine.load([job]), rounds)
     assert engine.close(30)
     return (

@@ -13,7 +13,7 @@ from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Page, Play
 from kvpact.worker.copy.cpu import CpuTransferEngine
-from kvpact.worker.cuda import copies, engine, lane
+from kvpact.worker.cuda import bounce, copies, engine, lane
 from kvpact.worker.cuda.driver import AccessOrder
 from kvpact.worker.cuda.entries import Entries
 from kvpact.worker.paged import PagedKV
@@ -70,14 +70,21 @@ class Bed:
         copies: ModuleType = copies,
         engine: ModuleType = engine,
         lane: ModuleType = lane,
+        bounce: ModuleType = bounce,
+        *,
+        bounced: bool = False,
     ) -> None:
-        """With a seed the copies are those of a hostile CUDA device, by the classes of these modules."""
+        """With a seed the copies are those of a hostile CUDA device, by the classes of these modules.
+
+        If `bounced`, no slot is pinned.
+        """
         self._limits = pytest.MonkeyPatch()
         self.tensors = LAYOUTS[layout]()
         self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
         self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)
         self.views = [layer.view() for layer in self.paged.layers]
         self.driver: HostileDriver | None = None
+        self.bounce: Any = None
         if seed is None:
             self.engine: Any = CpuTransferEngine(self.paged, self.segment, *self.segment.classes, 0)
             return
@@ -88,17 +95,24 @@ class Bed:
         for tensor in self.tensors.values():
             storage = tensor.untyped_storage()
             self.driver.add_device_memory(storage.data_ptr(), storage.nbytes())
-        slot_bytes = self.segment.rank_slot_bytes
-        for slot in range(0, SLOTS, PINNED_SLOTS):
-            count = min(PINNED_SLOTS, SLOTS - slot)
-            self.driver.register(self.segment.mapped_at + slot * slot_bytes, count * slot_bytes)
+        if bounced:  # a part has one block and a half
+            self._limits.setattr(bounce, "PART_BYTES", sum(self.paged.layout.layer_page_bytes) * 3 // 2 + 1)
+            self.bounce = bounce.BounceBuffer(self.driver)
+        else:
+            self._pin_slots(self.driver)
         self.copies = copies.DeviceCopies(
             self.paged, self.segment, self.driver, lambda: COMPUTING_STREAM, PINNED_SLOTS, self._kernel(seed)
         )
-        self.engine = engine.CudaTransferEngine(self.copies, 0)
+        self.engine = engine.CudaTransferEngine(self.copies, 0, self.bounce)
+
+    def _pin_slots(self, driver: HostileDriver) -> None:
+        slot_bytes = self.segment.rank_slot_bytes
+        for slot in range(0, SLOTS, PINNED_SLOTS):
+            count = min(PINNED_SLOTS, SLOTS - slot)
+            driver.register(self.segment.mapped_at + slot * slot_bytes, count * slot_bytes)
 
     def _kernel(self, seed: int) -> Any:
-        return PlayedKernel(self.driver) if seed % 4 == 3 and self.driver is not None else None
+        return PlayedKernel(self.driver) if (seed % 4 == 3 or seed % 8 == 6) and self.driver is not None else None
 
     def _do(self, kernel: Callable[[], None]) -> None:
         if self.driver is None:
@@ -125,6 +139,8 @@ class Bed:
     def close(self) -> None:
         self._limits.undo()
         assert self.engine.close(10)
+        if self.bounce is not None:
+            self.bounce.close()
         self.views.clear()
         self.segment.close()
 

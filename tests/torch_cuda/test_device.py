@@ -17,6 +17,7 @@ from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Play
 from kvpact.worker.copy import transfer_engine_for
 from kvpact.worker.cuda import pinned
+from kvpact.worker.cuda.driver import CudaError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -67,6 +68,13 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
     made.close()
 
 
+def played(bed: Bed, opened: Any) -> Any:
+    """The bed's memory under the copies that were opened."""
+    return SimpleNamespace(
+        paged=bed.paged, segment=bed.segment, engine=opened, finish=bed.finish, write=bed.write, read=bed.read
+    )
+
+
 def test_an_engine_on_a_gpu_is_refused_until_the_user_says_otherwise(bed: Bed) -> None:
     with pytest.raises(ConfigError, match=r'have run on no GPU yet.*set "gpu": "unproven"'):
         open_cuda(load_config({}, {}), bed.paged, bed.segment, 0)
@@ -90,16 +98,40 @@ def test_what_is_opened_serves_and_leaves_nothing(bed: Bed, caplog: pytest.LogCa
     assert driver.device == 2
     assert "rank 0: copies on Played, driver for CUDA 12080, in batches" in caplog.text
     assert bed.segment.usable_slots == SLOTS
-    played: Any = SimpleNamespace(
-        paged=bed.paged, segment=bed.segment, engine=opened, finish=driver.finish, write=bed.write, read=bed.read
-    )
     bed.driver = driver
     try:
-        assert Play(played, 5).run(25) == []
+        assert Play(played(bed, opened), 5).run(25) == []
         assert opened.close(10)
     finally:
         bed.driver = None
     assert driver.closed
+    assert driver.pinned_bytes == 0
+    assert driver.violations == []
+
+
+@pytest.mark.parametrize("most", [0, 6])
+def test_where_memory_cannot_be_pinned_a_buffer_serves_with_one_warning(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most: int
+) -> None:
+    pin = PlayedCuda.register
+
+    def register(self: PlayedCuda, address: int, num_bytes: int) -> None:
+        if address >= bed.segment.mapped_at + most * bed.segment.rank_slot_bytes and num_bytes < 1 << 20:
+            raise CudaError("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+        pin(self, address, num_bytes)
+
+    monkeypatch.setattr(PlayedCuda, "register", register)
+    opened = open_cuda(TRUSTING, bed.paged, bed.segment, 0)
+    (driver,) = PlayedCuda.opened
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "cannot be pinned (cuMemHostRegister failed with CUDA error 2" in warning
+    assert "a pinned buffer of 48MiB" in warning
+    assert bed.segment.usable_slots == SLOTS
+    assert driver.pinned_bytes == 48 << 20
+    bed.driver = driver
+    assert Play(played(bed, opened), 6).run(25) == []
+    bed.driver = None
+    assert opened.close(10)
     assert driver.pinned_bytes == 0
     assert driver.violations == []
 

@@ -13,10 +13,12 @@ import torch
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
+from kvpact.units import format_size
+from kvpact.worker.cuda.bounce import BounceBuffer
 from kvpact.worker.cuda.copies import DeviceCopies, Kernel
 from kvpact.worker.cuda.driver import CAN_USE_HOST_POINTER, CudaDriver
 from kvpact.worker.cuda.engine import CudaTransferEngine
-from kvpact.worker.cuda.pinned import PinnedSlots
+from kvpact.worker.cuda.pinned import RAISE_THE_LIMIT, PinnedSlots
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.round_trip import require_round_trip
 
@@ -39,6 +41,7 @@ class OpenedDevice(CudaTransferEngine):
         segment.usable_slots = 0
         self._pinned.start(partial(setattr, segment, "usable_slots"))
         self._pinned.wait_for_first()
+        self._bounce = None if self._pinned.suffice() else self._bounce_for(segment)
         copies = DeviceCopies(
             paged,
             segment,
@@ -47,9 +50,9 @@ class OpenedDevice(CudaTransferEngine):
             self._pinned.chunk_slots,
             kernel_for(self._driver),
         )
-        super().__init__(copies, rank)
+        super().__init__(copies, rank, self._bounce)
         try:
-            require_round_trip(self, paged, segment, self._pinned.usable)
+            require_round_trip(self, paged, segment, segment.usable_slots)
         except ConfigError:
             self.close(1.0)
             raise
@@ -61,11 +64,29 @@ class OpenedDevice(CudaTransferEngine):
             "in batches" if self._driver.copies_in_batches else "one by one: the driver is older than 12.8",
         )
 
+    def _bounce_for(self, segment: ArenaSegment) -> BounceBuffer:
+        """A buffer for copies to slots that cannot be pinned, all of which are usable then."""
+        error = self._pinned.error
+        self._pinned.close()
+        bounce = BounceBuffer(self._driver)
+        logger.warning(
+            "arena: most of %s cannot be pinned (%s). Copies to and from the GPU go by way of a pinned buffer of %s, "
+            "at the speed of one core; to have them faster, %s",
+            format_size(len(segment.memory)),
+            error,
+            format_size(bounce.num_bytes),
+            RAISE_THE_LIMIT,
+        )
+        segment.usable_slots = segment.num_slots
+        return bounce
+
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`. Memory stays pinned while a copy may still be under way."""
         ended = super().close(seconds)
         if ended:
             self._pinned.close()
+            if self._bounce is not None:
+                self._bounce.close()
             self._driver.close()
         return ended
 

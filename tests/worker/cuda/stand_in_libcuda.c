@@ -67,6 +67,8 @@ CUresult CUDAAPI cuEventQuery(CUevent event) { return note("cuEventQuery", " %zu
 CUresult CUDAAPI cuEventSynchronize(CUevent event) { return note("cuEventSynchronize", " %zu", (size_t)event); }
 CUresult CUDAAPI cuMemHostRegister(void *p, size_t bytes, unsigned int flags) { return note("cuMemHostRegister", " %zu %zu %u", (size_t)p, bytes, flags); }
 CUresult CUDAAPI cuMemHostUnregister(void *p) { return note("cuMemHostUnregister", " %zu", (size_t)p); }
+CUresult CUDAAPI cuMemHostAlloc(void **pp, size_t bytesize, unsigned int Flags) { *pp = malloc(bytesize); return note("cuMemHostAlloc", " %zu %u", bytesize, Flags); }
+CUresult CUDAAPI cuMemFreeHost(void *p) { free(p); return note("cuMemFreeHost", ""); }
 CUresult CUDAAPI cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CUstream stream) {
     CUresult result = note("cuMemcpyAsync", " %llu %llu %zu %zu", dst, src, size, (size_t)stream);
     if (!result) memcpy((void *)dst, (void *)src, size);

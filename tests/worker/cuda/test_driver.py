@@ -124,6 +124,7 @@ def test_streams_events_and_pinning(driver: CudaDriver, stand_in: StandIn) -> No
     driver.synchronize(event)
     driver.register(4096, 1 << 33)
     driver.unregister(4096)
+    driver.unregister(driver.allocate(8192))
     driver.destroy_event(event)
     driver.destroy_stream(stream)
     assert stand_in.calls() == [
@@ -135,6 +136,8 @@ def test_streams_events_and_pinning(driver: CudaDriver, stand_in: StandIn) -> No
         f"cuEventSynchronize {event}",
         f"cuMemHostRegister 4096 {1 << 33} 3",
         "cuMemHostUnregister 4096",
+        "cuMemHostAlloc 8192 3",
+        "cuMemFreeHost",
         "cuEventDestroy",
         "cuStreamDestroy",
     ]
@@ -184,6 +187,8 @@ FAILING: dict[str, Callable[[CudaDriver], object]] = {
     "cuStreamWaitEvent": lambda driver: driver.stream_wait(1, 2),
     "cuMemHostRegister": lambda driver: driver.register(4096, 4096),
     "cuMemHostUnregister": lambda driver: driver.unregister(4096),
+    "cuMemHostAlloc": lambda driver: driver.allocate(4096),
+    "cuMemFreeHost": lambda driver: driver.unregister(driver.allocate(4096)),
     "cuMemcpyBatchAsync": lambda driver: driver.copy_batch(*arrays([1], [1], [1]), AccessOrder.ANY, 7),
 }
 

@@ -21,10 +21,14 @@ def test_the_cpus_engine_gives_back_what_was_saved(layout: str) -> None:
     bed.close()
 
 
-@pytest.mark.parametrize("seed", range(12))
+BEDS = [(seed, False) for seed in range(12)] + [(seed, True) for seed in range(4)]
+"""Seed, and whether a bounce buffer is used."""
+
+
+@pytest.mark.parametrize(("seed", "bounced"), BEDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_hostile_device_gives_back_what_was_saved(layout: str, seed: int) -> None:
-    bed = Bed(layout, seed)
+def test_a_hostile_device_gives_back_what_was_saved(layout: str, seed: int, bounced: bool) -> None:
+    bed = Bed(layout, seed, bounced=bounced)
     assert bed.play(seed) == []
     bed.close()
     assert bed.driver is not None

@@ -16,7 +16,7 @@ from device_beds import LAYOUTS, Bed
 from kvpact.testkit.device import hostile_driver, plays
 
 FOLDER = Path(__file__).parents[3] / "src/kvpact/worker/cuda"
-MODULES = ("entries", "copies", "lane", "step_loads", "engine")
+MODULES = ("entries", "copies", "bounce", "lane", "step_loads", "engine")
 """What orders copies; the driver's own calls are tested against NVIDIA's header."""
 
 SEEDS = 24
@@ -60,6 +60,8 @@ class Sites(ast.NodeTransformer):
                 return self._site(node, f"{owner}.unrecorded()")
             if owner.endswith("driver") and method in REPLACEMENTS:
                 return self._site(node, REPLACEMENTS[method])
+            if method == "land":
+                return self._site(node, "None")
         return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -99,8 +101,8 @@ class Mutant:
             (package / f"{other}.py").write_text(source)
         sys.path.insert(0, str(folder))
         try:
-            self.copies, self.lane, self.engine = (
-                importlib.import_module(f"{name}.{one}") for one in ("copies", "lane", "engine")
+            self.copies, self.lane, self.engine, self.bounce = (
+                importlib.import_module(f"{name}.{one}") for one in ("copies", "lane", "engine", "bounce")
             )
         finally:
             sys.path.remove(str(folder))
@@ -109,7 +111,8 @@ class Mutant:
 
     def problem(self, seed: int) -> str:
         """What the play of this seed finds; "" for nothing."""
-        bed = Bed(list(LAYOUTS)[seed % len(LAYOUTS)], seed, self.copies, self.engine, self.lane)
+        layout, bounced = list(LAYOUTS)[seed % len(LAYOUTS)], seed % 4 in (1, 2)
+        bed = Bed(layout, seed, self.copies, self.engine, self.lane, self.bounce, bounced=bounced)
         try:
             found = bed.play(seed, STEPS) or bed.end_abruptly(seed)
         except Exception as error:
@@ -126,7 +129,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_there_are_mutants_of_every_kind() -> None:
     found = " ".join(site for _, _, site in sites())
-    for kind in ("stream_wait", "unrecorded", "synchronize", "is_done", "attach", "ANY", "<<", "True"):
+    for kind in ("stream_wait", "unrecorded", "synchronize", "is_done", "attach", "land", "ANY", "<<", "True"):
         assert kind in found
     assert len(sites()) >= 16
 

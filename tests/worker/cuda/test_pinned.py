@@ -84,7 +84,7 @@ def test_an_engine_waits_for_the_first_bytes_and_no_longer(
     late.close()
 
 
-@pytest.mark.parametrize("most", [0, 4])
+@pytest.mark.parametrize("most", [6, 8])
 def test_a_containers_limit_leaves_what_it_allows_and_is_named(
     segment: ArenaSegment, caplog: pytest.LogCaptureFixture, most: int
 ) -> None:
@@ -93,6 +93,8 @@ def test_a_containers_limit_leaves_what_it_allows_and_is_named(
     with caplog.at_level(logging.WARNING):
         slots.start(told.append)
         assert slots.wait_for_first(5)
+        assert not caplog.records
+        assert slots.suffice()
     assert slots.usable == most
     assert (told or [0])[-1] == most
     (warning,) = [record.getMessage() for record in caplog.records]
@@ -100,6 +102,30 @@ def test_a_containers_limit_leaves_what_it_allows_and_is_named(
     assert "ulimit -l" in warning
     slots.close()
     assert driver.violations == []
+
+
+@pytest.mark.parametrize("most", [0, 4])
+def test_less_than_half_is_not_enough_and_says_nothing(
+    segment: ArenaSegment, caplog: pytest.LogCaptureFixture, most: int
+) -> None:
+    slots = chunked(2 * SLOT_BYTES, Limited(most * SLOT_BYTES), segment)
+    slots.start(lambda usable: None)
+    assert slots.wait_for_first(5)
+    assert not slots.suffice()
+    assert not caplog.records
+    slots.close()
+
+
+def test_a_limit_that_is_met_after_the_start_leaves_what_there_is(
+    segment: ArenaSegment, caplog: pytest.LogCaptureFixture
+) -> None:
+    slots = chunked(2 * SLOT_BYTES, Limited(2 * SLOT_BYTES, seconds=0.05), segment)
+    slots.start(lambda usable: None)
+    assert not slots.wait_for_first(0.01)
+    assert slots.suffice()
+    assert slots.wait_for_first(5)
+    slots.close()
+    assert "only 16KiB of 80KiB can be pinned" in caplog.text
 
 
 def test_processes_that_pin_the_same_pages_take_turns(segment: ArenaSegment) -> None:

@@ -82,6 +82,8 @@ class HostileDriver:
         self._device: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
         """Start -> bytes."""
+        self._allocated: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        """Start -> host memory of the driver's own."""
         self._handles = COMPUTING_STREAM
         self._engine_thread = threading.get_ident()
         self._relaxed: set[int] = set()
@@ -222,12 +224,20 @@ class HostileDriver:
             self._pinned[address] = num_bytes
             self._run_some()
 
+    def allocate(self, num_bytes: int) -> int:
+        """See `Driver`."""
+        memory = ctypes.create_string_buffer(num_bytes)
+        self.register(address := ctypes.addressof(memory), num_bytes)
+        self._allocated[address] = memory
+        return address
+
     def unregister(self, address: int) -> None:
         """See `Driver`."""
         self._called("unregister")
         with self._lock:
             self._require(address in self._pinned, "unregister", "memory is not registered", code=713)
             end = address + self._pinned.pop(address)
+            self._allocated.pop(address, None)
             for stream in self._streams.values():
                 for copy in (copy for operation in stream for copy in operation.copies):
                     if address <= copy.target < end or address <= copy.source < end:

@@ -29,8 +29,8 @@ LIBRARY = "libcuda.so.1"
 _NON_BLOCKING_STREAM: Final = 1
 _EVENT_BLOCKING_SYNC: Final = 1
 _EVENT_DISABLE_TIMING: Final = 2
-_REGISTER_PORTABLE: Final = 1
-_REGISTER_DEVICEMAP: Final = 2
+_HOST_PORTABLE: Final = 1
+_HOST_DEVICEMAP: Final = 2
 _CAPTURE_RELAXED: Final = 2
 _NOT_READY: Final = 600
 _BATCH_VERSION: Final = 12080
@@ -92,7 +92,10 @@ class Driver(Protocol):
         """Pin host memory: whole pages. Copies read and write it only while it is registered."""
 
     def unregister(self, address: int) -> None:
-        """Unpin what was registered from `address` on."""
+        """Unpin what was registered from `address` on, or give back what was allocated there."""
+
+    def allocate(self, num_bytes: int) -> int:
+        """The address of new host memory that the driver has pinned. A limit on locked memory may not count it."""
 
     def copy_batch(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int
@@ -143,6 +146,8 @@ SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuEventSynchronize": (_POINTER,),
     "cuMemHostRegister_v2": (_POINTER, _SIZE, _UINT),
     "cuMemHostUnregister": (_POINTER,),
+    "cuMemHostAlloc": (_POINTER, _SIZE, _UINT),
+    "cuMemFreeHost": (_POINTER,),
     "cuMemcpyAsync": (_DEVICE_POINTER, _DEVICE_POINTER, _SIZE, _POINTER),
     "cuGetErrorName": (_INT, _POINTER),
     "cuGetErrorString": (_INT, _POINTER),
@@ -180,6 +185,8 @@ class CudaDriver:
         self._context = context.value
         self._attached = threading.local()
         self._batch = self._find_batch()
+        self._allocated: set[int] = set()
+        """Host memory that is the driver's own."""
 
     def _call(self, name: str, *arguments: object) -> None:
         code = self._functions[name](*arguments)
@@ -289,11 +296,21 @@ class CudaDriver:
 
     def register(self, address: int, num_bytes: int) -> None:
         """See `Driver`. Kernels can read it too, in every context."""
-        self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE | _REGISTER_DEVICEMAP)
+        self._call("cuMemHostRegister_v2", address, num_bytes, _HOST_PORTABLE | _HOST_DEVICEMAP)
 
     def unregister(self, address: int) -> None:
         """See `Driver`."""
-        self._call("cuMemHostUnregister", address)
+        if address in self._allocated:
+            self._allocated.remove(address)
+            self._call("cuMemFreeHost", address)
+        else:
+            self._call("cuMemHostUnregister", address)
+
+    def allocate(self, num_bytes: int) -> int:
+        """See `Driver`. Kernels can read it too, at the same address."""
+        address = self._created("cuMemHostAlloc", num_bytes, _HOST_PORTABLE | _HOST_DEVICEMAP)
+        self._allocated.add(address)
+        return address
 
     def copy_batch(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int

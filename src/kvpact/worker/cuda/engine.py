@@ -14,6 +14,7 @@ from typing import Final
 
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.threads import start_background
+from kvpact.worker.cuda.bounce import BounceBuffer, ways_of
 from kvpact.worker.cuda.copies import DeviceCopies
 from kvpact.worker.cuda.driver import CudaError
 from kvpact.worker.cuda.lane import CudaTransfer, Lane
@@ -26,8 +27,11 @@ MAX_ENTRIES_AT_ONCE: Final = 512
 class CudaTransferEngine:
     """See `TransferEngine`."""
 
-    def __init__(self, copies: DeviceCopies, rank: int) -> None:
+    def __init__(self, copies: DeviceCopies, rank: int, bounce: BounceBuffer | None) -> None:
+        """With `bounce` all copies go by way of it: slots need not be pinned."""
         self._copies = copies
+        self._way, loads, saves = ways_of(copies, bounce)
+        self._most_at_once = MAX_ENTRIES_AT_ONCE if bounce is None else 0  # the computing thread copies no bytes itself
         self.groups: Sequence[range] = copies.groups
         self._step_stream = copies.driver.create_stream()
         self._step_loads: list[StepLoads] = []
@@ -36,8 +40,8 @@ class CudaTransferEngine:
         self._wanted = threading.Condition()
         """Guards `_handed_over` and `_closing`."""
         self._closing = False
-        self._loads = Lane(f"kvpact-load-{rank}", copies, copies.copy_in)
-        self._saves = Lane(f"kvpact-save-{rank}", copies, copies.copy_out)
+        self._loads = Lane(f"kvpact-load-{rank}", copies, loads)
+        self._saves = Lane(f"kvpact-save-{rank}", copies, saves)
         self._submitter = start_background(f"kvpact-step-{rank}", self._run)
 
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[CudaTransfer | StepTransfer]:
@@ -54,8 +58,8 @@ class CudaTransferEngine:
         self._step_loads = [*(one for one in self._step_loads if not one.poll()), batch]
         if not batch.begin():
             return batch.transfers
-        if sum(len(job.slots) for job in jobs) * copies.entries_per_block <= MAX_ENTRIES_AT_ONCE:
-            batch.submit()
+        if sum(len(job.slots) for job in jobs) * copies.entries_per_block <= self._most_at_once:
+            batch.submit(self._way)
         else:
             with self._wanted:
                 self._handed_over.append(batch)
@@ -93,4 +97,4 @@ class CudaTransferEngine:
                 if not self._handed_over:
                     return
                 batch = self._handed_over.popleft()
-            batch.submit()
+            batch.submit(self._way)

@@ -15,9 +15,9 @@ from typing import Final
 
 from kvpact.threads import start_background
 from kvpact.worker.copy.base import Job
+from kvpact.worker.cuda.bounce import Way
 from kvpact.worker.cuda.copies import DeviceCopies
 from kvpact.worker.cuda.driver import CudaError
-from kvpact.worker.cuda.entries import Entries
 
 PIECE_BYTES: Final = 32 << 20
 """Bytes of a piece: 0.6 ms of a bus of 55 GB/s, which is how long a small copy may wait behind one."""
@@ -59,17 +59,17 @@ class CudaTransfer:
 class Lane:
     """Transfers of one direction, in order, a piece at a time on a stream and a thread of their own."""
 
-    def __init__(self, name: str, copies: DeviceCopies, copy: Callable[[Entries, int], None]) -> None:
+    def __init__(self, name: str, copies: DeviceCopies, way: Way) -> None:
         self.changed = threading.Condition()
         """Guards all transfers of the lane."""
         self._copies, self._driver, self._events = copies, copies.driver, copies.events
-        self._copy = copy
+        self._way = way
         self._piece_blocks = max(1, PIECE_BYTES // copies.slot_bytes)
         self._stream = copies.driver.create_stream()
         self._queue: deque[CudaTransfer] = deque()
         """What has blocks that were not submitted."""
-        self._in_flight: deque[tuple[CudaTransfer, int, int]] = deque()
-        """(transfer, its blocks submitted by then, event) of each piece."""
+        self._in_flight: deque[tuple[CudaTransfer, int, int, int]] = deque()
+        """(transfer, its blocks submitted by then, event, what the way had begun) of each piece."""
         self._closing = False
         self._thread = start_background(name, self._run)
 
@@ -142,7 +142,7 @@ class Lane:
         copied = False
         try:
             if not cancelled:
-                self._copy(self._copies.all_layers(job.block_ids[start:end], job.slots[start:end]), self._stream)
+                self._way.submit(self._copies.all_layers(job.block_ids[start:end], job.slots[start:end]), self._stream)
                 copied = True
         except CudaError:
             raise
@@ -153,15 +153,16 @@ class Lane:
         event = self._events.record(self._stream)
         with self.changed:
             transfer.position = end
-            self._in_flight.append((transfer, end, event))
+            self._in_flight.append((transfer, end, event, self._way.begun))
             if end == len(job.slots):
                 self._queue.popleft()
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest piece in flight."""
-        transfer, end, event = self._in_flight[0]
+        transfer, end, event, begun = self._in_flight[0]
         self._driver.synchronize(event)
         self._events.give_back(event)
+        self._way.land(begun)
         with self.changed:
             self._in_flight.popleft()
             if end == len(transfer.job.slots):
@@ -172,7 +173,7 @@ class Lane:
         """No copy is made any more, and none is in flight: the device has done them, or is lost."""
         with self.changed:
             self._closing = True
-            for transfer in dict.fromkeys([*(transfer for transfer, _, _ in self._in_flight), *self._queue]):
+            for transfer in dict.fromkeys([*(piece[0] for piece in self._in_flight), *self._queue]):
                 self._fail(transfer)
             self._queue.clear()
             self._in_flight.clear()

@@ -29,6 +29,12 @@ FIRST_BYTES: Final = 4 << 30
 
 FIRST_SECONDS: Final = 1.0
 
+MIN_SHARE: Final = 0.5
+"""Of the slots. If fewer can be pinned, all of them are worth more by way of a bounce buffer: that costs a copy by one
+core, a block that is not there costs its computation."""
+
+RAISE_THE_LIMIT: Final = "raise the limit on locked memory (ulimit -l, or memlock in the container's settings)"
+
 
 class PinnedSlots:
     """Pins the slots of a segment, all of one class. `usable` slots, from number 0 on, are pinned now."""
@@ -44,6 +50,7 @@ class PinnedSlots:
         self.error: CudaError | None = None
         """Why no more slots become usable, if so."""
         self._changed = threading.Condition()
+        self._starting = True
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -56,6 +63,17 @@ class PinnedSlots:
         wanted = min(self._slots, -(-FIRST_BYTES // self._slot_bytes))
         with self._changed:
             return self._changed.wait_for(lambda: self.usable >= wanted or self._ended, seconds)
+
+    def suffice(self) -> bool:
+        """End the start: whether to go on with the slots that are pinned, and will be. Says so if they are not all."""
+        with self._changed:
+            self._starting = False
+            error = self.error
+        if error is not None and self.usable < MIN_SHARE * self._slots:
+            return False
+        if error is not None:
+            self._warn(error)
+        return True
 
     def close(self) -> None:
         """Unpin everything, after at most one more chunk. No copy may be under way. Idempotent."""
@@ -93,17 +111,22 @@ class PinnedSlots:
             logger.info("arena: %s pinned", format_size(self.usable * self._slot_bytes))
 
     def _stop(self, error: CudaError) -> None:
+        with self._changed:
+            self.error = error
+            starting = self._starting
+            self._changed.notify_all()
+        if not starting:
+            self._warn(error)
+
+    def _warn(self, error: CudaError) -> None:
         pinned, wanted = self.usable * self._slot_bytes, self._slots * self._slot_bytes
         logger.warning(
-            "arena: only %s of %s can be pinned (%s); the rest of `memory` is not used. Raise the limit on locked "
-            "memory (ulimit -l, or memlock in the container's settings) or set a smaller `memory`",
+            "arena: only %s of %s can be pinned (%s); the rest of `memory` is not used: %s, or set a smaller `memory`",
             format_size(pinned),
             format_size(wanted),
             error,
+            RAISE_THE_LIMIT,
         )
-        with self._changed:
-            self.error = error
-            self._changed.notify_all()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvpact.contract import LoadJob
 from kvpact.errors import PactViolation
+from kvpact.worker.cuda.bounce import Way
 from kvpact.worker.cuda.copies import DeviceCopies
 from kvpact.worker.cuda.driver import CudaError
 from kvpact.worker.cuda.entries import Entries
@@ -59,7 +60,7 @@ class StepLoads:
         slots = [slot for job in good for slot in job.slots]
         return self._copies.by_group(block_ids, slots)
 
-    def submit(self) -> None:
+    def submit(self, way: Way) -> None:
         """Put all of them into the engine's stream for it."""
         copies = self._copies
         try:
@@ -67,7 +68,7 @@ class StepLoads:
             for entries in self._build():
                 if self.cancelled:
                     break
-                copies.copy_in(entries, self._stream)
+                way.submit(entries, self._stream)
                 self._record()
         except Exception as error:
             self.error = error
