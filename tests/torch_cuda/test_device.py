@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -32,11 +34,13 @@ class PlayedCuda(HostileDriver):
 
     kv_memory: ClassVar[list[tuple[int, int]]] = []
     opened: ClassVar[list[PlayedCuda]] = []
+    refuse: ClassVar[Callable[[str], object]] = str
+    """See `HostileDriver.before_call`."""
     name, version, copies_in_batches = "Played", 12080, True
 
     def __init__(self, device: int) -> None:
         super().__init__(device + 11)
-        self.device = device
+        self.device, self.before_call = device, self.refuse
         self.closed = False
         self.reads_host_memory = 1
         for memory in PlayedCuda.kv_memory:
@@ -142,6 +146,37 @@ def test_a_device_whose_copies_are_wrong_is_refused(bed: Bed, monkeypatch: pytes
     with pytest.raises(ConfigError, match="came back with other bytes"):
         open_cuda(TRUSTING, bed.paged, bed.segment, 0)
     assert PlayedCuda.opened[0].pinned_bytes == 0
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
+def test_whatever_call_is_refused_at_the_start_nothing_is_left(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, for_good: bool
+) -> None:
+    """One call after the other is refused: the start is refused with one message, or goes on without."""
+    outcomes, threads = [], set(threading.enumerate())
+    for refused in (*range(-2, 12), *range(12, 60, 8)):
+        calls = itertools.count()
+
+        def refuse(call: str, refused: int = refused, calls: Any = calls) -> None:
+            if next(calls) == refused:
+                if for_good:
+                    PlayedCuda.opened[0].lose()
+                raise CudaError(call, 719, "CUDA_ERROR_LAUNCH_FAILED", "the device does not like this")
+
+        monkeypatch.setattr(PlayedCuda, "refuse", staticmethod(refuse))
+        PlayedCuda.opened.clear()
+        try:
+            assert open_cuda(TRUSTING, bed.paged, bed.segment, 0).close(5)
+            outcomes.append("opened")
+        except ConfigError as error:
+            outcomes.append(str(error))
+        (driver,) = PlayedCuda.opened
+        assert driver.closed, refused
+        assert driver.pinned_bytes == 0 or for_good
+        assert set(threading.enumerate()) == threads, refused
+    assert "opened" in outcomes
+    assert sum("the device does not like this" in outcome for outcome in outcomes) > 4
+    assert not {outcome for outcome in outcomes if outcome != "opened" and "error 7" not in outcome}
 
 
 def test_the_kernel_is_used_where_it_can_read_the_hosts_memory(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:

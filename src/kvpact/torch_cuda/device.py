@@ -6,6 +6,7 @@ Owns what must be true of the device before anything is served, and the order in
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from kvpact.memory.arena import ArenaSegment
 from kvpact.units import format_size
 from kvpact.worker.cuda.bounce import BounceBuffer
 from kvpact.worker.cuda.copies import DeviceCopies, Kernel
-from kvpact.worker.cuda.driver import CAN_USE_HOST_POINTER, CudaDriver
+from kvpact.worker.cuda.driver import CAN_USE_HOST_POINTER, CudaDriver, CudaError
 from kvpact.worker.cuda.engine import CudaTransferEngine
 from kvpact.worker.cuda.pinned import RAISE_THE_LIMIT, PinnedSlots
 from kvpact.worker.paged import PagedKV
@@ -34,35 +35,54 @@ class OpenedDevice(CudaTransferEngine):
     """The transfer engine of one rank on its device, which owns what it needs there."""
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
-        """Raises ConfigError if the device cannot be used, or its copies do not do what they say."""
+        """Raises ConfigError if the device or its copies cannot be used, and leaves nothing."""
         device = paged.tensors[0].device.index or 0
-        self._driver = CudaDriver(device)
+        try:
+            with ExitStack() as owned:
+                self._driver = CudaDriver(device)
+                owned.callback(self._driver.close)
+                bounce = self._pin(segment, owned)
+                copies = DeviceCopies(
+                    paged,
+                    segment,
+                    self._driver,
+                    lambda: int(torch.cuda.current_stream(device).cuda_stream),
+                    self._pinned.chunk_slots,
+                    kernel_for(self._driver),
+                )
+                super().__init__(copies, rank, bounce)
+                self._owned = owned.pop_all()
+            self._try_out(paged, segment, rank)
+        except CudaError as error:
+            raise ConfigError(f"KV memory on cuda:{device} cannot be copied: {error}") from error
+
+    def _pin(self, segment: ArenaSegment, owned: ExitStack) -> BounceBuffer | None:
+        """Pin the first slots, and the others in the background; or a buffer, which is returned."""
         self._pinned = PinnedSlots(self._driver, segment)
+        owned.callback(self._pinned.close)
         segment.usable_slots = 0
         self._pinned.start(partial(setattr, segment, "usable_slots"))
         self._pinned.wait_for_first()
-        self._bounce = None if self._pinned.suffice() else self._bounce_for(segment)
-        copies = DeviceCopies(
-            paged,
-            segment,
-            self._driver,
-            lambda: int(torch.cuda.current_stream(device).cuda_stream),
-            self._pinned.chunk_slots,
-            kernel_for(self._driver),
-        )
-        super().__init__(copies, rank, self._bounce)
+        if self._pinned.suffice():
+            return None
+        bounce = self._bounce_for(segment)
+        owned.callback(bounce.close)
+        return bounce
+
+    def _try_out(self, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
+        driver = self._driver
         try:
             require_round_trip(self, paged, segment, segment.usable_slots)
-        except ConfigError:
+            logger.info(
+                "rank %d: copies on %s, driver for CUDA %d, %s",
+                rank,
+                driver.name,
+                driver.version,
+                "in batches" if driver.copies_in_batches else "one by one: the driver is older than 12.8",
+            )
+        except (ConfigError, CudaError):
             self.close(1.0)
             raise
-        logger.info(
-            "rank %d: copies on %s, driver for CUDA %d, %s",
-            rank,
-            self._driver.name,
-            self._driver.version,
-            "in batches" if self._driver.copies_in_batches else "one by one: the driver is older than 12.8",
-        )
 
     def _bounce_for(self, segment: ArenaSegment) -> BounceBuffer:
         """A buffer for copies to slots that cannot be pinned, all of which are usable then."""
@@ -84,10 +104,7 @@ class OpenedDevice(CudaTransferEngine):
         """See `TransferEngine`. Memory stays pinned while a copy may still be under way."""
         ended = super().close(seconds)
         if ended:
-            self._pinned.close()
-            if self._bounce is not None:
-                self._bounce.close()
-            self._driver.close()
+            self._owned.close()
         return ended
 
 

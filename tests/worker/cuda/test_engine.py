@@ -9,7 +9,7 @@ import pytest
 
 from device_beds import BLOCKS, LAYERS, LAYOUTS, SLOTS, Bed
 from kvpact.contract import LoadJob, SaveJob
-from kvpact.testkit.device.hostile_driver import HostileDriver
+from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import page
 from kvpact.worker.copy.base import Transfer
 
@@ -126,6 +126,22 @@ def test_a_few_entries_are_submitted_at_once_and_many_by_a_thread(bed: Bed) -> N
     assert many.wait(4, 5.0)
     assert driver.num_entries == 14 * LAYERS
     assert ends([many], driver)
+
+
+def test_all_jobs_of_a_call_have_one_fence(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = hostile(bed)
+    streams: list[int] = []
+    record = driver.record
+
+    def noted(event: int, stream: int) -> None:
+        streams.append(stream)
+        record(event, stream)
+
+    monkeypatch.setattr(driver, "record", noted)
+    transfers = bed.engine.save([SaveJob(number, "r", 0, (number,), (number,)) for number in range(10)])
+    assert ends(transfers, driver)
+    assert streams.count(COMPUTING_STREAM) == 1
+    assert not any(len(transfer.failed) for transfer in transfers)
 
 
 def test_each_computing_stream_waits_once(bed: Bed) -> None:

@@ -70,6 +70,8 @@ class HostileDriver:
         """Whether the engine captures a graph: threads that are not relaxed must not touch the device."""
         self.stopped = False
         """Whether nothing in any stream runs."""
+        self.before_call: Callable[[str], object] = str
+        """Called with the name of each call before it is made; what it raises, the call raises."""
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._streams: dict[int, deque[_Operation]] = {COMPUTING_STREAM: deque()}
@@ -286,6 +288,7 @@ class HostileDriver:
 
     def _called(self, call: str) -> None:
         thread = threading.get_ident()
+        self.before_call(call)
         if self._lost:
             raise self._error(call, 700, "the device was lost")
         if thread != self._engine_thread and thread not in self._relaxed:

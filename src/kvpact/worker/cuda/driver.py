@@ -8,6 +8,7 @@ Signatures: CUDA driver API 12.8 and 13 (docs.nvidia.com/cuda/cuda-driver-api).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -340,7 +341,8 @@ class CudaDriver:
 
     def close(self) -> None:
         """Give the device's context back. The engine's own use of it is counted apart."""
-        self._call("cuDevicePrimaryCtxRelease_v2", self._handle)
+        with contextlib.suppress(CudaError):  # the device is lost, and the context with it
+            self._call("cuDevicePrimaryCtxRelease_v2", self._handle)
 
 
 def _function(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:

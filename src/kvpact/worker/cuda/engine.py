@@ -7,6 +7,7 @@ go through a lane each.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -14,9 +15,9 @@ from typing import Final
 
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.threads import start_background
-from kvpact.worker.cuda.bounce import BounceBuffer, ways_of
+from kvpact.worker.cuda.bounce import STREAMS, BounceBuffer, ways_of
 from kvpact.worker.cuda.copies import DeviceCopies
-from kvpact.worker.cuda.driver import CudaError
+from kvpact.worker.cuda.driver import CudaError, Driver
 from kvpact.worker.cuda.lane import CudaTransfer, Lane
 from kvpact.worker.cuda.step_loads import StepLoads, StepTransfer
 
@@ -33,15 +34,15 @@ class CudaTransferEngine:
         self._way, loads, saves = ways_of(copies, bounce)
         self._most_at_once = MAX_ENTRIES_AT_ONCE if bounce is None else 0  # the computing thread copies no bytes itself
         self.groups: Sequence[range] = copies.groups
-        self._step_stream = copies.driver.create_stream()
+        self._step_stream, load_stream, save_stream = _streams(copies.driver, STREAMS)
         self._step_loads: list[StepLoads] = []
         """Those that have not ended, as far as was polled."""
         self._handed_over: deque[StepLoads] = deque()
         self._wanted = threading.Condition()
         """Guards `_handed_over` and `_closing`."""
         self._closing = False
-        self._loads = Lane(f"kvpact-load-{rank}", copies, loads)
-        self._saves = Lane(f"kvpact-save-{rank}", copies, saves)
+        self._loads = Lane(f"kvpact-load-{rank}", copies, loads, load_stream)
+        self._saves = Lane(f"kvpact-save-{rank}", copies, saves, save_stream)
         self._submitter = start_background(f"kvpact-step-{rank}", self._run)
 
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[CudaTransfer | StepTransfer]:
@@ -98,3 +99,17 @@ class CudaTransferEngine:
                     return
                 batch = self._handed_over.popleft()
             batch.submit(self._way)
+
+
+def _streams(driver: Driver, count: int) -> list[int]:
+    """As many new streams. Raises CudaError, and leaves none."""
+    streams: list[int] = []
+    try:
+        while len(streams) < count:
+            streams.append(driver.create_stream())
+    except CudaError:
+        for stream in streams:
+            with contextlib.suppress(CudaError):
+                driver.destroy_stream(stream)
+        raise
+    return streams

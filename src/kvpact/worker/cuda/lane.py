@@ -26,14 +26,22 @@ PIECES_IN_FLIGHT: Final = 2
 """So that the device has the next piece when it ends one."""
 
 
+@dataclass(slots=True)
+class Fence:
+    """What the caller of `Lane.submit` had launched before, for all jobs of the call."""
+
+    event: int
+    """0 once the lane's stream waits for it."""
+
+
 @dataclass(slots=True, eq=False)
 class CudaTransfer:
     """One job's copies through a lane. All but reading is guarded by the lane's lock."""
 
     job: Job
     lane: Lane = field(repr=False)
-    fence: int = 0
-    """An event: what the caller had launched before. 0 once the lane's stream waits for it."""
+    fence: Fence | None = field(default=None, repr=False)
+    """None if the device refused it."""
     ended: bool = False
     failed: Sequence[int] = ()
     error: Exception | None = None
@@ -57,15 +65,18 @@ class CudaTransfer:
 
 
 class Lane:
-    """Transfers of one direction, in order, a piece at a time on a stream and a thread of their own."""
+    """Transfers of one direction, in order, a piece at a time on a stream and a thread of their own.
 
-    def __init__(self, name: str, copies: DeviceCopies, way: Way) -> None:
+    The stream is destroyed at the end.
+    """
+
+    def __init__(self, name: str, copies: DeviceCopies, way: Way, stream: int) -> None:
         self.changed = threading.Condition()
         """Guards all transfers of the lane."""
         self._copies, self._driver, self._events = copies, copies.driver, copies.events
         self._way = way
         self._piece_blocks = max(1, PIECE_BYTES // copies.slot_bytes)
-        self._stream = copies.driver.create_stream()
+        self._stream = stream
         self._queue: deque[CudaTransfer] = deque()
         """What has blocks that were not submitted."""
         self._in_flight: deque[tuple[CudaTransfer, int, int, int]] = deque()
@@ -75,15 +86,16 @@ class Lane:
 
     def submit(self, jobs: Sequence[Job], computing_stream: Callable[[], int]) -> list[CudaTransfer]:
         """Copy these after what the stream `computing_stream()` has now."""
-        transfers = [CudaTransfer(job, self) for job in jobs]
+        fence = None
         try:
-            for transfer in transfers if self._copies.error is None else ():
-                transfer.fence = self._events.record(computing_stream())
+            if jobs and self._copies.error is None:
+                fence = Fence(self._events.record(computing_stream()))
         except CudaError as error:
             self._copies.note_error(error)
+        transfers = [CudaTransfer(job, self, fence) for job in jobs]
         with self.changed:
             for transfer in transfers:
-                if self._closing or not transfer.fence:
+                if self._closing or fence is None:
                     self._fail(transfer)
                 else:
                     self._queue.append(transfer)
@@ -135,10 +147,11 @@ class Lane:
         """Submit a transfer's next piece."""
         job, start, cancelled = transfer.job, transfer.position, transfer.cancelled
         end = len(job.slots) if cancelled else min(start + self._piece_blocks, len(job.slots))
-        if transfer.fence:
-            self._driver.stream_wait(self._stream, transfer.fence)
-            self._events.give_back(transfer.fence)
-            transfer.fence = 0
+        fence = transfer.fence
+        if fence is not None and fence.event:
+            self._driver.stream_wait(self._stream, fence.event)
+            self._events.give_back(fence.event)
+            fence.event = 0
         copied = False
         try:
             if not cancelled:
