@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,14 +13,18 @@ from typing import Any, ClassVar
 
 import pytest
 
-from device_beds import SLOTS, Bed
-from kvpact.config import load_config
+from device_beds import BLOCKS, SLOTS, Bed
+from kvpact.config import KvpactConfig, load_config
 from kvpact.errors import ConfigError
+from kvpact.memory import numa
+from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Play
 from kvpact.worker.copy import transfer_engine_for
 from kvpact.worker.cuda import pinned
 from kvpact.worker.cuda.driver import CudaError
+from kvpact.worker.paged import PagedKV
+from kvpact.worker.worker import CacheWorker, RankInfo
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -36,7 +41,7 @@ class PlayedCuda(HostileDriver):
     opened: ClassVar[list[PlayedCuda]] = []
     refuse: ClassVar[Callable[[str], object]] = str
     """See `HostileDriver.before_call`."""
-    name, version, copies_in_batches = "Played", 12080, True
+    name, version, copies_in_batches, pci_bus_id = "Played", 12080, True, "0000:65:00.0"
 
     def __init__(self, device: int) -> None:
         super().__init__(device + 11)
@@ -138,6 +143,35 @@ def test_where_memory_cannot_be_pinned_a_buffer_serves_with_one_warning(
     assert opened.close(10)
     assert driver.pinned_bytes == 0
     assert driver.violations == []
+
+
+def test_memory_is_taken_when_its_node_is_known(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker's own order, up to the device; where the kernel refuses, one line says so."""
+    asked: list[tuple[int, int, int, int]] = []
+
+    def prefer(node: int, address: int, num_bytes: int) -> None:
+        (segment,) = segments
+        asked.append((node, address - segment.mapped_at, num_bytes, os.fstat(segment.descriptor).st_blocks))
+        raise PermissionError(1, "Operation not permitted")
+
+    def opener(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> Any:
+        segments.append(segment)
+        return open_cuda(config, paged, segment, rank)
+
+    segments: list[ArenaSegment] = []
+    monkeypatch.setattr(PagedKV, "from_tensors", lambda tensors, blocks: bed.paged)
+    monkeypatch.setattr(device_module, "near_node", {"0000:65:00.0": 3}.get)
+    monkeypatch.setattr(numa, "prefer", prefer)
+    config = TRUSTING.model_copy(update={"memory": bed.segment.num_slots * bed.segment.rank_slot_bytes})
+    worker = CacheWorker(config, RankInfo(0, 1, BLOCKS), {"cuda": opener})
+    with caplog.at_level(logging.INFO):
+        worker.register_kv_caches(bed.tensors)
+    assert asked == [(3, 0, len(segments[0].memory), 0)], "before any page was taken"
+    assert os.fstat(segments[0].descriptor).st_blocks > 0
+    assert len([line for line in caplog.messages if "the device's, 3: [Errno 1]" in line]) == 1
+    worker.shutdown()
 
 
 def test_a_device_whose_copies_are_wrong_is_refused(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:

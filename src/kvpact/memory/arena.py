@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 from collections.abc import Sequence
@@ -17,9 +18,12 @@ from itertools import accumulate
 from pathlib import Path
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
+from kvpact.memory import numa
 from kvpact.memory.limits import available_memory_bytes
-from kvpact.memory.prefault import HUGE_BYTES, PageTaker
+from kvpact.memory.prefault import HUGE_BYTES, START_SECONDS, PageTaker
 from kvpact.units import format_size
+
+logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 """Alignment of every slot piece, in bytes: O_DIRECT and page mapping need it."""
@@ -247,6 +251,19 @@ class ArenaSegment:
             last = max((slot for slot in slots if slot in one.slots), default=None)
             if last is not None:
                 self.pages.use(one.start_of(last + 1))
+
+    def prefault(self, node: int | None = None) -> None:
+        """Take memory from the machine from now on, in the background; from this memory node if it can be had there.
+
+        Waits for the first of it, at most for `START_SECONDS`, so that no prompt pays for it.
+        """
+        if node is not None:
+            try:
+                numa.prefer(node, self.mapped_at, len(self.memory))
+            except OSError as error:
+                logger.info("arena: its memory may lie on any node, not only on the device's, %d: %s", node, error)
+        self.pages.start()
+        self.pages.wait_for_first(START_SECONDS)
 
     def close(self) -> None:
         """Free the memory. Exported views keep the mapping alive until the last of them is released."""

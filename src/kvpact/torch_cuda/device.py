@@ -14,6 +14,7 @@ import torch
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.numa import near_node
 from kvpact.units import format_size
 from kvpact.worker.cuda.bounce import BounceBuffer
 from kvpact.worker.cuda.copies import DeviceCopies, Kernel
@@ -41,6 +42,7 @@ class OpenedDevice(CudaTransferEngine):
             with ExitStack() as owned:
                 self._driver = CudaDriver(device)
                 owned.callback(self._driver.close)
+                segment.prefault(near_node(self._driver.pci_bus_id))
                 bounce = self._pin(segment, owned)
                 copies = DeviceCopies(
                     paged,

@@ -27,7 +27,6 @@ from kvpact.errors import StepLoadLost
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment, slots_for
-from kvpact.memory.prefault import START_SECONDS
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
 from kvpact.worker.jobs import EndedLoads, RankJobs
@@ -86,8 +85,6 @@ class CacheWorker(ExternalCacheWorker):
         self._segment = ArenaSegment.create(slots, slot_bytes, self.place.world_size)
         self.notices = NoticeWriter(self._segment.notice)
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
-        self._segment.pages.start()
-        self._segment.pages.wait_for_first(START_SECONDS)  # else the first prompt pays for them
         self.transfers = RankTransfers(
             transfer_engine_for(self._config, paged, self._segment, self.place.rank, self._openers),
             paged.layer_index,

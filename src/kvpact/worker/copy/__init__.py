@@ -13,7 +13,8 @@ from kvpact.worker.copy.cpu import CpuTransferEngine
 from kvpact.worker.paged import PagedKV
 
 DeviceOpener: TypeAlias = Callable[[KvpactConfig, PagedKV, ArenaSegment, int], TransferEngine]
-"""Opens the engine for one type of device, which needs libraries that the core does not import."""
+"""Opens the engine for one type of device, which needs libraries that the core does not import; and has the segment's
+pages taken, see `ArenaSegment.prefault`."""
 
 
 def transfer_engine_for(
@@ -25,9 +26,11 @@ def transfer_engine_for(
 ) -> TransferEngine:
     """The engine for the device that holds `paged`. `openers`: device type, as torch names it -> what opens others.
 
-    Raises ConfigError if there is none, or it cannot be used.
+    The segment's pages are taken from the machine from now on, where it suits the device.
+    Raises ConfigError if there is no engine, or it cannot be used.
     """
     if paged.device_type == "cpu":
+        segment.prefault()
         (slot_class,) = segment.classes  # a further class has layers of its own, and an engine of its own for them
         return CpuTransferEngine(paged, segment, slot_class, rank)
     opener = openers.get(paged.device_type)
