@@ -1,44 +1,48 @@
-"""An engine's KV memory in any layout, over the CPU's copies or over a hostile device's, for plays."""
+"""An engine's KV memory in any layout, over the CPU's copies, a hostile device's or a real one's, for plays."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kvpact.config import load_config
 from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Page, Play
 from kvpact.worker.copy.cpu import CpuTransferEngine
-from kvpact.worker.cuda import bounce, copies, engine, lane
+from kvpact.worker.cuda import bounce, copies, engine, lane, pinned
 from kvpact.worker.cuda.driver import AccessOrder
 from kvpact.worker.cuda.entries import Entries
-from kvpact.worker.paged import PagedKV
+from kvpact.worker.paged import PagedKV, PagedLayer
 
 BLOCKS, SLOTS, LAYERS = 24, 16, 6
 PINNED_SLOTS = 3
 
 
-def one_by_one() -> dict[str, Any]:
+def one_by_one(device: str = "cpu") -> dict[str, Any]:
     """LBNHC: each layer is apart."""
-    return {f"layer.{n}": torch.zeros((BLOCKS, 4, 16), dtype=torch.uint8) for n in range(LAYERS)}
+    return {f"layer.{n}": torch.zeros((BLOCKS, 4, 16), dtype=torch.uint8, device=device) for n in range(LAYERS)}
 
 
-def inside_blocks() -> dict[str, Any]:
+def inside_blocks(device: str = "cpu") -> dict[str, Any]:
     """BLNHC: all layers of a block together, a whole number of pages of memory, so that blocks are joined too."""
-    memory = torch.zeros((BLOCKS, LAYERS, 4096 * 2), dtype=torch.uint8)
+    memory = torch.zeros((BLOCKS, LAYERS, 4096 * 2), dtype=torch.uint8, device=device)
     return {f"layer.{n}": memory[:, n] for n in range(LAYERS)}
 
 
-def halves() -> dict[str, Any]:
+def halves(device: str = "cpu") -> dict[str, Any]:
     """Keys, then values: two runs of bytes for each page."""
-    return {f"layer.{n}": torch.zeros((2, BLOCKS, 4, 2, 8), dtype=torch.uint8) for n in range(LAYERS)}
+    return {f"layer.{n}": torch.zeros((2, BLOCKS, 4, 2, 8), dtype=torch.uint8, device=device) for n in range(LAYERS)}
 
 
-LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
+LAYOUTS: dict[str, Callable[..., dict[str, Any]]] = {
     "one by one": one_by_one,
     "inside blocks": inside_blocks,
     "halves": halves,
@@ -85,6 +89,10 @@ class Bed:
         self.views = [layer.view() for layer in self.paged.layers]
         self.driver: HostileDriver | None = None
         self.bounce: Any = None
+        self._second = ThreadPoolExecutor(1)
+        """The engine's second computing thread."""
+        self.streams: dict[int, int] = {}
+        """Thread -> the stream on which it computes; the others have the engine's."""
         if seed is None:
             self.engine: Any = CpuTransferEngine(self.paged, self.segment, *self.segment.classes, 0)
             return
@@ -100,8 +108,9 @@ class Bed:
             self.bounce = bounce.BounceBuffer(self.driver)
         else:
             self._pin_slots(self.driver)
+        self.streams = {self._second.submit(self._second_stream, self.driver).result(): self.driver.create_stream()}
         self.copies = copies.DeviceCopies(
-            self.paged, self.segment, self.driver, lambda: COMPUTING_STREAM, PINNED_SLOTS, self._kernel(seed)
+            self.paged, self.segment, self.driver, self.current_stream, PINNED_SLOTS, self._kernel(seed)
         )
         self.engine = engine.CudaTransferEngine(self.copies, 0, self.bounce)
 
@@ -111,6 +120,15 @@ class Bed:
             count = min(PINNED_SLOTS, SLOTS - slot)
             driver.register(self.segment.mapped_at + slot * slot_bytes, count * slot_bytes)
 
+    @staticmethod
+    def _second_stream(driver: HostileDriver) -> int:
+        driver.attach()
+        return threading.get_ident()
+
+    def current_stream(self) -> int:
+        """The calling thread's."""
+        return self.streams.get(threading.get_ident(), COMPUTING_STREAM)
+
     def _kernel(self, seed: int) -> Any:
         return PlayedKernel(self.driver) if (seed % 4 == 3 or seed % 8 == 6) and self.driver is not None else None
 
@@ -118,7 +136,30 @@ class Bed:
         if self.driver is None:
             kernel()
         else:
-            self.driver.launch(kernel)
+            self.driver.launch(kernel, self.current_stream())
+
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self.driver is None:
+            return self._second.submit(work).result
+        if not self.streams:
+            work()
+            return lambda: None
+        (stream,) = self.streams.values()
+        self._follow(stream, COMPUTING_STREAM)
+        running = self._second.submit(work)
+
+        def join() -> None:
+            running.result()
+            self._follow(COMPUTING_STREAM, stream)
+
+        return join
+
+    def _follow(self, stream: int, other: int) -> None:
+        """What `stream` gets from now on comes after what `other` has now."""
+        assert self.driver is not None
+        event = self.driver.create_event()
+        self.driver.record(event, other)
+        self.driver.stream_wait(stream, event)
 
     def write(self, layer: int, block: int, content: Page) -> None:
         def kernel() -> None:
@@ -138,6 +179,7 @@ class Bed:
 
     def close(self) -> None:
         self._limits.undo()
+        self._second.shutdown()
         assert self.engine.close(10)
         if self.bounce is not None:
             self.bounce.close()
@@ -151,8 +193,88 @@ class Bed:
     def end_abruptly(self, seed: int) -> list[str]:
         """End with copies under way: nothing may touch the memory afterwards."""
         assert self.driver is not None
+        self.streams = {}
         play = Play(self, seed + 1)
         play.begin(10)
         if not self.engine.close(5):
             return ["the copies do not end"]
         return [*self.driver.violations, *(["copies are under way after the end"] if self.driver.busy_streams else [])]
+
+
+class CudaBed:
+    """KV memory on the first CUDA device, and its copies as an engine opens them; what computes are torch's kernels."""
+
+    def __init__(self, layout: str) -> None:
+        from kvpact.torch_cuda.device import open_cuda
+
+        self._limits = pytest.MonkeyPatch()
+        self.tensors = LAYOUTS[layout]("cuda:0")
+        self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
+        self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)
+        self._limits.setattr(pinned, "CHUNK_BYTES", PINNED_SLOTS * self.segment.rank_slot_bytes)
+        self._limits.setattr(lane, "PIECE_BYTES", 4 * self.segment.rank_slot_bytes)
+        self._limits.setattr(engine, "MAX_ENTRIES_AT_ONCE", 40)
+        self.engine: Any = open_cuda(load_config({"gpu": "unproven"}, {}), self.paged, self.segment, 0)
+        self._pages = [
+            self._view(one, tensor) for one, tensor in zip(self.paged.layers, self.tensors.values(), strict=True)
+        ]
+        self._second = ThreadPoolExecutor(1)
+        self._second_stream = torch.cuda.Stream()
+
+    @staticmethod
+    def _view(layer: PagedLayer, tensor: Any) -> Any:
+        """A layer's memory as bytes, `[blocks, chunks, chunk_bytes]`, on the device."""
+        storage = tensor.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        shape = (layer.num_blocks, layer.chunks, layer.chunk_bytes)
+        strides = (layer.block_stride, layer.chunk_stride, 1)
+        return torch.as_strided(memory, shape, strides, layer.address - storage.data_ptr())
+
+    def write(self, layer: int, block: int, content: Page) -> None:
+        target = self._pages[layer][block]
+        target.copy_(torch.from_numpy(content).to(target.device).reshape(target.shape))
+
+    def read(self, layer: int, block: int) -> Callable[[], Page]:
+        found = self._pages[layer][block].clone()
+        return lambda: np.asarray(found.cpu()).ravel()
+
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        ours, theirs = torch.cuda.current_stream(), self._second_stream
+        theirs.wait_stream(ours)
+
+        def run() -> None:
+            with torch.cuda.stream(theirs):
+                work()
+
+        running = self._second.submit(run)
+
+        def join() -> None:
+            running.result()
+            ours.wait_stream(theirs)
+
+        return join
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        self._second.shutdown()
+        assert self.engine.close(10)
+        self._limits.undo()
+        self.segment.close()
+
+    def play(self, seed: int, steps: int = 40) -> list[str]:
+        return Play(self, seed).run(steps)
+
+
+BEDS = ("cpu", "fake-cuda", "cuda")
+"""Kinds of devices: the CPU, a hostile device that is played, and the first CUDA device."""
+
+
+def bed_named(name: str, layout: str, seed: int = 7) -> Bed | CudaBed:
+    """A bed of one of `BEDS`. Skips the test where there is no such device."""
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("torch.cuda.is_available() is false: this machine has no CUDA device, or torch is not for one")
+        return CudaBed(layout)
+    return Bed(layout, seed if name == "fake-cuda" else None)

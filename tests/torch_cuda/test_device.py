@@ -80,7 +80,13 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
 def played(bed: Bed, opened: Any) -> Any:
     """The bed's memory under the copies that were opened."""
     return SimpleNamespace(
-        paged=bed.paged, segment=bed.segment, engine=opened, finish=bed.finish, write=bed.write, read=bed.read
+        paged=bed.paged,
+        segment=bed.segment,
+        engine=opened,
+        finish=bed.finish,
+        write=bed.write,
+        read=bed.read,
+        beside=bed.beside,
     )
 
 

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,9 @@ Page = npt.NDArray[np.uint8]
 END_SECONDS = 20.0
 """By then a play's last copies have ended, or never will."""
 
+HALVES = 0.3
+"""How likely a step with loads is to compute in two halves, each on a thread and a stream of its own."""
+
 
 class DeviceBed(Protocol):
     """A device with an engine's KV memory on it, and the copies under test."""
@@ -39,6 +43,12 @@ class DeviceBed(Protocol):
 
     def read(self, layer: int, block: int) -> Callable[[], Page]:
         """In stream order: a kernel reads a page. What it saw is told after `finish`."""
+
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run `work` on the engine's second computing thread, whose stream goes on from what this one's has now.
+
+        The returned function waits for the thread; what this one's stream gets then comes after what `work` launched.
+        """
 
     def finish(self) -> None:
         """Wait until the device has done everything."""
@@ -106,17 +116,25 @@ class Play:
         self._worker.start_loads(loads)
         now = [(block, self._slots[slot]) for load in loads if load.synchronous for block, slot in _pairs(load)]
         written = {block: self._new_value() for block in self._free_blocks(3)}
+        in_halves = bool(now) and self._random.random() < HALVES
         for layer in range(len(self._layers)):
-            self._worker.wait_for_layer(self._names[layer])
-            for block, value in now:
-                self._expect(f"block {block}, loaded for the step, layer {layer}", layer, block, value)
+            other_half = self.bed.beside(partial(self._attend, layer, now[1::2])) if in_halves else None
+            self._attend(layer, now[::2] if in_halves else now)
             for block, value in written.items():
                 self._write(layer, block, value)
+            if other_half is not None:
+                other_half()
         self._blocks.update(written)
         self._worker.wait_for_loads()
         self._save(list(written))
         for block in self._free_blocks(2):  # the next step's forward pass, as far as it has been launched
             self._fill(block)
+
+    def _attend(self, layer: int, loaded: Sequence[tuple[int, int]]) -> None:
+        """A layer of the step reads these (block, value), which were loaded for it."""
+        self._worker.wait_for_layer(self._names[layer])
+        for block, value in loaded:
+            self._expect(f"block {block}, loaded for the step, layer {layer}", layer, block, value)
 
     def _load(self, synchronous: bool) -> LoadJob | None:
         slots = [slot for slot in self._slots if slot not in self._held_slots]
