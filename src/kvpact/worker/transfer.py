@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.worker.copy.base import Job, Transfer, TransferEngine
+from kvpact.worker.paged import PagedKV
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class RankTransfers:
     ) -> None:
         """`layer_index`: layer name -> number."""
         self.engine = engine
-        groups = [number for number, group in enumerate(engine.groups) for _ in group]
-        self._groups_until = {name: groups[layer] + 1 for name, layer in layer_index.items()}
+        self._layer_index = layer_index
+        self._groups_until = self._groups_of_layers()
         self._rank = rank
         self._clock = clock
         self._layerwise = layerwise
@@ -47,6 +48,15 @@ class RankTransfers:
         self._synchronous: list[Transfer] = []
         """The loads that the step waits for."""
         self._logged: set[str] = set()
+
+    def _groups_of_layers(self) -> dict[str, int]:
+        groups = [number for number, group in enumerate(self.engine.groups) for _ in group]
+        return {name: groups[layer] + 1 for name, layer in self._layer_index.items()}
+
+    def rebind(self, paged: PagedKV) -> None:
+        """See `TransferEngine`."""
+        self.engine.rebind(paged)
+        self._groups_until = self._groups_of_layers()
 
     def start_loads(self, jobs: Sequence[LoadJob]) -> None:
         """Begin loads: the synchronous ones first and at once, the others in the background."""
@@ -91,6 +101,16 @@ class RankTransfers:
             job, transfer = self._open.get(job_id, (None, None))
             if transfer is not None and isinstance(job, LoadJob) and not job.synchronous:
                 transfer.cancel()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a job has begun and its outcome was not polled yet."""
+        return bool(self._open)
+
+    def cancel_all(self) -> None:
+        """Cancel every job: each ends at once, or when the current copy call returns."""
+        for _, transfer in self._open.values():
+            transfer.cancel()
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """Begin saves in the background, after what the caller has computed. They pause for synchronous loads."""

@@ -30,6 +30,7 @@ from kvpact.memory.arena import ArenaSegment, slots_for
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
 from kvpact.worker.jobs import EndedLoads, RankJobs
+from kvpact.worker.kv_memory import KVMemory
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.step_reader import StepReader, Wanted
 from kvpact.worker.transfer import RankTransfers
@@ -52,8 +53,8 @@ class CacheWorker(ExternalCacheWorker):
         self._config, self._openers = config, openers
         self.place = place
         self._segment: ArenaSegment | None = None
-        self.transfers: RankTransfers | None = None
-        """The copies; None before `register_kv_caches`."""
+        self.memory: KVMemory | None = None
+        """The engine's KV memory; None before `register_kv_caches`."""
         self._synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
         self._reader = StepReader(config, place.rank, self._keep) if config.match_at == "step" else None
@@ -79,13 +80,14 @@ class CacheWorker(ExternalCacheWorker):
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Set up the arena segment for these layers. Raises ConfigError if `memory` does not fit in this machine."""
+        assert self.memory is None, "set up once; see `KVMemory.resume`"
         paged = PagedKV.from_tensors(dict(kv_caches), self.place.num_blocks)
         slot_bytes = paged.layout.rank_slot_bytes
         slots = slots_for(self._config.memory, slot_bytes, self.place.world_size)
         self._segment = ArenaSegment.create(slots, slot_bytes, self.place.world_size)
         self.notices = NoticeWriter(self._segment.notice)
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
-        self.transfers = RankTransfers(
+        transfers = RankTransfers(
             transfer_engine_for(self._config, paged, self._segment, self.place.rank, self._openers),
             paged.layer_index,
             self.place.rank,
@@ -93,6 +95,17 @@ class CacheWorker(ExternalCacheWorker):
             layerwise=self._config.layerwise,
             timeout=self._config.load_deadline,
         )
+        self.memory = KVMemory(kv_caches, paged, transfers, self.jobs.end)
+
+    @property
+    def transfers(self) -> RankTransfers | None:
+        """The copies; None before `register_kv_caches`."""
+        return self.memory.transfers if self.memory is not None else None
+
+    def suspend(self) -> None:
+        """The engine's KV memory goes away; see `KVMemory.suspend`."""
+        if self.memory is not None:
+            self.memory.suspend(self._config.shutdown_timeout, time.monotonic, time.sleep)
 
     def hello(self) -> WorkerHandshake | None:
         """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
@@ -110,7 +123,7 @@ class CacheWorker(ExternalCacheWorker):
             self._reader is None
             or store is None
             or not message.work.lookups
-            or self._is_outdated(message)
+            or self._is_barred(message)
             or self.jobs.left
         ):
             return {}
@@ -165,17 +178,17 @@ class CacheWorker(ExternalCacheWorker):
         if self._segment is not None:
             self._segment.pages.step_began()
 
-    def _is_outdated(self, message: StepMessage) -> bool:
-        """Whether this rank's weights have changed since the step's loads and saves were ordered."""
-        return (
+    def _is_barred(self, message: StepMessage) -> bool:
+        """Whether the step's loads and saves were ordered for other weights, or KV memory that is not there."""
+        return (self.memory is not None and not self.memory.is_there) or (
             bool(message.changes)
             and self.notices is not None
             and (message.changes[self.place.rank] != self.notices.changes)
         )
 
     def _usable_work(self, message: StepMessage) -> StepWork:
-        """What may be done of a step: no copy that was ordered for other weights."""
-        return replace(message.work, loads=(), saves=()) if self._is_outdated(message) else message.work
+        """What may be done of a step."""
+        return replace(message.work, loads=(), saves=()) if self._is_barred(message) else message.work
 
     def begin_step(self, message: StepMessage) -> None:
         """Before the forward pass: begin loads, and report those that nobody carries out.
@@ -185,7 +198,7 @@ class CacheWorker(ExternalCacheWorker):
         try:
             self._adapters_used = message.adapters
             self.jobs.report_broken(message.broken)
-            if self._is_outdated(message):
+            if self._is_barred(message):
                 self._give_up((*message.work.loads, *message.work.saves))
             self.start_loads(self._usable_work(message))
             self._go_on_without(message.work.overdue, message.spoilt)
@@ -302,9 +315,8 @@ class CacheWorker(ExternalCacheWorker):
         return self.jobs.ended_loads()
 
     def _take_in_ended(self) -> None:
-        if self.transfers is not None:
-            for job_id, outcome in self.transfers.poll().items():
-                self.jobs.end(job_id, outcome)
+        if self.memory is not None:
+            self.memory.poll()
 
     def report(self) -> WorkerReport:
         """See `ExternalCacheWorker`."""

@@ -99,6 +99,11 @@ class HostileDriver:
         """This is memory of the device."""
         self._device[address] = num_bytes
 
+    def remove_device_memory(self, address: int) -> None:
+        """The device unmaps it: no copy may be under way there, and none may come."""
+        with self._lock:
+            self._require_untouched(address, address + self._device.pop(address), "device memory goes under a copy")
+
     def launch(self, kernel: Callable[[], None], stream: int = COMPUTING_STREAM) -> None:
         """Put a kernel into a stream: `kernel` runs when all before it is done."""
         with self._lock:
@@ -238,12 +243,8 @@ class HostileDriver:
         self._called("unregister")
         with self._lock:
             self._require(address in self._pinned, "unregister", "memory is not registered", code=713)
-            end = address + self._pinned.pop(address)
             self._allocated.pop(address, None)
-            for stream in self._streams.values():
-                for copy in (copy for operation in stream for copy in operation.copies):
-                    if address <= copy.target < end or address <= copy.source < end:
-                        self._violated("memory is unpinned under a copy")
+            self._require_untouched(address, address + self._pinned.pop(address), "memory is unpinned under a copy")
 
     def copy_batch(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int
@@ -306,6 +307,12 @@ class HostileDriver:
         if not good:
             self._violated(f"{call}: {what}")
             raise self._error(call, code, what)
+
+    def _require_untouched(self, start: int, end: int, otherwise: str) -> None:
+        for stream in self._streams.values():
+            for copy in (copy for operation in stream for copy in operation.copies):
+                if start <= copy.target < end or start <= copy.source < end:
+                    self._violated(otherwise)
 
     def _error(self, call: str, code: int, what: str) -> CudaError:
         return CudaError(call, code, "hostile", what)

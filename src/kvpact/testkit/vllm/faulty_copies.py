@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.worker.copy.base import Job, Transfer, TransferEngine
+from kvpact.worker.paged import PagedKV
 
 AnyJob = TypeVar("AnyJob", LoadJob, SaveJob)
 
@@ -60,6 +61,11 @@ class FaultyEngine:
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
         """See `TransferEngine`."""
         return self._copy(jobs, self.inner.save)
+
+    def rebind(self, paged: PagedKV) -> None:
+        """See `TransferEngine`."""
+        self.inner.rebind(paged)
+        self.groups = self.inner.groups
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`."""

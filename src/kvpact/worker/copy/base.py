@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from kvpact.contract import LoadJob, SaveJob
+from kvpact.worker.paged import PagedKV
 
 Job: TypeAlias = LoadJob | SaveJob
 
@@ -59,6 +60,9 @@ class TransferEngine(Protocol):
 
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
         """Copy pages into slots."""
+
+    def rebind(self, paged: PagedKV) -> None:
+        """From now on the pages lie here; in each layer as many bytes a block as before. No transfer is under way."""
 
     def close(self, seconds: float) -> bool:
         """Begin no more transfers; those not begun fail. Returns whether all ended within `seconds`. Idempotent."""

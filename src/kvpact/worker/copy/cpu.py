@@ -128,9 +128,8 @@ class CpuTransferEngine:
     """See `TransferEngine`. Copies between these layers and the slots of one class."""
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_class: SlotClass, rank: int) -> None:
-        self.groups = paged.groups
-        self.copier = PageCopier(paged, segment, slot_class)
-        """How a group is copied; both threads call it."""
+        self._segment, self._slot_class = segment, slot_class
+        self.rebind(paged)
         self._first_slot = slot_class.slots.start
         self._piece_blocks = max(1, PIECE_BYTES // slot_class.slot_bytes)
         self._changed = threading.Condition()
@@ -154,6 +153,12 @@ class CpuTransferEngine:
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[CpuTransfer]:
         """See `TransferEngine`."""
         return self._submit(jobs)
+
+    def rebind(self, paged: PagedKV) -> None:
+        """See `TransferEngine`."""
+        self.groups = paged.groups
+        self.copier = PageCopier(paged, self._segment, self._slot_class)
+        """How a group is copied; both threads call it."""
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`."""

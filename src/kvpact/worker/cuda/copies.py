@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -72,13 +73,19 @@ class DeviceCopies:
         self._first_slot, self._num_slots = slot_class.slots.start, len(slot_class.slots)
         self._num_blocks = paged.num_blocks
         self.slot_bytes = slot_class.slot_bytes
-        address = segment.address_of(slot_class)
+        self._runs_in = partial(
+            runs_of, arena_address=segment.address_of(slot_class), slot_class=slot_class, pinned_slots=pinned_slots
+        )
+        self.rebind(paged)
+
+    def rebind(self, paged: PagedKV) -> None:
+        """The pages lie here, from now on. Nothing is being copied."""
         arriving = _arrivals(paged.groups)
         self.groups = [range(one[0].start, one[-1].stop) for one in arriving]
         """Layers that arrive together, in forward order."""
-        self._by_group = [runs_of(paged, one, address, slot_class, pinned_slots) for one in arriving]
+        self._by_group = [self._runs_in(paged, one) for one in arriving]
         joined = join_adjacent(paged.layers, len(paged.layers))
-        self._whole = runs_of(paged, joined, address, slot_class, pinned_slots)
+        self._whole = self._runs_in(paged, joined)
         self.entries_per_block = sum(len(one.sizes) for runs in self._by_group for one in runs)
         """Of one block alone, over all groups."""
 

@@ -20,6 +20,7 @@ from kvpact.worker.cuda.copies import DeviceCopies
 from kvpact.worker.cuda.driver import CudaError, Driver
 from kvpact.worker.cuda.lane import CudaTransfer, Lane
 from kvpact.worker.cuda.step_loads import StepLoads, StepTransfer
+from kvpact.worker.paged import PagedKV
 
 MAX_ENTRIES_AT_ONCE: Final = 512
 """Entries that the computing thread submits itself: 0.3 ms at 0.6 us each. More are handed to a thread."""
@@ -70,6 +71,11 @@ class CudaTransferEngine:
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[CudaTransfer]:
         """See `TransferEngine`."""
         return self._saves.submit(jobs, self._copies.current_stream)
+
+    def rebind(self, paged: PagedKV) -> None:
+        """See `TransferEngine`. Slots stay pinned."""
+        self._copies.rebind(paged)
+        self.groups = self._copies.groups
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`."""
