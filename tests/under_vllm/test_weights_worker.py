@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 import torch
 from torch import nn
 
-from kvpact.errors import ConfigError
+from kvpact.errors import ConfigError, KvpactError
 from kvpact.identity.notices import Notice, NoticeReader, NoticeWriter
 from kvpact.vllm import worker as worker_module
 from kvpact.vllm.model_digest import Sample, digest_of
@@ -46,6 +46,13 @@ class Connector:
         self.reader = NoticeReader([self.page])
         self.notices = NoticeWriter(self.page)
         self.cache_worker = SimpleNamespace(notices=self.notices, adapters=None, watches_weights=False)
+        self.told: list[str] = []
+
+    def unregister_kv_caches(self) -> None:
+        self.told.append("goes")
+
+    def restore_kv_caches(self) -> None:
+        self.told.append("is there")
 
     @property
     def said(self) -> Notice:
@@ -335,6 +342,30 @@ def test_a_worker_says_when_it_wakes_with_the_weights_with_which_it_fell_asleep(
         assert connector.said == Notice(wakes=wakes + 1)
     worker.wake_up()
     assert connector.said == Notice(wakes=4), "it was awake"
+
+
+def test_copies_end_before_the_kv_memory_goes_and_go_on_when_it_is_there_again(
+    connector: Connector, monkeypatch: pytest.MonkeyPatch, base: dict[str, list[Any]]
+) -> None:
+    worker = start()
+    monkeypatch.setattr(BASE, "sleep", lambda self, level: connector.told.append("sleeps"))
+    monkeypatch.setattr(BASE, "wake_up", lambda self, tags: connector.told.append("wakes"))
+    worker.sleep(1)
+    worker.wake_up(["weights"])
+    assert connector.told == ["goes", "sleeps", "wakes"]
+    worker.wake_up(["kv_cache"])
+    assert connector.told[3:] == ["wakes", "is there"]
+    worker.sleep(1)
+    worker.wake_up()
+    assert connector.told[5:] == ["goes", "sleeps", "wakes", "is there"]
+
+    def hang() -> None:
+        raise KvpactError("copies go on")
+
+    monkeypatch.setattr(connector, "unregister_kv_caches", hang)
+    with pytest.raises(KvpactError):
+        worker.sleep(1)
+    assert len(connector.told) == 9, "it stays awake"
 
 
 @pytest.mark.usefixtures("base")

@@ -11,9 +11,10 @@ from typing import Any
 from kvpact.cache.open import check_cache
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
-from kvpact.vllm.compat.configuration import allows_cascade_attention, takes_scales_from_a_prompt
+from kvpact.vllm.compat.configuration import allows_cascade_attention, may_sleep, takes_scales_from_a_prompt
+from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER
 from kvpact.vllm.compat.releases import SERIES, is_known
-from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
+from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
 from kvpact.worker.worker import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,12 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             f"cascade attention on vLLM {release} goes by how often each block is used, and kvpact holds blocks while "
             "they are copied: it would hear of a common prefix that requests do not have, and answer wrongly; "
             "leave --no-disable-cascade-attn out"
+        )
+    stock_worker = vllm_config.parallel_config.worker_cls in BASE_WORKERS.values()
+    if may_sleep(vllm_config) and stock_worker and not TELLS_OF_SLEEP:
+        raise ConfigError(
+            f"sleep mode on vLLM {release} takes KV memory away without a word to connectors, and a copy under way "
+            f"would end the engine: add --worker-cls {KVPACT_WORKER}, or leave --enable-sleep-mode out"
         )
     parallel = vllm_config.parallel_config
     context_parallel = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size

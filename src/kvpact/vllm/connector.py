@@ -32,10 +32,11 @@ from kvpact.vllm.compat.objects import failed_requests, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.context import VllmContext
 from kvpact.vllm.guard import Guard, guarded
+from kvpact.vllm.kv_memory import KVMemoryHooks
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
 from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
-from kvpact.vllm.worker_identity import layer_pages, worker_facts
+from kvpact.vllm.worker_identity import worker_facts
 from kvpact.wire import StepMessage
 from kvpact.worker.jobs import EndedLoads
 from kvpact.worker.worker import CacheWorker
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PactConnector(KVConnectorBase_V1):
+class PactConnector(KVMemoryHooks, KVConnectorBase_V1):
     """The connector. `kv_connector_extra_config` holds kvpact's settings (`kvpact.config.KvpactConfig`)."""
 
     _of_engine: ClassVar[WeakValueDictionary[str, PactConnector]] = WeakValueDictionary()
@@ -75,8 +76,7 @@ class PactConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: CacheWorker | None = None
         self._find_model: Callable[[], torch.nn.Module] | None = None
-        self._pages: dict[str, str] = {}
-        """Layer -> where a block's bytes lie in it."""
+        self._pages = {}
         self._facts: dict[str, str] = {}
         self._invalid_blocks: set[int] = set()
         """Blocks that the step's end found invalid; vLLM asks for them after the requests."""
@@ -147,11 +147,6 @@ class PactConnector(KVConnectorBase_V1):
     def scheduler_context(self) -> VllmContext | None:
         """The context over vLLM's scheduler; None until vLLM has offered it."""
         return self._scheduler.context if self._scheduler is not None else None
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Not guarded: with a configuration that does not fit the machine the engine must not start."""
-        self.cache_worker.register_kv_caches(kv_caches)
-        self._pages = layer_pages(kv_caches, self.cache_worker.place.num_blocks)
 
     def model_at(self, find_model: Callable[[], torch.nn.Module]) -> None:
         """`kvpact.vllm.worker` passes a way to the model, which shows position encoding that nothing else shows."""

@@ -249,13 +249,21 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
                 self._kvpact_watch.step_ended()
 
     def sleep(self, level: int = 1, *arguments: Any, **named: Any) -> Any:
-        """As vLLM does; the weights' digests are kept."""
+        """As vLLM does; the weights' digests are kept, and copies end before the KV memory goes.
+
+        Raises KvpactError if they do not end; the worker is awake then.
+        """
         self.kvpact_watch.before_sleep(level)
+        if (connector := pact_connector(_connector())) is not None:
+            connector.unregister_kv_caches()
         return super().sleep(level, *arguments, **named)
 
     def wake_up(self, tags: list[str] | None = None, *arguments: Any, **named: Any) -> Any:
-        """As vLLM does; the weights are compared with those before the sleep."""
+        """As vLLM does; the weights are compared with those before the sleep, and copies go on."""
         answer = super().wake_up(tags, *arguments, **named)
+        connector = pact_connector(_connector())
+        if connector is not None and (tags is None or "kv_cache" in tags):
+            connector.restore_kv_caches()
         self.kvpact_watch.woke(tags)
         return answer
 

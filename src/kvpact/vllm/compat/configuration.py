@@ -26,6 +26,11 @@ def moves_experts(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
 
 
+def may_sleep(vllm_config: Any) -> bool:
+    """Whether the engine may be put to sleep, which unmaps its KV memory."""
+    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+
+
 def takes_scales_from_a_prompt(vllm_config: Any) -> bool:
     """Whether the scales of quantised keys and values are computed from the first prompt."""
     return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))

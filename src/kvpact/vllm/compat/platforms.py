@@ -21,6 +21,10 @@ BASE_WORKERS = {
 names."""
 
 
+KVPACT_WORKER = "kvpact.vllm.worker.KvpactWorker"
+"""What a user names instead."""
+
+
 def platform_kind(platform: Any) -> str | None:
     """vLLM's platform, as a key of `BASE_WORKERS`; None for another one."""
     return next((name for name in BASE_WORKERS if getattr(platform, f"is_{name}")()), None)
@@ -38,4 +42,4 @@ def base_worker(platform: Any) -> Any:
     return getattr(import_module(module), name)
 
 
-__all__ = ["BASE_WORKERS", "base_worker", "platform_kind"]
+__all__ = ["BASE_WORKERS", "KVPACT_WORKER", "base_worker", "platform_kind"]

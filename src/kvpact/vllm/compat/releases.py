@@ -21,12 +21,21 @@ class Release:
     """A connector can ask for a layout with all layers of a block side by side."""
     counts_held_blocks: bool = False
     """A block used as often as there are running requests counts as one that all of them share."""
+    tells_of_sleep: bool = False
+    """A worker's connector is told before KV memory goes away for a sleep, and when it is there again."""
+    loads_after_forward: bool = True
+    """`start_load_kv` comes after the forward pass, unless the step has a load that it waits for."""
     hits_by_source: bool = True
     """The statistics of the prefix cache name the source of a hit's tokens."""
 
 
 _BEFORE_0_30 = Release(
-    block_tables=False, failed_requests=False, block_layouts=False, counts_held_blocks=True, hits_by_source=False
+    block_tables=False,
+    failed_requests=False,
+    block_layouts=False,
+    counts_held_blocks=True,
+    loads_after_forward=False,
+    hits_by_source=False,
 )
 
 RELEASES = {
@@ -34,7 +43,7 @@ RELEASES = {
     "0.28.0": _BEFORE_0_30,
     "0.30.0": Release(counts_held_blocks=True, hits_by_source=False),
     "0.32.0": Release(),
-    "0.33.0": Release(),
+    "0.33.0": Release(tells_of_sleep=True),
 }
 """Release -> what it offers. The tests drive the scheduler of each, and start the engine of 0.32."""
 

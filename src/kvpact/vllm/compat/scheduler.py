@@ -26,6 +26,10 @@ COUNTS_HELD_BLOCKS = any(
 0.30. A block held through a context counts one use more (H94); this affects only cascade attention."""
 
 
+TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
+"""Whether vLLM tells a worker's connector that KV memory goes away, and when it is there again: from 0.33 on."""
+
+
 def transfer_results(arrived: set[str], failed: set[str]) -> Any:
     """The report to vLLM on asynchronous loads: requests whose load is over, and those of them that got nothing."""
     return _TRANSFER_RESULTS(finished_recving=arrived, failed_recving=failed & arrived)

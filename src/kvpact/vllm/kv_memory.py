@@ -1,0 +1,80 @@
+"""vLLM's hooks about a worker's KV memory: it is there, it goes away for a sleep, it is there again.
+
+Owns the layout that was registered first: what is stored has the bytes of that one. vLLM 0.33 calls all of the hooks,
+earlier releases the first; there `kvpact.vllm.worker.KvpactWorker` calls the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvpact.errors import ConfigError
+from kvpact.vllm.worker_identity import layer_pages
+from kvpact.worker.worker import CacheWorker
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class KVMemoryHooks:
+    """The hooks. None of them is guarded: without what they do, an engine must not go on."""
+
+    _kv_caches: Mapping[str, Any]
+    """Layer -> KV memory, as registered last."""
+    _pages: Mapping[str, str]
+    """Layer -> where a block's bytes lie in it."""
+    _is_refused = False
+    """Whether the KV memory came back in a layout that is not used."""
+
+    @property
+    def cache_worker(self) -> CacheWorker:
+        """This rank's half."""
+        raise NotImplementedError
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV memory is there, or has moved. Raises ConfigError if the configuration does not fit the machine."""
+        if self.cache_worker.memory is None:
+            self.cache_worker.register_kv_caches(kv_caches)
+            self._kv_caches, self._pages = kv_caches, self._pages_of(kv_caches)
+        else:
+            self.unregister_kv_caches()
+            self._kv_caches, self._is_refused = kv_caches, False
+            self.restore_kv_caches()
+
+    def unregister_kv_caches(self) -> None:
+        """The KV memory goes away: its copies end first. Idempotent.
+
+        Raises KvpactError if they do not end: vLLM then does not take the memory away.
+        """
+        self.cache_worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        """The KV memory is there again, perhaps at other addresses. Idempotent.
+
+        In another layout it is not used: one error is logged, and the engine serves without a cache.
+        """
+        memory = self.cache_worker.memory
+        if memory is None or memory.is_there or self._is_refused:
+            return
+        try:
+            pages = self._pages_of(self._kv_caches)
+            for name in sorted(pages.keys() | self._pages.keys()):
+                before, now = self._pages.get(name, "nothing"), pages.get(name, "nothing")
+                if before != now:
+                    raise ConfigError(f"the KV memory of {name} came back as {now}, and had been {before}")
+            memory.resume(self._kv_caches)
+        except ConfigError as error:
+            self._is_refused = True
+            logger.error("kvpact: %s. This engine goes on without a cache", error)
+            if self.cache_worker.notices is not None:
+                self.cache_worker.notices.weights_change()  # what is stored is promised to nobody
+
+    def _pages_of(self, kv_caches: Mapping[str, Any]) -> Mapping[str, str]:
+        return layer_pages(kv_caches, self.cache_worker.place.num_blocks)
+
+
+__all__ = ["KVMemoryHooks"]
