@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -56,6 +59,45 @@ def test_a_copy_that_never_ends_is_named(bed: Bed, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(round_trip, "DEADLINE_SECONDS", 0.0)
     with pytest.raises(ConfigError, match="did not end within 0 s"):
         require_round_trip(bed.engine, bed.paged, bed.segment, SLOTS)
+
+
+class SlowAtFirst:
+    """Copies whose first ones take their time, as where a kernel is compiled or a machine is busy."""
+
+    def __init__(self, engine: Any, slow: int, clock: list[float]) -> None:
+        self._engine, self._slow, self._clock = engine, slow, clock
+        self.groups = engine.groups
+        self.loads = 0
+
+    def load(self, jobs: Any) -> Any:
+        self.loads += 1
+        self._clock[0] += 0.25 if self.loads <= self._slow else 0.01
+        return self._engine.load(jobs)
+
+    def save(self, jobs: Any) -> Any:
+        return self._engine.save(jobs)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the trial sees; it passes in copies only."""
+    now = [0.0]
+    monkeypatch.setattr(round_trip, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    return now
+
+
+def test_a_device_that_is_too_slow_is_refused(bed: Bed, clock: list[float]) -> None:
+    engine = SlowAtFirst(bed.engine, 99, clock)
+    with pytest.raises(ConfigError, match=r"5 blocks of .* took 0.25 s in the best of 3 attempts, and may take 0.2 s"):
+        require_round_trip(engine, bed.paged, bed.segment, SLOTS)
+    assert engine.loads == 4, "and what was in the blocks is back"
+
+
+@pytest.mark.parametrize(("slow", "loads"), [(0, 2), (1, 3), (2, 4)])
+def test_the_best_attempt_counts(bed: Bed, clock: list[float], slow: int, loads: int) -> None:
+    engine = SlowAtFirst(bed.engine, slow, clock)
+    require_round_trip(engine, bed.paged, bed.segment, SLOTS)
+    assert engine.loads == loads
 
 
 def test_too_few_usable_slots_are_refused(bed: Bed) -> None:

@@ -5,6 +5,7 @@ Owns the trial. It runs over any `TransferEngine`, on memory that the engine doe
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -14,17 +15,26 @@ import numpy as np
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
+from kvpact.units import format_size
 from kvpact.worker.copy.base import Transfer, TransferEngine
 from kvpact.worker.paged import PagedKV
+
+logger = logging.getLogger(__name__)
 
 MAX_BLOCKS: Final = 64
 
 DEADLINE_SECONDS: Final = 10.0
-"""For each of the four copies. They take milliseconds; a device that takes longer is not one to serve with."""
+"""For each copy: one that takes longer is counted as one that never ends."""
+
+LIMIT_SECONDS: Final = 0.2
+"""For all blocks in and out again: 256 MiB of Llama-3-8B take 5 ms of a bus of 55 GB/s, and 0.13 s of one of 2 GB/s."""
+
+ATTEMPTS: Final = 3
+"""The best one counts: the first compiles the kernel for small pages, and the machine may be busy with other things."""
 
 
 def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, usable_slots: int) -> None:
-    """Copy a pattern into blocks and out again. Raises ConfigError if it does not come back, or not in time.
+    """Copy a pattern into blocks and out again. Raises ConfigError if it does not come back, or not in `LIMIT_SECONDS`.
 
     `usable_slots` slots, from number 0 on, may be used; three for each block.
     """
@@ -41,8 +51,7 @@ def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSeg
     )
     trial = _Trial(engine, blocks)
     trial.save(kept)
-    trial.load(pattern)
-    trial.save(back)
+    seconds = _best_of_attempts(trial, pattern, back)
     trial.load(kept)
     wrong = [number for number in range(count) if (slots[pattern[number]] != slots[back[number]])[:block_bytes].any()]
     slots[: 3 * count] = 0
@@ -51,6 +60,26 @@ def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSeg
             f"the copies of this {paged.device_type} device cannot be used: {len(wrong)} of {count} blocks came back "
             "with other bytes; please report this with what `kvpact doctor --gpu` says"
         )
+    if seconds > LIMIT_SECONDS:
+        raise ConfigError(
+            f"the copies of this {paged.device_type} device are too slow to be used: {count} blocks of "
+            f"{format_size(block_bytes)} in and out again took {seconds:.2f} s in the best of {ATTEMPTS} attempts, and "
+            f"may take {LIMIT_SECONDS:g} s; `kvpact doctor --gpu` says what this machine's bus can do"
+        )
+    logger.info("%d blocks in and out again: %.1f ms, bit for bit", count, seconds * 1e3)
+
+
+def _best_of_attempts(trial: _Trial, pattern: tuple[int, ...], back: tuple[int, ...]) -> float:
+    """Seconds that the pattern took into the blocks and out again; attempts end with the first one in time."""
+    best = float("inf")
+    for _ in range(ATTEMPTS):
+        began = time.monotonic()
+        trial.load(pattern)
+        trial.save(back)
+        best = min(best, time.monotonic() - began)
+        if best <= LIMIT_SECONDS:
+            break
+    return best
 
 
 class _Trial:
