@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvpact.errors import ConfigError, PactViolation
+from kvpact.torch_cuda.doctor.free_driver import FreeDriver
 from kvpact.worker.cuda import driver as driver_module
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, CudaDriver, CudaError
 
@@ -217,6 +218,22 @@ def test_an_error_is_raised_with_its_name(call: str, driver: CudaDriver, stand_i
     ) as raised:
         FAILING[call](driver)
     assert raised.value.code == 700
+
+
+def test_an_examined_driver_does_what_kvpact_never_asks(library: Path, stand_in: StandIn) -> None:
+    driver = FreeDriver(1)
+    stand_in.forget()
+    driver.attach_strictly()
+    assert stand_in.calls() == [f"cuCtxSetCurrent {0xC0}"]
+    count = MAX_BATCH_ENTRIES + 1
+    source, target = np.arange(count, dtype=np.uint8), np.zeros(count, np.uint8)
+    places = [memory.ctypes.data + np.arange(count, dtype=np.uint64) for memory in (target, source)]
+    driver.copy_long_batch(*places, np.ones(count, np.uint64), 9)
+    assert (target == source).all()
+    assert "cuMemcpyBatchAsync" in stand_in.calls()[0]
+    stand_in.fail("cuMemcpyBatchAsync", 719)
+    with pytest.raises(CudaError, match="719"):
+        driver.copy_long_batch(*places, np.ones(count, np.uint64), 9)
 
 
 def test_an_event_that_is_not_done_is_no_error(driver: CudaDriver, stand_in: StandIn) -> None:
