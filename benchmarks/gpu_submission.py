@@ -18,10 +18,10 @@ import numpy as np
 
 from kvpact.contract import LoadJob
 from kvpact.memory.arena import SlotClass
+from kvpact.torch_cuda.doctor.shapes import Shape
 from kvpact.worker.cuda.copies import DeviceCopies
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES
 from kvpact.worker.cuda.engine import MAX_ENTRIES_AT_ONCE, CudaTransferEngine
-from kvpact.worker.paged import GROUPS, PagedKV, PagedLayer, join_adjacent
 
 LAYERS, HEADS, HEAD_BYTES, BLOCK_TOKENS = 32, 8, 128 * 2, 16
 GIB = 1 << 30
@@ -49,29 +49,8 @@ class NoDriver:
         return lambda *_: None
 
 
-def paged(layout: str, page_bytes: int, num_blocks: int) -> PagedKV:
-    """KV memory of the shape; nothing of it exists."""
-    base = 1 << 40
-    inside = layout == "BLNHC"
-    layers = [
-        PagedLayer(
-            name=f"layer.{number}",
-            address=base + number * (page_bytes if inside else page_bytes * num_blocks),
-            num_blocks=num_blocks,
-            block_stride=page_bytes * (LAYERS if inside else 1),
-            chunks=1,
-            chunk_stride=page_bytes,
-            chunk_bytes=page_bytes,
-        )
-        for number in range(LAYERS)
-    ]
-    groups = join_adjacent(layers, -(-LAYERS // GROUPS))
-    index = {layer.name: number for number, layer in enumerate(layers)}
-    return PagedKV(tuple(layers), index, num_blocks, groups, "cuda", ())
-
-
 def copies_of(layout: str, page_bytes: int, num_blocks: int, driver: NoDriver) -> DeviceCopies:
-    kv = paged(layout, page_bytes, num_blocks)
+    kv = Shape(layout, page_bytes, LAYERS).paged(1 << 40, num_blocks, None)
     slot_class = SlotClass(range(num_blocks), kv.layout.rank_slot_bytes)
     segment: Any = SimpleNamespace(classes=(slot_class,), address_of=lambda _: 1 << 44)
     return DeviceCopies(kv, segment, driver, lambda: 1, max(1, (256 << 20) // slot_class.slot_bytes), None)
