@@ -1,20 +1,22 @@
 """Files that belong to this user, or to one group, also in a directory that every user may write to.
 
 Owns the folder `kvpact` inside a directory that a user names, the modes of files and folders in it, and how files are
-made and replaced: never through a link, never overwriting an existing file, and independent of the umask.
+made and replaced: never through a link, never overwriting an existing file, and independent of the umask. And what is
+kept in the user's cache folder.
 """
 
 from __future__ import annotations
 
 import errno
 import grp
+import json
 import logging
 import os
 import secrets
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,6 +236,54 @@ def replace_own(
     finally:
         if durable:
             sync_folder(path.parent)
+
+
+class CacheFile:
+    """A JSON object in a file of the user's cache folder, for what can be had again if it is lost.
+
+    Several processes may use it at once: it is replaced as a whole. A damaged file, or one that another user could have
+    written, counts as empty.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Its folder is kvpact's own. With `path` None, as without a home folder, nothing is stored."""
+        self.path = path
+
+    @classmethod
+    def of_user(cls, name: str) -> Self:
+        """`kvpact/NAME` in XDG_CACHE_HOME, or in ~/.cache."""
+        try:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        except RuntimeError:
+            return cls(None)
+        return cls(folder / OWN_FOLDER / name)
+
+    def read(self) -> dict[str, object]:
+        """The object; empty if there is none."""
+        if self.path is None:
+            return {}
+        try:
+            with OwnFolder.again(self.path.parent.parent, PRIVATE, self.path.parent.name) as folder:
+                content = json.loads(_read_if_ours(folder.held / self.path.name))
+        except (OSError, NotOurs, ValueError, RecursionError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def write(self, content: Mapping[str, object]) -> None:
+        """Replace the object. Raises OSError and NotOurs."""
+        if self.path is None:
+            return
+        parent = self.path.parent.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        with OwnFolder.make(parent, PRIVATE, self.path.parent.name) as folder:
+            replace_own(folder.held / self.path.name, json.dumps(content).encode(), durable=True)
+
+
+def _read_if_ours(path: Path) -> bytes:
+    """The file's content if no other user can have written it, else b"". Raises OSError."""
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        found = os.fstat(file.fileno())
+        return file.read() if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else b""
 
 
 def sync_folder(path: Path) -> None:

@@ -6,7 +6,6 @@ read them again. Touches the file system, so it never runs on a scheduler's thre
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -20,7 +19,7 @@ from typing import Final
 from blake3 import blake3
 
 from kvpact.errors import KvpactError
-from kvpact.own_files import PRIVATE, NotOurs, OwnFolder, open_own, replace_own
+from kvpact.own_files import CacheFile, NotOurs
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -94,16 +93,12 @@ class DigestMemory:
 
     def __init__(self, path: Path | None) -> None:
         """With `path` None, as without a home folder, nothing is stored."""
-        self._path = path
+        self._file = CacheFile(path)
 
     @classmethod
     def of_user(cls) -> DigestMemory:
         """`kvpact/weights.json` in XDG_CACHE_HOME, or in ~/.cache."""
-        try:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        except RuntimeError:
-            return cls(None)
-        return cls(folder / "kvpact" / "weights.json")
+        return cls(CacheFile.of_user("weights.json").path)
 
     def find(self, path: Path, stamp: FileStamp) -> str | None:
         """The stored digest of the file with this stamp, or None."""
@@ -114,38 +109,18 @@ class DigestMemory:
 
     def remember(self, path: Path, stamp: FileStamp, digest: str) -> None:
         """Store a digest; above `MAX_REMEMBERED` files, the oldest entries are dropped."""
-        if self._path is None:
-            return
         known = self._read()
         name = os.path.realpath(path)
         known.pop(name, None)
         known[name] = [list(astuple(stamp)), digest]
         kept = dict(list(known.items())[-MAX_REMEMBERED:])
-        folder = self._path.parent
         with suppress(OSError, NotOurs):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"format": 1, "files": kept}).encode()
-            with OwnFolder.make(folder.parent, PRIVATE, folder.name) as ours:
-                replace_own(ours.held / self._path.name, content, durable=True)
+            self._file.write({"format": 1, "files": kept})
 
     def _read(self) -> dict[str, object]:
-        if self._path is None:
-            return {}
-        try:
-            folder = self._path.parent
-            with OwnFolder.again(folder.parent, PRIVATE, folder.name) as ours:
-                content = json.loads(_read_if_ours(ours.held / self._path.name))
-        except (OSError, NotOurs, ValueError, RecursionError):
-            return {}
-        files = content.get("files") if isinstance(content, dict) and content.get("format") == 1 else None
+        content = self._file.read()
+        files = content.get("files") if content.get("format") == 1 else None
         return files if isinstance(files, dict) else {}
-
-
-def _read_if_ours(path: Path) -> bytes:
-    """The file's content if no other user can have written it, else b"". Raises OSError."""
-    with open(open_own(path, os.O_RDONLY), "rb") as file:
-        found = os.fstat(file.fileno())
-        return file.read() if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else b""
 
 
 class WeightFiles:
