@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvpact.torch_cuda.doctor.bench import Bench
-from kvpact.torch_cuda.doctor.workspace import Amounts, filled_segment, pinned_segment
+from kvpact.torch_cuda.doctor.workspace import Amounts
+from kvpact.torch_cuda.trial_memory import filled_segment, pinned_segment
 from kvpact.worker.cuda.driver import AccessOrder, Addresses, CudaError, Driver
 
 BLOCKS = 256

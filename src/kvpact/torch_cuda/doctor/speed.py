@@ -14,11 +14,10 @@ from kvpact.torch_cuda.doctor.workspace import (
     CHUNK_BYTES,
     Amounts,
     Workspace,
-    filled_segment,
     long_copy,
-    pinned_segment,
     workspace,
 )
+from kvpact.torch_cuda.trial_memory import filled_segment, pinned_segment
 from kvpact.worker.cuda.copies import Kernel
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, CudaError
 from kvpact.worker.cuda.entries import Entries
