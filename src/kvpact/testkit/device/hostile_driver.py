@@ -83,6 +83,8 @@ class HostileDriver:
         """Copies whose source may be read at any time."""
         self._device: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
+        self.pinned_bytes = 0
+        """Host memory that is registered now."""
         """Start -> bytes."""
         self._allocated: dict[int, ctypes.Array[ctypes.c_char]] = {}
         """Start -> host memory of the driver's own."""
@@ -131,11 +133,6 @@ class HostileDriver:
         """Streams but the engine's own in which something is left."""
         with self._lock:
             return sum(bool(stream) for handle, stream in self._streams.items() if handle != COMPUTING_STREAM)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Host memory that is registered now."""
-        return sum(self._pinned.values())
 
     # The driver
 
@@ -224,11 +221,11 @@ class HostileDriver:
         """See `Driver`."""
         self._called("register")
         with self._lock:
-            good = not any(
-                start < address + num_bytes and address < start + size for start, size in self._pinned.items()
-            )
+            end = address + num_bytes
+            good = not any(start < end and address < start + size for start, size in self._pinned.items())
             self._require(good, "register", "memory is registered already", code=712)
             self._pinned[address] = num_bytes
+            self.pinned_bytes += num_bytes
             self._run_some()
 
     def allocate(self, num_bytes: int) -> int:
@@ -244,7 +241,8 @@ class HostileDriver:
         with self._lock:
             self._require(address in self._pinned, "unregister", "memory is not registered", code=713)
             self._allocated.pop(address, None)
-            self._require_untouched(address, address + self._pinned.pop(address), "memory is unpinned under a copy")
+            self.pinned_bytes -= (num_bytes := self._pinned.pop(address))
+            self._require_untouched(address, address + num_bytes, "memory is unpinned under a copy")
 
     def copy_batch(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int
@@ -265,12 +263,9 @@ class HostileDriver:
             copies = [_Copy(*entry) for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)]
             for copy in copies:
                 for address in (copy.target, copy.source):
-                    self._require(
-                        self._within(self._device, address, copy.size)
-                        or self._within(self._pinned, address, copy.size),
-                        "copy_batch",
-                        f"{copy.size} bytes at {address:#x} are neither the device's nor in one piece of pinned memory",
-                    )
+                    known = any(self._within(one, address, copy.size) for one in (self._device, self._pinned))
+                    what = f"{copy.size} bytes at {address:#x} are neither the device's nor in one pinned piece"
+                    self._require(known, "copy_batch", what)
             self.num_calls += 1
             self.num_entries += len(copies)
             if order == AccessOrder.ANY:
