@@ -117,6 +117,7 @@ def test_nothing_set_is_the_documented_default():
         save="eager",
         model_id=None,
         io_threads=2,
+        huge_pages="auto",
         layerwise=True,
         stats_file=None,
     )
@@ -159,6 +160,7 @@ def test_every_key_can_be_set_in_the_environment():
         "KVPACT_LAYERWISE": "false",
         "KVPACT_GPU": "unproven",
         "KVPACT_KV_LAYOUT": "blocks",
+        "KVPACT_HUGE_PAGES": "on",
         "KVPACT_STATS_FILE": "/tmp/stats.json",
         "KVPACT_ADMIT": "second-use",
         "KVPACT_RECOMPUTE_IF_FASTER": "false",

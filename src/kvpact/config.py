@@ -126,6 +126,8 @@ class KvpactConfig(BaseModel):
     """Whether an engine whose KV memory is on a GPU starts, though the copies there have run on no GPU yet."""
     kv_layout: Literal["auto", "engine", "blocks"] = "auto"
     """How vLLM is to lay out KV memory: as it likes, or with all layers of a block side by side; "auto" decides."""
+    huge_pages: Literal["auto", "on", "off"] = "auto"
+    """Whether the arena takes its memory in huge pages where the kernel has them; "auto": not for copies of a GPU."""
     layerwise: bool = True
     """Load layer by layer during the forward pass, where the engine allows it."""
 

@@ -195,6 +195,16 @@ def test_pages_are_huge_in_both_processes_mappings_where_the_kernel_makes_them()
         each.close()
 
 
+def test_huge_pages_can_be_declined() -> None:
+    segment = ArenaSegment.create(4, MIB)
+    segment.prefault(huge=False)
+    _wait_until(lambda: _taken(segment) == 4 * MIB)
+    for slot in range(4):
+        segment.slot_view(slot)[0] = slot
+    assert _huge_bytes(segment) == 0
+    segment.close()
+
+
 def test_where_there_are_no_huge_pages_small_ones_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpact.memory.prefault.MADV_COLLAPSE", 9999)
     segment = ArenaSegment.create(20, MIB)

@@ -180,6 +180,19 @@ def test_memory_is_taken_when_its_node_is_known(
     worker.shutdown()
 
 
+@pytest.mark.parametrize(("asked", "on_gpu", "on_cpu"), [("auto", 0, 1), ("on", 1, 1), ("off", 0, 0)])
+def test_huge_pages_are_an_option_on_a_gpu(bed: Bed, asked: str, on_gpu: bool, on_cpu: bool) -> None:
+    config = TRUSTING.model_copy(update={"huge_pages": asked})
+    opened = open_cuda(config, bed.paged, bed.segment, 0)
+    assert bed.segment.pages.huge == on_gpu
+    assert opened.close(5)
+    elsewhere = ArenaSegment.create(1, bed.segment.rank_slot_bytes)
+    of_cpu = transfer_engine_for(config, replace(bed.paged, device_type="cpu"), elsewhere, 0, {})
+    assert elsewhere.pages.huge == on_cpu
+    assert of_cpu.close(5)
+    elsewhere.close()
+
+
 def test_a_device_whose_copies_are_wrong_is_refused(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlayedCuda, "synchronize", lambda self, event: None)
     monkeypatch.setattr(PlayedCuda, "launch_copies", lambda self, *_: None)

@@ -55,6 +55,7 @@ def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
         "io_threads": 3,
         "gpu": "unproven",
         "kv_layout": "blocks",
+        "huge_pages": "off",
         "layerwise": False,
         "stats_file": f"{directory}/stats.json",
     }

@@ -123,9 +123,7 @@ class ArenaSegment:
         """The address of the first slot in this process."""
         self.pages = PageTaker(descriptor, self.mapped_at, ends)
         """Takes the slots' memory from the machine."""
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):  # prompts do not belong into core dumps
-            with contextlib.suppress(OSError):
-                self._mapping.madvise(advice)
+        self._advise(mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP)  # prompts do not belong into core dumps
 
     @classmethod
     def create(cls, num_slots: int, rank_slot_bytes: int, ranks_on_host: int = 1) -> ArenaSegment:
@@ -252,8 +250,8 @@ class ArenaSegment:
             if last is not None:
                 self.pages.use(one.start_of(last + 1))
 
-    def prefault(self, node: int | None = None) -> None:
-        """Take memory from the machine from now on, in the background; from this memory node if it can be had there.
+    def prefault(self, *, huge: bool, node: int | None = None) -> None:
+        """Take memory from the machine from now on, in the background: in huge pages, from this node, if it has them.
 
         Waits for the first of it, at most for `START_SECONDS`, so that no prompt pays for it.
         """
@@ -262,8 +260,16 @@ class ArenaSegment:
                 numa.prefer(node, self.mapped_at, len(self.memory))
             except OSError as error:
                 logger.info("arena: its memory may lie on any node, not only on the device's, %d: %s", node, error)
+        self.pages.huge = huge
+        if not huge:
+            self._advise(mmap.MADV_NOHUGEPAGE)
         self.pages.start()
         self.pages.wait_for_first(START_SECONDS)
+
+    def _advise(self, *advices: int) -> None:
+        for advice in advices:
+            with contextlib.suppress(OSError):  # the kernel does not know it
+                self._mapping.madvise(advice)
 
     def close(self) -> None:
         """Free the memory. Exported views keep the mapping alive until the last of them is released."""

@@ -154,7 +154,8 @@ class PageTaker:
         `ends` are the bytes at which its slot classes end.
         """
         self._descriptor, self._address, self._size = descriptor, address, ends[-1]
-        self._huge = True
+        self.huge = True
+        """Whether to try to get huge pages."""
         self._closing = False
         self._wake = threading.Event()
         self._has_first = threading.Event()
@@ -237,7 +238,7 @@ class PageTaker:
         """Take and map these bytes; returns False, with a warning, if the machine has no memory left."""
         try:
             whole = length // HUGE_BYTES * HUGE_BYTES
-            if whole and self._huge and self._collapse(start, whole):
+            if whole and self.huge and self._collapse(start, whole):
                 start, length = start + whole, length - whole
             if length:
                 # posix_fallocate finds and clears the pages without the lock on the process's mappings; populating then
@@ -263,5 +264,5 @@ class PageTaker:
             return True
         # Busy: a page is in use at this moment. Otherwise the kernel has no huge pages, or memory is fragmented, and
         # each further call would search for whole ones again.
-        self._huge = ctypes.get_errno() in (errno.EAGAIN, errno.EBUSY)
+        self.huge = ctypes.get_errno() in (errno.EAGAIN, errno.EBUSY)
         return False

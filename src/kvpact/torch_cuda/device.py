@@ -35,14 +35,14 @@ UNPROVEN = (
 class OpenedDevice(CudaTransferEngine):
     """The transfer engine of one rank on its device, which owns what it needs there."""
 
-    def __init__(self, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
+    def __init__(self, paged: PagedKV, segment: ArenaSegment, rank: int, *, huge_pages: bool) -> None:
         """Raises ConfigError if the device or its copies cannot be used, and leaves nothing."""
         device = paged.tensors[0].device.index or 0
         try:
             with ExitStack() as owned:
                 self._driver = CudaDriver(device)
                 owned.callback(self._driver.close)
-                segment.prefault(near_node(self._driver.pci_bus_id))
+                segment.prefault(huge=huge_pages, node=near_node(self._driver.pci_bus_id))
                 bounce = self._pin(segment, owned)
                 copies = DeviceCopies(
                     paged,
@@ -119,7 +119,7 @@ def open_cuda(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank:
         )
     if config.gpu != "unproven":
         raise ConfigError(UNPROVEN)
-    return OpenedDevice(paged, segment, rank)
+    return OpenedDevice(paged, segment, rank, huge_pages=config.huge_pages == "on")
 
 
 def kernel_for(driver: CudaDriver) -> Kernel | None:

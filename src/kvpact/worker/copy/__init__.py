@@ -30,7 +30,7 @@ def transfer_engine_for(
     Raises ConfigError if there is no engine, or it cannot be used.
     """
     if paged.device_type == "cpu":
-        segment.prefault()
+        segment.prefault(huge=config.huge_pages != "off")
         (slot_class,) = segment.classes  # a further class has layers of its own, and an engine of its own for them
         return CpuTransferEngine(paged, segment, slot_class, rank)
     opener = openers.get(paged.device_type)
