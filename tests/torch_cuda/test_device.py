@@ -193,6 +193,30 @@ def test_huge_pages_are_an_option_on_a_gpu(bed: Bed, asked: str, on_gpu: bool, o
     elsewhere.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_process_forked_from_an_engine_leaves_the_parent_what_it_has(bed: Bed) -> None:
+    opened = open_cuda(TRUSTING, bed.paged, bed.segment, 0)
+    (driver,) = PlayedCuda.opened
+    pinned_bytes = driver.pinned_bytes
+    child = os.fork()
+    if not child:
+        calls: list[str] = []
+        driver.before_call = calls.append
+        try:
+            ended = opened.close(1)
+            bed.segment.close()
+            os._exit(0 if ended and not calls and not driver.closed else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert driver.pinned_bytes == pinned_bytes > 0
+    bed.driver = driver
+    assert Play(played(bed, opened), 7).run(10) == []
+    bed.driver = None
+    assert opened.close(10)
+    assert driver.pinned_bytes == 0
+
+
 def test_a_device_whose_copies_are_wrong_is_refused(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlayedCuda, "synchronize", lambda self, event: None)
     monkeypatch.setattr(PlayedCuda, "launch_copies", lambda self, *_: None)

@@ -6,6 +6,7 @@ Owns what must be true of the device before anything is served, and the order in
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
 from functools import partial
 
@@ -103,9 +104,9 @@ class OpenedDevice(CudaTransferEngine):
         return bounce
 
     def close(self, seconds: float) -> bool:
-        """See `TransferEngine`. Memory stays pinned while a copy may still be under way."""
+        """See `TransferEngine`. Memory stays pinned while a copy may still be under way, and for a parent process."""
         ended = super().close(seconds)
-        if ended:
+        if ended and self._process == os.getpid():
             self._owned.close()
         return ended
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -234,6 +236,28 @@ def test_an_examined_driver_does_what_kvpact_never_asks(library: Path, stand_in:
     stand_in.fail("cuMemcpyBatchAsync", 719)
     with pytest.raises(CudaError, match="719"):
         driver.copy_long_batch(*places, np.ones(count, np.uint64), 9)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_calls_nothing_and_the_parent_goes_on(driver: CudaDriver, stand_in: StandIn) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            refusals = 0
+            for call in FAILING.values():
+                with contextlib.suppress(CudaError):
+                    call(driver)
+                    refusals -= 1
+                refusals += 1
+            with pytest.raises(CudaError, match=r"error 3 .*this process was forked"):
+                driver.unregister(4096)
+            driver.close()
+            os._exit(0 if refusals == len(FAILING) and stand_in.calls() == [] else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    driver.register(4096, 4096)
+    assert stand_in.calls() == ["cuMemHostRegister 4096 4096 3"]
 
 
 def test_an_event_that_is_not_done_is_no_error(driver: CudaDriver, stand_in: StandIn) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Final, Protocol
@@ -33,6 +35,7 @@ _EVENT_DISABLE_TIMING: Final = 2
 _HOST_PORTABLE: Final = 1
 _HOST_DEVICEMAP: Final = 2
 _CAPTURE_RELAXED: Final = 2
+_NOT_INITIALIZED: Final = 3
 _NOT_READY: Final = 600
 _BATCH_VERSION: Final = 12080
 """Of the symbol with nine arguments; 13000 has one fewer."""
@@ -163,8 +166,20 @@ CAN_USE_HOST_POINTER: Final = 91
 """Device attribute: kernels read registered host memory at the address that the host has for it."""
 
 
+_opened: Final[weakref.WeakSet[CudaDriver]] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """This process was forked from one that has devices: CUDA works in that one only, and what is pinned is its own."""
+    for driver in _opened:
+        driver.refuse_all()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
 class CudaDriver:
-    """One device's driver. See `Driver`."""
+    """One device's driver. See `Driver`. In a process that is forked from this one, every call fails."""
 
     def __init__(self, device: int) -> None:
         """`device` counts those that the process sees. Raises ConfigError if there is no usable driver or device."""
@@ -188,6 +203,14 @@ class CudaDriver:
         self._batch = self._find_batch()
         self._allocated: set[int] = set()
         """Host memory that is the driver's own."""
+        self._forked = False
+        _opened.add(self)
+
+    def refuse_all(self) -> None:
+        """Let every call fail from now on, without a call into the library."""
+        self._forked = True
+        self._functions = dict.fromkeys(SIGNATURES, _refused)
+        self._batch = _refused
 
     def _call(self, name: str, *arguments: object) -> None:
         code = self._functions[name](*arguments)
@@ -195,6 +218,8 @@ class CudaDriver:
             raise self._error(name, code)
 
     def _error(self, call: str, code: int) -> CudaError:
+        if self._forked:
+            return CudaError(call, code, "CUDA_ERROR_NOT_INITIALIZED", "this process was forked from an engine")
         said = []
         for name in ("cuGetErrorName", "cuGetErrorString"):
             text = ctypes.c_char_p()
@@ -343,6 +368,10 @@ class CudaDriver:
         """Give the device's context back. The engine's own use of it is counted apart."""
         with contextlib.suppress(CudaError):  # the device is lost, and the context with it
             self._call("cuDevicePrimaryCtxRelease_v2", self._handle)
+
+
+def _refused(*_: object) -> int:
+    return _NOT_INITIALIZED
 
 
 def _function(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., int]:

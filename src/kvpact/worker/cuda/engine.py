@@ -8,6 +8,7 @@ go through a lane each.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class CudaTransferEngine:
         self._wanted = threading.Condition()
         """Guards `_handed_over` and `_closing`."""
         self._closing = False
+        self._process = os.getpid()
         self._loads = Lane(f"kvpact-load-{rank}", copies, loads, load_stream)
         self._saves = Lane(f"kvpact-save-{rank}", copies, saves, save_stream)
         self._submitter = start_background(f"kvpact-step-{rank}", self._run)
@@ -78,7 +80,9 @@ class CudaTransferEngine:
         self.groups = self._copies.groups
 
     def close(self, seconds: float) -> bool:
-        """See `TransferEngine`."""
+        """See `TransferEngine`. In a forked process there is nothing to end: threads and device are the parent's."""
+        if self._process != os.getpid():
+            return True
         with self._wanted:
             self._closing = True
             self._wanted.notify()
