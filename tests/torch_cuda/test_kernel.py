@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpact.torch_cuda.calibration import USUAL, KernelRange
 from kvpact.worker.cuda.entries import Entries
 
 kernel = pytest.importorskip("kvpact.torch_cuda.kernel")
-DMA_BYTES, MIN_ENTRIES, KernelLoads = kernel.DMA_BYTES, kernel.MIN_ENTRIES, kernel.KernelLoads
+DMA_BYTES, MIN_ENTRIES = USUAL.dma_bytes, USUAL.min_entries
 
 IN_THE_INTERPRETER = """
 import numpy as np, torch
@@ -68,4 +69,11 @@ def entries(count: int, size: int, **changed: Any) -> Entries:
     ids=["small", "few", "large", "almost large", "no words", "not aligned", "uneven"],
 )
 def test_small_pages_of_one_size_go_by_the_kernel(asked: Entries, suits: bool) -> None:
-    assert KernelLoads(0).suits(asked) is suits
+    assert kernel.KernelLoads(0, USUAL).suits(asked) is suits
+
+
+def test_what_was_measured_says_which_entries_go_by_the_kernel() -> None:
+    assert not kernel.KernelLoads(0, KernelRange(16384, 32)).suits(entries(32, 16384))
+    assert kernel.KernelLoads(0, KernelRange(16384, 32)).suits(entries(32, 8192))
+    assert not kernel.KernelLoads(0, KernelRange(16384, 33)).suits(entries(32, 8192))
+    assert not kernel.KernelLoads(0, KernelRange(0, 1)).suits(entries(500, 8))

@@ -16,6 +16,9 @@ from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.numa import near_node
+from kvpact.own_files import CacheFile
+from kvpact.torch_cuda.calibration import FILE, USUAL, kernel_range
+from kvpact.torch_cuda.doctor.facts import nvidia_release
 from kvpact.units import format_size
 from kvpact.worker.cuda.bounce import BounceBuffer
 from kvpact.worker.cuda.copies import DeviceCopies, Kernel
@@ -124,7 +127,10 @@ def open_cuda(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank:
 
 
 def kernel_for(driver: CudaDriver) -> Kernel | None:
-    """The kernel for small pages; None without Triton, or if kernels cannot read the host's memory."""
+    """The kernel for small pages; None without Triton, or if kernels cannot read the host's memory.
+
+    At the first start on a device it is measured which pages these are: 0.3 s at most, and the kernel's compilation.
+    """
     if not driver.attribute(CAN_USE_HOST_POINTER):
         return None
     try:
@@ -132,4 +138,11 @@ def kernel_for(driver: CudaDriver) -> Kernel | None:
     except ImportError as error:
         logger.info("loads of small pages go by the device's copy engines: %s", error)
         return None
-    return KernelLoads(driver.device)
+    device = f"{driver.name}, driver {nvidia_release()}, CUDA {driver.version}"
+
+    def allocate(num_bytes: int) -> tuple[int, object]:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{driver.device}")
+        return tensor.data_ptr(), tensor
+
+    measured = kernel_range(driver, KernelLoads(driver.device, USUAL), device, allocate, CacheFile.of_user(FILE))
+    return KernelLoads(driver.device, measured)

@@ -32,6 +32,9 @@ REPLAYS = 5
 
 END_SECONDS = 20.0
 
+_REACHED: list[ArenaSegment] = []
+"""Memory that copies may still reach; it stays where they were not opened, or did not end."""
+
 STEPS = 30
 """Of the computing thread, of each kind."""
 
@@ -74,16 +77,16 @@ def _opened(bench: Bench, shape: Shape, blocks: int, arena_bytes: int) -> Iterat
     paged = paged_on(bench, shape, 2 * blocks)
     slot_bytes = paged.layout.rank_slot_bytes
     segment = ArenaSegment.create(max(3, blocks, arena_bytes // slot_bytes), slot_bytes)
+    _REACHED.append(segment)
+    began = bench.now()
+    engine = bench.open(paged, segment)
+    seconds = bench.now() - began
     try:
-        began = bench.now()
-        engine = bench.open(paged, segment)
-        seconds = bench.now() - began
-        try:
-            yield _Rank(paged, segment, engine, scattered(blocks, 2 * blocks, 1), seconds)
-        finally:
-            if not engine.close(END_SECONDS):
-                raise ConfigError(f"copies did not end within {END_SECONDS:g} s")
+        yield _Rank(paged, segment, engine, scattered(blocks, 2 * blocks, 1), seconds)
     finally:
+        if not engine.close(END_SECONDS):
+            raise ConfigError(f"copies did not end within {END_SECONDS:g} s")
+        _REACHED.remove(segment)
         segment.close()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvpact.memory.arena import ArenaSegment
+from kvpact.torch_cuda.calibration import KernelRange
 from kvpact.torch_cuda.device import OpenedDevice, kernel_for
 from kvpact.torch_cuda.doctor.bench import Memory, Timing
 from kvpact.torch_cuda.doctor.free_driver import FreeDriver
@@ -20,6 +21,8 @@ from kvpact.worker.paged import PagedKV
 
 WEIGHTS, WIDTH, ROWS = 32, 4096, 32
 """Of the graph: 1 GiB of weights are read for 32 tokens, 0.3 ms on an H100."""
+
+NO_KERNEL = KernelRange(0, 1)
 
 LATE_CYCLES = 5_000_000
 """For which a late kernel waits: 3 ms."""
@@ -60,6 +63,8 @@ class TorchBench:
             "pci_bus_id": self.driver.pci_bus_id,
             "cuda_of_driver": self.driver.version,
             "copies_in_batches": self.driver.copies_in_batches,
+            "kernel_below_bytes": getattr(self.kernel, "limits", NO_KERNEL).dma_bytes,
+            "kernel_min_entries": getattr(self.kernel, "limits", NO_KERNEL).min_entries,
             "kernels_read_host_memory": bool(self.driver.attribute(CAN_USE_HOST_POINTER)),
             "torch": torch.__version__,
             "cuda_of_torch": torch.version.cuda,
