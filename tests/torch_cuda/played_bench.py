@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpact.config import load_config
 from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.torch_cuda import device as device_module
@@ -170,4 +171,4 @@ class PlayedBench:
     end_section = synchronize
 
     def open(self, paged: PagedKV, segment: ArenaSegment) -> device_module.OpenedDevice:
-        return device_module.OpenedDevice(paged, segment, 0)
+        return device_module.open_cuda(load_config({"gpu": "unproven"}, {}), paged, segment, 0)

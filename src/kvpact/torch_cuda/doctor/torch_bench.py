@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from kvpact.config import load_config
 from kvpact.memory.arena import ArenaSegment
 from kvpact.torch_cuda.calibration import KernelRange
-from kvpact.torch_cuda.device import OpenedDevice, kernel_for
+from kvpact.torch_cuda.device import OpenedDevice, kernel_for, open_cuda
 from kvpact.torch_cuda.doctor.bench import Memory, Timing
 from kvpact.torch_cuda.doctor.free_driver import FreeDriver
 from kvpact.torch_cuda.doctor.workspace import median_of
@@ -152,7 +153,7 @@ class TorchBench:
 
     def open(self, paged: PagedKV, segment: ArenaSegment) -> OpenedDevice:
         """See `Bench`."""
-        return OpenedDevice(paged, segment, 0)
+        return open_cuda(load_config({"gpu": "unproven"}, {}), paged, segment, 0)
 
 
 def _products(rows: Any, weights: list[Any]) -> None:
