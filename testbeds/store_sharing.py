@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.tiers.registry import open_store
 from kvpact.tiers.shared.inspection import StoreReport, verify_store
@@ -141,7 +142,7 @@ def engines(
         running = []
         for number, transfer in enumerate(transfers):
             settings = EngineSettings(model, transfer, ONE_AT_A_TIME, {**CREDENTIALS, **(environment or {})})
-            running.append(EngineProcess(settings, work / f"engine-{number}.log"))
+            running.append(ForkedEngine(settings, work / f"engine-{number}.log"))
             stack.callback(running[-1].kill)
         for number, engine in enumerate(running):
             engine.generate([prompt(90_000 + number, 3)])

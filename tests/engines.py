@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineProcess, EngineSettings
 from kvpact.demo.model import TINY_SHAPE, ensure_model
 from tiny_engine import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config, prompt
@@ -49,7 +50,7 @@ class EnginePool:
         if engine is None or not engine.processes():
             while len(self._engines) >= MAX_KEPT:
                 self._engines.pop(next(iter(self._engines))).discard()
-            engine = EngineProcess(settings, self._logs / f"pool-{next(self._numbers)}.log")
+            engine = ForkedEngine(settings, self._logs / f"pool-{next(self._numbers)}.log")
         self._engines[key] = engine
         return engine.wait_ready()
 
@@ -87,7 +88,7 @@ def start_engine(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Eng
             environment: Mapping[str, str] | None = None,
         ) -> EngineProcess:
             settings = EngineSettings(tiny_model, kv_transfer_config, arguments or {}, environment or {})
-            engine = EngineProcess(settings, tmp_path / f"engine-{next(numbers)}.log")
+            engine = ForkedEngine(settings, tmp_path / f"engine-{next(numbers)}.log")
             started.callback(engine.kill)
             return engine.wait_ready()
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config
-from kvpact.demo.engine import EngineProcess, EngineSettings, Output
+from forked_engine import ForkedEngine
+from kvpact.demo.engine import EngineSettings, Output
 
 HERE = Path(__file__).parent
 TIGHT_KV_BLOCKS = 24
@@ -69,7 +70,7 @@ class FaultyEngine:
             "FAULTY_CONTROL": str(self.control),
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         }
-        self.process = EngineProcess(EngineSettings(model, transfer, arguments, environment), directory / "engine.log")
+        self.process = ForkedEngine(EngineSettings(model, transfer, arguments, environment), directory / "engine.log")
 
     def fail(self, *faults: str) -> None:
         """These faults are on from now on, all others off."""

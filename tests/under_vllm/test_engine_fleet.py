@@ -17,6 +17,7 @@ import pytest
 from trainer import ARGUMENTS, ENVIRONMENT, Trainer
 
 from engines import BLOCK, kvpact_transfer_config, prompt
+from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output, loading_on_all_cores
 from servers.redis_server import RedisServer, redis_server
 
@@ -102,7 +103,7 @@ class Fleet:
         cores = sorted(os.sched_getaffinity(0))
         binding = {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
         settings = replace(self._settings, environment={**self._settings.environment, **binding})
-        process = EngineProcess(settings, self._directory / f"engine-{next(self._logs)}.log")
+        process = ForkedEngine(settings, self._directory / f"engine-{next(self._logs)}.log")
         self._left.callback(process.discard)
         return process
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
+from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.demo.model import TINY_SHAPE
 
@@ -81,7 +82,7 @@ class Place:
             {"PYTHONPATH": path},
         )
         log = self.directory / f"{name}.log"
-        with EngineProcess(settings, log) as engine:
+        with ForkedEngine(settings, log) as engine:
             yield engine
             engine.wait_ready()
             asked = engine.generate(ASKED, max_tokens=8)

@@ -13,7 +13,8 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
-from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings
+from forked_engine import ForkedEngine
+from kvpact.demo.engine import EngineError, EngineSettings
 from kvpact.demo.model import TINY_SHAPE
 
 pytestmark = pytest.mark.engine
@@ -70,7 +71,7 @@ def test_a_model_with_sliding_windows_is_served_with_vllms_hybrid_manager_off(
     """What is loaded gives the answer of the engine's own prefix hit, bit by bit."""
     asked = [prompt(2_100 + seed, BLOCKS) for seed in range(2)]
     settings = EngineSettings(window_model, kvpact_transfer_config(memory="64MiB"), BLOCK_BY_BLOCK)
-    with EngineProcess(settings, tmp_path / "engine.log") as engine:
+    with ForkedEngine(settings, tmp_path / "engine.log") as engine:
         engine.wait_ready()
         cold = engine.generate(asked)
         local = engine.generate(asked)
@@ -88,6 +89,6 @@ def test_a_model_with_sliding_windows_is_served_with_vllms_hybrid_manager_off(
 def test_a_model_with_state_space_layers_is_refused(state_space_model: Path, tmp_path: Path) -> None:
     settings = EngineSettings(state_space_model, kvpact_transfer_config(memory="64MiB"), BLOCK_BY_BLOCK)
     log = tmp_path / "engine.log"
-    with pytest.raises(EngineError), EngineProcess(settings, log) as engine:
+    with pytest.raises(EngineError), ForkedEngine(settings, log) as engine:
         engine.wait_ready()
     assert "KV cache of kind MambaSpec is not supported; kvpact serves" in log.read_text()

@@ -17,6 +17,7 @@ from references import References
 from slab_surgery import SlabSurgery
 
 from engines import BLOCK, BLOCK_BY_BLOCK, IN_ONE_PROCESS, kvpact_transfer_config, prompt
+from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.tiers.disk.inspection import VerifyReport, verify_slab
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
@@ -70,7 +71,8 @@ def live(model: Path, place: Path, number: int, *, killed: bool) -> Life:
     environment = {"PYTHONHASHSEED": str(number + 1), **({} if killed else IN_ONE_PROCESS)}
     settings = EngineSettings(model, transfer, BLOCK_BY_BLOCK, environment)
     log = place / f"engine-{number}.log"
-    with EngineProcess(settings, log).wait_ready() as engine:
+    kind = ForkedEngine if number else EngineProcess  # vLLM starts the first one as it starts any on CPUs
+    with kind(settings, log).wait_ready() as engine:
         (line,) = [line for line in log.read_text().splitlines() if "disk tier: " in line and " holds " in line]
         life.blocks_found = int(line.split(" holds ")[1].split()[0])
         life.asked = engine.generate(ASKED)

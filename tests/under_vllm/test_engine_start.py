@@ -10,6 +10,7 @@ import pytest
 from faulty_engine import FaultyEngine
 
 from engines import BLOCK, IN_ONE_PROCESS, kvpact_transfer_config, prompt
+from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings
 
 pytestmark = pytest.mark.engine
@@ -31,7 +32,7 @@ def test_an_engine_refuses_to_start_with_a_wrong_configuration_and_says_why(tiny
     transfer = kvpact_transfer_config() | {"kv_connector_extra_config": {"memroy": "1GiB"}}
     log = tmp_path / "engine.log"
     settings = EngineSettings(tiny_model, transfer, environment=IN_ONE_PROCESS)
-    with pytest.raises(EngineError), EngineProcess(settings, log) as engine:
+    with pytest.raises(EngineError), ForkedEngine(settings, log) as engine:
         engine.wait_ready()
     assert message in log.read_text()
 

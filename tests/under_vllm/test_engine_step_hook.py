@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from engines import BLOCK, kvpact_transfer_config, prompt
+from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 
 HERE = Path(__file__).parent
@@ -42,7 +43,7 @@ class StepEngine:
             "STEP_CONTROL": str(directory),
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         }
-        self.process = EngineProcess(EngineSettings(model, transfer, arguments, environment), directory / "log")
+        self.process = ForkedEngine(EngineSettings(model, transfer, arguments, environment), directory / "log")
 
     def ask(self, *prompts: list[int], max_tokens: int = 4, faults: str = "", local: bool = False) -> list[Output]:
         """Answers to all prompts in one batch, without the engine's own prefix cache unless `local`."""

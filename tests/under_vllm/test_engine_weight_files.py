@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
+from forked_engine import ForkedEngine
 from hub_cache import add_commit
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.metrics import series
@@ -53,7 +54,7 @@ def start(model: object, directory: Path, environment: Mapping[str, str], **tran
     config = kvpact_transfer_config(memory="32MiB", tiers=tiers, stats_file=str(directory / "stats.json"))
     places = {"XDG_CACHE_HOME": str(directory / "cache"), **environment}
     settings = EngineSettings(Path(str(model)), {**config, **transfer}, BLOCK_BY_BLOCK, places)
-    return EngineProcess(settings, directory / f"engine-{time.monotonic_ns()}.log").wait_ready()
+    return ForkedEngine(settings, directory / f"engine-{time.monotonic_ns()}.log").wait_ready()
 
 
 def same_answers(one: list[Output], other: list[Output]) -> bool:

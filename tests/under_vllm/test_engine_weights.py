@@ -16,6 +16,7 @@ from trainer import ARGUMENTS, ENVIRONMENT, Trainer
 
 from documents import block_with
 from engines import BLOCK, kvpact_transfer_config, prompt
+from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings, Output
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(300)]
@@ -86,7 +87,7 @@ class Trained(Trainer):
 @pytest.fixture(scope="module")
 def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     settings = EngineSettings(tiny_model, kvpact_transfer_config(memory="64MiB"), ARGUMENTS, ENVIRONMENT)
-    with EngineProcess(settings, tmp_path_factory.mktemp("weights") / "engine.log") as process:
+    with ForkedEngine(settings, tmp_path_factory.mktemp("weights") / "engine.log") as process:
         yield Trained(process.wait_ready())
 
 

@@ -15,7 +15,8 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 import engines
 from engines import kvpact_transfer_config, prompt
-from kvpact.demo.engine import EngineProcess, EngineSettings
+from forked_engine import ForkedEngine
+from kvpact.demo.engine import EngineSettings
 from kvpact.demo.phases import settle
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
@@ -84,7 +85,7 @@ def test_h57_h70_the_flood_on_a_real_engine(tiny_model: Path, tmp_path: Path, fl
     }
     references = [prompt(seed, 1, tail=9) for seed in range(REFERENCES)]
     assert all(len(tokens) == engines.BLOCK + 9 for tokens in references)
-    with EngineProcess(EngineSettings(tiny_model, transfer, arguments), tmp_path / "engine.log").wait_ready() as engine:
+    with ForkedEngine(EngineSettings(tiny_model, transfer, arguments), tmp_path / "engine.log").wait_ready() as engine:
         first = engine.generate(references)
         for start in range(0, flood, 20):
             engine.generate([prompt(1000 + number, 1, tail=9) for number in range(start, start + 20)], max_tokens=1)

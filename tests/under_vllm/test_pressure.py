@@ -21,7 +21,8 @@ from references import References
 from spread import answers_apart, blocks_apart, nearest_wrong_block, saved_blocks, texts
 
 from engines import BLOCK, prompt
-from kvpact.demo.engine import EngineProcess, EngineSettings
+from forked_engine import ForkedEngine
+from kvpact.demo.engine import EngineSettings
 from kvpact.demo.phases import settle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -202,7 +203,7 @@ def test_p11_more_requests_than_run_at_once_on_a_slow_disk(
     arguments = {**SIDE_BY_SIDE, "num_gpu_blocks_override": 2 * TIGHT_KV_BLOCKS, "max_model_len": 8 * BLOCK}
     asked = crowd(3, requests, stems=16, distinct=distinct)
     kinds = asked[:distinct]
-    with EngineProcess(EngineSettings(tiny_model, arguments=arguments), tmp_path / "plain.log").wait_ready() as plain:
+    with ForkedEngine(EngineSettings(tiny_model, arguments=arguments), tmp_path / "plain.log").wait_ready() as plain:
         alone = plain.generate(kinds, timeout=600.0)
         plain.reset_prefix_cache()
         computed = plain.crowd(asked, timeout=1800.0)

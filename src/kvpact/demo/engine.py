@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -103,6 +103,9 @@ class EngineProcess:
     Starts at once, or with `held` only loads vLLM's modules, which take a third of the start, and waits for `start`.
     """
 
+    HOST: ClassVar[Sequence[str]] = ("-m", "kvpact.demo.host")
+    """What Python runs as the engine's process."""
+
     def __init__(self, settings: EngineSettings, log: Path, *, held: bool = False) -> None:
         self.settings = settings
         self.log = log
@@ -114,7 +117,7 @@ class EngineProcess:
         try:
             with log.open("wb") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "kvpact.demo.host", str(replies)],
+                    [sys.executable, *self.HOST, str(replies)],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
