@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 from kvpact.demo import host
@@ -15,6 +16,10 @@ from kvpact.demo.engine import CORES
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+POLL_SECONDS = 0.01
+"""Seconds for which a worker or a scheduler without work polls before it sleeps. vLLM's one second is that long without
+a core for the other engines of a test."""
+
 
 def main() -> None:
     """Load what the engine's core and its workers need, then be the host."""
@@ -22,6 +27,7 @@ def main() -> None:
     import vllm.model_executor.models.llama
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -37,6 +43,7 @@ def main() -> None:
         os.sched_setaffinity(0, {int(os.environ[CORES].split("|")[local_rank])})
         run_worker(*arguments, local_rank=local_rank, **more)
 
+    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=POLL_SECONDS)
     CpuPlatform.check_and_update_config = staticmethod(choose_fork)
     WorkerProc.worker_main = staticmethod(run_worker_on_its_core)
     host.main()
