@@ -28,7 +28,14 @@ NOT_THERE = {
 """What these releases' schedulers cannot do yet."""
 
 
-@pytest.mark.parametrize("release", [release for release in RELEASES if release != installed_release()])
+OTHERS = [release for release in RELEASES if release != installed_release()]
+PROOFS = OTHERS[1:-1]
+"""Between the oldest and the latest."""
+
+
+@pytest.mark.parametrize(
+    "release", [pytest.param(release, marks=[pytest.mark.proof] * (release in PROOFS)) for release in OTHERS]
+)
 @pytest.mark.timeout(900)
 def test_every_scenario_is_kept(release: str) -> None:
     """The first run fetches the release, the first import compiles it; then it takes half a minute.
