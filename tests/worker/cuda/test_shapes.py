@@ -73,8 +73,10 @@ def test_what_is_loaded_is_what_was_saved_in_as_few_entries_as_the_layout_allows
 ) -> None:
     model = MODELS[name]
     tensors = model.tensors(layout, ranks)
+    first = tensors["layer.0"]
+    numbers = (torch.arange(first.numel()).reshape(first.shape) % 251).to(torch.bfloat16)
     for number, tensor in enumerate(tensors.values()):
-        tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) % 251 + number)
+        torch.add(numbers, number, out=tensor)
     before = {layer: tensor.clone() for layer, tensor in tensors.items()}
     paged = PagedKV.from_tensors(tensors, BLOCKS)
     segment = ArenaSegment.create(4, paged.layout.rank_slot_bytes)
