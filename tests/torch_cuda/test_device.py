@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,11 +18,8 @@ from kvpact.config import KvpactConfig, load_config
 from kvpact.errors import ConfigError
 from kvpact.memory import numa
 from kvpact.memory.arena import ArenaSegment
-from kvpact.own_files import CacheFile
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Play
-from kvpact.torch_cuda.calibration import USUAL, KernelRange, RememberedRanges
-from kvpact.torch_cuda.doctor.facts import nvidia_release
 from kvpact.worker.copy import transfer_engine_for
 from kvpact.worker.cuda import pinned
 from kvpact.worker.cuda.driver import CudaError
@@ -260,18 +256,11 @@ def test_whatever_call_is_refused_at_the_start_nothing_is_left(
     assert not {outcome for outcome in outcomes if outcome != "opened" and "error 7" not in outcome}
 
 
-def test_the_kernel_is_used_where_it_can_read_the_hosts_memory(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_kernel_is_used_where_it_can_read_the_hosts_memory(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     PlayedCuda.kv_memory = []
     driver: Any = PlayedCuda(0)
-    made = device_module.kernel_for(driver)
-    assert (type(made).__name__, made.limits) == ("KernelLoads", USUAL), "torch for CPUs cannot launch it"
-    remembered = RememberedRanges(CacheFile(tmp_path / "kvpact" / "gpu_copies.json"))
-    remembered.remember(f"Played, driver {nvidia_release()}, CUDA 12080", KernelRange(9, 7))
-    assert device_module.kernel_for(driver).limits == KernelRange(9, 7)
+    assert type(device_module.kernel_for(driver)).__name__ == "KernelLoads"
     driver.reads_host_memory = 0
     assert device_module.kernel_for(driver) is None
     PlayedCuda.opened.clear()

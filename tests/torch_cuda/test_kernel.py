@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpact.torch_cuda.calibration import USUAL, KernelRange
+from kvpact.own_files import CacheFile
+from kvpact.torch_cuda.calibration import USUAL, KernelRange, RememberedRanges
+from kvpact.torch_cuda.doctor.facts import nvidia_release
 from kvpact.worker.cuda.entries import Entries
 
 kernel = pytest.importorskip("kvpact.torch_cuda.kernel")
@@ -77,3 +80,12 @@ def test_what_was_measured_says_which_entries_go_by_the_kernel() -> None:
     assert kernel.KernelLoads(0, KernelRange(16384, 32)).suits(entries(32, 8192))
     assert not kernel.KernelLoads(0, KernelRange(16384, 33)).suits(entries(32, 8192))
     assert not kernel.KernelLoads(0, KernelRange(0, 1)).suits(entries(500, 8))
+
+
+def test_what_is_remembered_of_this_device_and_driver_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    driver: Any = SimpleNamespace(name="Played", version=12080, device=0)
+    assert kernel.calibrated_loads(driver).limits == USUAL, "this torch has no device to measure on"
+    remembered = RememberedRanges(CacheFile(tmp_path / "kvpact" / "gpu_copies.json"))
+    remembered.remember(f"Played, driver {nvidia_release()}, CUDA 12080", KernelRange(9, 7))
+    assert kernel.calibrated_loads(driver).limits == KernelRange(9, 7)

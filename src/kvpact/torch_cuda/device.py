@@ -16,9 +16,6 @@ from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.numa import near_node
-from kvpact.own_files import CacheFile
-from kvpact.torch_cuda.calibration import FILE, USUAL, kernel_range
-from kvpact.torch_cuda.doctor.facts import nvidia_release
 from kvpact.units import format_size
 from kvpact.worker.cuda.bounce import BounceBuffer
 from kvpact.worker.cuda.copies import DeviceCopies, Kernel
@@ -134,15 +131,8 @@ def kernel_for(driver: CudaDriver) -> Kernel | None:
     if not driver.attribute(CAN_USE_HOST_POINTER):
         return None
     try:
-        from kvpact.torch_cuda.kernel import KernelLoads
+        from kvpact.torch_cuda.kernel import calibrated_loads
     except ImportError as error:
         logger.info("loads of small pages go by the device's copy engines: %s", error)
         return None
-    device = f"{driver.name}, driver {nvidia_release()}, CUDA {driver.version}"
-
-    def allocate(num_bytes: int) -> tuple[int, object]:
-        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{driver.device}")
-        return tensor.data_ptr(), tensor
-
-    measured = kernel_range(driver, KernelLoads(driver.device, USUAL), device, allocate, CacheFile.of_user(FILE))
-    return KernelLoads(driver.device, measured)
+    return calibrated_loads(driver)

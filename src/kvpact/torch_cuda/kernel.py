@@ -10,8 +10,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from kvpact.torch_cuda.calibration import KernelRange
+from kvpact.own_files import CacheFile
+from kvpact.torch_cuda.calibration import FILE, USUAL, KernelRange, kernel_range
+from kvpact.torch_cuda.doctor.facts import nvidia_release
 from kvpact.torch_cuda.gather_kernel import CHUNK_WORDS, WORD_BYTES, copy_runs
+from kvpact.worker.cuda.driver import CudaDriver
 from kvpact.worker.cuda.entries import Entries
 
 PROGRAMS: Final = 12
@@ -48,6 +51,18 @@ class KernelLoads:
             # before that is done; the device's memory, allocated in this stream, is reused in the order of this stream
             on_device = torch.from_numpy(addresses).pin_memory().to(f"cuda:{self._device}", non_blocking=True)
             launch(on_device[: len(entries)], on_device[len(entries) :], size, PROGRAMS)
+
+
+def calibrated_loads(driver: CudaDriver) -> KernelLoads:
+    """Loads by the kernel where they are faster on this device, as far as that is known or can be measured."""
+    device = f"{driver.name}, driver {nvidia_release()}, CUDA {driver.version}"
+
+    def allocate(num_bytes: int) -> tuple[int, object]:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{driver.device}")
+        return tensor.data_ptr(), tensor
+
+    usual = KernelLoads(driver.device, USUAL)
+    return KernelLoads(driver.device, kernel_range(driver, usual, device, allocate, CacheFile.of_user(FILE)))
 
 
 def launch(sources: Any, targets: Any, size: int, programs: int) -> None:

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.torch_cuda.doctor.free_driver import FreeDriver
 from kvpact.worker.cuda import driver as driver_module
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, CudaDriver, CudaError
+
+free_driver = importlib.import_module("kvpact.torch_cuda.doctor.free_driver")
 
 SOURCE = Path(__file__).with_name("stand_in_libcuda.c")
 
@@ -168,6 +169,22 @@ def test_copies_arrive_in_batches_or_one_by_one(library: Path, stand_in: StandIn
     assert stand_in.calls() == [], "a batch of none is no call: the driver would refuse it"
 
 
+def test_an_examined_driver_does_what_kvpact_never_asks(library: Path, stand_in: StandIn) -> None:
+    driver = free_driver.FreeDriver(1)
+    stand_in.forget()
+    driver.attach_strictly()
+    assert stand_in.calls() == [f"cuCtxSetCurrent {0xC0}"]
+    count = MAX_BATCH_ENTRIES + 1
+    source, target = np.arange(count, dtype=np.uint8), np.zeros(count, np.uint8)
+    places = [memory.ctypes.data + np.arange(count, dtype=np.uint64) for memory in (target, source)]
+    driver.copy_long_batch(*places, np.ones(count, np.uint64), 9)
+    assert (target == source).all()
+    assert "cuMemcpyBatchAsync" in stand_in.calls()[0]
+    stand_in.fail("cuMemcpyBatchAsync", 719)
+    with pytest.raises(CudaError, match="719"):
+        driver.copy_long_batch(*places, np.ones(count, np.uint64), 9)
+
+
 def test_batches_that_the_driver_would_not_survive_are_refused(driver: CudaDriver, stand_in: StandIn) -> None:
     many = arrays(*[[1] * (MAX_BATCH_ENTRIES + 1)] * 3)
     with pytest.raises(PactViolation, match="at most 4096"):
@@ -220,22 +237,6 @@ def test_an_error_is_raised_with_its_name(call: str, driver: CudaDriver, stand_i
     ) as raised:
         FAILING[call](driver)
     assert raised.value.code == 700
-
-
-def test_an_examined_driver_does_what_kvpact_never_asks(library: Path, stand_in: StandIn) -> None:
-    driver = FreeDriver(1)
-    stand_in.forget()
-    driver.attach_strictly()
-    assert stand_in.calls() == [f"cuCtxSetCurrent {0xC0}"]
-    count = MAX_BATCH_ENTRIES + 1
-    source, target = np.arange(count, dtype=np.uint8), np.zeros(count, np.uint8)
-    places = [memory.ctypes.data + np.arange(count, dtype=np.uint64) for memory in (target, source)]
-    driver.copy_long_batch(*places, np.ones(count, np.uint64), 9)
-    assert (target == source).all()
-    assert "cuMemcpyBatchAsync" in stand_in.calls()[0]
-    stand_in.fail("cuMemcpyBatchAsync", 719)
-    with pytest.raises(CudaError, match="719"):
-        driver.copy_long_batch(*places, np.ones(count, np.uint64), 9)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
