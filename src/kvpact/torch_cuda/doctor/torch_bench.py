@@ -44,7 +44,7 @@ class TorchBench:
         self._tiny = torch.zeros(64, device="cuda")
         self._square = torch.randn(256, 256, device="cuda")
         torch.mm(self._square, self._square)  # what a capture needs is made before it
-        self._here = torch.zeros(4096, dtype=torch.uint8).pin_memory()
+        self._here = torch.zeros(4096, dtype=torch.uint8, pin_memory=True)
         self._there = torch.zeros(4096, dtype=torch.uint8, device="cuda")
         self._side = torch.cuda.ExternalStream(self.driver.create_stream())
 
