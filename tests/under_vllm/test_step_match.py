@@ -169,6 +169,37 @@ def test_memory_and_store_and_what_is_computed_add_up(start: Callable[..., Playe
     engine.assert_at_rest()
 
 
+def test_all_requests_of_a_step_together_are_given_at_most_its_budget(
+    start: Callable[..., PlayedEngine], filled: str
+) -> None:
+    """Eight blocks of 8 KiB: the first prompt gets six of them, the second two; what is left over is computed."""
+    engine = start(filled, sync_load_budget="64KiB", **STEP)
+    played = [engine.add(prompt, 1) for prompt in PROMPTS[:3]]
+    engine.step()
+    for one, prompt in zip(played, PROMPTS, strict=False):
+        assert one.said == answer(prompt, 1)
+    assert [one.cached_tokens for one in played] == [6 * BLOCK, 2 * BLOCK, 0]
+    assert engine.counts["loaded_tokens"] == 8 * BLOCK
+    engine.run()
+    engine.forget()
+    assert computed_of(engine, PROMPTS[3]) == 5, "the next step has a budget of its own"
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_what_memory_supplies_leaves_less_of_the_step_to_the_store(
+    start: Callable[..., PlayedEngine], filled: str
+) -> None:
+    engine = start(filled, sync_load_budget="40KiB", num_batched_tokens=512, **STEP)
+    engine.generate(PROMPTS[0][: 3 * BLOCK + 5], 1)
+    engine.forget()
+    before = engine.computed_tokens
+    played = engine.generate(PROMPTS[0], 1)
+    assert played.said == answer(PROMPTS[0], 1)
+    assert engine.computed_tokens - before == BLOCK + 5, "three blocks from memory, two of three from the store"
+    engine.assert_at_rest()
+
+
 def test_what_may_not_be_loaded_is_not_looked_for(start: Callable[..., PlayedEngine], filled: str) -> None:
     engine = start(filled, **STEP)
     assert computed_of(engine, PROMPTS[0], cache_salt="another tenant") == len(PROMPTS[0])
@@ -360,6 +391,11 @@ def test_settings_that_cannot_work_are_refused_with_one_message(
     monkeypatch.setattr(PactConnector, "step_hook_bound", lambda self: None)
     with pytest.raises(ConfigError, match=r"add --worker-cls kvpact\.vllm\.worker\.KvpactWorker"):
         PlayedEngine(tmp_path, match_at="step")
+
+
+def test_a_step_that_may_wait_for_nothing_is_refused_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'match_at="step" .*sync_load_budget=0 .*"match_at": "schedule"'):
+        PlayedEngine(tmp_path, match_at="step", sync_load_budget=0)
 
 
 def test_by_default_the_hook_is_off(start: Callable[..., PlayedEngine], filled: str) -> None:

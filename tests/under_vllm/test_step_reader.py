@@ -15,6 +15,8 @@ from kvpact.config import load_config
 from kvpact.contract import StoreRead
 from kvpact.identity.keys import BlockKeys, Namespace, RequestIdentity
 from kvpact.ranges import BlockRange
+from kvpact.tiers.client import TierClient
+from kvpact.tiers.executor import OpId
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.wire import SharedTierConfig
 from kvpact.worker import step_reader
@@ -26,6 +28,8 @@ RANKS = (PART, 2 * PART)
 """Bytes of each rank's part of a block."""
 KEYS = list(BlockKeys(NAMESPACE.digest, 16, RequestIdentity()).extend(list(range(1, 161))))
 """Ten blocks of one request."""
+ALL = 100
+"""Blocks: more than any of these steps wants."""
 
 
 def part_of(block: int, rank: int) -> bytes:
@@ -72,7 +76,7 @@ def test_each_rank_keeps_its_own_part_of_blocks_from_the_first_tier_that_has_the
     store = Store(tmp_path, 2, 5)
     reader, slots = store.reader(rank)
     wanted = [Wanted(7, KEYS[:8], 0, list(range(20, 28))), Wanted(8, KEYS[:4], 3, [40])]
-    found, reads = reader.read(store.address, wanted)
+    found, reads = reader.read(store.address, wanted, ALL)
     assert found == {7: 5, 8: 1}
     assert slots == {20 + block: part_of(block, rank) for block in range(5)} | {40: part_of(3, rank)}
     assert sorted(reads, key=repr) == [
@@ -88,7 +92,7 @@ def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
 ) -> None:
     store, tiers = Store(tmp_path, 4, deadline="300ms"), opened_tiers(monkeypatch)
     reader, slots = store.reader(0)
-    assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])])[0] == {1: 4}
+    assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])], ALL)[0] == {1: 4}
     slots.clear()
     get = tiers[0].get
 
@@ -98,11 +102,42 @@ def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
 
     monkeypatch.setattr(tiers[0], "get", slow)
     began = time.monotonic()
-    assert reader.read(store.address, [Wanted(2, KEYS[:4], 0, [4, 5, 6, 7])]) == ({2: 0}, ())
+    assert reader.read(store.address, [Wanted(2, KEYS[:4], 0, [4, 5, 6, 7])], ALL) == ({2: 0}, ())
     assert time.monotonic() - began >= 0.3
     time.sleep(1.2)
-    assert reader.read(store.address, [Wanted(3, KEYS[:1], 1, [])]) == ({3: 0}, ()), "nothing is wanted"
+    assert reader.read(store.address, [Wanted(3, KEYS[:1], 1, [])], ALL) == ({3: 0}, ()), "nothing is wanted"
     assert slots == {}
+    reader.close(5.0)
+
+
+def test_reading_ends_when_the_step_may_load_no_more_and_no_tier_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request's read does not end: it is given up as soon as the first one's blocks fill the step."""
+    store, tiers = Store(tmp_path, 4), opened_tiers(monkeypatch)
+    reader, _ = store.reader(0)
+    assert reader.read(store.address, [Wanted(0, KEYS[:4], 0, [0, 1, 2, 3])], ALL)[0] == {0: 4}
+    get, go_on = tiers[0].get, threading.Event()
+
+    def hang(keys: Any, *arguments: Any, **options: Any) -> int:
+        assert len(keys) == 4 or go_on.wait(20.0)
+        return get(keys, *arguments, **options)
+
+    monkeypatch.setattr(tiers[0], "get", hang)
+    give_up, late = TierClient.give_up, []
+
+    def note(client: TierClient, op_id: OpId, **options: bool) -> None:
+        late.append(options["late"])
+        give_up(client, op_id, **options)
+
+    monkeypatch.setattr(TierClient, "give_up", note)
+    wanted = [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3]), Wanted(2, KEYS[:3], 0, [4, 5, 6])]
+    began = time.monotonic()
+    assert reader.read(store.address, wanted, 4)[0] == {1: 4, 2: 0}
+    assert time.monotonic() - began < 10.0, "the deadline is 20 s"
+    assert late == [False]
+    go_on.set()
+    assert reader.read(store.address, wanted[1:], ALL)[0] == {2: 3}
     reader.close(5.0)
 
 
@@ -111,7 +146,7 @@ def test_a_tier_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "0").rename(tmp_path / "away")
     (tmp_path / "0").write_text("no directory")
     reader, slots = store.reader(0)
-    found, reads = reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])])
+    found, reads = reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])], ALL)
     assert found == {1: 3}
     assert len(slots) == 3
     assert [read.tier for read in reads] == [6]
@@ -124,7 +159,7 @@ def test_h61_a_rank_leaves_a_tier_alone_in_which_all_its_threads_hang(
     """The healthy tier beside it keeps its hits; steps wait for the sick one only until both its threads are stuck."""
     store, tiers = Store(tmp_path, 4, 4, deadline="100ms"), opened_tiers(monkeypatch)
     reader, _ = store.reader(0)
-    assert reader.read(store.address, [Wanted(0, KEYS[:4], 0, [0, 1, 2, 3])])[0] == {0: 4}
+    assert reader.read(store.address, [Wanted(0, KEYS[:4], 0, [0, 1, 2, 3])], ALL)[0] == {0: 4}
     sick, calls, go_on = tiers[0], [], threading.Event()
     get = sick.get
 
@@ -134,7 +169,9 @@ def test_h61_a_rank_leaves_a_tier_alone_in_which_all_its_threads_hang(
         return get(*arguments, **options)
 
     monkeypatch.setattr(sick, "get", hang)
-    found = [reader.read(store.address, [Wanted(step, KEYS[:4], 0, [0, 1, 2, 3])])[0][step] for step in range(1, 9)]
+    found = [
+        reader.read(store.address, [Wanted(step, KEYS[:4], 0, [0, 1, 2, 3])], ALL)[0][step] for step in range(1, 9)
+    ]
     assert len(calls) == 2, "each thread is stuck once"
     assert found[:2] == [0, 0]
     assert found[2:] == [4] * 6, "the third step sees it"

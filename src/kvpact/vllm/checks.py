@@ -91,6 +91,11 @@ def check_settings(config: KvpactConfig, vllm_config: Any) -> None:
             f'match_at="step" loads what it finds through the slots of saves: save="{config.save}" has none then; '
             'set "save": "eager"'
         )
+    if config.match_at == "step" and not config.sync_load_budget:
+        raise ConfigError(
+            'match_at="step" loads what it finds while the step waits, and sync_load_budget=0 lets no step wait: set '
+            '"sync_load_budget", by default "256MiB", or "match_at": "schedule"'
+        )
 
 
 def log_like_vllm() -> None:

@@ -84,10 +84,12 @@ class StepReader:
         self._crowded: list[_Walk] = []
         """Which wait until their tier has less to read."""
 
-    def read(self, store: SharedTierConfig, wanted: Sequence[Wanted]) -> tuple[dict[int, int], tuple[StoreRead, ...]]:
+    def read(
+        self, store: SharedTierConfig, wanted: Sequence[Wanted], most: int
+    ) -> tuple[dict[int, int], tuple[StoreRead, ...]]:
         """By job, how many blocks in a row from the start are in their slots now; and what was read from which tier.
 
-        Takes at most `step_deadline`.
+        Takes at most `step_deadline`, and ends as soon as the first of `wanted` have `most` blocks together.
         """
         deadline = time.monotonic() + self._config.step_deadline
         if not self._open(store).wait(self._config.step_deadline):
@@ -96,10 +98,11 @@ class StepReader:
         walks = [_Walk(one, one.start) for one in wanted]
         for walk in walks:
             self._go_on(walk)
-        while self._poll() and time.monotonic() < deadline:
+        while self._poll() and not self._have(walks, most) and time.monotonic() < deadline:
             time.sleep(PAUSE_SECONDS)
+        late = time.monotonic() >= deadline
         for walk in [*self._walks.values()]:
-            self._give_up(walk)
+            self._give_up(walk, late=late)
         self._crowded.clear()
         return {walk.wanted.job_id: walk.at - walk.wanted.start for walk in walks}, tuple(self._reads)
 
@@ -144,13 +147,23 @@ class StepReader:
             source.client.check(time.monotonic())
         return bool(self._walks)
 
-    def _give_up(self, walk: _Walk) -> None:
-        """The deadline has passed; what has arrived by now counts."""
+    def _have(self, walks: Sequence[_Walk], most: int) -> bool:
+        """Whether the first of these have `most` blocks, of which all but the last read no more."""
+        for walk in walks:
+            most -= walk.at - walk.wanted.start
+            if most <= 0 or walk in self._crowded or self._walks.get(walk.op_id) is walk:
+                break
+        return most <= 0
+
+    def _give_up(self, walk: _Walk, *, late: bool) -> None:
+        """Read no more for it; what has arrived by now counts. `late`: because the deadline has passed."""
         source = self._sources[walk.tier]
         arrived = source.client.executor.progress(walk.op_id)
         self._take(walk, source, arrived)
         del self._walks[walk.op_id]
-        source.client.give_up(walk.op_id, late=not arrived)  # else it works; the prompt was too long for one step
+        source.client.give_up(
+            walk.op_id, late=late and not arrived
+        )  # else it works; the prompt was too long for one step
 
     def _take(self, walk: _Walk, source: _Source, arrived: int) -> None:
         """Blocks are there, verified: this rank's part of each goes into its slot."""

@@ -27,7 +27,7 @@ from kvpact.errors import StepLoadLost
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment, slots_for
-from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
+from kvpact.wire import AdapterUsed, SharedTierConfig, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
 from kvpact.worker.jobs import EndedLoads, RankJobs
 from kvpact.worker.kv_memory import KVMemory
@@ -127,15 +127,20 @@ class CacheWorker(ExternalCacheWorker):
             or self.jobs.left
         ):
             return {}
+        room = self._room_for_hits(message.work, store)
         saves = {job.job_id: job for job in message.work.saves}
         asked = [(lookup, saves[lookup.job_id]) for lookup in message.work.lookups]
-        wanted = [Wanted(save.job_id, lookup.keys, save.start_block, save.slots) for lookup, save in asked]
-        found, reads = self._reader.read(store, wanted)
+        wanted = [
+            Wanted(save.job_id, lookup.keys[: save.start_block + room], save.start_block, save.slots)
+            for lookup, save in asked
+        ]
+        found, reads = self._reader.read(store, wanted, room) if room else ({}, ())
         self._reads += reads
         hits: dict[str, int] = {}
         for lookup, save in asked:
-            blocks = found.get(save.job_id, 0)
+            blocks = min(found.get(save.job_id, 0), room)
             if blocks >= self._config.min_match_blocks:
+                room -= blocks
                 slots, block_ids = save.slots[:blocks], save.block_ids[:blocks]
                 number = load_id(save.job_id)
                 load = LoadJob(number, lookup.request_id, save.start_block, slots, block_ids, synchronous=True)
@@ -143,6 +148,11 @@ class CacheWorker(ExternalCacheWorker):
                 hits[lookup.request_id] = load.blocks.end * store.block_size - lookup.computed_tokens
         self._block_size = store.block_size
         return hits
+
+    def _room_for_hits(self, work: StepWork, store: SharedTierConfig) -> int:
+        """Blocks that the step may load besides the loads that it waits for already; the same on all ranks."""
+        ordered = sum(len(job.slots) for job in work.loads if job.synchronous)
+        return max(0, self._config.sync_load_budget // max(store.rank_slot_bytes) - ordered)
 
     def apply_hits(self, hits: Mapping[str, int]) -> None:
         """What of it the step does not compute: to be loaded before the forward pass."""
