@@ -7,10 +7,11 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pact import pact_engine
+from pact import SLOT_BYTES, pact_engine
 from workloads import Chance, outputs_of, run_with_upheaval, workload
 
 from kvpact.cache.cache import PactCache
+from kvpact.contract import StepWork
 from kvpact.engine import Engine, EngineConfig, EngineQuirks
 
 PRESETS = {**EngineQuirks.presets(), "native-ahead": EngineQuirks(async_scheduling=True)}
@@ -23,12 +24,26 @@ def nothing_held(cache: PactCache) -> None:
     assert not cache.has_pending_work
 
 
+def waited_for(engine: Engine) -> list[int]:
+    """The blocks of the loads that each step of the engine waits for, from now on."""
+    cache, found = cast(PactCache, engine.cache), list[int]()
+    end_step = cache.end_step
+
+    def end() -> StepWork:
+        work = end_step()
+        found.append(sum(len(job.slots) for job in work.loads if job.synchronous))
+        return work
+
+    cache.end_step = end  # type: ignore[method-assign]
+    return found
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 10_000),
     small=st.booleans(),
-    asynchronous=st.booleans(),
+    budget=st.sampled_from((0, 4 * SLOT_BYTES, 4 * SLOT_BYTES, 1 << 30)),
     prefix_caching=st.booleans(),
     upheaval=st.booleans(),
     failures=st.sampled_from((0.0, 0.3)),
@@ -38,7 +53,7 @@ def test_pact_cache_changes_no_output_and_holds_nothing(
     preset: str,
     seed: int,
     small: bool,
-    asynchronous: bool,
+    budget: int,
     prefix_caching: bool,
     upheaval: bool,
     failures: float,
@@ -58,8 +73,8 @@ def test_pact_cache_changes_no_output_and_holds_nothing(
 
     quirks = PRESETS[preset]
     chance = Chance(seed, failures, sync_may_fail=not quirks.trusts_sync_loads, losses=losses)
-    limit = 0 if asynchronous else 1 << 30
-    engine = pact_engine(config, quirks, num_slots=40, conduct=chance, sync_load_budget=limit, load_deadline=0.3)
+    engine = pact_engine(config, quirks, num_slots=40, conduct=chance, sync_load_budget=budget, load_deadline=0.3)
+    steps = waited_for(engine)
     requests = workload(seed)
     if upheaval:
         cancelled = run_with_upheaval(engine, requests, seed)
@@ -73,3 +88,4 @@ def test_pact_cache_changes_no_output_and_holds_nothing(
     engine.step()
     engine.check_nothing_held()
     nothing_held(cast(PactCache, engine.cache))
+    assert max(steps) * SLOT_BYTES <= budget
