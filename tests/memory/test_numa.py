@@ -39,7 +39,8 @@ def test_a_segments_pages_come_from_the_node_in_every_process_that_maps_it() -> 
     except OSError as error:
         segment.close()
         pytest.skip(f"this kernel does not let us say where memory is to lie: {error}")
-    segment.prefault(huge=True, node=0)
+    segment.place_pages(huge=True, node=0)
+    segment.pages.take_all()
     other = ArenaSegment.attach(segment.address())
     for each in (segment, other):
         assert numa.preferred(each.mapped_at) == 0

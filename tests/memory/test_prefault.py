@@ -197,8 +197,9 @@ def test_pages_are_huge_in_both_processes_mappings_where_the_kernel_makes_them()
 
 def test_huge_pages_can_be_declined() -> None:
     segment = ArenaSegment.create(4, MIB)
-    segment.prefault(huge=False)
-    _wait_until(lambda: _taken(segment) == 4 * MIB)
+    segment.place_pages(huge=False)
+    segment.pages.take(0, 4 * MIB)
+    assert _taken(segment) == 4 * MIB
     for slot in range(4):
         segment.slot_view(slot)[0] = slot
     assert _huge_bytes(segment) == 0

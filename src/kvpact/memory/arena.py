@@ -20,7 +20,7 @@ from pathlib import Path
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.memory import numa
 from kvpact.memory.limits import available_memory_bytes
-from kvpact.memory.prefault import HUGE_BYTES, START_SECONDS, PageTaker
+from kvpact.memory.prefault import HUGE_BYTES, PageTaker
 from kvpact.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -250,11 +250,8 @@ class ArenaSegment:
             if last is not None:
                 self.pages.use(one.start_of(last + 1))
 
-    def prefault(self, *, huge: bool, node: int | None = None) -> None:
-        """Take memory from the machine from now on, in the background: in huge pages, from this node, if it has them.
-
-        Waits for the first of it, at most for `START_SECONDS`, so that no prompt pays for it.
-        """
+    def place_pages(self, *, huge: bool, node: int | None = None) -> None:
+        """Before any page is taken: they are to be huge ones, and to come from this node, if the kernel has them."""
         if node is not None:
             try:
                 numa.prefer(node, self.mapped_at, len(self.memory))
@@ -263,8 +260,6 @@ class ArenaSegment:
         self.pages.huge = huge
         if not huge:
             self._advise(mmap.MADV_NOHUGEPAGE)
-        self.pages.start()
-        self.pages.wait_for_first(START_SECONDS)
 
     def _advise(self, *advices: int) -> None:
         for advice in advices:

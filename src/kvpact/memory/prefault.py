@@ -197,8 +197,13 @@ class PageTaker:
 
     def take_all(self) -> None:
         """Take everything now. Stops early, with a warning, if the machine runs out of memory."""
-        for start in range(0, self._size, PIECE_BYTES):
-            if not self._take(start, min(PIECE_BYTES, self._size - start)):
+        self.take(0, self._size)
+
+    def take(self, start: int, length: int) -> None:
+        """`take_all` for so many bytes from `start` on, and those that share a huge page with them."""
+        end = min(self._size, -(-(start + length) // HUGE_BYTES) * HUGE_BYTES)
+        for piece in range(start // HUGE_BYTES * HUGE_BYTES, end, PIECE_BYTES):
+            if not self._take(piece, min(PIECE_BYTES, end - piece)):
                 return
 
     def close(self) -> None:

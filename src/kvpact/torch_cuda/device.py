@@ -43,14 +43,14 @@ class OpenedDevice(CudaTransferEngine):
             with ExitStack() as owned:
                 self._driver = CudaDriver(device)
                 owned.callback(self._driver.close)
-                segment.prefault(huge=huge_pages, node=near_node(self._driver.pci_bus_id))
+                segment.place_pages(huge=huge_pages, node=near_node(self._driver.pci_bus_id))
                 bounce = self._pin(segment, owned)
                 copies = DeviceCopies(
                     paged,
                     segment,
                     self._driver,
                     lambda: int(torch.cuda.current_stream(device).cuda_stream),
-                    self._pinned.chunk_slots,
+                    self._pinned.chunk_slots[0],
                     kernel_for(self._driver),
                 )
                 super().__init__(copies, rank, bounce)
@@ -92,6 +92,7 @@ class OpenedDevice(CudaTransferEngine):
         error = self._pinned.error
         self._pinned.close()
         bounce = BounceBuffer(self._driver)
+        segment.pages.start()
         logger.warning(
             "arena: most of %s cannot be pinned (%s). Copies to and from the GPU go by way of a pinned buffer of %s, "
             "at the speed of one core; to have them faster, %s",

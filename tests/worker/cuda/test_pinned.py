@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.arena import ArenaSegment, SlotClass
+from kvpact.memory.prefault import HUGE_BYTES
 from kvpact.testkit.device.hostile_driver import HostileDriver
 from kvpact.worker.cuda import pinned
 from kvpact.worker.cuda.driver import CudaError
@@ -53,7 +54,7 @@ def segment() -> Iterator[ArenaSegment]:
 def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegment) -> None:
     driver, told = Limited(), []
     slots = chunked(3 * SLOT_BYTES + 100, driver, segment)
-    assert (slots.chunk_slots, slots.usable) == (3, 0)
+    assert (slots.chunk_slots, slots.usable) == ([3], 0)
     slots.start(told.append)
     assert slots.wait_for_first(5)
     assert told == [3, 6, 9, 10]
@@ -68,6 +69,38 @@ def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegme
     slots.close()
     assert driver.pinned_bytes == 0
     assert driver.violations == []
+
+
+def test_each_class_of_slots_is_pinned_in_chunks_of_its_own() -> None:
+    classes = (SlotClass(range(4), 8192), SlotClass(range(4, 9), 4096, 4 * 8192))
+    descriptor = os.memfd_create("two classes")
+    os.ftruncate(descriptor, classes[-1].end + HUGE_BYTES)
+    segment = ArenaSegment(descriptor, classes)
+    driver, told = Limited(), []
+    slots = chunked(3 * 8192, driver, segment)
+    slots.start(told.append)
+    assert slots.wait_for_first(5)
+    assert slots.chunk_slots == [3, 5]
+    assert told == [3, 4, 9]
+    start = segment.mapped_at
+    assert driver.registered == [(start, 3 * 8192), (start + 3 * 8192, 8192), (start + 4 * 8192, 5 * 4096)]
+    slots.close()
+    assert driver.pinned_bytes == 0
+    segment.close()
+
+
+def test_pages_are_taken_before_the_driver_pins_them() -> None:
+    """Else the driver stalls other calls while the kernel looks for memory."""
+    segment = ArenaSegment.create(4, HUGE_BYTES)
+    taken: list[int] = []
+    driver = Limited()
+    driver.before_call = lambda call: taken.append(os.fstat(segment.descriptor).st_blocks * 512)
+    slots = chunked(2 * HUGE_BYTES, driver, segment)
+    slots.start(lambda usable: None)
+    assert slots.wait_for_first(5)
+    assert taken == [0, 2 * HUGE_BYTES, 4 * HUGE_BYTES], "before it is attached, and before each chunk"
+    slots.close()
+    segment.close()
 
 
 def test_an_engine_waits_for_the_first_bytes_and_no_longer(

@@ -8,13 +8,14 @@ from typing import TypeAlias
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.prefault import START_SECONDS
 from kvpact.worker.copy.base import TransferEngine
 from kvpact.worker.copy.cpu import CpuTransferEngine
 from kvpact.worker.paged import PagedKV
 
 DeviceOpener: TypeAlias = Callable[[KvpactConfig, PagedKV, ArenaSegment, int], TransferEngine]
 """Opens the engine for one type of device, which needs libraries that the core does not import; and has the segment's
-pages taken, see `ArenaSegment.prefault`."""
+pages placed and taken, see `ArenaSegment.place_pages`."""
 
 
 def transfer_engine_for(
@@ -30,7 +31,9 @@ def transfer_engine_for(
     Raises ConfigError if there is no engine, or it cannot be used.
     """
     if paged.device_type == "cpu":
-        segment.prefault(huge=config.huge_pages != "off")
+        segment.place_pages(huge=config.huge_pages != "off")
+        segment.pages.start()
+        segment.pages.wait_for_first(START_SECONDS)  # else the first prompt pays for them
         (slot_class,) = segment.classes  # a further class has layers of its own, and an engine of its own for them
         return CpuTransferEngine(paged, segment, slot_class, rank)
     opener = openers.get(paged.device_type)

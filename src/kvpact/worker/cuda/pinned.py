@@ -1,8 +1,8 @@
 """A segment's slots as pinned memory: chunk by chunk in the background, low slots first.
 
 Owns the registrations and the number of slots that are usable. Registering takes about 0.1 s per GiB and stalls other
-calls of the driver meanwhile, so that no chunk is large; an engine starts with the first ones. Pages that were not
-taken from the machine before are taken when they are pinned.
+calls of the driver meanwhile, so that no chunk is large, and its pages are taken from the machine before; an engine
+starts with the first ones.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import fcntl
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
-from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.threads import start_background
 from kvpact.units import format_size
 from kvpact.worker.cuda.driver import CudaError, Driver
@@ -36,17 +37,31 @@ core, a block that is not there costs its computation."""
 RAISE_THE_LIMIT: Final = "raise the limit on locked memory (ulimit -l, or memlock in the container's settings)"
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Slots of one class that are pinned together."""
+
+    start: int
+    """Where in the segment it begins, in bytes."""
+    num_bytes: int
+    usable: int
+    """All slots with lower numbers are pinned when this is."""
+
+
 class PinnedSlots:
-    """Pins the slots of a segment, all of one class. `usable` slots, from number 0 on, are pinned now."""
+    """Pins the slots of a segment, class by class: slots with numbers below `usable` are pinned now."""
 
     def __init__(self, driver: Driver, segment: ArenaSegment) -> None:
-        (slot_class,) = segment.classes
         self._driver, self._segment = driver, segment
-        self._start = segment.address_of(slot_class)
-        self._slots, self._slot_bytes = len(slot_class.slots), slot_class.slot_bytes
-        self.chunk_slots = max(1, min(self._slots, CHUNK_BYTES // self._slot_bytes))
-        """Slots that are pinned together: no copy goes over the border between two of these."""
-        self.usable = 0
+        self.chunk_slots = [max(1, min(len(one.slots), CHUNK_BYTES // one.slot_bytes)) for one in segment.classes]
+        """Of each class, slots that are pinned together: no copy goes over the border between two of these."""
+        self._chunks = [
+            chunk
+            for one, count in zip(segment.classes, self.chunk_slots, strict=True)
+            for chunk in _chunks_of(one, count)
+        ]
+        self._done = 0
+        """Chunks that are pinned."""
         self.error: CudaError | None = None
         """Why no more slots become usable, if so."""
         self._changed = threading.Condition()
@@ -54,22 +69,31 @@ class PinnedSlots:
         self._closing = False
         self._thread: threading.Thread | None = None
 
+    @property
+    def usable(self) -> int:
+        """Slots, from number 0 on, that are pinned."""
+        return self._chunks[self._done - 1].usable if self._done else 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of these slots."""
+        return sum(chunk.num_bytes for chunk in self._chunks[: self._done])
+
     def start(self, told: Callable[[int], None]) -> None:
         """Begin. `told(usable)` is called, on a thread of its own, whenever more slots are usable."""
         self._thread = start_background("kvpact-pin", lambda: self._run(told))
 
     def wait_for_first(self, seconds: float = FIRST_SECONDS) -> bool:
         """Wait until as much is pinned as an engine needs to begin, or nothing more will be; at most `seconds`."""
-        wanted = min(self._slots, -(-FIRST_BYTES // self._slot_bytes))
         with self._changed:
-            return self._changed.wait_for(lambda: self.usable >= wanted or self._ended, seconds)
+            return self._changed.wait_for(lambda: self.pinned_bytes >= FIRST_BYTES or self._ended, seconds)
 
     def suffice(self) -> bool:
         """End the start: whether to go on with the slots that are pinned, and will be. Says so if they are not all."""
         with self._changed:
             self._starting = False
             error = self.error
-        if error is not None and self.usable < MIN_SHARE * self._slots:
+        if error is not None and self.pinned_bytes < MIN_SHARE * len(self._segment.memory):
             return False
         if error is not None:
             self._warn(error)
@@ -82,33 +106,31 @@ class PinnedSlots:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for slot in range(0, self.usable, self.chunk_slots):
+        done, self._done = self._done, 0
+        for chunk in self._chunks[:done]:
             with contextlib.suppress(CudaError):  # the device is lost, and its registrations with it
-                self._driver.unregister(self._address(slot))
-        self.usable = 0
+                self._driver.unregister(self._segment.mapped_at + chunk.start)
 
     @property
     def _ended(self) -> bool:
-        return self.error is not None or self._closing or self.usable == self._slots
-
-    def _address(self, slot: int) -> int:
-        return self._start + slot * self._slot_bytes
+        return self.error is not None or self._closing or self._done == len(self._chunks)
 
     def _run(self, told: Callable[[int], None]) -> None:
         try:
             self._driver.attach()
             while not self._ended:
-                count = min(self.chunk_slots, self._slots - self.usable)
+                chunk = self._chunks[self._done]
+                self._segment.pages.take(chunk.start, chunk.num_bytes)
                 with _alone(self._segment):
-                    self._driver.register(self._address(self.usable), count * self._slot_bytes)
+                    self._driver.register(self._segment.mapped_at + chunk.start, chunk.num_bytes)
                 with self._changed:
-                    self.usable += count
+                    self._done += 1
                     self._changed.notify_all()
-                told(self.usable)
+                told(chunk.usable)
         except CudaError as error:
             self._stop(error)
         else:
-            logger.info("arena: %s pinned", format_size(self.usable * self._slot_bytes))
+            logger.info("arena: %s pinned", format_size(self.pinned_bytes))
 
     def _stop(self, error: CudaError) -> None:
         with self._changed:
@@ -119,14 +141,21 @@ class PinnedSlots:
             self._warn(error)
 
     def _warn(self, error: CudaError) -> None:
-        pinned, wanted = self.usable * self._slot_bytes, self._slots * self._slot_bytes
         logger.warning(
             "arena: only %s of %s can be pinned (%s); the rest of `memory` is not used: %s, or set a smaller `memory`",
-            format_size(pinned),
-            format_size(wanted),
+            format_size(self.pinned_bytes),
+            format_size(len(self._segment.memory)),
             error,
             RAISE_THE_LIMIT,
         )
+
+
+def _chunks_of(slot_class: SlotClass, most: int) -> Iterator[Chunk]:
+    """Its slots, `most` at a time."""
+    slots = slot_class.slots
+    for first in slots[::most]:
+        count = min(most, slots.stop - first)
+        yield Chunk(slot_class.start_of(first), count * slot_class.slot_bytes, first + count)
 
 
 @contextlib.contextmanager
