@@ -23,7 +23,7 @@ from kvpact.worker.cuda.entries import Entries
 from kvpact.worker.cuda.pinned import RAISE_THE_LIMIT
 
 PART_BYTES: Final = 8 << 20
-"""Bytes of a part: 0.15 ms of a bus of 55 GB/s, about 1 ms of a core that copies."""
+"""Bytes of a part: 0.15 ms of a bus of 55 GB/s, half a millisecond of a core that copies."""
 
 MIN_PART_BYTES: Final = 1 << 20
 """Of a part where that is too much: all parts together are below the usual limit of a container, 8 MiB."""
