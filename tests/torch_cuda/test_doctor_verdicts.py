@@ -133,6 +133,7 @@ def set_rates(figures: dict[str, Any], *rows: dict[str, Any]) -> None:
         (lambda f: f["order"].update(wrong_out_in_stream_order=2), "unsound", "saves read blocks before"),
         (lambda f: f["order"].update(wrong_in_at_any_time=1), "unsound", "1 times of 20"),
         (lambda f: f.update(start={"error": "ConfigError: 3 of 64 blocks came back"}), "unsound", "cannot be used"),
+        (lambda f: f.update(order={"error": "OutOfMemoryError: none"}), "unsound", "not be tried (order): OutOfMemory"),
         (
             lambda f: f["captures"]["rows"][0].update(good_captures=19, capture_error="error 900"),
             "unsound",
@@ -267,6 +268,19 @@ def test_without_a_gpu_it_is_said_why_in_one_line_and_torch_is_not_imported(
     output = capsys.readouterr()
     assert (output.out, output.err.count("\n")) == ("", 1)
     assert output.err.startswith(f"kvpact: {said}")
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "require_device", lambda device: None)
+    assert command.main(["--json", str(tmp_path / "missing" / "doctor.json")]) == 2
+    assert "doctor.json cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_part_of_the_sections_does_not_say_that_the_copies_may_be_used() -> None:
+    document = {"sections": {"bus": GOOD["bus"]}, "verdicts": [], "sound": True}
+    assert list(lines(document))[-1].endswith("was not tried: that takes the sections order and start")
 
 
 @pytest.mark.parametrize(

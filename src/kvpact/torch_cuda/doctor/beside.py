@@ -27,6 +27,12 @@ from kvpact.worker.transfer import RankTransfers
 IN_FLIGHT = 3
 """Jobs that are under way at any time beside the graph."""
 
+JOB_BYTES = 128 << 20
+"""Of a load or a save beside the graph, at most."""
+
+ROUNDS = 3
+"""At most, for each kind of copies."""
+
 REPLAYS = 5
 """Of the graph, between two looks at the copies."""
 
@@ -58,18 +64,10 @@ class _Rank:
     def usable_slots(self) -> int:
         return min(self.segment.usable_slots, len(self.block_ids))
 
-    def job(self, way: str, blocks: int, *, synchronous: bool = False) -> LoadJob | SaveJob:
+    def load_for_step(self, blocks: int) -> LoadJob:
         """Of the first `blocks` of its blocks, and slots in order."""
         self.jobs += 1
-        slots, block_ids = tuple(range(blocks)), self.block_ids[:blocks]
-        if way == "save":
-            return SaveJob(self.jobs, "doctor", 0, slots, block_ids)
-        return LoadJob(self.jobs, "doctor", 0, slots, block_ids, synchronous=synchronous)
-
-    def begin(self, way: str, blocks: int) -> Sequence[Transfer]:
-        """A load in the background, or a save."""
-        job = self.job(way, blocks)
-        return self.engine.save([job]) if isinstance(job, SaveJob) else self.engine.load([job])
+        return LoadJob(self.jobs, "doctor", 0, tuple(range(blocks)), self.block_ids[:blocks], synchronous=True)
 
 
 @contextlib.contextmanager
@@ -131,7 +129,7 @@ def computing_thread(bench: Bench, amounts: Amounts, shapes: Sequence[Shape]) ->
 
 def _step(bench: Bench, rank: _Rank, transfers: RankTransfers, blocks: int) -> tuple[float, float, float]:
     """(seconds to begin loads, seconds of the other hooks, CPU seconds of both) of one step."""
-    jobs = [job] if blocks and isinstance(job := rank.job("load", blocks, synchronous=True), LoadJob) else []
+    jobs = [rank.load_for_step(blocks)] if blocks else []
     spent, began = time.thread_time(), bench.now()
     transfers.start_loads(jobs)
     begun = bench.now()
@@ -151,7 +149,7 @@ def beside(bench: Bench, amounts: Amounts, shapes: Sequence[Shape]) -> dict[str,
     graph = bench.decode()
     rows: list[dict[str, Any]] = []
     for shape in shapes:
-        blocks = max(2, blocks_in(shape, amounts.load_bytes))
+        blocks = max(2, blocks_in(shape, min(amounts.load_bytes, JOB_BYTES)))
         with _opened(bench, shape, blocks, 2 * blocks * shape.block_bytes) as rank:
             for way in ("load", "save"):
                 row: dict[str, Any] = {"way": way, "layout": shape.layout, "page_bytes": shape.page_bytes}
@@ -165,17 +163,25 @@ class _Copies:
 
     def __init__(self, rank: _Rank, way: str) -> None:
         self._rank, self._way = rank, way
-        self._blocks = rank.usable_slots
+        blocks = rank.usable_slots
+        self._places = (tuple(range(blocks)), rank.block_ids[:blocks])  # once: it is the engine that makes these
+        self._job_bytes = blocks * rank.block_bytes
         self._pending: list[Transfer] = []
         self.num_bytes = 0
         """Of those that have ended."""
 
     def keep(self) -> None:
         pending = [transfer for transfer in self._pending if not transfer.ended]
-        self.num_bytes += (len(self._pending) - len(pending)) * self._blocks * self._rank.block_bytes
+        self.num_bytes += (len(self._pending) - len(pending)) * self._job_bytes
         while len(pending) < IN_FLIGHT:
-            pending += self._rank.begin(self._way, self._blocks)
+            pending += self._begin()
         self._pending = pending
+
+    def _begin(self) -> Sequence[Transfer]:
+        engine, self._rank.jobs = self._rank.engine, self._rank.jobs + 1
+        if self._way == "save":
+            return engine.save([SaveJob(self._rank.jobs, "doctor", 0, *self._places)])
+        return engine.load([LoadJob(self._rank.jobs, "doctor", 0, *self._places, synchronous=False)])
 
     def end(self) -> None:
         for transfer in self._pending:
@@ -186,7 +192,7 @@ def _graph_beside(bench: Bench, amounts: Amounts, rank: _Rank, way: str, graph: 
     alone: list[float] = []
     with_copies: list[float] = []
     rates: list[float] = []
-    for _ in range(amounts.rounds):  # in turns, because clocks of a device change with its heat
+    for _ in range(min(amounts.rounds, ROUNDS)):  # in turns, because clocks of a device change with its heat
         alone.append(_seconds_of(bench, graph, amounts.seconds, lambda: None))
         copies = _Copies(rank, way)
         began = bench.now()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpact.errors import ConfigError, KvpactError
+from kvpact.own_files import replace_own
 from kvpact.torch_cuda.doctor.children import TRIALS, run_trial
 from kvpact.torch_cuda.doctor.examine import SECTIONS, Examination, child_of
 from kvpact.torch_cuda.doctor.report import lines
@@ -77,6 +78,14 @@ def require_device(device: int) -> None:
         raise NoDevice(f"there is no NVIDIA GPU with number {device} here: {what}")
 
 
+def _require_writable(file: Path) -> None:
+    """Begin the file. Raises ConfigError if that cannot be: not after a minute of measurements."""
+    try:
+        replace_own(file, b"{}")
+    except OSError as error:
+        raise ConfigError(f"--json: {file} cannot be written: {error.strerror}") from None
+
+
 def examine(wishes: Wishes, say: Callable[[str], None], tell: Callable[[str], None]) -> bool:
     """Examine a device: the report goes to `say`, what is going on to `tell`. Returns whether it is sound.
 
@@ -87,6 +96,8 @@ def examine(wishes: Wishes, say: Callable[[str], None], tell: Callable[[str], No
     if unknown:
         raise ConfigError(f"there is no section {min(unknown)!r}; there are {', '.join(SECTIONS)}")
     require_device(wishes.device)
+    if wishes.json is not None:
+        _require_writable(wishes.json)
     from kvpact.torch_cuda.doctor.torch_bench import TorchBench
 
     amounts = QUICK if wishes.quick else FULL

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvpact.torch_cuda.doctor.verdicts import goals
+from kvpact.torch_cuda.doctor.verdicts import TRIED, goals
 from kvpact.units import format_size
 
 
@@ -39,7 +39,12 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {one['level']}: {one['text']}"
     if not document["verdicts"]:
         yield "  nothing to set"
-    yield "kvpact's copies may be used here" if document["sound"] else "kvpact's copies must not be used here"
+    if not document["sound"]:
+        yield "kvpact's copies must not be used here"
+    elif all(name in sections for name in TRIED):
+        yield "kvpact's copies may be used here"
+    else:
+        yield f"whether kvpact's copies may be used here was not tried: that takes the sections {' and '.join(TRIED)}"
 
 
 def _machine(found: Mapping[str, Any]) -> Iterator[str]:

@@ -26,6 +26,9 @@ BETTER: Final = 1.3
 LAUNCH_MS: Final = 5.0
 """A launch of a kernel that takes longer while memory is pinned is seen by users."""
 
+TRIED: Final = ("order", "start")
+"""Sections without which nobody knows whether kvpact may serve."""
+
 UNSOUND, ADVICE, NOTE = "unsound", "advice", "note"
 
 
@@ -103,9 +106,10 @@ def _unsound(figures: Figures) -> Iterable[Verdict]:
     ):
         if order.get(name):
             yield Verdict(UNSOUND, f"fences do not hold: {what}, {order[name]} times of {order['turns']}")
-    if "error" in start:
-        yield Verdict(UNSOUND, f"the copies cannot be used: {start['error']}")
-    elif start.get("bit_exact") is False:
+    for name in TRIED:
+        if figures.get(name, {}).get("error"):
+            yield Verdict(UNSOUND, f"the copies cannot be used, or not be tried ({name}): {figures[name]['error']}")
+    if start.get("bit_exact") is False:
         yield Verdict(UNSOUND, "blocks came back with other bytes")
     for row in _rows(figures, "captures"):
         if row["attached_as_kvpact"] and row["good_captures"] < row["captures"]:
@@ -125,7 +129,7 @@ def _unsound(figures: Figures) -> Iterable[Verdict]:
 
 def _errors(figures: Figures) -> Iterable[Verdict]:
     for name, section in figures.items():
-        if section.get("error") and name != "start" and not section.get("rows"):
+        if section.get("error") and name not in TRIED and not section.get("rows"):
             yield Verdict(ADVICE, f"{name} could not be measured: {section['error']}")
 
 
