@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kvpact.cli.app import app
 from kvpact.errors import ConfigError
 from kvpact.torch_cuda.doctor import command
 from kvpact.torch_cuda.doctor.facts import machine_facts, nvidia_release
@@ -34,7 +36,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "kernels_read_host_memory": True,
     },
     "pinning": {"by_chunk": [{"chunk_bytes": 256 * MIB, "seconds_per_gib": 0.1, "worst_launch_ms": 1.0,
-                              "pinned_chunks": 4, "error": None}]},
+                              "pages_taken_before": True, "pinned_chunks": 4, "error": None}]},
     "bus": {"in_gb_per_s": 55.0, "out_gb_per_s": 54.0, "both_at_once_gb_per_s": 90.0, "link_generation_in_use": 5,
             "link_lanes_in_use": 16},
     "bandwidth": {"rows": [
@@ -289,8 +291,53 @@ def test_a_part_of_the_sections_does_not_say_that_the_copies_may_be_used() -> No
         (["--only", "all"], "there is no section 'all'; there are machine, pinning"),
         (["--kv-page-bytes", "8k"], '--kv-page-bytes: write "8KiB"'),
         (["--model", "/nowhere"], "/nowhere cannot be read"),
+        (["--tp", "0"], "--tp 0 and --block-size 16: both must be at least 1"),
     ],
 )
 def test_a_wrong_option_is_named(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+OPTIONS = [
+    "--gpu",
+    "--json",
+    "out.json",
+    "--device",
+    "1",
+    "--quick",
+    "--kv-page-bytes",
+    "8KiB",
+    "--kv-page-bytes",
+    "64KiB",
+    "--model",
+    "m",
+    "--tp",
+    "8",
+    "--block-size",
+    "32",
+    "--only",
+    "bus",
+    "--only",
+    "order",
+]
+MEANT = command.Wishes(1, True, Path("out.json"), ("8KiB", "64KiB"), Path("m"), 8, 32, ("bus", "order"))
+
+
+@pytest.mark.parametrize(("sound", "status"), [(True, 0), (False, 1)])
+def test_both_commands_have_the_same_options_and_exit_status(
+    monkeypatch: pytest.MonkeyPatch, sound: bool, status: int
+) -> None:
+    asked: list[command.Wishes] = []
+
+    def examined(wishes: command.Wishes, say: object, tell: object) -> bool:
+        asked.append(wishes)
+        return sound
+
+    monkeypatch.setattr(command, "examine", examined)
+    monkeypatch.setattr("kvpact.cli.doctor.examine", examined)
+    assert command.main(OPTIONS) == status
+    assert CliRunner().invoke(app, ["doctor", *OPTIONS]).exit_code == status
+    assert command.main([]) == status
+    assert CliRunner().invoke(app, ["doctor", "--gpu"]).exit_code == status
+    assert asked == [MEANT, MEANT, command.Wishes(), command.Wishes()]

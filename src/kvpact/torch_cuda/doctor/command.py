@@ -46,6 +46,8 @@ class Wishes:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """Raises ConfigError for what is no page, and no model."""
+        if self.ranks < 1 or self.block_tokens < 1:
+            raise ConfigError(f"--tp {self.ranks} and --block-size {self.block_tokens}: both must be at least 1")
         if self.model is not None:
             return model_shapes(self.model, self.block_tokens, self.ranks)
         if self.page_bytes:
@@ -73,7 +75,7 @@ def require_device(device: int) -> None:
         code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     except (OSError, AttributeError) as error:
         raise NoDevice(f"no NVIDIA driver here: {error}") from None
-    if code or count.value <= device:
+    if code or not 0 <= device < count.value:
         what = f"the driver answers with error {code}" if code else f"the driver knows {count.value}"
         raise NoDevice(f"there is no NVIDIA GPU with number {device} here: {what}")
 

@@ -66,9 +66,9 @@ def _machine(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _pinning(found: Mapping[str, Any]) -> Iterator[str]:
     for row in found["by_chunk"]:
-        seconds = row["seconds_per_gib"]
+        seconds, pages = row["seconds_per_gib"], "" if row["pages_taken_before"] else " of new pages"
         yield (
-            f"pinning in chunks of {format_size(row['chunk_bytes'])}: "
+            f"pinning in chunks of {format_size(row['chunk_bytes'])}{pages}: "
             f"{'failed' if seconds is None else f'{seconds:.3f} s/GiB'}, worst launch {row['worst_launch_ms']:.2f} ms"
         )
 

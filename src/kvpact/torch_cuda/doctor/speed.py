@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvpact.memory.arena import ArenaSegment
 from kvpact.torch_cuda.doctor.bench import Bench
 from kvpact.torch_cuda.doctor.facts import link
 from kvpact.torch_cuda.doctor.shapes import Shape
@@ -29,13 +30,21 @@ PAUSE_SECONDS = 0.0002
 
 
 def pinning(bench: Bench, amounts: Amounts) -> dict[str, Any]:
-    """Seconds to pin a GiB, by size of a chunk, and the worst launch of a kernel on another thread meanwhile."""
-    rows = [_pinned_by(bench, amounts.pin_bytes, chunk_bytes) for chunk_bytes in amounts.pin_chunks]
+    """Seconds to pin a GiB, by size of a chunk, and the worst launch of a kernel on another thread meanwhile.
+
+    With pages that were taken from the machine before, and with pages that are taken by pinning them.
+    """
+    rows = [
+        _pinned_by(bench, make(amounts.pin_bytes // chunk_bytes, chunk_bytes), taken)
+        for taken, make in ((True, filled_segment), (False, ArenaSegment.create))
+        for chunk_bytes in amounts.pin_chunks
+    ]
     return {"pinned_bytes": amounts.pin_bytes, "by_chunk": rows}
 
 
-def _pinned_by(bench: Bench, num_bytes: int, chunk_bytes: int) -> dict[str, Any]:
-    segment = filled_segment(num_bytes // chunk_bytes, chunk_bytes)
+def _pinned_by(bench: Bench, segment: ArenaSegment, taken: bool) -> dict[str, Any]:
+    """Pin a segment slot by slot. `taken`: whether its pages were taken from the machine before."""
+    chunk_bytes = segment.rank_slot_bytes
     over, pinned, errors = threading.Event(), [0.0], []
 
     def pin() -> None:
@@ -67,6 +76,7 @@ def _pinned_by(bench: Bench, num_bytes: int, chunk_bytes: int) -> dict[str, Any]
     segment.close()
     return {
         "chunk_bytes": chunk_bytes,
+        "pages_taken_before": taken,
         "seconds_per_gib": pinned[-1] / (chunks * chunk_bytes) * (1 << 30) if chunks else None,
         "worst_launch_ms": worst * 1e3,
         "pinned_chunks": chunks,
