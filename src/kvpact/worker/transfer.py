@@ -47,6 +47,8 @@ class RankTransfers:
         """Job id -> job and transfer, until polled."""
         self._synchronous: list[Transfer] = []
         """The loads that the step waits for."""
+        self._ordered: set[int] = set()
+        """Synchronous loads after all of which the computing thread goes on; a device may still be at them."""
         self._logged: set[str] = set()
 
     def _groups_of_layers(self) -> dict[str, int]:
@@ -75,21 +77,31 @@ class RankTransfers:
             self._wait(self._groups_until.get(layer_name, len(self.engine.groups)))
 
     def wait_for_loads(self) -> None:
-        """Return when all synchronous loads have ended or were cancelled; `poll` then returns the outcomes of those
-        ended."""
+        """Return when what is computed next comes after all synchronous loads, or these were cancelled."""
         if self._synchronous:
-            self._wait(len(self.engine.groups))
+            if self._wait(len(self.engine.groups)):
+                self._ordered.update(
+                    job_id for job_id, (_, transfer) in self._open.items() if transfer in self._synchronous
+                )
             self._synchronous = []
 
-    def _wait(self, groups: int) -> None:
-        """Wait for layers of synchronous loads; cancel those loads after the timeout."""
+    def is_ordered(self, job_id: int) -> bool:
+        """Whether all that is computed now comes after this synchronous load, and nothing went wrong with it so far.
+
+        On a device it may not have ended: there, only the loss of the device can still make it fail.
+        """
+        return job_id in self._ordered and self._open[job_id][1].error is None
+
+    def _wait(self, groups: int) -> bool:
+        """Wait for layers of synchronous loads; cancel those loads after the timeout, and return False."""
         for transfer in self._synchronous:
             seconds = None if self._timeout is None else max(0.0, self._leave_at - self._clock())
             if not transfer.wait(groups, seconds):
                 for left in self._synchronous:
                     left.cancel()
                 self._synchronous = []
-                return
+                return False
+        return True
 
     def leave(self, job_ids: Collection[int]) -> None:
         """Cancel asynchronous loads that the engine no longer waits for: they end as failed, at once unless being
@@ -121,6 +133,7 @@ class RankTransfers:
         ended = [(job, transfer) for job, transfer in self._open.values() if transfer.ended]
         for job, transfer in ended:
             del self._open[job.job_id]
+            self._ordered.discard(job.job_id)
             self._log(job, transfer.error)
         return {job.job_id: _outcome(job, transfer) for job, transfer in ended}
 

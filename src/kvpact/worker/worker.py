@@ -171,10 +171,10 @@ class CacheWorker(ExternalCacheWorker):
         self._segment.slot_view(slot)[:] = part
 
     def _require_step_loads(self) -> None:
-        """Raise StepLoadLost if a step's own loads did not all arrive: other requests would read what is not there."""
+        """Raise StepLoadLost if a step's own loads do not all arrive: other requests would read what is not there."""
         for load in self._step_loads:
             outcome = self.jobs.outcome(load.job_id)
-            if outcome is None or outcome.failed.ranges:
+            if outcome.failed.ranges if outcome is not None else not self._is_ordered(load):
                 raise StepLoadLost(
                     f"rank {self.place.rank}: blocks from {load.start_block} on of request {load.request_id} were "
                     "verified in memory and could not be copied into the engine's; the step has not computed them"
@@ -281,7 +281,7 @@ class CacheWorker(ExternalCacheWorker):
             self.transfers.wait_for_loads()
 
     def start_saves(self, work: StepWork) -> None:
-        """See `ExternalCacheWorker`. All synchronous loads of the step have arrived when this returns."""
+        """See `ExternalCacheWorker`. What is computed next comes after all synchronous loads of the step."""
         if self.transfers is None:
             return
         self.wait_for_loads()
@@ -316,8 +316,12 @@ class CacheWorker(ExternalCacheWorker):
             self._segment.pages.step_ended()
         self._take_in_ended()
         for job in self._synchronous:
-            self.jobs.leave_synchronous(job)
+            if not self._is_ordered(job):
+                self.jobs.leave_synchronous(job)
         return self.jobs.ended_loads()
+
+    def _is_ordered(self, load: LoadJob) -> bool:
+        return self.transfers is not None and self.transfers.is_ordered(load.job_id)
 
     def give_up_step(self) -> EndedLoads:
         """`poll` failed: the step's synchronous loads have failed, too."""

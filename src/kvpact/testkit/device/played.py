@@ -5,6 +5,7 @@ Owns the connection between the two: what a rank registers becomes the device's 
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvpact.config import KvpactConfig
 from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.worker.cuda.copies import DeviceCopies
+from kvpact.worker.cuda.driver import CudaError
 from kvpact.worker.cuda.engine import CudaTransferEngine
 from kvpact.worker.paged import PagedKV
 
@@ -72,7 +74,8 @@ class _PlayedEngine(CudaTransferEngine):
         """See `TransferEngine`."""
         ended = super().close(seconds)
         if ended and self._pinned_at:
-            self._driver.unregister(self._pinned_at)
+            with contextlib.suppress(CudaError):  # the device is lost, and its registrations with it
+                self._driver.unregister(self._pinned_at)
             self._pinned_at = 0
         return ended
 
