@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,53 +13,13 @@ from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.worker.cuda.copies import DeviceCopies
 from kvpact.worker.cuda.engine import CudaTransferEngine
 from kvpact.worker.paged import GROUPS, PagedKV
+from model_shapes import LAYOUTS, MODELS, entries_per_block
 
 torch = pytest.importorskip("torch")
 
 BLOCKS = 6
 LOADED = (4, 1, 2)
 """Block ids of a load; 1 and 2 are neighbours, and so are their slots."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """One rank's KV cache of a model, at 2 bytes a number."""
-
-    layers: int
-    heads: int
-    """Of keys and values; 0 for a latent, which every rank has whole."""
-    numbers: int
-    """A token's in one head, keys and values together."""
-    block_tokens: int = 16
-
-    def tensors(self, layout: str, ranks: int) -> dict[str, Any]:
-        """A tensor [blocks, heads, tokens, numbers] for each layer, whose memory runs in the order of `layout`."""
-        heads = max(1, self.heads // ranks)
-        sizes = {"L": self.layers, "B": BLOCKS, "H": heads, "N": self.block_tokens, "C": self.numbers}
-        memory = torch.empty([sizes[axis] for axis in layout], dtype=torch.bfloat16)
-        whole = memory.permute([layout.index(axis) for axis in "LBHNC"])
-        return {f"layer.{number}": whole[number] for number in range(self.layers)}
-
-
-MODELS = {
-    "Llama-3-8B": Model(32, 8, 256),
-    "Qwen3-8B": Model(36, 8, 256),
-    "GPT-OSS-20B, hybrid manager off": Model(24, 8, 128),
-    "DeepSeek-V3": Model(61, 0, 576, block_tokens=64),
-}
-
-LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-
-
-def entries_per_block(model: Model, layout: str, ranks: int, groups: int) -> int:
-    """What a block's copy must cost: a run for all adjacent layers of a group, or for each layer, or each head."""
-    heads = max(1, model.heads // ranks)
-    if layout.startswith("BL"):
-        return groups
-    apart = layout in ("LHBNC", "BHLNC") and heads > 1
-    if layout == "BHLNC" and heads == 1:
-        return groups
-    return model.layers * (heads if apart else 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -72,7 +31,7 @@ def test_what_is_loaded_is_what_was_saved_in_as_few_entries_as_the_layout_allows
     name: str, layout: str, ranks: int
 ) -> None:
     model = MODELS[name]
-    tensors = model.tensors(layout, ranks)
+    tensors = model.tensors(layout, ranks, BLOCKS)
     first = tensors["layer.0"]
     numbers = (torch.arange(first.numel()).reshape(first.shape) % 251).to(torch.bfloat16)
     for number, tensor in enumerate(tensors.values()):

@@ -11,13 +11,14 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvpact.testkit.device.played import PlayedDevice
 from kvpact.testkit.results import NotObservable
 
 
@@ -41,6 +42,8 @@ HEADS = 2
 """KV heads of the simulated model; divided over the ranks."""
 HEAD_SIZE = 16
 """Elements of a head's key, two bytes each; keys and values are side by side."""
+ATTENTION_HEADS = 4
+"""Heads of the simulated model that ask; as many as there are ranks, if those are more."""
 MAX_MODEL_LEN = 8192
 """Tokens of the longest request."""
 MODEL = {
@@ -48,7 +51,7 @@ MODEL = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_attention_heads": 4,
+    "num_attention_heads": ATTENTION_HEADS,
     "num_key_value_heads": HEADS,
     "num_hidden_layers": 2,
     "vocab_size": 32_000,
@@ -67,6 +70,16 @@ class EngineSettings:
     block_size: int = 16
     """Tokens in a block."""
     layers: int = 2
+    heads: int = HEADS
+    """KV heads of the model; a rank has its share of them, or one."""
+    head_size: int = HEAD_SIZE
+    """Elements of a head's key; with `latent`, of a token in all."""
+    latent: bool = False
+    """Keys and values are one latent vector, which every rank has whole."""
+    kv_layout: str = ""
+    """How the layers lie in memory: see `PageShape.layout`."""
+    device: Callable[[int], PlayedDevice] | None = None
+    """Rank -> the device on which its KV memory is, and that the connector opens; None: in the process."""
     ranks: int = 1
     """Tensor-parallel ranks of each stage, all in this process."""
     stages: int = 1
@@ -92,6 +105,11 @@ class EngineSettings:
     """vLLM's setting for loading the model's weights, of which there are none."""
 
     @property
+    def rank_heads(self) -> int:
+        """KV heads on each rank."""
+        return 1 if self.latent else max(1, self.heads // self.ranks)
+
+    @property
     def workers(self) -> int:
         """All ranks of all stages; they are numbered stage by stage."""
         return self.ranks * self.stages
@@ -104,22 +122,29 @@ def release() -> str:
     return str(vllm.__version__).partition("+")[0]
 
 
-@cache
-def _model_directory() -> str:
+def _model_directory(attention_heads: int) -> str:
     directory = tempfile.TemporaryDirectory(prefix="kvpact-testkit-")
     atexit.register(directory.cleanup)
-    Path(directory.name, "config.json").write_text(json.dumps(MODEL))
+    Path(directory.name, "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": attention_heads}))
     return directory.name
 
 
 @cache
-def _model_config() -> Any:
+def _model_config(attention_heads: int) -> Any:
     """One `ModelConfig` for all engines of the process: making it takes seconds."""
     from vllm.config import ModelConfig
 
     return ModelConfig(
-        model=_model_directory(), skip_tokenizer_init=True, dtype="float16", max_model_len=MAX_MODEL_LEN, seed=0
+        model=_model_directory(attention_heads),
+        skip_tokenizer_init=True,
+        dtype="float16",
+        max_model_len=MAX_MODEL_LEN,
+        seed=0,
     )
+
+
+def _model_of(settings: EngineSettings) -> Any:
+    return _model_config(max(ATTENTION_HEADS, settings.ranks))
 
 
 def layer_names(settings: EngineSettings) -> list[str]:
@@ -142,7 +167,7 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], mode
     """
     from vllm import config
 
-    model = model or _model_config()
+    model = model or _model_of(settings)
     vllm_config = config.VllmConfig(
         model_config=model,
         load_config=config.LoadConfig(load_format=settings.load_format),
@@ -184,7 +209,7 @@ def _draft_config(settings: EngineSettings) -> Any:
         num_speculative_tokens=settings.draft_tokens,
         prompt_lookup_max=2,
         prompt_lookup_min=1,
-        target_model_config=_model_config(),
+        target_model_config=_model_of(settings),
         target_parallel_config=ParallelConfig(),
     )
 
@@ -192,12 +217,12 @@ def _draft_config(settings: EngineSettings) -> Any:
 def make_kv_cache_config(settings: EngineSettings, worker: int | None = None) -> Any:
     """One group of full-attention layers: all of them, or those of one worker."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
-    spec = FullAttentionSpec(
+    spec = (MLAAttentionSpec if settings.latent else FullAttentionSpec)(
         block_size=settings.block_size,
-        num_kv_heads=HEADS // settings.ranks,
-        head_size=HEAD_SIZE,
+        num_kv_heads=settings.rank_heads,
+        head_size=settings.head_size,
         dtype=torch.float16,
     )
     names = layer_names(settings) if worker is None else layers_of_worker(settings, worker)

@@ -95,7 +95,7 @@ class Harness:
 
         `settings` are those of `EngineSettings`; `transfer` replaces the connector's own `KVTransferConfig`.
         """
-        wanted = EngineSettings(block_size=BLOCK, **settings)
+        wanted = EngineSettings(**{"block_size": BLOCK, **settings})
         shown = ", ".join(f"{name}={value}" for name, value in settings.items())
         self.journal.note(f"start an engine{' with ' + shown if shown else ''}")
         engine = self._start(wanted, transfer or self.subject.transfer(self.folder))

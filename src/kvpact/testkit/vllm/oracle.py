@@ -69,6 +69,11 @@ class PageShape:
     heads: int
     block_size: int
     row_bytes: int
+    layout: str = ""
+    """The order of layers (L), blocks, heads, tokens (N) and bytes (C) in one memory, such as "BLHNC"; "" means that
+    each layer has a memory of its own, in the order of its axes."""
+    latent: bool = False
+    """Whether there are no heads: a tensor is `[blocks, block_size, elements]`, and equal on all ranks."""
 
 
 class OracleMemory:
@@ -83,11 +88,10 @@ class OracleMemory:
         self._bytes: dict[str, NDArray[np.uint8]] = {}
         self._patterns: dict[str, NDArray[np.uint64]] = {}
         lanes = np.arange(shape.heads * shape.row_bytes // 8, dtype=np.uint64).reshape(shape.heads, -1)
-        for index, layer in enumerate(layers):
-            raw = np.zeros((shape.num_blocks, shape.heads, shape.block_size, shape.row_bytes), dtype=np.uint8)
+        for index, (layer, raw) in enumerate(zip(layers, _memory(len(layers), shape), strict=True)):
             self._bytes[layer] = raw
-            self.tensors[layer] = torch.from_numpy(raw).view(torch.float16)
-            self._patterns[layer] = mix(lanes + np.uint64((index * 64 + rank) << 32))
+            self.tensors[layer] = torch.from_numpy(raw[:, 0] if shape.latent else raw).view(torch.float16)
+            self._patterns[layer] = mix(lanes + np.uint64((index * 64 + (0 if shape.latent else rank)) << 32))
 
     def write(self, block_ids: Sequence[int], start: int, digests: Digests, layer: str) -> None:
         """Write a forward pass's content of `layer` for the tokens from `start` on of a request with these blocks."""
@@ -121,3 +125,12 @@ class OracleMemory:
         """The bytes of these tokens' slots, `[tokens, heads, row_bytes]`."""
         rows = mix(digests[:, None, None] ^ self._patterns[layer])
         return rows.view(np.uint8).reshape(len(digests), self.shape.heads, self.shape.row_bytes)
+
+
+def _memory(layers: int, shape: PageShape) -> list[NDArray[np.uint8]]:
+    """Each layer's bytes, `[blocks, heads, block_size, row_bytes]`, all zeros."""
+    sizes = {"B": shape.num_blocks, "H": shape.heads, "N": shape.block_size, "C": shape.row_bytes}
+    if not shape.layout:
+        return [np.zeros(tuple(sizes.values()), np.uint8) for _ in range(layers)]
+    memory = np.zeros([{**sizes, "L": layers}[axis] for axis in shape.layout], np.uint8)
+    return list(memory.transpose([shape.layout.index(axis) for axis in "LBHNC"]))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from kvpact.testkit.device.played import OnDevice
 from kvpact.testkit.vllm.compat import (
-    HEAD_SIZE,
-    HEADS,
     EngineSettings,
     acting_as,
     layers_of_worker,
@@ -60,8 +60,17 @@ class Rank:
         self.settings = settings
         self.rank = rank
         self.layers = layers_of_worker(settings, rank)
-        shape = PageShape(settings.num_blocks, HEADS // settings.ranks, settings.block_size, 4 * HEAD_SIZE)
+        row_bytes = 2 * settings.head_size * (1 if settings.latent else 2)
+        shape = PageShape(
+            settings.num_blocks,
+            settings.rank_heads,
+            settings.block_size,
+            row_bytes,
+            settings.kv_layout,
+            settings.latent,
+        )
         self.memory = OracleMemory(self.layers, shape, rank)
+        self.device = settings.device(rank) if settings.device is not None else None
         self.requests: dict[str, RankRequest] = {}
         self.known: dict[str, TokenChain] = {}
         """Every request so far, so that foreign content can be described."""
@@ -77,7 +86,9 @@ class Rank:
         # All ranks share one configuration here; the handshake comes after the last rank is made.
         vllm_config.compilation_config.static_forward_context.update(self._layers())
         with self.acting():
-            self.connector.register_kv_caches(dict(self.memory.tensors))
+            tensors = self.memory.tensors
+            on_device = {name: OnDevice(tensor) if self.device else tensor for name, tensor in tensors.items()}
+            self.connector.register_kv_caches(on_device)
 
     def acting(self) -> Any:
         """Within, this process acts as this rank."""
@@ -104,6 +115,8 @@ class Rank:
             with set_forward_context(metadata, self._vllm_config, slot_mapping={}), around as connector_output:
                 for layer in self.layers:
                     (self._attend if self.mute else self._attention)(scheduled, layer)
+            if self.device is not None:
+                self.device.synchronize()  # for the sampled tokens; the connector's hooks are over
             sampled = [self._sample(request_id, count) for request_id, count in scheduled.items()]
         places = {request_id: index for index, request_id in enumerate(scheduled)}
         return ModelRunnerOutput(
@@ -138,6 +151,13 @@ class Rank:
                 request.block_ids.extend(new_blocks[0])
 
     def _attend(self, scheduled: dict[str, int], layer_name: str) -> None:
+        """A layer's attention: at once, or when the device's computing stream gets there."""
+        if self.device is None:
+            self._compute(scheduled, layer_name)
+        else:
+            self.device.driver.launch(partial(self._compute, scheduled, layer_name))
+
+    def _compute(self, scheduled: dict[str, int], layer_name: str) -> None:
         """Read the keys and values of all computed tokens, write those of the tokens that are scheduled."""
         size = self.settings.block_size
         for request_id, count in scheduled.items():

@@ -1,0 +1,49 @@
+"""The KV memory of real models, and how many entries a block's copy must cost in each of vLLM's layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Model:
+    """One rank's KV cache of a model, at 2 bytes a number."""
+
+    layers: int
+    heads: int
+    """Of keys and values; 0 for a latent, which every rank has whole."""
+    numbers: int
+    """A token's in one head, keys and values together."""
+    block_tokens: int = 16
+
+    def tensors(self, layout: str, ranks: int, blocks: int) -> dict[str, Any]:
+        """A tensor [blocks, heads, tokens, numbers] for each layer, whose memory runs in the order of `layout`."""
+        heads = max(1, self.heads // ranks)
+        sizes = {"L": self.layers, "B": blocks, "H": heads, "N": self.block_tokens, "C": self.numbers}
+        memory = torch.empty([sizes[axis] for axis in layout], dtype=torch.bfloat16)
+        whole = memory.permute([layout.index(axis) for axis in "LBHNC"])
+        return {f"layer.{number}": whole[number] for number in range(self.layers)}
+
+
+MODELS = {
+    "Llama-3-8B": Model(32, 8, 256),
+    "Qwen3-8B": Model(36, 8, 256),
+    "GPT-OSS-20B, hybrid manager off": Model(24, 8, 128),
+    "DeepSeek-V3": Model(61, 0, 576, block_tokens=64),
+}
+
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+def entries_per_block(model: Model, layout: str, ranks: int, groups: int) -> int:
+    """What a block's copy must cost: a run for all adjacent layers of a group, or for each layer, or each head."""
+    heads = max(1, model.heads // ranks)
+    if layout.startswith("BL"):
+        return groups
+    apart = layout in ("LHBNC", "BHLNC") and heads > 1
+    if layout == "BHLNC" and heads == 1:
+        return groups
+    return model.layers * (heads if apart else 1)
