@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
 
 from kvpact.config import KvpactConfig
-from kvpact.contract import StoreRead
+from kvpact.contract import LoadJob, StoreRead
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.ranges import BlockRange
@@ -64,6 +64,15 @@ class _Walk:
     tier: int = 0
     op_id: int = 0
     buffers: list[list[memoryview]] = field(default_factory=list)
+
+
+def room_in_step(budget: int, store: SharedTierConfig, loads: Sequence[LoadJob]) -> int:
+    """Blocks that a step may load besides the `loads` that it waits for already; the same on all ranks.
+
+    `budget` is in bytes on each rank, and counts for that with the largest part of a block.
+    """
+    ordered = sum(len(job.slots) for job in loads if job.synchronous)
+    return max(0, budget // max(store.rank_slot_bytes) - ordered)
 
 
 class StepReader:

@@ -27,12 +27,12 @@ from kvpact.errors import StepLoadLost
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment, slots_for
-from kvpact.wire import AdapterUsed, SharedTierConfig, StepMessage, WorkerHandshake
+from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
 from kvpact.worker.jobs import EndedLoads, RankJobs
 from kvpact.worker.kv_memory import KVMemory
 from kvpact.worker.paged import PagedKV
-from kvpact.worker.step_reader import StepReader, Wanted
+from kvpact.worker.step_reader import StepReader, Wanted, room_in_step
 from kvpact.worker.transfer import RankTransfers
 
 
@@ -127,7 +127,7 @@ class CacheWorker(ExternalCacheWorker):
             or self.jobs.left
         ):
             return {}
-        room = self._room_for_hits(message.work, store)
+        room = room_in_step(self._config.sync_load_budget, store, message.work.loads)
         saves = {job.job_id: job for job in message.work.saves}
         asked = [(lookup, saves[lookup.job_id]) for lookup in message.work.lookups]
         wanted = [
@@ -148,11 +148,6 @@ class CacheWorker(ExternalCacheWorker):
                 hits[lookup.request_id] = load.blocks.end * store.block_size - lookup.computed_tokens
         self._block_size = store.block_size
         return hits
-
-    def _room_for_hits(self, work: StepWork, store: SharedTierConfig) -> int:
-        """Blocks that the step may load besides the loads that it waits for already; the same on all ranks."""
-        ordered = sum(len(job.slots) for job in work.loads if job.synchronous)
-        return max(0, self._config.sync_load_budget // max(store.rank_slot_bytes) - ordered)
 
     def apply_hits(self, hits: Mapping[str, int]) -> None:
         """What of it the step does not compute: to be loaded before the forward pass."""
