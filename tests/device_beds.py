@@ -16,6 +16,7 @@ from kvpact.config import load_config
 from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Page, Play
+from kvpact.worker import round_trip
 from kvpact.worker.copy.cpu import CpuTransferEngine
 from kvpact.worker.cuda import bounce, copies, engine, lane, pinned
 from kvpact.worker.cuda.driver import AccessOrder
@@ -83,6 +84,8 @@ class Bed:
         If `bounced`, no slot is pinned.
         """
         self._limits = pytest.MonkeyPatch()
+        # A played device takes its time, and a machine that runs tests does too.
+        self._limits.setattr(round_trip, "LIMIT_SECONDS", 5.0)
         self.tensors = LAYOUTS[layout]()
         self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
         self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)

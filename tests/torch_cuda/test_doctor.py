@@ -21,6 +21,7 @@ from kvpact.torch_cuda.doctor.examine import SECTIONS, Examination
 from kvpact.torch_cuda.doctor.report import lines
 from kvpact.torch_cuda.doctor.shapes import Shape
 from kvpact.torch_cuda.doctor.workspace import Amounts
+from kvpact.worker import round_trip
 from kvpact.worker.cuda.driver import CudaError
 
 TINY = Amounts(
@@ -47,6 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         ("COPY_BYTES", 4096),
     ):
         monkeypatch.setattr(hazards, name, value)
+    monkeypatch.setattr(round_trip, "LIMIT_SECONDS", 5.0)
 
 
 def examination(bench: PlayedBench, file: Path | None = None, told: list[str] | None = None) -> Examination:

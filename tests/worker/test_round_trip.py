@@ -13,7 +13,7 @@ from device_beds import LAYERS, LAYOUTS, SLOTS, Bed
 from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.worker import round_trip
-from kvpact.worker.round_trip import require_round_trip
+from kvpact.worker.round_trip import LIMIT_SECONDS, require_round_trip
 
 pytest.importorskip("torch")
 
@@ -82,6 +82,7 @@ class SlowAtFirst:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that the trial sees; it passes in copies only."""
     now = [0.0]
+    monkeypatch.setattr(round_trip, "LIMIT_SECONDS", LIMIT_SECONDS)
     monkeypatch.setattr(round_trip, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     return now
 
