@@ -17,7 +17,8 @@ from kvpact.worker.copy.base import Transfer
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BEDS)
 def test_what_is_loaded_was_saved_whatever_is_copied_when(name: str, layout: str) -> None:
-    for seed in (20, 23):
+    """The hostile device has more seeds in `cuda/test_engine.py`."""
+    for seed in range(12) if name == "cuda" else (23,):
         bed = bed_named(name, layout, seed)
         assert bed.play(seed, steps=25) == []
         bed.close()
