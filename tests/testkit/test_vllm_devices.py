@@ -19,7 +19,7 @@ from model_shapes import LAYOUTS, MODELS, Model, entries_per_block
 
 PACT = "kvpact.vllm:PactConnector"
 SYNCHRONOUS = {"memory": "128MiB", "model_id": "testkit", "gpu": "unproven"}
-ASYNCHRONOUS = {**SYNCHRONOUS, "sync_load_limit": 0}
+ASYNCHRONOUS = {**SYNCHRONOUS, "sync_load_budget": 0}
 
 
 class Devices:

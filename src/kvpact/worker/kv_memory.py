@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from kvpact.contract import JobOutcome
 from kvpact.errors import ConfigError, KvpactError
+from kvpact.worker.jobs import RankJobs
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.transfer import RankTransfers
 
@@ -26,12 +26,12 @@ class KVMemory:
         kv_caches: Mapping[str, Any],
         paged: PagedKV,
         transfers: RankTransfers,
-        ended: Callable[[int, JobOutcome], None],
+        jobs: RankJobs,
     ) -> None:
-        """`paged` is what `PagedKV` sees in `kv_caches`; `ended` is called with each job that ended."""
+        """`paged` is what `PagedKV` sees in `kv_caches`; `jobs` is told of each job that ended."""
         self._kv_caches = dict(kv_caches)
         self._paged = paged
-        self._ended = ended
+        self._jobs = jobs
         self.transfers = transfers
         self.is_there = True
         """Whether copies may be ordered."""
@@ -39,7 +39,7 @@ class KVMemory:
     def poll(self) -> None:
         """Take in what has ended."""
         for job_id, outcome in self.transfers.poll().items():
-            self._ended(job_id, outcome)
+            self._jobs.end(job_id, outcome)
 
     def suspend(self, seconds: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         """The memory goes away. When this returns, nothing is being copied, and nothing will be. Idempotent.

@@ -95,7 +95,7 @@ class CacheWorker(ExternalCacheWorker):
             layerwise=self._config.layerwise,
             timeout=self._config.load_deadline,
         )
-        self.memory = KVMemory(kv_caches, paged, transfers, self.jobs.end)
+        self.memory = KVMemory(kv_caches, paged, transfers, self.jobs)
 
     @property
     def transfers(self) -> RankTransfers | None:
