@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvpact.config import load_config
+from kvpact.contract import LoadJob
 from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Page, Play
@@ -199,6 +200,7 @@ class Bed:
         self.streams = {}
         play = Play(self, seed + 1)
         play.begin(10)
+        self.engine.load([LoadJob(1 << 20, "last", 0, tuple(range(SLOTS)), tuple(range(SLOTS)), synchronous=True)])
         if not self.engine.close(5):
             return ["the copies do not end"]
         return [*self.driver.violations, *(["copies are under way after the end"] if self.driver.busy_streams else [])]
