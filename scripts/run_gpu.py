@@ -58,9 +58,6 @@ except ImportError as error:
 print(json.dumps(found))
 """
 
-COMMAND = "import sys; from kvpact.cli.app import main; sys.exit(main())"
-"""`kvpact`, where it is not installed."""
-
 Results = dict[str, Any]
 
 
@@ -152,7 +149,7 @@ def demo(machine: Results, directory: Path) -> Results:
     for ranks in (1, 2)[: len(machine["gpus"])]:
         report = directory / f"demo-{ranks}.json"
         given = ("--tp", str(ranks), "--json", str(report), "--work", str(directory / f"demo-{ranks}"))
-        status = run("-c", COMMAND, "demo", *given)
+        status = run("-m", "kvpact", "demo", *given)
         runs[str(ranks)] = {"good": status == 0, "exit_status": status, "report": read(report)}
     return {"good": all(one["good"] for one in runs.values()), "ranks": runs}
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "run_gpu.py"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "run_gpu.py"
 
 TORCH = """
 from types import SimpleNamespace
@@ -68,6 +69,7 @@ class Checkout:
         self.put("pytest", "NAMES = ['test_a[cuda-halves]', 'test_c[cuda]']" + PYTEST)
         self.put("kvpact.torch_cuda.doctor", "STATUS = 0" + DOCTOR)
         self.put("kvpact.cli.app", DEMO)
+        shutil.copy(ROOT / "src" / "kvpact" / "__main__.py", self.source / "kvpact")
         self.put("vllm", "")
 
     def put(self, module: str, text: str) -> None:
@@ -124,7 +126,7 @@ def test_all_parts_are_in_one_file_and_one_table(checkout: Checkout) -> None:
         ("pytest", "raise SystemExit(3)", "suite"),
         ("kvpact.torch_cuda.doctor", "STATUS = 1" + DOCTOR, "doctor"),
         ("kvpact.torch_cuda.doctor", "import os; os._exit(1)", "doctor"),
-        ("kvpact.cli.app", "def main(): return 1", "demo"),
+        ("kvpact.cli.app", "def main(): raise SystemExit(1)", "demo"),
     ],
 )
 def test_a_part_that_is_not_good_makes_all_of_it_not_good(

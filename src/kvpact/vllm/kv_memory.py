@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 class KVMemoryHooks:
     """The hooks. None of them is guarded: without what they do, an engine must not go on."""
 
-    _kv_caches: Mapping[str, Any]
-    """Layer -> KV memory, as registered last."""
     _pages: Mapping[str, str]
     """Layer -> where a block's bytes lie in it."""
     _is_refused = False
@@ -39,11 +37,11 @@ class KVMemoryHooks:
         """The KV memory is there, or has moved. Raises ConfigError if the configuration does not fit the machine."""
         if self.cache_worker.memory is None:
             self.cache_worker.register_kv_caches(kv_caches)
-            self._kv_caches, self._pages = kv_caches, self._pages_of(kv_caches)
+            self._pages = self._pages_of(kv_caches)
         else:
             self.unregister_kv_caches()
-            self._kv_caches, self._is_refused = kv_caches, False
-            self.restore_kv_caches()
+            self._is_refused = False
+            self._bring_back(kv_caches)
 
     def unregister_kv_caches(self) -> None:
         """The KV memory goes away: its copies end first. Idempotent.
@@ -58,15 +56,20 @@ class KVMemoryHooks:
         In another layout it is not used: one error is logged, and the engine serves without a cache.
         """
         memory = self.cache_worker.memory
-        if memory is None or memory.is_there or self._is_refused:
-            return
+        if memory is not None and not memory.is_there and not self._is_refused:
+            self._bring_back(memory.kv_caches)
+
+    def _bring_back(self, kv_caches: Mapping[str, Any]) -> None:
+        """KV memory that went away is there again, in these tensors."""
+        memory = self.cache_worker.memory
+        assert memory is not None, "it was registered"
         try:
-            pages = self._pages_of(self._kv_caches)
+            pages = self._pages_of(kv_caches)
             for name in sorted(pages.keys() | self._pages.keys()):
                 before, now = self._pages.get(name, "nothing"), pages.get(name, "nothing")
                 if before != now:
                     raise ConfigError(f"the KV memory of {name} came back as {now}, and had been {before}")
-            memory.resume(self._kv_caches)
+            memory.resume(kv_caches)
         except ConfigError as error:
             self._is_refused = True
             logger.error("kvpact: %s. This engine goes on without a cache", error)

@@ -29,7 +29,8 @@ class KVMemory:
         jobs: RankJobs,
     ) -> None:
         """`paged` is what `PagedKV` sees in `kv_caches`; `jobs` is told of each job that ended."""
-        self._kv_caches = dict(kv_caches)
+        self.kv_caches: Mapping[str, Any] = dict(kv_caches)
+        """Layer -> tensor, as used last."""
         self._paged = paged
         self._jobs = jobs
         self.transfers = transfers
@@ -74,7 +75,7 @@ class KVMemory:
         """
         if self.is_there:
             return
-        tensors = dict(kv_caches or self._kv_caches)
+        tensors = dict(kv_caches or self.kv_caches)
         paged = PagedKV.from_tensors(tensors, self._paged.num_blocks)
         if _bytes_of_blocks(paged) != _bytes_of_blocks(self._paged):
             raise ConfigError(
@@ -83,7 +84,7 @@ class KVMemory:
             )
         if paged.layers != self._paged.layers:
             self.transfers.rebind(paged)
-        self._kv_caches, self._paged = tensors, paged
+        self.kv_caches, self._paged = tensors, paged
         self.is_there = True
 
 

@@ -170,9 +170,8 @@ class StepReader:
         arrived = source.client.executor.progress(walk.op_id)
         self._take(walk, source, arrived)
         del self._walks[walk.op_id]
-        source.client.give_up(
-            walk.op_id, late=late and not arrived
-        )  # else it works; the prompt was too long for one step
+        # a tier of which something arrived works: the prompt was too long for one step
+        source.client.give_up(walk.op_id, late=late and not arrived)
 
     def _take(self, walk: _Walk, source: _Source, arrived: int) -> None:
         """Blocks are there, verified: this rank's part of each goes into its slot."""

@@ -45,8 +45,8 @@ class RankTransfers:
         self._leave_at = 0.0
         self._open: dict[int, tuple[Job, Transfer]] = {}
         """Job id -> job and transfer, until polled."""
-        self._synchronous: list[Transfer] = []
-        """The loads that the step waits for."""
+        self._synchronous: dict[int, Transfer] = {}
+        """Job id -> a load that the step waits for."""
         self._ordered: set[int] = set()
         """Synchronous loads after all of which the computing thread goes on; a device may still be at them."""
         self._logged: set[str] = set()
@@ -67,7 +67,9 @@ class RankTransfers:
         self.wait_for_loads()
         self._leave_at = self._clock() + (self._timeout or 0.0)
         transfers = self._opened(jobs, self.engine.load(jobs))
-        self._synchronous = [transfer for job, transfer in zip(jobs, transfers, strict=True) if job.synchronous]
+        self._synchronous = {
+            job.job_id: transfer for job, transfer in zip(jobs, transfers, strict=True) if job.synchronous
+        }
         if not self._layerwise:
             self.wait_for_loads()
 
@@ -80,10 +82,8 @@ class RankTransfers:
         """Return when what is computed next comes after all synchronous loads, or these were cancelled."""
         if self._synchronous:
             if self._wait(len(self.engine.groups)):
-                self._ordered.update(
-                    job_id for job_id, (_, transfer) in self._open.items() if transfer in self._synchronous
-                )
-            self._synchronous = []
+                self._ordered |= self._synchronous.keys() & self._open.keys()
+            self._synchronous = {}
 
     def is_ordered(self, job_id: int) -> bool:
         """Whether all that is computed now comes after this synchronous load, and nothing went wrong with it so far.
@@ -94,12 +94,12 @@ class RankTransfers:
 
     def _wait(self, groups: int) -> bool:
         """Wait for layers of synchronous loads; cancel those loads after the timeout, and return False."""
-        for transfer in self._synchronous:
+        for transfer in self._synchronous.values():
             seconds = None if self._timeout is None else max(0.0, self._leave_at - self._clock())
             if not transfer.wait(groups, seconds):
-                for left in self._synchronous:
+                for left in self._synchronous.values():
                     left.cancel()
-                self._synchronous = []
+                self._synchronous = {}
                 return False
         return True
 

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median_high
 from typing import Any
 
 from kvpact.contract import LoadJob, SaveJob
@@ -17,7 +18,7 @@ from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.limits import available_memory_bytes
 from kvpact.torch_cuda.doctor.bench import Bench
 from kvpact.torch_cuda.doctor.shapes import Shape
-from kvpact.torch_cuda.doctor.workspace import Amounts, blocks_in, median_of, paged_on, scattered
+from kvpact.torch_cuda.doctor.workspace import Amounts, blocks_in, paged_on, scattered
 from kvpact.worker.copy.base import Transfer, TransferEngine
 from kvpact.worker.cuda.engine import MAX_ENTRIES_AT_ONCE
 from kvpact.worker.paged import PagedKV
@@ -119,9 +120,9 @@ def computing_thread(bench: Bench, amounts: Amounts, shapes: Sequence[Shape]) ->
                     "step": name,
                     "blocks": count,
                     "entries_at_most": count * shape.layers,
-                    "begin_us": median_of([begin for begin, _, _ in steps]) * 1e6,
-                    "hooks_us": median_of([hooks for _, hooks, _ in steps]) * 1e6,
-                    "cpu_us": median_of([spent for _, _, spent in steps]) * 1e6,
+                    "begin_us": median_high([begin for begin, _, _ in steps]) * 1e6,
+                    "hooks_us": median_high([hooks for _, hooks, _ in steps]) * 1e6,
+                    "cpu_us": median_high([spent for _, _, spent in steps]) * 1e6,
                 }
             )
     return {"layers": shape.layers, "rows": rows}
@@ -201,11 +202,11 @@ def _graph_beside(bench: Bench, amounts: Amounts, rank: _Rank, way: str, graph: 
         copies.end()
     slower = [late / one - 1 for late, one in zip(with_copies, alone, strict=True)]
     return {
-        "graph_alone_ms": median_of(alone) * 1e3,
-        "graph_beside_copies_ms": median_of(with_copies) * 1e3,
-        "slower": median_of(slower),
+        "graph_alone_ms": median_high(alone) * 1e3,
+        "graph_beside_copies_ms": median_high(with_copies) * 1e3,
+        "slower": median_high(slower),
         "slower_most": max(slower),
-        "copies_gb_per_s": median_of(rates),
+        "copies_gb_per_s": median_high(rates),
     }
 
 
@@ -237,7 +238,7 @@ def _small_copies_beside(bench: Bench, amounts: Amounts, rank: _Rank, way: str) 
                 began = bench.now()
                 bench.copy_small(direction)
                 times.append(bench.now() - began)
-            found[f"small_{direction}_{name}_us"] = median_of(times) * 1e6
+            found[f"small_{direction}_{name}_us"] = median_high(times) * 1e6
             found[f"small_{direction}_{name}_most_us"] = max(times) * 1e6
     copies.end()
     return found

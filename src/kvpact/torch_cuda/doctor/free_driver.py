@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-
-from kvpact.worker.cuda.driver import AccessOrder, Addresses, CopyAttributes, CudaDriver
+from kvpact.worker.cuda.driver import AccessOrder, Addresses, CudaDriver
 
 NOT_SUPPORTED = 801
 """CUDA's error for what a driver does not have."""
@@ -19,10 +17,6 @@ class FreeDriver(CudaDriver):
 
     def copy_long_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         """See `ExaminedDriver`."""
-        attributes, first, failed = CopyAttributes(order=AccessOrder.ANY), ctypes.c_size_t(0), ctypes.c_size_t(0)
         if self._batch is None:
             raise self._error("cuMemcpyBatchAsync", NOT_SUPPORTED)
-        arrays = (array.ctypes.data for array in (targets, sources, sizes))
-        options = (ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed))
-        if code := self._batch(*arrays, len(sizes), *options, stream):
-            raise self._error("cuMemcpyBatchAsync", code)
+        self._copy_in_one_call(self._batch, targets, sources, sizes, AccessOrder.ANY, stream)

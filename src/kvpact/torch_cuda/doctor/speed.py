@@ -11,17 +11,12 @@ from kvpact.memory.arena import ArenaSegment
 from kvpact.torch_cuda.doctor.bench import Bench
 from kvpact.torch_cuda.doctor.facts import link
 from kvpact.torch_cuda.doctor.shapes import Shape
-from kvpact.torch_cuda.doctor.workspace import (
-    CHUNK_BYTES,
-    Amounts,
-    Workspace,
-    long_copy,
-    workspace,
-)
+from kvpact.torch_cuda.doctor.workspace import Amounts, Workspace, long_copy, workspace
 from kvpact.torch_cuda.trial_memory import filled_segment, pinned_segment
 from kvpact.worker.cuda.copies import Kernel
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, CudaError
 from kvpact.worker.cuda.entries import Entries
+from kvpact.worker.cuda.pinned import CHUNK_BYTES
 
 KERNEL_BYTES = 128 << 10
 """Larger entries are not given to the kernel, even to see what it makes of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from kvpact.torch_cuda.calibration import KernelRange
 from kvpact.torch_cuda.device import OpenedDevice, kernel_for, open_cuda
 from kvpact.torch_cuda.doctor.bench import Memory, Timing
 from kvpact.torch_cuda.doctor.free_driver import FreeDriver
-from kvpact.torch_cuda.doctor.workspace import median_of
 from kvpact.worker.cuda.copies import Kernel
 from kvpact.worker.cuda.driver import CAN_USE_HOST_POINTER
 from kvpact.worker.paged import PagedKV
@@ -99,7 +99,7 @@ class TorchBench:
             last.synchronize()
             device.append(first.elapsed_time(last) / 1e3)
         seen = device[1:]
-        return Timing(median_of(seen), (max(seen) - min(seen)) / median_of(seen), median_of(call[1:]))
+        return Timing(median_high(seen), (max(seen) - min(seen)) / median_high(seen), median_high(call[1:]))
 
     def decode(self) -> Callable[[], None]:
         """See `Bench`."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kvpact.units import format_size
+from kvpact.worker.cuda.pinned import CHUNK_BYTES
 
 Figures = Mapping[str, Mapping[str, Any]]
 """Section -> its figures, or {"error": text}."""
@@ -166,7 +167,7 @@ def _pinning(figures: Figures) -> Iterable[Verdict]:
             f"memory cannot be pinned ({failed[0]['error']}): raise the limit on locked memory{said} (ulimit -l "
             "unlimited, or --ulimit memlock=-1 for a container), or give the container more memory",
         )
-    stalls = [row for row in rows if row["worst_launch_ms"] > LAUNCH_MS and row["chunk_bytes"] <= 256 << 20]
+    stalls = [row for row in rows if row["worst_launch_ms"] > LAUNCH_MS and row["chunk_bytes"] <= CHUNK_BYTES]
     if stalls:
         worst = max(stalls, key=lambda row: row["worst_launch_ms"])
         yield Verdict(

@@ -6,7 +6,7 @@ Owns what is pinned, and unpins it. Knows no figures.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,8 @@ from kvpact.torch_cuda.trial_memory import pinned_segment
 from kvpact.worker.cuda.copies import DeviceCopies
 from kvpact.worker.cuda.driver import AccessOrder, Driver
 from kvpact.worker.cuda.entries import Entries
+from kvpact.worker.cuda.pinned import CHUNK_BYTES
 from kvpact.worker.paged import PagedKV
-
-CHUNK_BYTES = 256 << 20
-"""Bytes of a registration, if nothing else is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +129,3 @@ def long_copy(driver: Driver, device: int, host: int, num_bytes: int, way: str, 
     sizes = np.minimum(np.uint64(num_bytes) - starts, np.uint64(CHUNK_BYTES)).astype(np.uint64)
     targets, sources = (starts + np.uint64(start) for start in ((device, host) if way == "in" else (host, device)))
     driver.copy_batch(targets, sources, sizes, AccessOrder.STREAM, stream)
-
-
-def median_of(values: Sequence[float]) -> float:
-    """The middle one."""
-    return sorted(values)[len(values) // 2]

@@ -356,13 +356,19 @@ class CudaDriver:
                 if code := copy(target, source, size, stream):
                     raise self._error("cuMemcpyAsync", code)
             return
+        self._copy_in_one_call(self._batch, targets, sources, sizes, order, stream)
+
+    def _copy_in_one_call(
+        self, batch: Callable[..., int], targets: Addresses, sources: Addresses, sizes: Addresses,
+        order: AccessOrder, stream: int,
+    ) -> None:  # fmt: skip
         attributes, first, failed = CopyAttributes(order=order), ctypes.c_size_t(0), ctypes.c_size_t(0)
-        code = self._batch(
-            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, count,
+        code = batch(
+            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes),
             ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), stream,
         )  # fmt: skip
         if code:
-            raise self._error(f"cuMemcpyBatchAsync, entry {failed.value} of {count},", code)
+            raise self._error(f"cuMemcpyBatchAsync, entry {failed.value} of {len(sizes)},", code)
 
     def close(self) -> None:
         """Give the device's context back. The engine's own use of it is counted apart."""
