@@ -304,8 +304,8 @@ LARGER = {
     "contract.ExternalCache": 22,
     "engine.scheduler": 496,
     "engine.scheduler.Scheduler": 447,
-    "index.block_index": 569,
-    "index.block_index.BlockIndex": 494,
+    "index.block_index": 582,
+    "index.block_index.BlockIndex": 507,
     "tiers.disk.tier.DiskTier": 347,
     "vllm.connector.PactConnector": 36,
 }

@@ -358,3 +358,17 @@ def test_only_usable_slots_are_handed_out_and_new_ones_last() -> None:
     index.use_slots(9)
     index.check()
     assert reserved(index, "uvwt").slots == (1, 3, 4, 5), "one block is evicted for the fourth"
+
+
+def test_withdrawn_slots_are_free_when_their_last_user_has_ended() -> None:
+    index = saved(BlockIndex(6), "abcdef")
+    pin = index.pin(b"abcd")
+    assert sorted(slot for _, slot in index.withdraw_slots(3)) == [3, 4, 5]
+    index.check()
+    assert (index.usable_slots, len(index), index.free_slots) == (3, 3, 0)
+    assert [index.state(slot) for slot in (3, 4, 5)] == [State.DOOMED, State.FREE, State.FREE]
+    index.use_slots(5)
+    assert reserved(index, "x").slots == (4,), "slot 3 is still read"
+    index.unpin(pin)
+    index.check()
+    assert reserved(index, "y").slots == (3,)

@@ -59,7 +59,7 @@ class Model:
         return {needed for block in self.blocks if block.needed_by_itself for needed in block.lineage()}
 
     def free(self) -> int:
-        return self.usable - len(self.blocks)
+        return self.usable - sum(block.slot < self.usable for block in self.blocks)
 
     def evictable(self, parent: bytes) -> set[Block]:
         protected = set(self.known()[parent].lineage()) if parent else set()
@@ -106,6 +106,14 @@ class IndexMachine(RuleBasedStateMachine):
     def use_slots(self, count: int) -> None:
         self.index.use_slots(count)
         self.model.usable = max(self.model.usable, min(count, NUM_SLOTS))
+
+    @rule(count=st.integers(1, NUM_SLOTS))
+    def withdraw_slots(self, count: int) -> None:
+        slots = {key: block.slot for key, block in self.model.known().items()}
+        self.model.usable = min(self.model.usable, count)
+        beyond = sorted(key for key, slot in slots.items() if slot >= self.model.usable)
+        removed = self.index.withdraw_slots(count)
+        assert sorted(removed) == sorted((key, slots[key]) for first in beyond for key in self.model.drop(first))
 
     @rule(path=paths)
     def save(self, path: str) -> None:
@@ -222,7 +230,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.held_count == sum(block.held for block in known.values())
         assert self.index.pinned_count == sum(len(block.pins) for block in self.model.blocks)
         assert self.index.free_slots == self.model.free()
-        assert self.index.waiting_slots == sum(block.dropped for block in self.model.blocks)
+        waiting = [block for block in self.model.blocks if block.dropped and block.slot < self.model.usable]
+        assert self.index.waiting_slots == len(waiting)
         for key, block in known.items():
             assert self.index.slot(key) == block.slot
             assert self.index.key_at(block.slot) == key

@@ -222,8 +222,18 @@ class BlockIndex:
     def use_slots(self, usable_slots: int) -> None:
         """Hand out the first `usable_slots` slots, never fewer than before; those that are new after all others."""
         new = range(self.usable_slots, min(usable_slots, self.num_slots))
-        self._free[:0] = reversed(new)
+        self._free[:0] = [slot for slot in reversed(new) if self._state[slot] == _FREE]
         self.usable_slots += len(new)
+
+    def withdraw_slots(self, usable_slots: int) -> list[tuple[BlockKey, int]]:
+        """Hand out only the first `usable_slots` slots; forget the blocks in the others, and all after them.
+
+        Returns what `drop` returns. A withdrawn slot that a pin or a writer needs is not FREE until the last one ends.
+        """
+        withdrawn = range(usable_slots, self.usable_slots)
+        self.usable_slots -= len(withdrawn)
+        self._free = [slot for slot in self._free if slot < usable_slots]
+        return [lost for slot in withdrawn if self._keys[slot] for lost in self._remove(slot)]
 
     def reservable(self, parent: BlockKey = ROOT) -> int:
         """How many slots a reservation after `parent` would get now, exactly: the free and the evictable ones.
@@ -400,8 +410,7 @@ class BlockIndex:
         while holds[row] == 1:
             holds[row] = 0
             if self._state[row] == _DOOMED:
-                self._state[row] = _FREE
-                self._free.append(row)
+                self._set_free(row)
             else:
                 self._evictable += 1
                 if self._first_child[row] == _NONE:
@@ -449,6 +458,11 @@ class BlockIndex:
         self._policy.inherit(self._parent[row], row)
         return key, row
 
+    def _set_free(self, row: int) -> None:
+        self._state[row] = _FREE
+        if row < self.usable_slots:
+            self._free.append(row)
+
     def _evictable_leaf(self, row: int) -> bool:
         return self._holds[row] == 0 and self._state[row] == _HELD and self._first_child[row] == _NONE
 
@@ -461,8 +475,7 @@ class BlockIndex:
         self._unlink(row)
         self._held -= 1
         self._evictable -= 1
-        self._state[row] = _FREE
-        self._free.append(row)
+        self._set_free(row)
         return forgotten
 
     def _remove(self, top: int) -> list[tuple[BlockKey, int]]:
@@ -483,8 +496,7 @@ class BlockIndex:
                 self._held -= 1
                 if self._holds[row] == 0:
                     self._evictable -= 1
-                    self._state[row] = _FREE
-                    self._free.append(row)
+                    self._set_free(row)
         return removed
 
     def _subtree(self, top: int) -> list[int]:
@@ -531,7 +543,8 @@ class BlockIndex:
         known = {*self._rows.values()} - {self._root}
         free = set(self._free)
         usable = range(self.usable_slots)
-        waiting = {row for row in usable if state[row] in (State.CANCELLED, State.DOOMED)}
+        dropped = {row for row in range(self.num_slots) if state[row] in (State.CANCELLED, State.DOOMED)}
+        waiting = dropped & set(usable)
         require(len(known) == len(self), "two keys share a slot")
         require(len(free) == len(self._free), "a slot is twice in the free list")
         require(len(known) + len(free) + len(waiting) == self.usable_slots, "the slots do not add up")
@@ -544,7 +557,7 @@ class BlockIndex:
         require(set(reached) - {self._root} == known, "the chains do not reach exactly the known blocks")
         holds = [pins + (state[row] in (_RESERVED, _SAVED, _CANCELLED)) for row, pins in enumerate(self._pins)]
         needed = {self._root}
-        for holder in [row for row in known | waiting if holds[row]]:
+        for holder in [row for row in known | dropped if holds[row]]:
             row = holder
             while row not in needed:
                 needed.add(row)
@@ -553,7 +566,7 @@ class BlockIndex:
             holds[self._parent[row]] += 1
         holds[self._root] += 1
         require(min(self._pins) >= 0 and sum(self._pins) == self._pinned, "the number of pins is wrong")
-        for row in known | free | waiting | {self._root}:
+        for row in known | free | dropped | {self._root}:
             require(self._holds[row] == holds[row], f"slot {row} counts {self._holds[row]} holds and has {holds[row]}")
         for row in known:
             parent = self._parent[row]
@@ -562,7 +575,7 @@ class BlockIndex:
             require((state[row] != State.SAVED) or state[parent] != State.HELD, f"slot {row} waits for a held parent")
             if self._evictable_leaf(row):
                 require(self._policy.queued(row), f"slot {row} could be evicted and is not queued")
-        require(all(holds[row] for row in waiting), "a dropped slot that nothing needs is not free")
+        require(all(holds[row] for row in dropped), "a dropped slot that nothing needs is not free")
         require(self._held == sum(state[row] == State.HELD for row in known), "the number of held blocks is wrong")
         require(self._evictable == sum(holds[row] == 0 for row in known), "the number of evictable blocks is wrong")
         require(len(self._policy) <= self.num_slots, "the eviction queue has outgrown the slots")
