@@ -6,6 +6,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvpact.identity.keys import BlockKey, Namespace
@@ -64,6 +65,15 @@ def open_tier(directory: Path, slots: int = 64, namespace: Namespace = NAMESPACE
 
 def slab_path(directory: Path, namespace: Namespace = NAMESPACE) -> Path:
     return directory / "kvpact" / f"{namespace.name}.slab"
+
+
+def files_in(directory: Path) -> int:
+    """Bytes of all files in kvpact's folder: their sizes, or what they take of the disk if that is more."""
+    found = []
+    for path in (directory / "kvpact").glob("*"):
+        with suppress(FileNotFoundError):  # another process removed it
+            found.append(path.stat())
+    return sum(max(status.st_size, 512 * status.st_blocks) for status in found)
 
 
 def store(tier: DiskTier, keys: Sequence[BlockKey]) -> int:

@@ -12,13 +12,15 @@ import threading
 from pathlib import Path
 
 from kvpact.tiers.disk import tier as disk
+from kvpact.tiers.disk import two_threads
 from slab_scenes import SLOT, chain, open_tier, served, store
 
 NAMES = [f"document {number}" for number in range(6)]
 
 
 def churn(directory: Path, slots: int, seed: int) -> None:
-    disk.GROUP_BYTES = 4 * SLOT  # several groups a batch, so that both lanes of a batch die
+    disk.TEND_SECONDS, disk.TEND_SHARE = 0.02, 1.0  # other processes come and go
+    two_threads.GROUP_BYTES = 4 * SLOT  # several groups a batch, so that both lanes of a batch die
     tier = open_tier(directory, slots, timeout=2.0)
     print("ready", flush=True)
 

@@ -152,7 +152,7 @@ class WriteBack:
     def _first_to_write(self, client: TierClient, keys: Sequence[BlockKey], end: int, now: float) -> int:
         """The first block of `keys[:end]` that the tier is not known to hold and that is not being written to it."""
         contents = self.tiers.contents[client]
-        start = 0 if client.shared else client.held(keys[:end], now)
+        start = 0 if client.shared else client.put_start(keys[:end], now)
         while start < end and (
             keys[start] in contents.being_written or (client.shared and contents.believes(keys[start], now))
         ):

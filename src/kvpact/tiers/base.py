@@ -70,11 +70,20 @@ class Tier(ABC):
     """Short, for logs and metrics: "disk"."""
 
     exclusive: bool
-    """Only this engine writes and evicts here, so `lookup` answers from memory in microseconds and is exact."""
+    """What is here is this engine's: `lookup` answers from memory in microseconds, and `clear` harms nobody."""
+
+    @property
+    def others_evict(self) -> bool:
+        """Whether others may evict what `lookup` counts: a read of which nothing arrives is then no failure."""
+        return False
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         """Number of leading `keys` whose blocks are held. No promise: they may be evicted at once."""
+
+    def put_start(self, keys: Sequence[BlockKey]) -> int:
+        """The block from which on `put` should be given `keys`, all of them if that is their number; as `lookup`."""
+        return self.lookup(keys)
 
     @abstractmethod
     def get(

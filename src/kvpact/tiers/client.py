@@ -181,7 +181,8 @@ class TierClient:
 
     def _broke_its_word(self, done: LookupDone | GetDone) -> bool:
         """Whether the tier said that it holds the blocks of a read, and none of them arrived."""
-        return isinstance(done, GetDone) and not done.arrived and not self._reads_find_out
+        may_miss = self._reads_find_out or self.tier.others_evict
+        return isinstance(done, GetDone) and not done.arrived and not may_miss
 
     def _fail(self, breaker: Breaker, now: float) -> None:
         was_open = self.is_open
@@ -202,10 +203,17 @@ class TierClient:
 
     def held(self, keys: Sequence[BlockKey], now: float) -> int:
         """Number of leading `keys` that can be read from an exclusive tier."""
+        return self._ask(self.tier.lookup, keys, now)
+
+    def put_start(self, keys: Sequence[BlockKey], now: float) -> int:
+        """The block of `keys` from which on an exclusive tier should be given them."""
+        return self._ask(self.tier.put_start, keys, now)
+
+    def _ask(self, question: Callable[[Sequence[BlockKey]], int], keys: Sequence[BlockKey], now: float) -> int:
         if not self.may_read(now):
             return 0
         try:
-            held = checked_answer(self.tier.lookup(keys), len(keys))
+            held = checked_answer(question(keys), len(keys))
         except Exception as error:
             self._warn_once("lookup", error)
             self._fail(self._reads, now)

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -91,11 +92,16 @@ class Superblock:
         return min(self.table_slots, max(0, file_bytes - self.payload_at) // self.slot_bytes)
 
     @classmethod
-    def for_capacity(cls, namespace: Namespace, slot_bytes: int, capacity_bytes: int) -> Superblock:
-        """The layout of a new slab of at most `capacity_bytes`, with as many slots as fit. May have room for none."""
+    def for_capacity(
+        cls, namespace: Namespace, slot_bytes: int, capacity_bytes: int, table_slots: int = 1
+    ) -> Superblock:
+        """The layout of a new slab of at most `capacity_bytes`, with as many slots as fit. May have room for none.
+
+        Its table has room for `table_slots` slots or more.
+        """
         slots = max(0, capacity_bytes - PAGE_BYTES) // (slot_bytes + _TABLE_ROOM * HEADER_BYTES)
         while True:
-            layout = cls(slot_bytes, max(1, _TABLE_ROOM * slots), namespace)
+            layout = cls(slot_bytes, max(table_slots, _TABLE_ROOM * slots), namespace)
             if not slots or layout.file_bytes(slots) <= capacity_bytes:
                 return layout
             slots -= 1
@@ -176,25 +182,85 @@ def is_locked(descriptor: int) -> bool:
     return False
 
 
-class Slab:
-    """An open, locked slab. Reads and writes are thread-safe as long as no two threads use one slot.
+class SlabReader:
+    """An open slab, to be read; another process may write it. Thread-safe; every method may raise OSError."""
 
-    Every method that does I/O may raise OSError.
-    """
+    preadv = staticmethod(os.preadv)
+    """Every read of the file goes through this; tests interrupt each one."""
+
+    def __init__(self, path: Path, descriptor: int, superblock: Superblock, flags: int = os.O_RDONLY) -> None:
+        """Take over the `descriptor` of the file at `path`, which was opened with `flags`."""
+        self.path = path
+        self.superblock = superblock
+        self._buffered = descriptor
+        self._direct = _open_direct(descriptor, flags)
+        close_in_children(self)
+
+    @property
+    def direct(self) -> bool:
+        """Whether payloads bypass the page cache."""
+        return self._direct is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._buffered < 0
+
+    def status(self) -> os.stat_result:
+        """Of the open file, which may have lost its name."""
+        return os.fstat(self._buffered)
+
+    def read_headers(self, first: int, count: int) -> bytearray:
+        """The headers of `count` slots from `first` on, in one read; zeros beyond the end of the file."""
+        table = bytearray(count * HEADER_BYTES)
+        self._read(self._buffered, [memoryview(table)], PAGE_BYTES + first * HEADER_BYTES)
+        return table
+
+    def read_header(self, slot: int) -> bytes:
+        """The header of one slot as it is on disk."""
+        return os.pread(self._buffered, HEADER_BYTES, PAGE_BYTES + slot * HEADER_BYTES)
+
+    def read_payloads(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
+        """Fill `buffers[i]` from `slots[i]`; return the number of leading blocks that were there in full."""
+        for first, count in runs(slots):
+            wanted = count * self.superblock.slot_bytes
+            views = list(chain.from_iterable(buffers[first : first + count]))
+            got = self._transfer(self._read, views, self.superblock.file_bytes(slots[first]))
+            if got < wanted:
+                return first + got // self.superblock.slot_bytes
+        return len(slots)
+
+    def close(self) -> None:
+        """Close the file, which releases its lock. No other thread may be reading or writing."""
+        for descriptor in (self._direct, self._buffered):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self._direct, self._buffered = None, -1
+
+    def _transfer(self, call: VectoredCall, views: list[memoryview], offset: int) -> int:
+        """Bypass the page cache if this memory allows it, else use it; the kernel keeps both coherent."""
+        if self._direct is not None:
+            try:
+                return call(self._direct, list(views), offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return call(self._buffered, views, offset)
+
+    def _read(self, descriptor: int, views: list[memoryview], offset: int) -> int:
+        return completely(self.preadv, descriptor, views, offset)
+
+
+class Slab(SlabReader):
+    """An open, locked slab. Reads and writes are thread-safe as long as no two threads use one slot."""
 
     pwritev = staticmethod(os.pwritev)
     """Every write to the file goes through this; tests interrupt each one."""
 
-    preadv = staticmethod(os.preadv)
-
     def __init__(self, path: Path, descriptor: int, superblock: Superblock) -> None:
         """Take over the locked `descriptor` of the file at `path`."""
-        self.path = path
-        self.superblock = superblock
-        self._buffered = descriptor
-        self._direct = _open_direct(descriptor)
-        self.slots = superblock.slots_in(os.fstat(descriptor).st_size)
-        _open_slabs.add(self)
+        super().__init__(path, descriptor, superblock, os.O_RDWR)
+        self.slots = superblock.slots_in(self.status().st_size)
 
     @classmethod
     def create(cls, path: Path, superblock: Superblock, access: Access = PRIVATE) -> Slab:
@@ -219,18 +285,16 @@ class Slab:
             unfinished.unlink(missing_ok=True)
             raise
 
-    @property
-    def direct(self) -> bool:
-        """Whether payloads bypass the page cache."""
-        return self._direct is not None
-
     def claim(self, claim_bytes: int, pid: int) -> None:
-        """Record the owner and how large the slab may grow; slots beyond that are dropped."""
+        """Record the owner and how large the slab may grow."""
         self.superblock = replace(self.superblock, claim_bytes=claim_bytes, pid=pid)
         self._write(self._buffered, [memoryview(_OWNER.pack(claim_bytes, pid))], _OWNER_AT)
-        if os.fstat(self._buffered).st_size > claim_bytes:
-            self.slots = self.superblock.slots_in(claim_bytes)
-            os.ftruncate(self._buffered, self.superblock.file_bytes(self.slots))
+
+    def shrink(self, slots: int) -> None:
+        """Give all slots from `slots` on back to the file system, with the records in them."""
+        self.clear_headers(range(slots, self.slots))
+        os.ftruncate(self._buffered, self.superblock.file_bytes(slots))
+        self.slots = slots
 
     def grow(self, slots: int) -> None:
         """Have the file system allocate `slots` slots. Raises OSError (ENOSPC) and then changes nothing."""
@@ -244,13 +308,7 @@ class Slab:
 
     def read_table(self) -> bytearray:
         """All headers in slot order, in one read, also those of slots beyond the end of the file."""
-        table = bytearray(self.superblock.table_slots * HEADER_BYTES)
-        self._read(self._buffered, [memoryview(table)], PAGE_BYTES)
-        return table
-
-    def read_header(self, slot: int) -> bytes:
-        """The header of one slot as it is on disk."""
-        return os.pread(self._buffered, HEADER_BYTES, PAGE_BYTES + slot * HEADER_BYTES)
+        return self.read_headers(0, self.superblock.table_slots)
 
     def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
         """Write the headers of the records in `slots`, which makes them visible."""
@@ -262,42 +320,11 @@ class Slab:
         """Clear the headers of `slots`, before their payloads may be overwritten."""
         self.write_headers(slots, [bytes(HEADER_BYTES)] * len(slots))
 
-    def read_payloads(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
-        """Fill `buffers[i]` from `slots[i]`; return the number of leading blocks that were there in full."""
-        for first, count in runs(slots):
-            wanted = count * self.superblock.slot_bytes
-            views = list(chain.from_iterable(buffers[first : first + count]))
-            got = self._transfer(self._read, views, self.superblock.file_bytes(slots[first]))
-            if got < wanted:
-                return first + got // self.superblock.slot_bytes
-        return len(slots)
-
     def write_payloads(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> None:
         """Write `buffers[i]` to `slots[i]`, whose headers must be clear."""
         for first, count in runs(slots):
             views = list(chain.from_iterable(buffers[first : first + count]))
             self._transfer(self._write, views, self.superblock.file_bytes(slots[first]))
-
-    def close(self) -> None:
-        """Close the file, which releases its lock. No other thread may be reading or writing."""
-        _open_slabs.discard(self)
-        for descriptor in (self._direct, self._buffered):
-            if descriptor is not None and descriptor >= 0:
-                os.close(descriptor)
-        self._direct, self._buffered = None, -1
-
-    def _transfer(self, call: VectoredCall, views: list[memoryview], offset: int) -> int:
-        """Bypass the page cache if this memory allows it, else use it; the kernel keeps both coherent."""
-        if self._direct is not None:
-            try:
-                return call(self._direct, list(views), offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-        return call(self._buffered, views, offset)
-
-    def _read(self, descriptor: int, views: list[memoryview], offset: int) -> int:
-        return completely(self.preadv, descriptor, views, offset)
 
     def _write(self, descriptor: int, views: list[memoryview], offset: int) -> int:
         return completely(self.pwritev, descriptor, views, offset)
@@ -325,10 +352,10 @@ def runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = index
 
 
-def _open_direct(buffered: int) -> int | None:
+def _open_direct(buffered: int, flags: int) -> int | None:
     """A second descriptor that bypasses the page cache; None where the file system refuses, now or at a first read."""
     try:
-        descriptor = os.open(f"/proc/self/fd/{buffered}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/self/fd/{buffered}", flags | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None
     with mmap.mmap(-1, PAGE_BYTES) as page:
@@ -340,13 +367,23 @@ def _open_direct(buffered: int) -> int | None:
     return descriptor
 
 
-_open_slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
+class Closable(Protocol):
+    """What has a `close`."""
+
+    def close(self) -> None: ...
+
+
+_left_to_parent: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_in_children(held: Closable) -> None:
+    """Close `held` in every forked child, which would keep its lock after the parent was killed. `close` idempotent."""
+    _left_to_parent.add(held)
 
 
 def _let_go_in_child() -> None:
-    """A forked child shares the lock: without this it would keep the slab locked after its parent was killed."""
-    for slab in list(_open_slabs):
-        slab.close()
+    for held in list(_left_to_parent):
+        held.close()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

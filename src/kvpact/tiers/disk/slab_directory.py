@@ -1,7 +1,8 @@
 """The slabs that share one directory, and the bytes that each may take of the directory's capacity.
 
-Owns the rule of room: a slab in use may grow to what it claimed; unused slabs are kept until their room is needed, and
-removed oldest first. Never reads a block.
+Owns the rule of room: engines that use the directory have equal shares of it, idle slabs are kept until their room is
+needed and removed oldest first, and files grow under the directory's lock only, so that all together never exceed the
+capacity. Never reads a block.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +22,7 @@ from typing import Final
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own
-from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, SuperblockError, is_locked, lock_file
+from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, close_in_children, is_locked, lock_file
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +32,11 @@ LOCK_FILE = "lock"
 LOCK_TIMEOUT_S: Final = 2.0
 """Seconds to wait for a lock: the threads of a process that was just killed may hold it for a moment."""
 
+ABSENT_S: Final = 600.0
+"""Seconds for which an idle slab of the same namespace keeps its share: its engine may be restarting."""
+
 _RETRY_S = 0.02
-_OPEN_RETRY_S = 0.05
+_NEWCOMER_SUFFIX: Final = ".newcomer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +49,49 @@ class Neighbour:
     file_bytes: int
     modified: float
 
-    @property
-    def claim_bytes(self) -> int:
-        """The size to which it may grow while in use."""
-        return max(self.file_bytes, self.superblock.claim_bytes if self.superblock else 0)
+
+class NoRoomYet(TierError):
+    """The files of other engines leave too little room now; they shrink to their shares within seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one of `members` engines may take of a directory, in bytes.
+
+    `share` is its fair part of the capacity. `left` is what the files of the others leave now, without idle slabs that
+    may be removed.
+    """
+
+    share: int
+    left: int
+    members: int
+
+    def file_bytes(self, present: int) -> int:
+        """The size that a file of `present` bytes may have now."""
+        return min(self.share, max(self.left, present))
+
+
+class _Newcomer:
+    """The sign of an engine that has no slab yet: an empty, locked file, so that the others make room for it."""
+
+    def __init__(self, directory: SlabDirectory) -> None:
+        """Put up the sign. The directory must be locked. Raises OSError."""
+        self.path = directory.path / f"{os.getpid()}-{secrets.token_hex(4)}{_NEWCOMER_SUFFIX}"
+        self._descriptor = directory.access.create(self.path, os.O_RDWR)
+        lock_file(self._descriptor)
+        close_in_children(self)
+
+    def close(self) -> None:
+        """Release the lock: nobody counts the sign any more, and the next engine that sees it removes it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def remove(self) -> None:
+        """Take the sign away."""
+        with suppress(OSError):
+            self.path.unlink()
+        self.close()
 
 
 class SlabDirectory:
@@ -57,6 +102,9 @@ class SlabDirectory:
         self.path = named / OWN_FOLDER
         self.capacity_bytes = capacity_bytes
         self.access = access
+        self._newcomer: _Newcomer | None = None
+        self._opened_at = time.monotonic()
+        self._seen_in_use: dict[Path, float] = {}
 
     @classmethod
     def prepare(cls, named: Path, capacity_bytes: int, access: Access = PRIVATE) -> SlabDirectory:
@@ -103,36 +151,91 @@ class SlabDirectory:
         """Every slab file, by name."""
         return sorted(self.path.glob(f"*{SLAB_SUFFIX}"))
 
-    def neighbours(self, own: Path) -> list[Neighbour]:
+    def slabs_of(self, namespace: Namespace) -> dict[int, Path]:
+        """The namespace's slab files, by number."""
+        named = re.compile(rf"{re.escape(namespace.name)}(?:-([1-9][0-9]*))?{re.escape(SLAB_SUFFIX)}")
+        found = ((named.fullmatch(path.name), path) for path in self.slab_paths())
+        return {int(match[1] or 0): path for match, path in found if match is not None}
+
+    def slab_path(self, namespace: Namespace, number: int) -> Path:
+        """The file of the namespace's slab of this number, from 0 on."""
+        return self.path / f"{namespace.name}{f'-{number}' if number else ''}{SLAB_SUFFIX}"
+
+    def neighbours(self, own: Path | None) -> list[Neighbour]:
         """All slabs except `own`, least recently used first. The directory must be locked."""
         found = [look_at(path) for path in self.slab_paths() if path != own]
         return sorted((item for item in found if item is not None), key=lambda item: item.modified)
 
-    def room(self, own: Path) -> int:
-        """The size to which `own` may grow: what slabs in use and unknown files leave. Must be locked."""
-        return self.capacity_bytes - sum(
-            item.claim_bytes for item in self.neighbours(own) if item.in_use or item.superblock is None
-        )
+    def room(self, namespace: Namespace, own: Path | None) -> Room:
+        """What an engine of this namespace may take, whose slab is `own`. The directory must be locked."""
+        neighbours = self.neighbours(own)
+        unknown = sum(item.file_bytes for item in neighbours if item.superblock is None)
+        engines = sum(item.in_use for item in neighbours if item.superblock is not None) + self._count_newcomers()
+        absent = [item for item in neighbours if self._is_absent(item, namespace)]
+        members = 1 + engines + len(absent)
+        kept = sum(item.file_bytes for item in neighbours if item.in_use or item.superblock is None or item in absent)
+        return Room(max(0, self.capacity_bytes - unknown) // members, max(0, self.capacity_bytes - kept), members)
 
-    def make_room(self, own: Path, file_bytes: int) -> list[Neighbour]:
-        """Remove idle slabs until `own` may have `file_bytes`; return what was removed. Must be locked.
+    def _is_absent(self, item: Neighbour, namespace: Namespace) -> bool:
+        """Whether a slab is idle for so short a time that its engine may come back."""
+        if item.superblock is None or item.superblock.namespace.digest != namespace.digest:
+            return False
+        now = time.monotonic()
+        if item.in_use:
+            self._seen_in_use[item.path] = now
+        return not item.in_use and now < self._seen_in_use.get(item.path, self._opened_at) + ABSENT_S
+
+    def announce(self) -> None:
+        """Have the other engines make room for this one, until `end_announcement`. Must be locked. Raises OSError."""
+        self._newcomer = self._newcomer or _Newcomer(self)
+
+    def end_announcement(self) -> None:
+        """This engine has a slab, or does without."""
+        if self._newcomer is not None:
+            self._newcomer.remove()
+            self._newcomer = None
+
+    def _count_newcomers(self) -> int:
+        """Engines that wait for a slab, without the caller. Signs of dead ones are removed."""
+        waiting = 0
+        for path in self.path.glob(f"*{_NEWCOMER_SUFFIX}"):
+            if self._newcomer is not None and path == self._newcomer.path:
+                continue
+            with suppress(OSError), closing(open_own(path, os.O_RDONLY)) as descriptor:
+                if is_locked(descriptor):
+                    waiting += 1
+                else:
+                    path.unlink()
+        return waiting
+
+    def make_room(self, namespace: Namespace, own: Path, file_bytes: int) -> None:
+        """Remove idle slabs until `own` may have `file_bytes`. The directory must be locked.
 
         Raises:
-            TierError: there would still be no room; then nothing is removed.
+            NoRoomYet: there would still be no room; then nothing is removed.
         """
         neighbours = self.neighbours(own)
-        excess = file_bytes - self.capacity_bytes
-        excess += sum(item.claim_bytes if item.in_use else item.file_bytes for item in neighbours)
+        excess = file_bytes - self.capacity_bytes + sum(item.file_bytes for item in neighbours)
         removable: list[Neighbour] = []
         for item in neighbours:
-            if excess > 0 and not item.in_use and item.superblock is not None:
+            kept = item.in_use or item.superblock is None or self._is_absent(item, namespace)
+            if excess > 0 and not kept:
                 removable.append(item)
                 excess -= item.file_bytes
         if excess > 0:
-            raise TierError(f"other slabs leave {excess} bytes too little of the directory's {self.capacity_bytes}")
+            raise NoRoomYet(f"other slabs leave {excess} bytes too little of the directory's {self.capacity_bytes}")
         for item in removable:
-            item.path.unlink(missing_ok=True)
-        return removable
+            self.remove(item.path)
+            logger.info("disk tier: removed %s, unused, to make room", item.path)
+
+    def remove(self, path: Path) -> None:
+        """Remove an idle slab, and free its blocks on the disk at once although other engines may have it open.
+
+        The directory must be locked. Raises OSError, unless there is none.
+        """
+        with suppress(FileNotFoundError), closing(open_own(path, os.O_RDWR)) as descriptor:
+            path.unlink()
+            os.ftruncate(descriptor, 0)
 
     def grow(self, slab: Slab, needed: int, generous: int, timeout: float) -> None:
         """Make a slab large enough for `needed` slots, or for `generous` ones if the disk has room for them.
@@ -140,8 +243,12 @@ class SlabDirectory:
         Idle slabs are removed for that. Raises TierError and OSError.
         """
         with self.locked(timeout):
-            for removed in self.make_room(slab.path, slab.superblock.file_bytes(generous)):
-                logger.info("disk tier: removed %s, unused, to make room", removed.path)
+            room = self.room(slab.superblock.namespace, slab.path)
+            allowed = slab.superblock.slots_in(room.file_bytes(slab.superblock.file_bytes(slab.slots)))
+            if needed > allowed:
+                raise NoRoomYet(f"its share, one of {room.members}, has room for {allowed} blocks")
+            generous = min(generous, allowed)
+            self.make_room(slab.superblock.namespace, slab.path, slab.superblock.file_bytes(generous))
             try:
                 slab.grow(generous)
             except OSError as error:
@@ -162,100 +269,3 @@ def look_at(path: Path) -> Neighbour | None:
         with suppress(TierError, OSError):
             superblock = Superblock.read(descriptor, path)
         return Neighbour(path, superblock, is_locked(descriptor), status.st_size, status.st_mtime)
-
-
-def open_slab(room: SlabDirectory, namespace: Namespace, slot_bytes: int, timeout: float) -> Slab:
-    """The namespace's slab, created if missing; waits up to `timeout` seconds until another process closes it.
-
-    Raises:
-        TierError: with one message for people.
-    """
-    path = room.path / f"{namespace.name}{SLAB_SUFFIX}"
-    deadline = time.monotonic() + timeout
-    try:
-        while True:
-            with room.locked(timeout):
-                opened = _open_or_make(room, path, namespace, slot_bytes)
-            if isinstance(opened, Slab):
-                return opened
-            if time.monotonic() >= deadline:
-                raise TierError(f"disk tier: {path} is in use by pid {opened}; give each engine its own directory")
-            time.sleep(_OPEN_RETRY_S)
-    except OSError as error:
-        raise TierError(f"disk tier: cannot use {path}: {error.strerror}") from None
-
-
-def _open_or_make(room: SlabDirectory, path: Path, namespace: Namespace, slot_bytes: int) -> Slab | int:
-    """The slab at `path`, created if need be, with a claim on the room there is; or the pid of the process that has it.
-
-    The directory must be locked. Raises TierError and OSError.
-    """
-    room_bytes = room.room(path)
-    ideal = Superblock.for_capacity(namespace, slot_bytes, room_bytes)
-    if not ideal.slots_in(room_bytes):
-        taken = room.capacity_bytes - room_bytes
-        raise TierError(
-            f"disk tier: no room for one block in {room.path}: capacity {room.capacity_bytes} bytes, "
-            f"{taken} claimed by other slabs, {ideal.file_bytes(1)} needed for a slab of one block of {slot_bytes}"
-        )
-    found = _existing(path, namespace, slot_bytes, room.access)
-    if isinstance(found, int):
-        return found
-    if found is not None and (
-        found.superblock.table_slots < ideal.slots_in(room_bytes) or not found.superblock.slots_in(room_bytes)
-    ):
-        logger.warning("disk tier: %s was made for another capacity; starting an empty one", path)
-        found.close()
-        found = None
-    slab = found or Slab.create(path, ideal, room.access)
-    limit = slab.superblock.slots_in(room_bytes)
-    try:
-        slab.claim(slab.superblock.file_bytes(limit), os.getpid())
-    except BaseException:
-        slab.close()
-        raise
-    return slab
-
-
-def _existing(path: Path, namespace: Namespace, slot_bytes: int, access: Access) -> Slab | int | None:
-    """The slab at `path`; the pid of the process that has it; None if there is none, or none that can be read."""
-    try:
-        descriptor = open_own(path, os.O_RDWR)
-    except FileNotFoundError:
-        return None
-    try:
-        _require_ours(os.fstat(descriptor), path, access)
-        if not lock_file(descriptor):
-            return _owner(descriptor, path)
-        superblock = Superblock.read(descriptor, path)
-        if superblock.namespace.digest != namespace.digest:
-            differences = "; ".join(superblock.namespace.differences(namespace))
-            raise TierError(f"disk tier: {path} belongs to another model ({differences}); move it away")
-        if superblock.slot_bytes != slot_bytes:
-            raise TierError(
-                f"disk tier: {path} has slots of {superblock.slot_bytes} bytes, the engine's blocks have {slot_bytes}; "
-                f"delete the file to start an empty cache"
-            )
-        slab = Slab(path, descriptor, superblock)
-        descriptor = -1
-        return slab
-    except SuperblockError as error:
-        logger.warning("disk tier: %s; starting an empty one", error)
-        return None
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def _require_ours(found: os.stat_result, path: Path, access: Access) -> None:
-    """Raise TierError for a slab that neither the folder's owner nor a member of its group created."""
-    if found.st_uid != os.stat(path.parent).st_uid and (access.group is None or found.st_gid != access.group):
-        raise TierError(f"disk tier: {path} belongs to user {found.st_uid}; move it away")
-
-
-def _owner(descriptor: int, path: Path) -> int:
-    """The pid that a locked slab names; 0 if it cannot be read."""
-    try:
-        return Superblock.read(descriptor, path).pid
-    except TierError:
-        return 0

@@ -1,7 +1,7 @@
-"""The disk tier: blocks in one slab file for a namespace, found again after a restart.
+"""The disk tier: blocks in slab files of one namespace, found again after a restart, shared by the engines of one host.
 
-Owns the slab's content: its index, eviction, the bound on the directory's bytes, and the rule that no unverified block
-is served. Only this process writes the slab, so lookups are answered from memory.
+Owns what the slabs are to an engine together: it writes one of them, reads all, and takes its share of the directory's
+capacity. Lookups are answered from memory.
 """
 
 from __future__ import annotations
@@ -10,75 +10,64 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
-from kvpact.index.block_index import ROOT, BlockIndex, State, StoredBlock
 from kvpact.own_files import PRIVATE, Access
-from kvpact.tiers.base import (
-    BlockBuffer,
-    Progress,
-    RecordError,
-    RecordHeader,
-    Tier,
-    TierCapacity,
-    TierCounts,
-    TierHealth,
-    payload_digest,
-)
+from kvpact.threads import give_way, start_background
+from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
 from kvpact.tiers.disk import BACKEND
-from kvpact.tiers.disk.slab import PAGE_BYTES, Slab, digest_table, occupied
-from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, SlabDirectory, open_slab
-from kvpact.tiers.disk.two_threads import groups_of, on_two_threads, read_verified
+from kvpact.tiers.disk.foreign_slabs import ForeignSlabs
+from kvpact.tiers.disk.own_slab import OwnSlab
+from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
+from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, NoRoomYet, SlabDirectory
+from kvpact.tiers.disk.slab_opening import SlabOpener
 from kvpact.tiers.log_once import LastErrors
 from kvpact.tiers.record import require_sizes
 from kvpact.tiers.use_count import UseCount
 
 logger = logging.getLogger(__name__)
 
-GROWTH_BYTES: Final = 64 << 20
-"""The file grows by this much at a time, so that the file system keeps slots contiguous."""
+TEND_SECONDS: Final = 1.0
+"""Seconds between two looks at the other engines of the directory."""
 
-GROWTH_RETRY_S: Final = 10.0
-"""A full disk is asked again after this time; until then a write that needs more room is dropped."""
+TEND_SHARE: Final = 0.01
+"""Share of one core that these looks take at most, on average; a pause for that lasts at most `LONGEST_PAUSE_S`."""
 
-_PERSIST_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 10.0
+_TEND_LOCK_S: Final = 0.2
+_CLOSE_S: Final = 2.0
 
 
 class DiskTier(Tier):
     """See `Tier`. Open one with `DiskTier.open`.
 
-    Two locks: `_lock` guards the index and is never held during I/O, so `lookup` never waits for the disk.
-    `_header_lock` is taken before it, and makes a change of the index and of the header table one step.
+    A block that another engine stored may be evicted at any time; reading it is then a miss. What this engine stored is
+    in its own slab, so `delete` drops it for good. Blocks in slabs of others are only refused, until others are there.
     """
 
     name = BACKEND.label
     exclusive = True
 
-    def __init__(self, slab: Slab, directory: SlabDirectory) -> None:
-        """Take over an open slab, which may grow to its claim, and read its header table. Raises OSError."""
-        self.slab = slab
-        self._directory = directory
-        self._slot_limit = slot_limit = slab.superblock.slots_in(slab.superblock.claim_bytes)
-        self._slot_bytes = slab.superblock.slot_bytes
-        self._namespace = slab.superblock.namespace.digest
-        self._lock, self._header_lock, self._growth_lock = threading.Lock(), threading.Lock(), threading.Lock()
-        self._index, self._digests = BlockIndex(slot_limit), digest_table(slot_limit)
-        self._used: dict[int, float] = {}
-        self._counts = TierCounts()
+    def __init__(self, opener: SlabOpener, slab: Slab | None) -> None:
+        """Take over an open slab and read its header table, or wait for room for one. Raises OSError."""
+        self._opener = opener
+        self._directory = opener.directory
+        self._slot_bytes = opener.slot_bytes
         self._last_errors = LastErrors(logger, "disk tier")
-        self._growth_failed_at = float("-inf")
-        self._stale_headers: set[int] = set()
-        """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
-        self._uses = UseCount(slab.close)
-        self._restore()
+        self._own = self._opened(slab) if slab is not None else None
+        self._others = ForeignSlabs(self._directory, opener.namespace, opener.slot_bytes, self._last_errors)
+        self._tending = threading.Lock()
+        self._stopped = threading.Event()
+        self._uses = UseCount(self._close_files)
+        start_background("kvpact-disk-tend", partial(_tend_until_closed, weakref.ref(self), self._stopped))
 
     @classmethod
     def open(
@@ -91,11 +80,12 @@ class DiskTier(Tier):
         access: Access = PRIVATE,
         timeout: float = LOCK_TIMEOUT_S,
     ) -> DiskTier:
-        """Open or create the namespace's slab in kvpact's folder inside `directory`.
+        """Use the namespace's slabs in kvpact's folder inside `directory`, and write one that no other engine writes.
 
-        All slabs there have at most `capacity_bytes` together: those in use reduce this one's share, idle ones are
-        removed when their room is needed. `slot_bytes` is a block's size over all ranks, a multiple of 4,096.
-        Waits up to `timeout` seconds for another process to close the slab.
+        All slabs there have at most `capacity_bytes` together: engines that use the directory have equal shares, idle
+        slabs are removed when their room is needed. `slot_bytes` is a block's size over all ranks, a multiple of 4,096.
+        If others use slabs of the namespace and none is idle, waits up to `timeout` seconds for one, then makes one
+        more. If they leave no room for that yet, nothing is stored until they do.
 
         Raises:
             TierError: one line for people; the engine goes on without this tier.
@@ -103,20 +93,46 @@ class DiskTier(Tier):
         if slot_bytes < 1 or slot_bytes % PAGE_BYTES:
             raise TierError(f"disk tier: a slot must be a multiple of {PAGE_BYTES} bytes, not {slot_bytes}")
         room = SlabDirectory.prepare(Path(directory), capacity_bytes, access)
-        slab = open_slab(room, namespace, slot_bytes, timeout)
+        opener, slab = SlabOpener(room, namespace, slot_bytes), None
         try:
-            return cls(slab, room)
+            with suppress(NoRoomYet):
+                slab = opener.open(timeout)
+            return cls(opener, slab)
         except BaseException as error:
-            slab.close()
-            if isinstance(error, OSError):
+            room.end_announcement()
+            if isinstance(error, OSError) and slab is not None:
                 raise TierError(f"disk tier: cannot read {slab.path}: {error.strerror}") from None
             raise
+
+    @property
+    def slab(self) -> Slab:
+        """The slab that this engine writes. Raises TierError while there is no room for one."""
+        if self._own is None:
+            raise TierError(f"disk tier: the other engines of {self._directory.path} leave no room for a slab yet")
+        return self._own.slab
 
     # Lookups and reads
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
-        with self._lock:
-            return 0 if self._uses.stopped else self._index.held_prefix(keys)
+        if self._uses.stopped:
+            return 0
+        held, own = 0, self._own
+        while held < len(keys):
+            count = 0
+            if own is not None and (in_own := own.lookup(keys)) > held:
+                count = in_own - held
+            elif not (count := self._others.best(keys, held)[0]):
+                break
+            held += count
+        return held
+
+    def put_start(self, keys: Sequence[BlockKey]) -> int:
+        own = self._own
+        return held if (held := self.lookup(keys)) == len(keys) or own is None else own.lookup(keys)
+
+    @property
+    def others_evict(self) -> bool:
+        return len(self._others) > 0
 
     def get(
         self,
@@ -125,276 +141,152 @@ class DiskTier(Tier):
         buffers: Sequence[BlockBuffer],
         on_progress: Progress | None = None,
     ) -> int:
-        require_sizes(buffers, self._slot_bytes, f"a slot of {self.slab.path} has")
+        require_sizes(buffers, self._slot_bytes, f"a slot of {self._directory.path} has")
         with self._uses.one() as running:
-            with self._lock:
-                count = min(self._index.held_prefix(keys) - start, len(buffers)) if running else 0
-                if count <= 0:
-                    return 0
-                wanted = keys[start : start + count]
-                pin = self._index.pin(wanted[-1])
-                self._index.touch(wanted[-1])
-                slots = self._index.slots_of(wanted)
-                digests = self._digests[slots].tolist()
-                self._used[slots[-1]] = time.time()
-            try:
-                arrived, reason = read_verified(self._read, slots, digests, buffers, on_progress)
-                if reason:
-                    self._quarantine(wanted[arrived], slots[arrived], reason)
-                return arrived
-            finally:
-                with self._lock:
-                    self._index.unpin(pin)
+            arrived = 0
+            while running and arrived < len(buffers):
+                got, wanted = self._get_some(keys, start + arrived, buffers[arrived:], _after(on_progress, arrived))
+                arrived += got
+                if got < wanted or not got:
+                    break
+            return arrived
 
-    def _read(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
-        """Number of leading slots that were read."""
-        try:
-            count = self.slab.read_payloads(slots, buffers)
+    def _get_some(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], on_progress: Progress | None
+    ) -> tuple[int, int]:
+        """Read what one slab has in a row from `start` on; (blocks that arrived, blocks that should have)."""
+        end = start + len(buffers)
+        own = self._own
+        if own is not None and (in_own := min(own.lookup(keys), end) - start) > 0:
+            return own.get(keys[:end], start, buffers, on_progress), in_own
+        count, slab = self._others.best(keys[:end], start)
+        if slab is None:
+            return 0, 0
+        got = slab.get(keys[:end], start, buffers[:count], on_progress)
+        if got:
             self._last_errors.clear("read")
-            return count
-        except OSError as error:
-            self._note_read_failed(error)
-            return 0
+        return got, count
 
     # Writes
 
     def put(
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
     ) -> int:
-        require_sizes(buffers, self._slot_bytes, f"a slot of {self.slab.path} has")
+        require_sizes(buffers, self._slot_bytes, f"a slot of {self._directory.path} has")
         with self._uses.one() as running:
-            if not running:
-                return 0
-            begin, slots = self._reserve(keys, start, start + len(buffers))
-            stored = 0
-            try:
-                stored = self._store(keys, begin, slots[: self._backed(slots)], buffers[begin - start :], epoch)
-            except OSError as error:
-                self._note_write_failed(error)
-            finally:
-                if stored < len(slots):
-                    self._abandon(slots[stored:])
-            with self._lock:
-                return max(0, min(self._index.held_prefix(keys) - start, len(buffers)))
-
-    def _reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> tuple[int, tuple[int, ...]]:
-        """(first block, slots) for those of blocks [start, end) that are new and have room."""
-        with self._lock:
-            begin = self._index.known_prefix(keys)
-            if not start <= begin < end:
-                return begin, ()
-            end = min(end, begin + self._index.reservable(keys[begin - 1] if begin else ROOT))
-            reservation = self._index.reserve(keys, begin, end)
-            if reservation is None:
-                return begin, ()
-            self._counts = replace(self._counts, evicted=self._counts.evicted + len(reservation.evicted))
-            return begin, reservation.slots
-
-    def _store(
-        self,
-        keys: Sequence[BlockKey],
-        begin: int,
-        slots: Sequence[int],
-        buffers: Sequence[BlockBuffer],
-        epoch: Epoch,
-    ) -> int:
-        """Write block `begin + i` of `keys` to `slots[i]` and index it; return the number of leading blocks written.
-
-        Headers are written only before and after all payloads: a header's write waits for all writes under way.
-        Raises OSError; then none is indexed.
-        """
-        if not slots:
-            return 0
-        digests: dict[int, bytes] = {}
-
-        def write(first: int, end: int) -> bool:
-            try:
-                self.slab.write_payloads(slots[first:end], buffers[first:end])
-            except OSError as error:
-                self._note_write_failed(error)
-                return False
-            digests.update((slots[index], payload_digest(buffers[index])) for index in range(first, end))
-            return True
-
-        with self._header_lock:
-            self.slab.clear_headers(slots)
-            self._stale_headers.difference_update(slots)
-        on_two_threads(write, groups_of(len(slots), self._slot_bytes))
-        written = list(takewhile(digests.__contains__, slots))
-        now = time.time()
-        headers = {}
-        for block, slot in enumerate(written, begin):
-            parent = keys[block - 1] if block else ROOT
-            headers[slot] = RecordHeader(
-                self._namespace, keys[block], parent, block, self._slot_bytes, digests[slot], now, now, slot, epoch
-            ).encode()
-        with self._header_lock:
-            with self._lock:  # a block that was deleted while it was written gets no header
-                wanted = [slot for slot in written if self._index.state(slot) == State.RESERVED]
-            self.slab.write_headers(wanted, [headers[slot] for slot in wanted])
-            with self._lock:
-                for slot in written:
-                    self._digests[slot] = digests[slot]
-                    self._used.pop(slot, None)
-                self._index.complete(written)
-        if len(written) == len(slots):
-            self._last_errors.clear("write")
-        return len(written)
-
-    def _abandon(self, slots: Sequence[int]) -> None:
-        """Free slots whose blocks could not be stored, with all blocks that waited for them (H26)."""
-        with self._header_lock:
-            with self._lock:
-                lost = self._index.abandon(slots)
-                self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + len(slots))
-            self._forget_headers({*slots, *(slot for _, slot in lost)})
-
-    def _backed(self, slots: Sequence[int]) -> int:
-        """Number of leading `slots` that the file has room for, after growing it if needed and possible."""
-        needed = max(slots, default=-1) + 1
-        if needed > self.slab.slots:
-            with self._growth_lock:
-                if needed > self.slab.slots and time.monotonic() >= self._growth_failed_at + GROWTH_RETRY_S:
-                    self._grow(needed)
-        return next((index for index, slot in enumerate(slots) if slot >= self.slab.slots), len(slots))
-
-    def _grow(self, needed: int) -> None:
-        """Grow the file to `needed` slots and some more; on failure the next try waits `GROWTH_RETRY_S`."""
-        generous = min(self._slot_limit, max(needed, self.slab.slots + GROWTH_BYTES // self._slot_bytes))
-        try:
-            self._directory.grow(self.slab, needed, generous, LOCK_TIMEOUT_S)
-            self._last_errors.clear("room")
-        except (OSError, TierError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            self._growth_failed_at = time.monotonic()
-            self._last_errors.add("room", f"cannot grow {self.slab.path}: {reason}; it serves what it has")
-
-    # Removal
+            if running and self._own is not None:
+                self._own.put(keys, start, buffers, epoch)
+            return max(0, min(self.lookup(keys) - start, len(buffers))) if running else 0
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
+        doomed = list(keys)
         with self._uses.one() as running:
-            if not running:
-                return 0
-            dropped = sum([self._drop(key) for key in keys])
-            self._require_no_stale_headers()
-            return dropped
+            refused = self._others.refuse(doomed) if running else 0
+            return refused + (self._own.delete(doomed) if running and self._own is not None else 0)
 
     def clear(self) -> None:
         with self._uses.one() as running:
             if running:
-                with self._header_lock:
-                    with self._lock:
-                        self._index.clear()
-                    self._forget_headers(range(self.slab.slots))  # headers of evicted blocks are still there
-                self._require_no_stale_headers()
-
-    def _require_no_stale_headers(self) -> None:
-        if self._stale_headers:
-            raise TierError(f"disk tier: cannot clear {len(self._stale_headers)} headers in {self.slab.path}")
-
-    def _drop(self, key: BlockKey) -> int:
-        with self._header_lock:
-            with self._lock:
-                lost = self._index.drop(key)
-            self._forget_headers({slot for _, slot in lost})
-        return len(lost)
-
-    def _quarantine(self, key: BlockKey, slot: int, reason: str) -> None:
-        """Drop a block that cannot be served and all blocks after it, in memory and on disk (H22)."""
-        with self._header_lock:
-            with self._lock:  # it may have been dropped meanwhile, and stored again elsewhere
-                lost = self._index.drop(key) if self._index.key_at(slot) == key else []
-                self._counts = replace(self._counts, damaged=self._counts.damaged + bool(lost))
-            self._forget_headers({slot for _, slot in lost})
-        self._last_errors.warn_once(
-            f"damaged: {reason}", f"block {key.hex()[:16]} in {self.slab.path} {reason}: dropped, recomputed"
-        )
-
-    def _forget_headers(self, slots: Iterable[int]) -> None:
-        """Clear headers; the header lock is held. Those that fail are tried again with the next ones."""
-        self._stale_headers.update(slots)
-        try:
-            self.slab.clear_headers(sorted(self._stale_headers))
-            self._stale_headers.clear()
-        except OSError as error:
-            self._note_write_failed(error)
+                self._others.refuse_all()
+            if running and self._own is not None:
+                self._own.clear()
 
     # Counts
 
     def capacity(self) -> TierCapacity:
-        with self._lock:
-            blocks = self._index.held_count
+        """What is in this engine's own slab: the sum over engines is what the directory holds."""
+        blocks = self._own.held_count if self._own is not None else 0
         return TierCapacity(blocks * self._slot_bytes, self._directory.capacity_bytes, blocks)
 
     def counts(self) -> TierCounts:
-        with self._lock:
-            return self._counts
+        others = self._others.counts()
+        own = self._own.counts() if self._own is not None else TierCounts()
+        return TierCounts(
+            own.damaged + others.damaged, own.dropped_writes, own.evicted, own.failed_reads + others.failed_reads
+        )
 
     def scan(self) -> Iterator[RecordHeader]:
-        table = bytearray()
+        """The headers of this engine's own slab."""
         with self._uses.one() as running:
-            try:
-                table = self.slab.read_table() if running else table
-            except OSError as error:
-                self._note_read_failed(error)
-        for slot, raw in occupied(table):
-            with suppress(RecordError):
-                yield self._header_in(slot, raw)
+            headers = list(self._own.scan()) if running and self._own is not None else []
+        yield from headers
 
     def health(self) -> TierHealth:
         return self._last_errors.health()
 
-    def close(self) -> None:
-        with self._uses.the_last() as first:
-            if first:
-                self._persist_use()
-
     def check(self) -> None:
         """Verify the index's invariants, for tests. Raises PactViolation."""
-        with self._lock:
-            self._index.check()
+        if self._own is not None:
+            self._own.check()
 
-    # Opening and closing
+    # The other engines
 
-    def _restore(self) -> None:
-        """Fill the index from the header table; payloads are not read (H59). Raises OSError."""
-        blocks, unusable = list[StoredBlock](), list[int]()
-        for slot, raw in occupied(self.slab.read_table()):
-            try:
-                header = self._header_in(slot, raw)
-                if slot >= self.slab.slots:
-                    raise RecordError("its payload is beyond the end of the file")
-            except RecordError as error:
-                unusable.append(slot)
-                self._last_errors.warn_once(f"damaged: {error}", f"slot {slot} of {self.slab.path}: {error}; dropped")
-                continue
-            self._digests[slot] = header.digest
-            blocks.append(StoredBlock(header.key, header.parent, slot, header.used))
-        orphans = self._index.restore(blocks)
-        self._counts = replace(self._counts, damaged=len(unusable))
-        self._forget_headers({*unusable, *(block.slot for block in orphans)})
-        logger.info(
-            "disk tier: %s holds %d blocks (%d records unusable, %d without the block before them)",
-            self.slab.path, self._index.held_count, len(unusable), len(orphans),
-        )  # fmt: skip
+    def tend(self) -> None:
+        """Look at the other engines of the directory: take the share that is due, and learn what they have stored.
 
-    def _persist_use(self) -> None:
-        """Store when blocks were last used, newest first, for at most `_PERSIST_S`. A kill loses these times."""
-        deadline = time.monotonic() + _PERSIST_S
-        for slot, used in sorted(self._used.items(), key=lambda item: -item[1]):
-            if time.monotonic() >= deadline:
-                return
-            with self._header_lock, suppress(RecordError, OSError):
-                header = replace(self._header_in(slot, self.slab.read_header(slot)), used=used)
-                self.slab.write_headers([slot], [header.encode()])
+        A thread calls this every `TEND_SECONDS`. Errors are noted in `health`.
+        """
+        with self._tending, self._uses.one() as running:
+            if running and not self._stopped.is_set() and not (self._own is not None and self._own.slab.closed):
+                try:
+                    self._take_share()
+                    self._last_errors.clear("share")
+                except (OSError, TierError) as error:
+                    reason = error.strerror if isinstance(error, OSError) else str(error)
+                    self._last_errors.add("share", f"cannot share {self._directory.path}: {reason}")
+                own = self._own.slab.path if self._own is not None else None
+                self._others.look(own, self._stopped.is_set)
 
-    def _header_in(self, slot: int, raw: bytes | memoryview) -> RecordHeader:
-        return RecordHeader.decode(raw, namespace=self._namespace, length=self._slot_bytes, slot=slot)
+    def _opened(self, slab: Slab) -> OwnSlab:
+        """Take over an open slab, which is closed if that fails. Raises OSError."""
+        try:
+            return OwnSlab(slab, self._directory, self._last_errors)
+        except BaseException:
+            slab.close()
+            raise
 
-    def _note_read_failed(self, error: OSError) -> None:
-        with self._lock:
-            self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
-        self._last_errors.add("read", f"cannot read {self.slab.path}: {error.strerror}")
+    def _take_share(self) -> None:
+        """Grow or shrink to this engine's share, or make a slab if there is room for one now."""
+        own = self._own
+        if own is None:
+            with suppress(NoRoomYet):
+                self._own = self._opened(self._opener.open(0.0))
+            return
+        with self._directory.locked(_TEND_LOCK_S):
+            room = self._directory.room(self._opener.namespace, own.slab.path)
+        own.limit(room.file_bytes(own.file_bytes))
 
-    def _note_write_failed(self, error: OSError) -> None:
-        self._last_errors.add("write", f"cannot write {self.slab.path}: {error.strerror}; those blocks are not kept")
+    def close(self) -> None:
+        self._stopped.set()
+        tending = self._tending.acquire(timeout=_CLOSE_S)
+        try:
+            with self._uses.the_last() as first:
+                if first and self._own is not None:
+                    self._own.persist_use()
+        finally:
+            if tending:
+                self._tending.release()
+
+    def _close_files(self) -> None:
+        self._others.close()
+        self._directory.end_announcement()
+        if self._own is not None:
+            self._own.slab.close()
+
+
+def _after(on_progress: Progress | None, arrived: int) -> Progress | None:
+    """`on_progress` for a part of a read before which `arrived` blocks are there."""
+    return None if on_progress is None else lambda more: on_progress(arrived + more)
+
+
+def _tend_until_closed(tier: weakref.ref[DiskTier], stopped: threading.Event) -> None:
+    """Call `tend` until the tier is closed or collected."""
+    give_way()
+    pause = 0.0
+    while not stopped.wait(pause):
+        if (open_tier := tier()) is None:
+            return
+        began = time.thread_time()
+        open_tier.tend()
+        del open_tier
+        pause = min(LONGEST_PAUSE_S, max(TEND_SECONDS, (time.thread_time() - began) / TEND_SHARE))

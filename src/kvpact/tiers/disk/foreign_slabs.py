@@ -1,0 +1,98 @@
+"""All slabs of one namespace in a directory that are not this engine's own, as one place to read from.
+
+Owns which of them are open and what their faults are counted as.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from kvpact.identity.keys import BlockKey, Namespace
+from kvpact.tiers.base import TierCounts
+from kvpact.tiers.disk.foreign_slab import ForeignSlab
+from kvpact.tiers.disk.slab_directory import SlabDirectory
+from kvpact.tiers.log_once import LastErrors
+
+
+class ForeignSlabs:
+    """`run` never waits; the other methods are for the tier's own threads, `look` for one of them at a time."""
+
+    def __init__(
+        self, directory: SlabDirectory, namespace: Namespace, slot_bytes: int, last_errors: LastErrors
+    ) -> None:
+        self._directory = directory
+        self._namespace = namespace
+        self._slot_bytes = slot_bytes
+        self._last_errors = last_errors
+        self._slabs: tuple[ForeignSlab, ...] = ()
+        """Replaced as a whole."""
+        self._lock = threading.Lock()
+        self._damaged = self._failed_reads = 0
+
+    def look(self, own: Path | None, stopped: Callable[[], bool]) -> None:
+        """Open what is new, close what is gone, and learn which records have changed; ends early if `stopped`."""
+        there = {path for path in self._directory.slabs_of(self._namespace).values() if path != own}
+        kept = [slab for slab in self._slabs if slab.path in there and _inode(slab.path) == slab.inode]
+        new = [self._open(path) for path in sorted(there - {slab.path for slab in kept})]
+        before, self._slabs = self._slabs, (*kept, *(slab for slab in new if slab is not None))
+        for slab in before:
+            if slab not in kept:
+                slab.close()
+        for slab in self._slabs:
+            try:
+                slab.scan(stopped)
+            except OSError as error:
+                self._report("read", f"cannot read {slab.path}: {error.strerror}")
+
+    def _open(self, path: Path) -> ForeignSlab | None:
+        return ForeignSlab.open(path, self._namespace.digest, self._slot_bytes, self._directory.access, self._report)
+
+    def _report(self, kind: Literal["damaged", "read"], message: str) -> None:
+        with self._lock:
+            self._damaged += kind == "damaged"
+            self._failed_reads += kind == "read"
+        if kind == "read":
+            self._last_errors.add("read", message)
+        else:
+            self._last_errors.warn_once("damaged: foreign", message)
+
+    def __len__(self) -> int:
+        """Records that may be served; those in several slabs count several times."""
+        return sum(map(len, self._slabs))
+
+    def best(self, keys: Sequence[BlockKey], start: int) -> tuple[int, ForeignSlab | None]:
+        """The slab that has most blocks in a row from `start`, and how many; none if no slab has the first."""
+        runs = [(slab.run(keys, start), slab) for slab in self._slabs]
+        count, slab = max(runs, key=lambda run: run[0], default=(0, None))
+        return (count, slab) if count else (0, None)
+
+    def refuse(self, keys: Iterable[BlockKey]) -> int:
+        """See `ForeignSlab`."""
+        doomed = list(keys)
+        return sum([slab.refuse(doomed) for slab in self._slabs])
+
+    def refuse_all(self) -> None:
+        """See `ForeignSlab`."""
+        for slab in self._slabs:
+            slab.refuse_all()
+
+    def counts(self) -> TierCounts:
+        """Damaged records and failed reads."""
+        return TierCounts(damaged=self._damaged, failed_reads=self._failed_reads)
+
+    def close(self) -> None:
+        """Close all; reads under way end first."""
+        before, self._slabs = self._slabs, ()
+        for slab in before:
+            slab.close()
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        found = path.stat(follow_symlinks=False)
+        return found.st_dev, found.st_ino
+    return None

@@ -1,0 +1,173 @@
+"""How an engine comes to a slab of its own: it takes over an idle one of its namespace, or makes one.
+
+Owns the choice among the namespace's slabs and the messages about files that are no such slab. Never reads a block.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from kvpact.errors import TierError
+from kvpact.identity.keys import Namespace
+from kvpact.own_files import Access, open_own
+from kvpact.tiers.disk.slab import Slab, Superblock, SuperblockError, lock_file
+from kvpact.tiers.disk.slab_directory import NoRoomYet, Room, SlabDirectory
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S: Final = 0.05
+_LOCK_S: Final = 0.5
+"""Seconds to wait for the directory's lock at least: other engines take it for a moment every second."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlabOpener:
+    """Opens a slab of one namespace in a directory, at most once."""
+
+    directory: SlabDirectory
+    namespace: Namespace
+    slot_bytes: int
+
+    def open(self, timeout: float) -> Slab:
+        """An idle slab of the namespace, the one that was used last, else a new one.
+
+        While other engines use slabs of the namespace and none is idle, waits up to `timeout` seconds: one of them may
+        be ending, and its slab then serves better than a new one.
+
+        Raises:
+            NoRoomYet: the others must make room first; they are asked to until `SlabDirectory.end_announcement`.
+            TierError: with one message for people.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            while True:
+                is_late = time.monotonic() >= deadline
+                with self.directory.locked(max(timeout, _LOCK_S)):
+                    slab = self._try(may_make_another=is_late)
+                if slab is not None:
+                    return slab
+                time.sleep(_RETRY_S)
+        except OSError as error:
+            path = self.directory.slab_path(self.namespace, 0)
+            raise TierError(f"disk tier: cannot use {path}: {error.strerror}") from None
+
+    def _try(self, *, may_make_another: bool) -> Slab | None:
+        """A slab that claims this engine's share; None if it is better to wait. The directory must be locked."""
+        idle, in_use = self._existing()
+        numbers = (self.directory.slab_path(self.namespace, number) for number in count())
+        path = idle.path if idle is not None else next(path for path in numbers if path not in in_use)
+        slab = idle
+        try:
+            room = self.directory.room(self.namespace, path)
+            ideal = self._layout(room)
+            if slab is not None and (
+                slab.superblock.table_slots < ideal.slots_in(room.share) or not slab.superblock.slots_in(room.share)
+            ):
+                logger.warning("disk tier: %s was made for another capacity; starting an empty one", path)
+                slab.close()
+                slab = None
+            if slab is None and idle is None and in_use:
+                self.directory.announce()
+                if not may_make_another:
+                    return None
+            slab = slab or self._make(path, ideal, may_raise=may_make_another)
+            if slab is not None:
+                self._claim(slab, room)
+                self.directory.end_announcement()
+            return slab
+        except BaseException:
+            if slab is not None:
+                slab.close()
+            raise
+
+    def _layout(self, room: Room) -> Superblock:
+        """The layout of a new slab. Raises TierError if the share is too small for one block."""
+        whole = Superblock.for_capacity(self.namespace, self.slot_bytes, self.directory.capacity_bytes)
+        table_slots = max(1, whole.slots_in(self.directory.capacity_bytes))  # if all other engines leave
+        share = Superblock.for_capacity(self.namespace, self.slot_bytes, room.share, table_slots)
+        share = share if share.slots_in(room.share) else replace(share, table_slots=1)
+        if not share.slots_in(room.share):
+            taken = self.directory.capacity_bytes - room.share
+            raise TierError(
+                f"disk tier: no room for one block in {self.directory.path}: capacity {self.directory.capacity_bytes} "
+                f"bytes, {taken} claimed by other slabs, {share.file_bytes(1)} needed for a slab of one block of "
+                f"{self.slot_bytes}"
+            )
+        return share
+
+    def _make(self, path: Path, layout: Superblock, *, may_raise: bool) -> Slab | None:
+        """A new slab without slots; while other engines leave no room for it, None, or NoRoomYet if it `may_raise`."""
+        try:
+            self.directory.make_room(self.namespace, path, layout.payload_at)
+        except NoRoomYet:
+            self.directory.announce()
+            if may_raise:
+                raise
+            return None
+        self.directory.remove(path)
+        return Slab.create(path, layout, self.directory.access)
+
+    def _claim(self, slab: Slab, room: Room) -> None:
+        """Give up slots beyond what the slab may have, and sign it."""
+        allowed = room.file_bytes(slab.status().st_size)
+        slots = slab.superblock.slots_in(allowed)
+        slab.claim(slab.superblock.file_bytes(slots), os.getpid())
+        if slab.status().st_size > allowed:
+            slab.shrink(slots)
+
+    def _existing(self) -> tuple[Slab | None, set[Path]]:
+        """The idle slab that was used last, and the paths of those in use. Raises TierError and OSError."""
+        idle, in_use = list[Slab](), set[Path]()
+        try:
+            for path in self.directory.slabs_of(self.namespace).values():
+                found = self._open_existing(path)
+                if isinstance(found, Slab):
+                    idle.append(found)
+                elif found is not None:
+                    in_use.add(path)
+            idle.sort(key=lambda slab: slab.status().st_mtime_ns)
+            return (idle.pop() if idle else None), in_use
+        finally:
+            for other in idle:
+                other.close()
+
+    def _open_existing(self, path: Path) -> Slab | Path | None:
+        """The slab at `path`, locked; the path if another process has it; None if there is none that can be read."""
+        try:
+            descriptor = open_own(path, os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            require_ours(os.fstat(descriptor), path, self.directory.access)
+            if not lock_file(descriptor):
+                return path
+            superblock = Superblock.read(descriptor, path)
+            if superblock.namespace.digest != self.namespace.digest:
+                differences = "; ".join(superblock.namespace.differences(self.namespace))
+                raise TierError(f"disk tier: {path} belongs to another model ({differences}); move it away")
+            if superblock.slot_bytes != self.slot_bytes:
+                raise TierError(
+                    f"disk tier: {path} has slots of {superblock.slot_bytes} bytes, the engine's blocks have "
+                    f"{self.slot_bytes}; delete the file to start an empty cache"
+                )
+            slab = Slab(path, descriptor, superblock)
+            descriptor = -1
+            return slab
+        except SuperblockError as error:
+            logger.warning("disk tier: %s; starting an empty one", error)
+            return None
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def require_ours(found: os.stat_result, path: Path, access: Access) -> None:
+    """Raise TierError for a slab that neither the folder's owner nor a member of its group created."""
+    if found.st_uid != os.stat(path.parent).st_uid and (access.group is None or found.st_gid != access.group):
+        raise TierError(f"disk tier: {path} belongs to user {found.st_uid}; move it away")

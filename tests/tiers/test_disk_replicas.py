@@ -1,0 +1,429 @@
+"""Several engines on one directory: each writes a slab of its own, all read all, together they keep to the bound."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_slab_kill import start
+
+from kvpact.errors import TierError
+from kvpact.tiers.client import LentSlots, TierClient
+from kvpact.tiers.disk import foreign_slab, slab_directory
+from kvpact.tiers.disk.inspection import scan_directory, verify_slab
+from kvpact.tiers.disk.slab import SlabReader, Superblock
+from kvpact.tiers.disk.tier import DiskTier
+from kvpact.tiers.executor import TierExecutor
+from slab_scenes import (
+    capacity_for,
+    chain,
+    files_in,
+    filled,
+    header_at,
+    memory,
+    open_tier,
+    overwrite,
+    payload_at,
+    served,
+    slab_path,
+    slot_of,
+    store,
+)
+
+KEYS = chain("document", 8)
+SLOTS = 40
+CAPACITY = capacity_for(SLOTS)
+
+
+class Host:
+    """The engines on one directory. Their own threads would look at each other in time; here all do when told to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tiers: list[DiskTier] = []
+
+    def open(self) -> DiskTier:
+        self.tiers.append(open_tier(self.directory, SLOTS))
+        self.settle()
+        return self.tiers[-1]
+
+    def settle(self) -> None:
+        """Let all see all, as after two seconds."""
+        for _ in range(2):
+            for tier in self.tiers:
+                tier.tend()
+                assert files_in(self.directory) <= CAPACITY
+
+    def close(self, *tiers: DiskTier) -> None:
+        for tier in tiers or tuple(self.tiers):
+            tier.check()
+            tier.close()
+            self.tiers.remove(tier)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    host.close()
+
+
+def test_each_engine_stores_and_all_are_served_what_any_has_stored(host: Host) -> None:
+    first, second = host.open(), host.open()
+    assert first.slab.path != second.slab.path
+    assert store(first, KEYS) == 8
+    assert store(second, chain("other", 6)) == 6
+    assert second.lookup(KEYS) == 0, "nobody has looked yet"
+    host.settle()
+    for tier in (first, second):
+        assert (tier.lookup(KEYS), served(tier, KEYS)) == (8, 8)
+        assert (tier.lookup(chain("other", 6)), served(tier, chain("other", 6))) == (6, 6)
+        assert tier.counts().damaged == tier.counts().failed_reads == 0
+    assert (first.capacity().blocks, second.capacity().blocks) == (8, 6), "what is another's is counted there"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_h59_after_a_restart_in_any_order_both_find_what_both_had(host: Host, order: tuple[int, int]) -> None:
+    pair = [host.open(), host.open()]
+    store(pair[0], KEYS)
+    store(pair[1], chain("other", 6))
+    for number in order:
+        host.close(pair[number])
+    for _ in order:
+        tier = host.open()
+        assert (served(tier, KEYS), served(tier, chain("other", 6))) == (8, 6)
+    assert len(list(host.directory.glob("kvpact/*.slab"))) == 2
+
+
+def test_a_restarted_engine_takes_over_the_slab_that_was_used_last(host: Host) -> None:
+    first, second = host.open(), host.open()
+    store(first, KEYS)
+    store(second, chain("other", 6))
+    path = second.slab.path
+    host.close(first, second)
+    os.utime(path, (time.time() + 10, time.time() + 10))
+    assert host.open().slab.path == path
+
+
+def test_h50_a_full_directory_is_shared_out_when_another_engine_comes_and_given_back_when_it_goes(host: Host) -> None:
+    first = host.open()
+    store(first, chain("long", SLOTS))
+    assert first.capacity().blocks == SLOTS
+    second = open_tier(host.directory, SLOTS)
+    host.tiers.append(second)
+    with pytest.raises(TierError, match="leave no room for a slab yet"):
+        _ = second.slab
+    assert second.put(KEYS, 0, filled(KEYS)) == 0 == second.capacity().blocks
+    host.settle()
+    assert 15 <= first.capacity().blocks <= SLOTS // 2
+    assert first.counts().evicted >= SLOTS // 2
+    assert served(first, chain("long", SLOTS)) == first.capacity().blocks
+    assert store(second, chain("mine", SLOTS)) >= 15
+    host.settle()
+    host.close(second)
+    slab_directory.ABSENT_S, before = 0.0, slab_directory.ABSENT_S
+    try:
+        host.settle()
+        assert store(first, chain("again", SLOTS)) == SLOTS, "the room of the idle slab"
+    finally:
+        slab_directory.ABSENT_S = before
+    assert [*host.directory.glob("kvpact/*.slab")] == [first.slab.path]
+    host.settle()
+    assert first.lookup(chain("mine", SLOTS)) == 0
+
+
+def test_an_engine_that_restarts_finds_its_slab_although_the_others_had_use_for_its_room(host: Host) -> None:
+    first, second = host.open(), host.open()
+    store(second, KEYS)
+    host.close(second)
+    for number in range(6):
+        store(first, chain(f"document {number}", SLOTS))
+        host.settle()
+    assert first.capacity().blocks <= SLOTS // 2
+    assert served(host.open(), KEYS) == 8
+
+
+def test_an_engine_without_a_slab_is_served_what_the_others_have(host: Host) -> None:
+    store(host.open(), KEYS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slab_directory.SlabDirectory, "make_room", refuse_room)
+        second = open_tier(host.directory, SLOTS)
+    second.tend()
+    assert served(second, KEYS) == 8
+    host.tiers.append(second)
+
+
+def refuse_room(*_: object) -> None:
+    raise slab_directory.NoRoomYet("no room")
+
+
+def test_a_chain_that_another_engine_began_is_continued_in_full(host: Host) -> None:
+    first, second = host.open(), host.open()
+    store(first, KEYS[:5])
+    host.settle()
+    assert second.put_start(KEYS[:5]) == 5, "it need not be stored twice"
+    assert second.put_start(KEYS) == 0, "what follows cannot be stored without it"
+    assert store(second, KEYS) == 8
+    assert second.put_start(KEYS) == 8
+    host.close(first)
+    slab_path(host.directory).unlink()
+    host.settle()
+    assert served(second, KEYS) == 8
+
+
+def test_a_prompt_comes_from_two_slabs(host: Host) -> None:
+    first, second, reader = host.open(), host.open(), host.open()
+    store(first, KEYS)
+    store(second, KEYS[:5])
+    host.settle()
+    first.delete([KEYS[2]])
+    store(reader, KEYS[:1])
+    host.settle()
+    told: list[int] = []
+    buffers = memory(8)
+    assert reader.lookup(KEYS) == 5 == reader.get(KEYS, 0, buffers, lambda arrived: told.append(arrived) is None)
+    assert told == sorted(told)
+    assert told[-1] == 5
+
+
+# What another engine evicts
+
+
+def test_a_block_that_its_engine_evicts_while_it_is_read_is_a_miss_and_no_damage(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = host.open(), host.open()
+    store(first, KEYS)
+    host.settle()
+
+    def late(descriptor: int, views: list[memoryview], offset: int) -> int:
+        monkeypatch.undo()
+        first.delete([KEYS[3]])
+        store(first, chain("new", 5))
+        return os.preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(SlabReader, "preadv", staticmethod(late))
+    assert served(second, KEYS) == 3
+    assert second.counts().damaged == 0
+    assert second.health().ok
+    assert second.lookup(KEYS) == 3
+    host.settle()
+    assert served(second, chain("new", 5)) == 5
+    store(first, KEYS)
+    host.settle()
+    assert second.lookup(KEYS) == 8 == served(second, KEYS)
+
+
+def test_h61_reads_of_blocks_that_others_have_evicted_are_no_failures(host: Host) -> None:
+    first, second = host.open(), host.open()
+    chains = [chain(f"document {number}", 2) for number in range(6)]
+    for keys in chains:
+        store(first, keys)
+    host.settle()
+    for keys in chains[:5]:
+        first.delete(keys)
+    client = TierClient(TierExecutor(second, 1, 1 << 20), LentSlots(100), timeout=5.0, clock=time.monotonic)
+    for number, keys in enumerate(chains):
+        assert client.held(keys, time.monotonic()) == 2
+        assert client.submit_get(number, keys, 0, memory(2), time.monotonic())
+        while not (done := list(client.poll())):
+            time.sleep(0.001)
+        assert [each.arrived for each in done] == [2 if number == 5 else 0]
+    assert not client.is_open
+    client.executor.close(1.0)
+
+
+def test_h22_damage_in_anothers_slab_is_counted_and_not_read_again_until_it_is_stored_anew(host: Host) -> None:
+    first, second = host.open(), host.open()
+    store(first, KEYS)
+    host.settle()
+    path = first.slab.path
+    overwrite(path, payload_at(path, slot_of(first, KEYS[3])) + 10, b"damage")
+    assert served(second, KEYS) == 3
+    assert second.counts().damaged == 1
+    for _ in range(2):
+        host.settle()
+        assert second.lookup(KEYS) == 3
+    assert served(first, KEYS) == 3, "its own engine drops it"
+    store(first, KEYS)
+    host.settle()
+    assert served(second, KEYS) == 8
+
+
+def test_h22_a_header_that_is_torn_or_of_another_slot_is_no_block(host: Host) -> None:
+    first, second = host.open(), host.open()
+    store(first, KEYS)
+    path = first.slab.path
+    raw = path.read_bytes()
+    overwrite(path, header_at(slot_of(first, KEYS[6])), raw[header_at(slot_of(first, KEYS[5])) :][:256])
+    overwrite(path, header_at(slot_of(first, KEYS[4])) + 60, b"torn")
+    host.settle()
+    assert second.lookup(KEYS) == 4 == served(second, KEYS)
+
+
+def test_h36_what_is_deleted_is_not_served_from_anothers_slab_until_it_is_stored_again(host: Host) -> None:
+    first, second = host.open(), host.open()
+    branch = chain("branch", 6, KEYS[:3])
+    store(first, KEYS)
+    store(first, branch)
+    host.settle()
+    assert second.delete(KEYS[3:4]) == 5
+    host.settle()
+    assert (second.lookup(KEYS), second.lookup(branch), first.lookup(KEYS)) == (3, 6, 8)
+    second.delete(KEYS[:1])
+    store(second, KEYS[:1])
+    host.settle()
+    assert (second.lookup(KEYS), second.lookup(branch)) == (1, 1), "with all that follows"
+    store(first, chain("more", 4))
+    second.clear()
+    assert second.lookup(chain("more", 4)) == 0
+    first.delete(KEYS)
+    store(first, KEYS)
+    host.settle()
+    assert second.lookup(KEYS) == 8, "these are new ones"
+
+
+def test_closing_the_other_engine_changes_no_block_and_brings_no_refused_one_back(host: Host) -> None:
+    first, second = host.open(), host.open()
+    store(first, KEYS)
+    host.settle()
+    served(first, KEYS)
+    second.delete(KEYS[5:])
+    host.close(first)  # writes when its blocks were used
+    host.settle()
+    assert second.lookup(KEYS) == 5 == served(second, KEYS)
+
+
+# What it costs
+
+
+def test_only_headers_that_have_changed_are_decoded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = host.open(), host.open()
+    for number in range(4):
+        store(first, chain(f"document {number}", 4))
+    decoded: list[int] = []
+    original = Superblock.header
+
+    def counted(superblock: Superblock, slot: int, raw: bytes) -> object:
+        decoded.append(slot)
+        return original(superblock, slot, raw)
+
+    monkeypatch.setattr(Superblock, "header", counted)
+    second.tend()
+    assert len(decoded) == 16
+    store(first, KEYS[:3])
+    second.tend()
+    assert len(decoded) == 16 + 3
+    reads: list[int] = []
+    monkeypatch.setattr(foreign_slab, "_AT_REST_S", -1.0)
+    second.tend()
+    monkeypatch.setattr(SlabReader, "preadv", staticmethod(lambda *call: reads.append(1) or os.preadv(*call)))
+    second.tend()
+    assert (len(decoded), reads) == (19, []), "a file that was not written is not read"
+
+
+# Many at once
+
+
+def test_many_threads_of_three_engines_store_read_and_shrink_at_once(host: Host) -> None:
+    tiers = [host.open() for _ in range(3)]
+    over: list[int] = []
+
+    def work(seed: int) -> None:
+        choose = random.Random(seed)
+        tier = tiers[seed % 3]
+        for _ in range(60):
+            keys = chain(f"document {choose.randrange(5)}", choose.randrange(1, 14))
+            store(tier, keys)
+            served(tier, keys)
+            if choose.random() < 0.1:
+                tier.delete(keys[-3:])
+
+    def tend() -> None:
+        extra = None
+        for step in range(40):
+            for tier in tiers:
+                tier.tend()
+            over.extend(size for size in [files_in(host.directory)] if size > CAPACITY)
+            if step % 10 == 5:
+                extra = open_tier(host.directory, SLOTS)
+            if extra is not None and step % 10 == 9:
+                extra.close()
+
+    with ThreadPoolExecutor(7) as pool:
+        for done in [pool.submit(tend), *(pool.submit(work, seed) for seed in range(6))]:
+            done.result()
+    assert over == []
+    for tier in tiers:
+        tier.check()
+        assert tier.counts().damaged == tier.counts().failed_reads == 0
+    for path in host.directory.glob("kvpact/*.slab"):
+        assert not verify_slab(path).damaged
+
+
+def test_h22_h50_h59_processes_that_are_killed_leave_a_sound_directory_to_the_others(tmp_path: Path) -> None:
+    slots, seed = 60, 7
+    capacity = capacity_for(slots)
+    over: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            over.extend(size for size in [files_in(tmp_path)] if size > capacity)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        children = [start(tmp_path, slots, number) for number in range(2)]
+        try:
+            choose = random.Random(seed)
+            for number in range(2, 8):
+                time.sleep(choose.uniform(0.1, 0.4))
+                dead = children.pop(choose.randrange(2))
+                dead.send_signal(signal.SIGKILL)
+                assert dead.communicate()[0] == ""
+                children.append(start(tmp_path, slots, number))
+            assert {item.in_use_by for item in scan_directory(tmp_path)} >= {child.pid for child in children}
+        finally:
+            for child in children:
+                child.kill()
+            outputs = [child.communicate()[0] for child in children]
+            ended.set()
+        watching.result()
+    assert outputs == ["", ""]
+    assert over == [], "H50"
+    assert [path for path in tmp_path.glob("kvpact/*.slab") if verify_slab(path).damaged] == []
+    tier = open_tier(tmp_path, slots, timeout=2.0)
+    tier.tend()
+    assert len(list(tmp_path.glob("kvpact/*.slab"))) == 2, "a new process takes over what a dead one has left"
+    for number in range(6):
+        keys = chain(f"document {number}", 24)
+        assert served(tier, keys) == tier.lookup(keys)
+    tier.close()
+
+
+def test_a_newcomer_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, SLOTS)
+    store(tier, chain("long", SLOTS))
+    sign = tmp_path / "kvpact" / "1-00.newcomer"
+    sign.write_bytes(b"")
+    tier.tend()
+    assert tier.capacity().blocks == SLOTS
+    assert not sign.exists()
+    tier.close()
+
+
+def test_tools_work_beside_engines_that_write(tmp_path: Path) -> None:
+    child = start(tmp_path, 64, 1)
+    try:
+        assert [item.in_use_by for item in scan_directory(tmp_path)] == [child.pid]
+        assert not verify_slab(slab_path(tmp_path)).damaged
+    finally:
+        child.kill()
+        child.communicate()
