@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +166,19 @@ def test_gc_removes_an_idle_slab(tmp_path: Path) -> None:
     assert "in use by an engine" in refused.stderr
     tier.close()
     assert kvpact("gc", place, "--namespace", MODELS["llama"].name).stdout == "removed 1 slab\n"
+    assert list((tmp_path / "slabs").glob("kvpact/*.slab")) == []
+
+
+def test_gc_and_inspect_know_the_slabs_of_all_engines_of_a_model(tmp_path: Path) -> None:
+    place = f"disk://{tmp_path}/slabs?capacity=16MiB"
+    tiers = [open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT)) for _ in range(2)]
+    name = MODELS["llama"].name
+    shown = [line.split()[:3] for line in kvpact("inspect", place).stdout.splitlines() if name in line]
+    assert shown == [[f"{name}-1", "pid", str(os.getpid())], [name, "pid", str(os.getpid())]]
+    tiers[0].close()
+    assert "in use by an engine" in kvpact("gc", place, "--namespace", name).stderr
+    tiers[1].close()
+    assert kvpact("gc", place, "--namespace", name).stdout == "removed 2 slabs\n"
     assert list((tmp_path / "slabs").glob("kvpact/*.slab")) == []
 
 

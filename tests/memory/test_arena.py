@@ -211,9 +211,23 @@ def test_more_than_the_machine_has_is_refused_with_one_message(monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"wants 64PiB .* available; set `memory` below"):
         ArenaSegment.create(1 << 34, 4 * MIB)
     monkeypatch.setattr(arena_module, "available_memory_bytes", lambda: 10 * MIB)
+    monkeypatch.setattr(arena_module, "promised_elsewhere", lambda *_, **__: (0, 0))
     with pytest.raises(ConfigError, match=r"wants 12MiB \(3 x 1 blocks of 4MiB\).*has 10MiB available"):
         ArenaSegment.create(1, 4 * MIB, ranks_on_host=3)
     ArenaSegment.create(1, 4 * MIB, ranks_on_host=2).close()
+
+
+def test_what_arenas_of_other_engines_may_still_take_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "MEMFD", "kvpact-arena-of-this-test")
+    monkeypatch.setattr(arena_module, "available_memory_bytes", lambda: 20 * MIB)
+    first = ArenaSegment.create(3, 4 * MIB)
+    with pytest.raises(
+        ConfigError, match=r"wants 12MiB \(1 x 3 blocks .*\), other engines here \(1 arenas\) may take 1[2-9].*MiB more"
+    ):
+        ArenaSegment.create(3, 4 * MIB)
+    ArenaSegment.create(1, 4 * MIB).close()
+    first.close()
+    ArenaSegment.create(3, 4 * MIB).close()
 
 
 def test_a_python_without_memfd_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

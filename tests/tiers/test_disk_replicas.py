@@ -17,6 +17,7 @@ from test_slab_kill import start
 from kvpact.errors import TierError
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.disk import foreign_slab, slab_directory
+from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.slab import SlabReader, Superblock
 from kvpact.tiers.disk.tier import DiskTier
@@ -43,7 +44,7 @@ CAPACITY = capacity_for(SLOTS)
 
 
 class Host:
-    """The engines on one directory. Their own threads would look at each other in time; here all do when told to."""
+    """The engines on one directory. They look at each other when told to, not on a thread of their own."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -69,7 +70,8 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setattr(disk_tier, "start_background", lambda *_: None)
     host = Host(tmp_path)
     yield host
     host.close()
@@ -322,7 +324,7 @@ def test_only_headers_that_have_changed_are_decoded(host: Host, monkeypatch: pyt
     second.tend()
     assert len(decoded) == 16 + 3
     reads: list[int] = []
-    monkeypatch.setattr(foreign_slab, "_AT_REST_S", -1.0)
+    monkeypatch.setattr(foreign_slab, "AT_REST_S", -1.0)
     second.tend()
     monkeypatch.setattr(SlabReader, "preadv", staticmethod(lambda *call: reads.append(1) or os.preadv(*call)))
     second.tend()

@@ -34,11 +34,11 @@ def inspect_directory(path: Path, *, as_json: bool) -> None:
     if not slabs:
         output.print(f"no slabs in {path}")
         return
-    rows = table(["namespace", "state"], ["blocks", "of", "bytes", "file", "newest", "oldest"])
+    rows = table(["slab", "state"], ["blocks", "of", "bytes", "file", "newest", "oldest"])
     for slab in slabs:
         ages = (age(slab.newest_age), age(slab.oldest_age)) if slab.blocks else ("", "")
         rows.add_row(
-            slab.namespace,
+            slab.path.stem,
             _state(slab),
             str(slab.blocks),
             str(slab.slots),

@@ -143,13 +143,15 @@ def collect(place: TierURL | Path, namespace: str) -> int:
     """
     if isinstance(place, Path):
         with _locked_slabs(place) as slabs:
-            chosen = _the_one({slab.name.removesuffix(SLAB_SUFFIX) for slab in slabs}, namespace, place)
-            slab = next(slab for slab in slabs if slab.name == chosen + SLAB_SUFFIX)
-            found = look_at(slab)
-            if found is not None and found.in_use:
-                raise TierError(f"{slab} is in use by an engine; stop it first")
-            slab.unlink(missing_ok=True)
-            return 1
+            chosen = _the_one({_namespace_of(slab) for slab in slabs}, namespace, place)
+            its = [slab for slab in slabs if _namespace_of(slab) == chosen]
+            for slab in its:
+                found = look_at(slab)
+                if found is not None and found.in_use:
+                    raise TierError(f"{slab} is in use by an engine; stop it first")
+            for slab in its:
+                slab.unlink(missing_ok=True)
+            return len(its)
     with opened_for_removal(place) as store:
         return remove_group(store, _group_in(store, namespace, place))
 
@@ -181,6 +183,11 @@ def _locked_slabs(path: Path) -> Iterator[list[Path]]:
             yield list(directory.slab_paths())
     except OSError as error:
         raise TierError(f"cannot remove from {path}: {error.strerror}; give the directory of a disk tier") from None
+
+
+def _namespace_of(slab: Path) -> str:
+    """The name of a slab's namespace, of which each engine has a slab with another number."""
+    return slab.name.removesuffix(SLAB_SUFFIX).partition("-")[0]
 
 
 def _group_in(store: RecordStore, wanted: str, place: TierURL) -> str:

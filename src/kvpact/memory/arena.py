@@ -19,11 +19,17 @@ from pathlib import Path
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.memory import numa
-from kvpact.memory.limits import available_memory_bytes
+from kvpact.memory.limits import available_memory_bytes, promised_elsewhere
 from kvpact.memory.prefault import HUGE_BYTES, PageTaker
 from kvpact.units import format_size
 
 logger = logging.getLogger(__name__)
+
+MEMFD = "kvpact-arena"
+"""The name that arenas have in /proc."""
+
+MANY_ENGINES = 64
+"""Arenas of which this many would fit are made without a look at those of other engines, which takes 20 ms."""
 
 PAGE_BYTES = 4096
 """Alignment of every slot piece, in bytes: O_DIRECT and page mapping need it."""
@@ -130,7 +136,7 @@ class ArenaSegment:
         """New memory with one class of slots, in the worker.
 
         Pages are taken from the machine at first use or by `pages`. Raises ConfigError if `ranks_on_host`
-        segments of this size are more than the machine can give now.
+        segments of this size are more than the machine can give now, besides what it owes to other engines' arenas.
         """
         if num_slots < 1 or rank_slot_bytes < 1 or rank_slot_bytes % PAGE_BYTES:
             raise PactViolation(
@@ -139,17 +145,11 @@ class ArenaSegment:
         if not hasattr(os, "memfd_create"):
             raise ConfigError("the memory tier needs memfd_create (Linux 3.17, glibc 2.27), which this Python lacks")
         size = num_slots * rank_slot_bytes
-        available = available_memory_bytes()
-        if size * ranks_on_host > available:
-            raise ConfigError(
-                f"memory: the arena wants {format_size(size * ranks_on_host)} "
-                f"({ranks_on_host} x {num_slots} blocks of {format_size(rank_slot_bytes)}), this machine or its "
-                f"container has {format_size(available)} available; set `memory` below that"
-            )
-        descriptor = os.memfd_create("kvpact-arena", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(MEMFD, os.MFD_CLOEXEC)
         try:
             os.fchmod(descriptor, 0o600)  # it is made readable for all users, and can be opened through /proc only
             os.ftruncate(descriptor, size + HUGE_BYTES)
+            _require_available(descriptor, num_slots, rank_slot_bytes, ranks_on_host)
             return cls(descriptor, (SlotClass(range(num_slots), rank_slot_bytes),))
         except OSError as error:
             os.close(descriptor)
@@ -157,6 +157,9 @@ class ArenaSegment:
                 f"memory: cannot map an arena of {format_size(size)}: {error.strerror}; set a smaller `memory`, or "
                 "raise the limit on address space (ulimit -v)"
             ) from error
+        except ConfigError:
+            os.close(descriptor)
+            raise
 
     @classmethod
     def attach(cls, address: SegmentAddress) -> ArenaSegment:
@@ -324,6 +327,21 @@ def _slots_of_all(segments: Sequence[ArenaSegment]) -> tuple[range, ...]:
         raise PactViolation("the ranks number their slot classes differently")
     classes = zip(*(segment.classes for segment in segments), strict=True)
     return tuple(range(ones[0].slots.start, min(one.slots.stop for one in ones)) for ones in classes)
+
+
+def _require_available(descriptor: int, num_slots: int, rank_slot_bytes: int, ranks_on_host: int) -> None:
+    """Raise ConfigError if the machine cannot give so many arenas of this size, and all that other engines may take."""
+    wanted, available = num_slots * rank_slot_bytes * ranks_on_host, available_memory_bytes()
+    count, promised = 0, 0
+    if wanted * MANY_ENGINES > available:
+        count, promised = promised_elsewhere(MEMFD, os.fstat(descriptor), by_siblings=ranks_on_host == 1)
+    if wanted + promised > available:
+        others = f", other engines here ({count} arenas) may take {format_size(promised)} more" if promised else ""
+        raise ConfigError(
+            f"memory: the arena wants {format_size(wanted)} ({ranks_on_host} x {num_slots} blocks of "
+            f"{format_size(rank_slot_bytes)}){others}, this machine or its container has {format_size(available)} "
+            f"available; set `memory` below {'that, for each engine' if promised else 'that'}"
+        )
 
 
 def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:

@@ -1,8 +1,9 @@
-"""How much memory this machine, or the cgroup of this process, can still give."""
+"""How much memory this machine, or the cgroup of this process, can still give, and how much of that is promised."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -50,3 +51,37 @@ def _cgroup_statistic(directory: Path, name: str) -> int:
         if key == name:
             return int(value)
     return 0
+
+
+def promised_elsewhere(memfd: str, own: os.stat_result, *, by_siblings: bool) -> tuple[int, int]:
+    """Number of other memory files named `memfd` that processes here have open, and the bytes they may still take.
+
+    Pages are taken at first use, so what is promised is not missing yet. Files of other users, and of processes that
+    this one cannot see, do not count; those of this process's siblings only if `by_siblings`.
+    """
+    found: dict[tuple[int, int], int] = {}
+    parent = _parent(PROC / "self")
+    for process in PROC.iterdir():
+        if process.name.isdecimal() and (by_siblings or _parent(process) != parent):
+            for descriptor in _open_files(process):
+                with contextlib.suppress(OSError):
+                    if os.readlink(descriptor).startswith(f"/memfd:{memfd} "):
+                        status = descriptor.stat()
+                        found[status.st_dev, status.st_ino] = max(0, status.st_size - 512 * status.st_blocks)
+    found.pop((own.st_dev, own.st_ino), None)
+    return len(found), sum(found.values())
+
+
+def _open_files(process: Path) -> list[Path]:
+    try:
+        return list((process / "fd").iterdir())
+    except OSError:  # another user's, or it has just ended
+        return []
+
+
+def _parent(process: Path) -> str:
+    """The id of a process's parent; "" if it has ended."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[1]
+    except (OSError, IndexError):
+        return ""

@@ -39,7 +39,7 @@ _CHECKSUM_BYTES: Final = 8
 
 _PAUSE_S: Final = 0.001
 
-_AT_REST_S: Final = 2.0
+AT_REST_S: Final = 2.0
 """A file whose time of change is older than this has a new one after its next change."""
 
 
@@ -137,7 +137,7 @@ class ForeignSlab:
             if stopped():
                 return
             self._scan_chunk(first, min(_CHUNK_SLOTS, slots - first))
-        at_rest = time.time() > status.st_mtime + _AT_REST_S
+        at_rest = time.time() > status.st_mtime + AT_REST_S
         self._scanned_at = stamp if at_rest else (-1, -1)
 
     def _scan_chunk(self, first: int, count: int) -> None:

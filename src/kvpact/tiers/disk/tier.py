@@ -95,8 +95,10 @@ class DiskTier(Tier):
         room = SlabDirectory.prepare(Path(directory), capacity_bytes, access)
         opener, slab = SlabOpener(room, namespace, slot_bytes), None
         try:
-            with suppress(NoRoomYet):
+            try:
                 slab = opener.open(timeout)
+            except NoRoomYet:
+                logger.info("disk tier: other engines use all of %s; this one gets its share when they can", room.path)
             return cls(opener, slab)
         except BaseException as error:
             room.end_announcement()
