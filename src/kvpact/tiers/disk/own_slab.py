@@ -34,6 +34,9 @@ GROWTH_BYTES: Final = 64 << 20
 GROWTH_RETRY_S: Final = 10.0
 """A full disk is asked again after this time; until then a write that needs more room is dropped."""
 
+LIMIT_STEP: Final = 512
+"""Slots that are given up or taken at once: a lookup waits for that, a few milliseconds."""
+
 _PERSIST_S: Final = 1.0
 
 
@@ -228,21 +231,28 @@ class OwnSlab:
 
         Slots that are being read or written are given back by a later call. Raises OSError.
         """
-        slots = self.slab.superblock.slots_in(file_bytes)
-        with self._growth_lock, self._header_lock:
-            with self._lock:
-                evicted = self._index.withdraw_slots(slots) if slots < self._index.usable_slots else []
-                self._index.use_slots(slots)
-                self._counts = replace(self._counts, evicted=self._counts.evicted + len(evicted))
-            self._forget_headers({slot for _, slot in evicted})
+        slots = min(self.slab.superblock.slots_in(file_bytes), self._index.num_slots)
+        with self._growth_lock:
+            while slots != (usable := self._index.usable_slots):
+                self._change_limit(
+                    max(slots, usable - LIMIT_STEP) if slots < usable else min(slots, usable + LIMIT_STEP)
+                )
             if slots < self.slab.slots and self._are_free(range(slots, self.slab.slots)):
                 self.slab.shrink(slots)
             if self.slab.superblock.claim_bytes != (claim := self.slab.superblock.file_bytes(slots)):
                 self.slab.claim(claim, os.getpid())
 
+    def _change_limit(self, slots: int) -> None:
+        with self._header_lock:
+            with self._lock:
+                evicted = self._index.withdraw_slots(slots) if slots < self._index.usable_slots else []
+                self._index.use_slots(slots)
+                self._counts = replace(self._counts, evicted=self._counts.evicted + len(evicted))
+            self._forget_headers({slot for _, slot in evicted})
+
     def _are_free(self, slots: range) -> bool:
-        with self._lock:
-            return all(self._index.state(slot) == State.FREE for slot in slots)
+        """Whether withdrawn slots are not used any more; without the lock, because no new use begins."""
+        return all(self._index.state(slot) == State.FREE for slot in slots)
 
     # Removal
 
