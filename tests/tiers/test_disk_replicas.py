@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,10 +19,11 @@ from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.disk import foreign_slab, slab_directory
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
-from kvpact.tiers.disk.slab import SlabReader, Superblock
+from kvpact.tiers.disk.slab import Slab, SlabReader, Superblock
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
 from slab_scenes import (
+    SLOT,
     capacity_for,
     chain,
     files_in,
@@ -139,6 +140,54 @@ def test_h50_a_full_directory_is_shared_out_when_another_engine_comes_and_given_
     assert [*host.directory.glob("kvpact/*.slab")] == [first.slab.path]
     host.settle()
     assert first.lookup(chain("mine", SLOTS)) == 0
+
+
+def test_what_follows_a_block_that_a_smaller_share_evicts_goes_with_it_on_disk_as_well(host: Host) -> None:
+    first = host.open()
+    store(first, chain("first", 20))
+    store(first, KEYS)
+    first.delete(chain("first", 20))
+    store(first, chain("continued", 18, KEYS))  # into the slots of the deleted ones, which are kept
+    host.open()
+    assert first.lookup(KEYS) == 0 == first.capacity().blocks
+    assert verify_slab(first.slab.path).records == 0
+
+
+def test_h21_slots_that_are_read_or_written_are_given_back_when_that_has_ended(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = host.open()
+    store(first, chain("long", SLOTS - 8))
+    let_go = threading.Event()
+    stuck = threading.Semaphore(0)
+
+    def hangs(move: Callable[..., int]) -> Callable[[int, list[memoryview], int], int]:
+        def call(descriptor: int, views: list[memoryview], offset: int) -> int:
+            if sum(view.nbytes for view in views) >= SLOT:
+                stuck.release()
+                assert let_go.wait(20)
+            return move(descriptor, views, offset)
+
+        return call
+
+    monkeypatch.setattr(Slab, "preadv", staticmethod(hangs(os.preadv)))
+    monkeypatch.setattr(Slab, "pwritev", staticmethod(hangs(os.pwritev)))
+    with ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(served, first, chain("long", SLOTS - 8))
+        writing = pool.submit(store, first, KEYS)
+        assert stuck.acquire(timeout=20)
+        assert stuck.acquire(timeout=20)
+        size = first.slab.path.stat().st_size
+        second = host.open()
+        assert first.slab.path.stat().st_size == size
+        let_go.set()
+        assert reading.result() == SLOTS - 8
+        assert writing.result() == 0, "its slots are withdrawn"
+    host.settle()
+    assert first.slab.path.stat().st_size <= CAPACITY // 2
+    assert store(second, KEYS) == 8
+    assert first.counts().damaged == 0
+    assert not verify_slab(first.slab.path).damaged
 
 
 def test_an_engine_that_restarts_finds_its_slab_although_the_others_had_use_for_its_room(host: Host) -> None:
@@ -296,9 +345,9 @@ def test_closing_the_other_engine_changes_no_block_and_brings_no_refused_one_bac
     first, second = host.open(), host.open()
     store(first, KEYS)
     host.settle()
-    served(first, KEYS)
+    served(first, KEYS[:6])
     second.delete(KEYS[5:])
-    host.close(first)  # writes when its blocks were used
+    host.close(first)  # writes when block 5 was used
     host.settle()
     assert second.lookup(KEYS) == 5 == served(second, KEYS)
 

@@ -57,12 +57,12 @@ def promised_elsewhere(memfd: str, own: os.stat_result, *, by_siblings: bool) ->
     """Number of other memory files named `memfd` that processes here have open, and the bytes they may still take.
 
     Pages are taken at first use, so what is promised is not missing yet. Files of other users, and of processes that
-    this one cannot see, do not count; those of this process's siblings only if `by_siblings`.
+    this one cannot see, do not count; those of this process's parent and siblings only if `by_siblings`.
     """
     found: dict[tuple[int, int], int] = {}
     parent = _parent(PROC / "self")
     for process in PROC.iterdir():
-        if process.name.isdecimal() and (by_siblings or _parent(process) != parent):
+        if process.name.isdecimal() and (by_siblings or parent not in (process.name, _parent(process))):
             for descriptor in _open_files(process):
                 with contextlib.suppress(OSError):
                     if os.readlink(descriptor).startswith(f"/memfd:{memfd} "):
