@@ -86,17 +86,20 @@ def story(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     seen = Story()
     with ExitStack() as left, watched(directory, seen.sizes):
 
-        def started(name: str) -> EngineProcess:
-            engine = EngineProcess(settings, place / f"{name}.log")
+        def held(name: str) -> EngineProcess:
+            """An engine that is to be started later, and loads vLLM's modules meanwhile."""
+            engine = EngineProcess(settings, place / f"{name}.log", held=True)
             left.callback(engine.discard)
-            return engine.wait_ready()
+            return engine
 
         time.sleep(0.2)  # an engine that begins within a tick of the clock after its files changed cannot trust them
-        first = started("first")
+        first, second = held("first"), held("second")
+        first.wait_ready()
         seen.computed["mine"] = store(first, MINE)
         time.sleep(SEEN_S)
         seen.slabs.append(scan_directory(directory))
-        second = started("second")
+        later = [held("second-again"), held("first-again")]
+        second.wait_ready()
         time.sleep(SEEN_S)
         seen.computed["yours"] = store(second, YOURS)
         time.sleep(SEEN_S)
@@ -105,8 +108,8 @@ def story(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         seen.from_neighbour["yours"] = ask(first, YOURS)
         first.kill()
         second.stop()
-        for name in ("second-again", "first-again"):
-            engine = started(name)
+        for engine in later:
+            engine.wait_ready()
             time.sleep(SEEN_S)
             seen.after_restart.append({"mine": ask(engine, MINE), "yours": ask(engine, YOURS)})
         seen.slabs.append(scan_directory(directory))
