@@ -16,7 +16,7 @@ from test_slab_kill import start
 
 from kvpact.errors import TierError
 from kvpact.tiers.client import LentSlots, TierClient
-from kvpact.tiers.disk import foreign_slab, slab_directory
+from kvpact.tiers.disk import foreign_slab, own_slab, slab_directory
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.slab import Slab, SlabReader, Superblock
@@ -199,6 +199,22 @@ def test_an_engine_that_restarts_finds_its_slab_although_the_others_had_use_for_
         host.settle()
     assert first.capacity().blocks <= SLOTS // 2
     assert served(host.open(), KEYS) == 8
+
+
+def test_an_absent_engine_takes_nothing_from_one_that_restarts(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_slab, "GROWTH_BYTES", SLOT)
+    first, second = host.open(), host.open()
+    store(second, KEYS[:2])
+    host.close(second)
+    with monkeypatch.context() as patch:
+        patch.setattr(slab_directory, "ABSENT_S", 0.0)
+        host.settle()
+        assert store(first, chain("long", 30)) == 30
+    host.close(first)
+    again = host.open()
+    assert served(again, chain("long", 30)) == 30
+    assert served(again, KEYS) == 2
+    assert store(again, chain("more", 35)) == 30, "it does not grow yet"
 
 
 def test_an_engine_without_a_slab_is_served_what_the_others_have(host: Host) -> None:

@@ -111,7 +111,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         if start < end:
             stored = self.do(tier, lambda tier: tier.put(keys[:end], start, filled(keys[start:end])), writes, torn)
             for refused in self.refused.values():
-                refused.difference_update(keys[:end])
+                refused.difference_update(keys[start:end])
             if stored:
                 assert tier.lookup(keys) >= start + stored
 

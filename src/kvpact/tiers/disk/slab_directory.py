@@ -50,6 +50,10 @@ class Neighbour:
     modified: float
 
 
+class DirectoryBusy(TierError):
+    """Another process has held the directory's lock for too long."""
+
+
 class NoRoomYet(TierError):
     """The files of other engines leave too little room now; they shrink to their shares within seconds."""
 
@@ -58,17 +62,17 @@ class NoRoomYet(TierError):
 class Room:
     """What one of `members` engines may take of a directory, in bytes.
 
-    `share` is its fair part of the capacity. `left` is what the files of the others leave now, without idle slabs that
-    may be removed.
+    `share` is its fair part of the capacity. `growth` is the size up to which it may grow: a smaller part while engines
+    are absent that may come back, and not more than the files of the others leave now.
     """
 
     share: int
-    left: int
+    growth: int
     members: int
 
     def file_bytes(self, present: int) -> int:
         """The size that a file of `present` bytes may have now."""
-        return min(self.share, max(self.left, present))
+        return min(self.share, max(self.growth, present))
 
 
 class _Newcomer:
@@ -135,7 +139,7 @@ class SlabDirectory:
     def locked(self, timeout: float) -> Iterator[None]:
         """Within the context no other process opens, grows or removes a slab here.
 
-        Raises TierError after `timeout` seconds, or if the folder is no longer ours, and OSError.
+        Raises DirectoryBusy after `timeout` seconds, TierError if the folder is no longer ours, and OSError.
         """
         with OwnFolder.again(self.named, self.access) as folder:
             descriptor = self.access.open(folder.held / LOCK_FILE, os.O_RDWR)
@@ -143,7 +147,7 @@ class SlabDirectory:
             deadline = time.monotonic() + timeout
             while not lock_file(descriptor):
                 if time.monotonic() >= deadline:
-                    raise TierError(f"disk tier: another process has held {self.path} locked for {timeout:g} s")
+                    raise DirectoryBusy(f"disk tier: another process has held {self.path} locked for {timeout:g} s")
                 time.sleep(_RETRY_S)
             yield
 
@@ -172,9 +176,10 @@ class SlabDirectory:
         unknown = sum(item.file_bytes for item in neighbours if item.superblock is None)
         engines = sum(item.in_use for item in neighbours if item.superblock is not None) + self._count_newcomers()
         absent = [item for item in neighbours if self._is_absent(item, namespace)]
-        members = 1 + engines + len(absent)
+        capacity, members = max(0, self.capacity_bytes - unknown), 1 + engines
         kept = sum(item.file_bytes for item in neighbours if item.in_use or item.superblock is None or item in absent)
-        return Room(max(0, self.capacity_bytes - unknown) // members, max(0, self.capacity_bytes - kept), members)
+        left = max(0, self.capacity_bytes - kept)
+        return Room(capacity // members, min(capacity // (members + len(absent)), left), members)
 
     def _is_absent(self, item: Neighbour, namespace: Namespace) -> bool:
         """Whether a slab is idle for so short a time that its engine may come back."""

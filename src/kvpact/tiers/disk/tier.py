@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from kvpact.tiers.disk import BACKEND
 from kvpact.tiers.disk.foreign_slabs import ForeignSlabs
 from kvpact.tiers.disk.own_slab import OwnSlab
 from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
-from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, NoRoomYet, SlabDirectory
+from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, DirectoryBusy, NoRoomYet, SlabDirectory
 from kvpact.tiers.disk.slab_opening import SlabOpener
 from kvpact.tiers.log_once import LastErrors
 from kvpact.tiers.record import require_sizes
@@ -42,6 +42,10 @@ TEND_SHARE: Final = 0.01
 """Share of one core that these looks take at most, on average; a pause for that lasts at most `LONGEST_PAUSE_S`."""
 
 LONGEST_PAUSE_S: Final = 10.0
+
+FIRST_LOOK_S: Final = 0.2
+"""Seconds for which opening the tier learns what others have stored, some 8,000 blocks; the rest follows."""
+
 _TEND_LOCK_S: Final = 0.2
 _CLOSE_S: Final = 2.0
 
@@ -67,6 +71,8 @@ class DiskTier(Tier):
         self._tending = threading.Lock()
         self._stopped = threading.Event()
         self._uses = UseCount(self._close_files)
+        late = time.monotonic() + FIRST_LOOK_S
+        self._look(lambda: time.monotonic() > late)
         start_background("kvpact-disk-tend", partial(_tend_until_closed, weakref.ref(self), self._stopped))
 
     @classmethod
@@ -233,11 +239,15 @@ class DiskTier(Tier):
                 try:
                     self._take_share()
                     self._last_errors.clear("share")
+                except DirectoryBusy:
+                    pass  # another engine's file grows; the next look will do
                 except (OSError, TierError) as error:
                     reason = error.strerror if isinstance(error, OSError) else str(error)
                     self._last_errors.add("share", f"cannot share {self._directory.path}: {reason}")
-                own = self._own.slab.path if self._own is not None else None
-                self._others.look(own, self._stopped.is_set)
+                self._look(self._stopped.is_set)
+
+    def _look(self, stopped: Callable[[], bool]) -> None:
+        self._others.look(self._own.slab.path if self._own is not None else None, stopped)
 
     def _opened(self, slab: Slab) -> OwnSlab:
         """Take over an open slab, which is closed if that fails. Raises OSError."""
