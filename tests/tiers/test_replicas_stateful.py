@@ -42,7 +42,9 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(prefix="kvpact-slab-"))
         self.tiers: list[DiskTier] = []
         self.refused: dict[DiskTier, set[bytes]] = {}
-        """What an engine deleted, which it must not be served until somebody stores it again."""
+        """What an engine knew and deleted: it must not be served that until somebody stores it again."""
+        self.deleted: dict[DiskTier, set[bytes]] = {}
+        """What an engine ever deleted: it may not be served that by all who have it."""
         self.death = Death()
         self.death.tears_between = 256  # a kill tears no header, which lies within a sector and a page
         self.original, Slab.pwritev = Slab.pwritev, staticmethod(self.death.pwritev)
@@ -91,7 +93,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule()
     def open(self) -> None:
         self.tiers.append(open_tier(self.directory, self.slots))
-        self.refused[self.tiers[-1]] = set()
+        self.refused[self.tiers[-1]], self.deleted[self.tiers[-1]] = set(), set()
         self.look()
 
     @precondition(lambda self: self.tiers)
@@ -130,9 +132,11 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule(number=engines, keys=chains, data=st.data(), writes=writes)
     def delete(self, number: int, keys: list[bytes], data: st.DataObject, writes: int | None) -> None:
         tier, block = self.tier(number), data.draw(st.integers(0, len(keys) - 1), label="block")
+        known = {key for each in CHAINS for key in each[: tier.lookup(each)]}
         if self.do(tier, lambda tier: tier.delete([keys[block]]), writes) is not None:
             gone = {key for each in CHAINS if keys[block] in each for key in each[each.index(keys[block]) :]}
-            self.refused[tier] |= gone
+            self.refused[tier] |= gone & known
+            self.deleted[tier] |= gone
 
     @precondition(lambda self: self.tiers)
     @rule(number=engines, writes=writes)
@@ -149,7 +153,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         for tier in self.tiers:
             for keys in CHAINS:
                 most = max(other.put_start(keys) for other in self.tiers)
-                wanted = next((at for at in range(most) if keys[at] in self.refused[tier]), most)
+                wanted = next((at for at in range(most) if keys[at] in self.deleted[tier]), most)
                 assert tier.lookup(keys) >= wanted, "all see what each has"
                 assert served(tier, keys) == tier.lookup(keys)
             with suppress(TierError):  # it has no slab yet
