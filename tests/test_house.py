@@ -304,8 +304,7 @@ LARGER = {
     "contract.ExternalCache": 22,
     "engine.scheduler": 496,
     "engine.scheduler.Scheduler": 447,
-    "index.block_index": 582,
-    "index.block_index.BlockIndex": 507,
+    "index.block_index.BlockIndex": 28,
     "tiers.disk.own_slab.OwnSlab": 334,
     "vllm.connector.PactConnector": 36,
 }
@@ -366,7 +365,7 @@ HAVE_CHECK = {
     "engine.block_pool.BlockPool",
     "engine.engine.Engine",
     "engine.reference.ReferenceCache",
-    "index.block_index.BlockIndex",
+    "index.rows.Rows",
 }
 """Classes whose structures must agree with one another: `check` says whether they do."""
 

@@ -13,6 +13,8 @@ from kvpact.index.block_index import ROOT, BlockIndex, Pin, State
 NUM_SLOTS = 7
 paths = st.text("abc", min_size=1, max_size=5)
 """A block is named by its path: `ab` is the block that follows `a`. Its key is the path itself."""
+SIDES = "XY"
+"""`abX` is a side block that hangs on `ab`."""
 
 
 def chain(path: str) -> list[bytes]:
@@ -31,6 +33,10 @@ class Block:
     dropped: bool = False
     writing: bool = True
     pins: list[Pin] = field(default_factory=list)
+
+    @property
+    def is_side(self) -> bool:
+        return chr(self.key[-1]) in SIDES
 
     def lineage(self) -> list[Block]:
         return [self, *(self.parent.lineage() if self.parent else [])]
@@ -67,8 +73,15 @@ class Model:
 
     def use(self, block: Block) -> None:
         self.uses += 1
-        for used in block.lineage():
+        for used in [block] if block.is_side else block.lineage():
             used.last_use = self.uses
+
+    def remove(self, block: Block) -> None:
+        """A row learns of the uses of its side rows when they go."""
+        self.blocks.remove(block)
+        if block.is_side and not block.dropped:
+            for used in block.lineage():
+                used.last_use = max(used.last_use, block.last_use)
 
     def collect(self) -> None:
         needed = self.needed()
@@ -79,15 +92,19 @@ class Model:
             return None
         evicted = []
         while self.free() < count:
-            leaves = [block for block in self.evictable(parent) if block not in {other.parent for other in self.blocks}]
-            victim = min(leaves, key=lambda block: block.last_use)
-            self.blocks.remove(victim)
-            evicted.append(victim.key)
+            inner = {other.parent for other in self.blocks if not other.is_side}
+            leaves = [block for block in self.evictable(parent) if block not in inner]
+            victim = min(leaves, key=lambda block: (block.last_use, block.slot))
+            for block in [*(side for side in self.blocks if side.is_side and side.parent is victim), victim]:
+                self.remove(block)
+                evicted.append(block.key)
         return evicted
 
     def drop(self, key: bytes) -> set[bytes]:
         gone = {block for block in self.blocks if not block.dropped and block.key.startswith(key)}
-        for block in gone:
+        for block in sorted(gone, key=lambda block: -len(block.key)):
+            for used in block.lineage():
+                used.last_use = max(used.last_use, block.last_use)
             block.dropped = True
         self.collect()
         return {block.key for block in gone}
@@ -135,7 +152,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         assert reservation is not None
         event(f"evicted {len(expected)}")
-        assert reservation.evicted == tuple((key, before[key]) for key in expected)
+        assert sorted(reservation.evicted) == sorted((key, before[key]) for key in expected)
         assert len(reservation.slots) == end - start
         for key, slot in zip(keys[start:end], reservation.slots, strict=True):
             assert slot not in {block.slot for block in self.model.blocks}
@@ -143,6 +160,32 @@ class IndexMachine(RuleBasedStateMachine):
             block = Block(key, self.model.known().get(key[:-1]), slot, 0)
             self.model.blocks.append(block)
             self.model.use(block)
+
+    @precondition(lambda self: self.model.known())
+    @rule(path=paths, cold=st.booleans())
+    def reserve_sides(self, path: str, cold: bool) -> None:
+        """Of all known blocks of a chain, one side block of each kind that is not there yet."""
+        known = self.model.known()
+        parents = [key for key in chain(path) if key in known]
+        wanted = [key + side.encode() for key in parents for side in SIDES if key + side.encode() not in known][:3]
+        if not wanted:
+            return
+        deepest = wanted[-1][:-1]
+        before = {key: block.slot for key, block in known.items()}
+        expected = self.model.evict_for(len(wanted), deepest)
+        reservation = self.index.reserve_sides(wanted, [key[:-1] for key in wanted], cold=wanted if cold else ())
+        if expected is None:
+            assert reservation is None
+            return
+        assert reservation is not None
+        event(f"side blocks, evicted {len(expected)}")
+        assert sorted(reservation.evicted) == sorted((key, before[key]) for key in expected)
+        for key, slot in zip(wanted, reservation.slots, strict=True):
+            block = Block(key, self.model.known()[key[:-1]], slot, 0)
+            self.model.blocks.append(block)
+            self.model.use(block)
+            if cold:
+                block.last_use = 0
 
     @precondition(lambda self: self.writers())
     @rule()
@@ -214,10 +257,14 @@ class IndexMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         """What a slab does: only held blocks are in its table, and neither pins nor writers survive."""
         table = list(self.index.entries())
-        held = {block.key: block for block in self.model.known().values() if block.held}
+        held = {block.key: block for block in self.model.known().values() if block.held and not block.is_side}
         assert {entry.key for entry in table} == set(held)
         self.index = BlockIndex(NUM_SLOTS, self.model.usable)
         assert self.index.restore(reversed(table)) == []
+        for side in self.model.known().values():
+            if side.is_side and side.held:
+                for block in side.lineage():
+                    block.last_use = max(block.last_use, side.last_use)
         self.model.blocks = list(held.values())
         for block in self.model.blocks:
             block.pins, block.writing = [], False
@@ -243,7 +290,10 @@ class IndexMachine(RuleBasedStateMachine):
                 assert self.index.state(block.slot) == (State.CANCELLED if block.writing else State.DOOMED)
         for parent in [ROOT, *known]:
             assert self.index.reservable(parent) == self.model.free() + len(self.model.evictable(parent))
-        for path in {key.decode() + "a" for key in [*known, b""]}:
+        for key, block in known.items():
+            assert self.index.is_side(block.slot) == block.is_side
+            assert self.index.is_held(key) == block.held
+        for path in {key.decode() + "a" for key in [*(key for key in known if not known[key].is_side), b""]}:
             keys = chain(path)
             assert self.index.held_prefix(keys) == sum(key in known and known[key].held for key in keys)
             assert self.index.known_prefix(keys) == sum(key in known for key in keys)

@@ -6,41 +6,15 @@ bytes in a slot, a clock or a lock; its owner does I/O and serialises calls.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Final
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.eviction import LeastRecentlyUsed
-
-ROOT: Final[BlockKey] = b""
-"""The parent of a chain's first block."""
-
-_NONE: Final = -1
-
-
-class State(IntEnum):
-    """The state of a slot.
-
-    Without failures a block goes FREE -reserve-> RESERVED -complete-> SAVED -parent held-> HELD -evict-> FREE. No
-    lookup finds a dropped block any more; its slot stays CANCELLED until its writer has ended, and then DOOMED until
-    the last pin on it or after it is released, because a copy may still use it (H21).
-    """
-
-    FREE = 0
-    RESERVED = 1
-    SAVED = 2
-    HELD = 3
-    CANCELLED = 4
-    DOOMED = 5
-
-
-# Plain numbers: reading a member of an enum costs 120 ns on Python 3.11, more than all else that a step does with it.
-_FREE, _RESERVED, _SAVED, _HELD, _CANCELLED, _DOOMED = (int(state) for state in State)
+from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Rows
+from kvpact.index.rows import ROOT as ROOT
+from kvpact.index.rows import State as State
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,62 +47,10 @@ class StoredBlock:
     last_used: float = 0
 
 
-class BlockIndex:
-    """Which block lies in which of `num_slots` slots, what may be served, and what is evicted when room is needed.
+class BlockIndex(Rows):
+    """Which block lies in which of `num_slots` slots, what may be served, and what is evicted when room is needed."""
 
-    A row of every array describes the slot of that number; the row after the last one is the root, the parent of all
-    first blocks. Arrays of numbers and not objects, because a collection of garbage must not walk a million entries in
-    the middle of a scheduler's step.
-
-    `holds` counts why a row must stay: its pins, its own writer (or its wait for its parent), and each child that must
-    stay. A row without holds is evictable, with all rows after it.
-    """
-
-    __slots__ = (
-        "_evictable",
-        "_first_child",
-        "_free",
-        "_held",
-        "_holds",
-        "_keys",
-        "_next",
-        "_parent",
-        "_pinned",
-        "_pins",
-        "_policy",
-        "_previous",
-        "_root",
-        "_rows",
-        "_state",
-        "num_slots",
-        "usable_slots",
-    )
-
-    def __init__(self, num_slots: int, usable_slots: int | None = None) -> None:
-        """Only the first `usable_slots` slots are handed out, until `use_slots` says otherwise; None: all."""
-        if num_slots < 1:
-            raise ValueError(f"an index needs at least 1 slot, not {num_slots}")
-        self.num_slots = num_slots
-        self.usable_slots = num_slots if usable_slots is None else usable_slots
-        """Slots below this are handed out. For reading only."""
-        self._root = num_slots
-        self._reset()
-
-    def _reset(self) -> None:
-        rows = self.num_slots + 1
-        self._keys: list[BlockKey] = [ROOT] * rows
-        self._rows: dict[BlockKey, int] = {ROOT: self._root}
-        self._free = list(reversed(range(self.usable_slots)))  # a stack; the first reservations get neighbouring slots
-        self._state = bytearray(rows)
-        self._state[self._root] = _HELD
-        self._pins = array("i", bytes(4 * rows))
-        self._holds = array("i", bytes(4 * rows))
-        self._holds[self._root] = 1
-        self._parent, self._first_child, self._next, self._previous = (array("i", [_NONE]) * rows for _ in range(4))
-        self._held = 0
-        self._evictable = 0
-        self._pinned = 0
-        self._policy = LeastRecentlyUsed(rows)
+    __slots__ = ()
 
     # Lookups
 
@@ -143,14 +65,10 @@ class BlockIndex:
     def is_held(self, key: BlockKey) -> bool:
         """Whether the block and every block before it are filled."""
         row = self._rows.get(key)
-        return row is not None and self._state[row] == _HELD
+        return row is not None and self._state[row] == HELD
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._rows and key != ROOT
-
-    def __len__(self) -> int:
-        """Blocks known by key: held, saved and reserved; not the dropped ones that still occupy a slot."""
-        return len(self._rows) - 1
 
     def slot(self, key: BlockKey) -> int:
         """The slot of a known block. Raises PactViolation if the key is unknown."""
@@ -160,8 +78,8 @@ class BlockIndex:
         return row
 
     def is_last(self, key: BlockKey) -> bool:
-        """Whether no known block follows the known block `key`. Raises PactViolation if it is unknown."""
-        return self._first_child[self.slot(key)] == _NONE
+        """Whether no known block of its chain follows the known block `key`. Raises PactViolation if it is unknown."""
+        return self._first_child[self.slot(key)] == NONE
 
     def slots_of(self, keys: Iterable[BlockKey]) -> list[int]:
         """The slots of known blocks, in order. Raises PactViolation if one is unknown."""
@@ -181,6 +99,10 @@ class BlockIndex:
     def key_at(self, slot: int) -> BlockKey | None:
         """The block that `slot` is known by; None if the slot is free or its block was dropped while in use."""
         return self._keys[slot] or None
+
+    def is_side(self, slot: int) -> bool:
+        """Whether the known block in `slot` is a side block: it hangs on a chain's block and has none after it."""
+        return bool(self._is_side[slot])
 
     def state(self, slot: int) -> State:
         """The state of `slot`."""
@@ -207,14 +129,14 @@ class BlockIndex:
         return self.usable_slots - len(self._free) - len(self)
 
     def entries(self) -> Iterator[StoredBlock]:
-        """The held blocks in the order in which they would be evicted if nothing were pinned. O(n log n); for tools."""
+        """The held blocks of chains in the order in which they would be evicted if nothing were pinned. O(n log n)."""
         recency: dict[int, int] = {}
         tails_first = self._subtree(self._root)[:0:-1]
         for row in tails_first:
             recency[row] = max(recency.get(row, 0), self._policy.used(row))
             recency[self._parent[row]] = max(recency.get(self._parent[row], 0), recency[row])
         for row in sorted(tails_first, key=recency.__getitem__):
-            if self._state[row] == _HELD:
+            if self._state[row] == HELD and not self._is_side[row]:
                 yield StoredBlock(self._keys[row], self._keys[self._parent[row]], row, recency[row])
 
     # Filling
@@ -222,7 +144,7 @@ class BlockIndex:
     def use_slots(self, usable_slots: int) -> None:
         """Hand out the first `usable_slots` slots, never fewer than before; those that are new after all others."""
         new = range(self.usable_slots, min(usable_slots, self.num_slots))
-        self._free[:0] = [slot for slot in reversed(new) if self._state[slot] == _FREE]
+        self._free[:0] = [slot for slot in reversed(new) if self._state[slot] == FREE]
         self.usable_slots += len(new)
 
     def withdraw_slots(self, usable_slots: int) -> list[tuple[BlockKey, int]]:
@@ -268,13 +190,47 @@ class BlockIndex:
         try:
             if len(wanted) > len(self._free) + self._evictable:
                 return None
-            evicted = tuple(self._evict() for _ in range(len(wanted) - len(self._free)))
+            evicted = self._make_room(len(wanted))
         finally:
             self._release(parent)
         slots = []
         for key in wanted:
-            parent = self._add(key, parent, self._free.pop(), _RESERVED)
+            parent = self._add(key, parent, self._free.pop(), RESERVED)
             slots.append(parent)
+        return Reservation(tuple(slots), evicted)
+
+    def _make_room(self, slots: int) -> tuple[tuple[BlockKey, int], ...]:
+        evicted: list[tuple[BlockKey, int]] = []
+        while len(self._free) < slots:
+            evicted += self._evict()
+        return tuple(evicted)
+
+    def reserve_sides(
+        self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], *, cold: Collection[BlockKey] = ()
+    ) -> Reservation | None:
+        """Slots for side blocks: `keys[i]` hangs on the chain's block `parents[i]`. All or none, as with `reserve`.
+
+        The `parents` are of one chain, the last of them after all others; nothing of that chain is evicted for them.
+        Those that are `cold` are evicted before all others, until they are used. Raises PactViolation if one of the
+        keys is known already, or a parent is not, or is a side block itself.
+        """
+        if not keys:
+            return Reservation(())
+        rows = self.slots_of(parents)
+        if len(set(keys)) < len(keys) or not self._rows.keys().isdisjoint(keys) or any(map(self.is_side, rows)):
+            raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
+        self._hold(rows[-1])
+        try:
+            if len(keys) > len(self._free) + self._evictable:
+                return None
+            evicted = self._make_room(len(keys))
+        finally:
+            self._release(rows[-1])
+        slots = []
+        for key, parent in zip(keys, rows, strict=True):
+            slots.append(self._add(key, parent, self._free.pop(), RESERVED, is_side=True))
+            if key in cold:
+                self._policy.cool(slots[-1])
         return Reservation(tuple(slots), evicted)
 
     def complete(self, slots: Sequence[int]) -> list[BlockKey]:
@@ -287,12 +243,12 @@ class BlockIndex:
         self._require_writers(slots)
         became_held: list[BlockKey] = []
         for slot in slots:
-            if self._state[slot] == _CANCELLED:
-                self._state[slot] = _DOOMED
+            if self._state[slot] == CANCELLED:
+                self._state[slot] = DOOMED
                 self._release(slot)
                 continue
-            self._state[slot] = _SAVED
-            if self._state[self._parent[slot]] == _HELD:
+            self._state[slot] = SAVED
+            if self._state[self._parent[slot]] == HELD:
                 self._serve(slot, became_held)
         return became_held
 
@@ -304,9 +260,9 @@ class BlockIndex:
         self._require_writers(slots)
         removed: list[tuple[BlockKey, int]] = []
         for slot in slots:
-            if self._state[slot] == _RESERVED:
+            if self._state[slot] == RESERVED:
                 removed += self._remove(slot)
-            self._state[slot] = _DOOMED
+            self._state[slot] = DOOMED
             self._release(slot)
         return removed
 
@@ -334,12 +290,12 @@ class BlockIndex:
         reached = [self._root]
         for parent in reached:
             slots = children.pop(self._keys[parent], ())
-            reached.extend(self._add(by_slot[slot].key, parent, slot, _HELD) for slot in slots)
+            reached.extend(self._add(by_slot[slot].key, parent, slot, HELD) for slot in slots)
         rejected += [by_slot[slot] for orphans in children.values() for slot in orphans]
         for slot in reversed(by_slot):
             self._policy.touch(slot)
         for slot in reached[1:]:
-            if self._first_child[slot] == _NONE:
+            if self._first_child[slot] == NONE:
                 self._policy.offer(slot)
         used = set(reached)
         self._free = [slot for slot in reversed(range(self.usable_slots)) if slot not in used]
@@ -387,196 +343,6 @@ class BlockIndex:
     def clear(self) -> list[tuple[BlockKey, int]]:
         """Forget every block, as `drop` does for one chain."""
         removed: list[tuple[BlockKey, int]] = []
-        while self._first_child[self._root] != _NONE:
+        while self._first_child[self._root] != NONE:
             removed += self._remove(self._first_child[self._root])
         return removed
-
-    # Rows
-
-    def _hold(self, row: int) -> None:
-        """Add a hold to `row`; its first one adds a hold to its parent. The root is always held, so the walk ends."""
-        holds, parent = self._holds, self._parent
-        newly_held = 0
-        while not holds[row]:
-            holds[row] = 1
-            newly_held += 1
-            row = parent[row]
-        holds[row] += 1
-        self._evictable -= newly_held
-
-    def _release(self, row: int) -> None:
-        """Remove a hold. A row without holds becomes evictable, or free if its block was dropped."""
-        holds, parent = self._holds, self._parent
-        while holds[row] == 1:
-            holds[row] = 0
-            if self._state[row] == _DOOMED:
-                self._set_free(row)
-            else:
-                self._evictable += 1
-                if self._first_child[row] == _NONE:
-                    self._policy.offer(row)
-            row = parent[row]
-        holds[row] -= 1
-
-    def _add(self, key: BlockKey, parent: int, row: int, state: int) -> int:
-        """Enter `key` after `parent` into the unused `row`; return the row."""
-        self._rows[key] = row
-        self._keys[row] = key
-        self._state[row] = state
-        self._parent[row] = parent
-        self._previous[row] = _NONE
-        self._next[row] = following = self._first_child[parent]
-        if following != _NONE:
-            self._previous[following] = row
-        self._first_child[parent] = row
-        if state == _HELD:
-            self._held += 1
-            self._evictable += 1
-        else:
-            self._policy.touch(row)
-            self._evictable += 1  # for a moment: the hold takes it back
-            self._hold(row)
-        return row
-
-    def _unlink(self, row: int) -> None:
-        """Remove `row` from its parent's children."""
-        parent, previous, following = self._parent[row], self._previous[row], self._next[row]
-        if following != _NONE:
-            self._previous[following] = previous
-        if previous != _NONE:
-            self._next[previous] = following
-            return
-        self._first_child[parent] = following
-        if following == _NONE and self._holds[parent] == 0:
-            self._policy.offer(parent)
-
-    def _forget(self, row: int) -> tuple[BlockKey, int]:
-        """Remove `row` from every lookup."""
-        key = self._keys[row]
-        del self._rows[key]
-        self._keys[row] = ROOT
-        self._policy.inherit(self._parent[row], row)
-        return key, row
-
-    def _set_free(self, row: int) -> None:
-        self._state[row] = _FREE
-        if row < self.usable_slots:
-            self._free.append(row)
-
-    def _evictable_leaf(self, row: int) -> bool:
-        return self._holds[row] == 0 and self._state[row] == _HELD and self._first_child[row] == _NONE
-
-    def _evict(self) -> tuple[BlockKey, int]:
-        """Free the least recently used leaf that nothing holds. There must be one."""
-        row = self._policy.take(self._evictable_leaf)
-        if row is None:
-            raise PactViolation(f"{self._evictable} blocks count as evictable, but none is queued for eviction")
-        forgotten = self._forget(row)
-        self._unlink(row)
-        self._held -= 1
-        self._evictable -= 1
-        self._set_free(row)
-        return forgotten
-
-    def _remove(self, top: int) -> list[tuple[BlockKey, int]]:
-        """Drop `top` and all after it, children first."""
-        removed = []
-        order = self._subtree(top)
-        self._unlink(top)
-        for row in reversed(order):
-            removed.append(self._forget(row))
-            self._first_child[row] = _NONE
-            state = self._state[row]
-            self._state[row] = _DOOMED
-            if state == _RESERVED:
-                self._state[row] = _CANCELLED
-            elif state == _SAVED:
-                self._release(row)
-            else:
-                self._held -= 1
-                if self._holds[row] == 0:
-                    self._evictable -= 1
-                    self._set_free(row)
-        return removed
-
-    def _subtree(self, top: int) -> list[int]:
-        """`top` and all rows after it, parents before children."""
-        order = [top]
-        for row in order:
-            child = self._first_child[row]
-            while child != _NONE:
-                order.append(child)
-                child = self._next[child]
-        return order
-
-    def _serve(self, row: int, became_held: list[BlockKey]) -> None:
-        """The saved `row` has its whole chain: hold it, and the saved blocks that waited for it."""
-        complete = [row]
-        for parent in complete:
-            self._state[parent] = _HELD
-            self._held += 1
-            became_held.append(self._keys[parent])
-            self._release(parent)
-            child = self._first_child[parent]
-            while child != _NONE:
-                if self._state[child] == _SAVED:
-                    complete.append(child)
-                child = self._next[child]
-
-    def _require_writers(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            if self._state[slot] not in (_RESERVED, _CANCELLED):
-                raise PactViolation(f"slot {slot} is {self.state(slot).name}, not reserved: its writer ended already")
-        if len(set(slots)) != len(slots):
-            raise PactViolation(f"a slot is named twice in {list(slots)[:20]}; its writer ends once")
-
-    # Checking
-
-    def check(self) -> None:
-        """Verify every invariant in O(n log n); raise PactViolation naming the first that does not hold."""
-
-        def require(condition: bool, what: str) -> None:
-            if not condition:
-                raise PactViolation(f"the block index lost an invariant: {what}")
-
-        state = [State(value) for value in self._state]
-        known = {*self._rows.values()} - {self._root}
-        free = set(self._free)
-        usable = range(self.usable_slots)
-        dropped = {row for row in range(self.num_slots) if state[row] in (State.CANCELLED, State.DOOMED)}
-        waiting = dropped & set(usable)
-        require(len(known) == len(self), "two keys share a slot")
-        require(len(free) == len(self._free), "a slot is twice in the free list")
-        require(len(known) + len(free) + len(waiting) == self.usable_slots, "the slots do not add up")
-        require(known | free | waiting == set(usable), "a slot is neither known, free nor waiting")
-        require(all(state[row] == State.FREE for row in free), "a slot in the free list is in use")
-        require(all(self._keys[row] == ROOT for row in free | waiting), "a slot keeps the key of a block that is gone")
-        require(all(self._keys[row] == key for key, row in self._rows.items()), "keys and slots disagree")
-        reached = self._subtree(self._root)
-        require(len(set(reached)) == len(reached), "a block is reached twice")
-        require(set(reached) - {self._root} == known, "the chains do not reach exactly the known blocks")
-        holds = [pins + (state[row] in (_RESERVED, _SAVED, _CANCELLED)) for row, pins in enumerate(self._pins)]
-        needed = {self._root}
-        for holder in [row for row in known | dropped if holds[row]]:
-            row = holder
-            while row not in needed:
-                needed.add(row)
-                row = self._parent[row]
-        for row in needed - {self._root}:
-            holds[self._parent[row]] += 1
-        holds[self._root] += 1
-        require(min(self._pins) >= 0 and sum(self._pins) == self._pinned, "the number of pins is wrong")
-        for row in known | free | dropped | {self._root}:
-            require(self._holds[row] == holds[row], f"slot {row} counts {self._holds[row]} holds and has {holds[row]}")
-        for row in known:
-            parent = self._parent[row]
-            require(state[parent] in (State.RESERVED, State.SAVED, State.HELD), f"slot {row} has lost its parent")
-            require((state[row] != State.HELD) or state[parent] == State.HELD, f"slot {row} is held without its parent")
-            require((state[row] != State.SAVED) or state[parent] != State.HELD, f"slot {row} waits for a held parent")
-            if self._evictable_leaf(row):
-                require(self._policy.queued(row), f"slot {row} could be evicted and is not queued")
-        require(all(holds[row] for row in dropped), "a dropped slot that nothing needs is not free")
-        require(self._held == sum(state[row] == State.HELD for row in known), "the number of held blocks is wrong")
-        require(self._evictable == sum(holds[row] == 0 for row in known), "the number of evictable blocks is wrong")
-        require(len(self._policy) <= self.num_slots, "the eviction queue has outgrown the slots")
-        self._policy.check()
