@@ -13,7 +13,7 @@ from kvpact.ranges import BlockRange
 FULL, WINDOW, CHUNK, STATE = GroupKind
 
 kinds = st.sampled_from(GroupKind)
-block_sizes = st.sampled_from([1, 2, 3, 4, 8])
+block_sizes = st.sampled_from([1, 2, 4, 8])
 
 
 @st.composite
@@ -108,3 +108,36 @@ def test_what_no_model_has_is_refused() -> None:
             KVCacheGroup(kind, size, span)
     with pytest.raises(ConfigError):
         GroupSet(())
+    with pytest.raises(ConfigError, match="blocks of \\[16, 24\\] tokens"):
+        GroupSet((KVCacheGroup(FULL, 16), KVCacheGroup(WINDOW, 24, 100)))
+
+
+def test_the_chain_is_that_of_the_full_attention_group_with_the_smallest_blocks() -> None:
+    kept = GroupSet(
+        (KVCacheGroup(WINDOW, 8, 32), KVCacheGroup(FULL, 32), KVCacheGroup(FULL, 16), KVCacheGroup(STATE, 64))
+    )
+    assert (kept.chain, kept.block_size, kept.sides, kept.alignment) == (2, 16, (0, 1, 3), 64)
+    assert [kept.row_of(0, block) for block in range(4)] == [0, 0, 1, 1]
+    assert [kept.row_of(1, block) for block in range(2)] == [1, 3]
+    assert [kept.row_of(3, block) for block in range(2)] == [3, 7]
+    no_full = GroupSet((KVCacheGroup(STATE, 64), KVCacheGroup(WINDOW, 16, 32)))
+    assert (no_full.chain, no_full.block_size, no_full.sides) == (None, 16, (0, 1))
+
+
+def test_blocks_of_two_groups_or_two_parts_of_a_row_never_share_a_name() -> None:
+    digests = [bytes([number]) * 32 for number in range(3)]
+    kept = GroupSet(
+        (
+            KVCacheGroup(FULL, 16, digest=digests[0]),
+            KVCacheGroup(WINDOW, 8, 32, digest=digests[1]),
+            KVCacheGroup(WINDOW, 8, 32, digest=digests[2]),
+        )
+    )
+    row_keys = [bytes([row]) * 32 for row in range(4)]
+    names = [
+        kept.side_key(row_keys[kept.row_of(number, block)], number, block) for number in (1, 2) for block in range(8)
+    ]
+    assert len(set(names) | set(row_keys)) == 16 + 4
+    turned = GroupSet(kept.groups[:1] + kept.groups[:0:-1])
+    assert turned.chain_digest != kept.chain_digest
+    assert GroupSet(kept.groups[:1]).chain_digest == bytes(32)

@@ -1,17 +1,24 @@
 """Which blocks of each KV cache group a match needs, and the longest match for which all groups have theirs.
 
 A model's layers form groups that keep different parts of a prefix: all of it, the last tokens of it, or one state at
-its end. Owns the rules of each kind, and the search over all groups. Knows no keys, slots or engine.
+its end. Owns the rules of each kind, the names of their blocks, and the search over all groups. Knows no slots and no
+engine.
+
+The blocks of one group, the *chain group*, are the rows of a request's chain. The blocks of the others, the *side*
+groups, hang each on the row in which it ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import lcm
 
+from blake3 import blake3
+
 from kvpact.errors import ConfigError
+from kvpact.identity.keys import KEY_BYTES, BlockKey
 from kvpact.ranges import BlockRange
 
 FirstMissing = Callable[[int, BlockRange], int | None]
@@ -44,6 +51,8 @@ class KVCacheGroup:
     So for the layers of an EAGLE or MTP draft model: what they keep of a block's last token depends on the next token,
     which is in the next block.
     """
+    digest: bytes = bytes(KEY_BYTES)
+    """32 bytes over all that tells the group from others: its layers and what one block of theirs holds."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -77,19 +86,62 @@ class KVCacheGroup:
         return BlockRange(needed.start, needed.count + 1) if self.drops_last and num_tokens else needed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupSet:
-    """All groups of a model. `alignment`: a match is a multiple of so many tokens, which whole blocks of each group
-    make up."""
+    """All groups of a model, as the engine numbers them.
+
+    `alignment`: a match is a multiple of so many tokens, which whole blocks of each group make up. Raises ConfigError
+    if the sizes of the groups' blocks do not divide one another.
+    """
 
     groups: tuple[KVCacheGroup, ...]
     alignment: int = 1
+    chain: int | None = field(init=False, default=None)
+    """The chain group: of those with full attention the one with the smallest blocks. None without any: then the rows
+    of the chain have keys and no bytes, and all groups are side groups."""
+    block_size: int = field(init=False, default=0)
+    """Tokens of a row."""
+    sides: tuple[int, ...] = field(init=False, default=())
+    """The numbers of the side groups."""
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise ConfigError("a model has at least one KV cache group")
-        whole = lcm(*(group.block_size for group in self.groups))
-        object.__setattr__(self, "alignment", lcm(whole, self.alignment))
+        sizes = {number: group.block_size for number, group in enumerate(self.groups)}
+        full = [number for number, group in enumerate(self.groups) if group.kind is GroupKind.FULL]
+        chain = min(full, key=sizes.__getitem__, default=None)
+        block_size = min(sizes.values()) if chain is None else sizes[chain]
+        for size in sizes.values():
+            if max(size, block_size) % min(size, block_size):
+                raise ConfigError(
+                    f"KV cache groups have blocks of {sorted(set(sizes.values()))} tokens; each must divide, or be a "
+                    f"multiple of, those of the chain, {block_size}"
+                )
+        whole = lcm(*sizes.values())
+        for name, value in (
+            ("alignment", lcm(whole, self.alignment)),
+            ("chain", chain),
+            ("block_size", block_size),
+            ("sides", tuple(number for number in sizes if number != chain)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def chain_digest(self) -> bytes:
+        """What the keys of the chain begin with: a model of one group has zeros there, whatever its digest."""
+        if len(self.groups) == 1 and self.chain is not None:
+            return bytes(KEY_BYTES)
+        return blake3(b"".join(group.digest for group in self.groups)).digest()
+
+    def row_of(self, number: int, block: int) -> int:
+        """The row of the chain in which a group's block ends."""
+        return ((block + 1) * self.groups[number].block_size - 1) // self.block_size
+
+    def side_key(self, row_key: BlockKey, number: int, block: int) -> BlockKey:
+        """The name of a side group's block that ends in the row named `row_key`."""
+        size = self.groups[number].block_size
+        part = block % max(1, self.block_size // size)
+        return blake3(row_key + self.groups[number].digest + part.to_bytes(8, "little")).digest()
 
     def longest_match(self, max_tokens: int, first_missing: FirstMissing) -> int:
         """Tokens of the longest prefix, at most `max_tokens`, for which every group has all that it needs.
