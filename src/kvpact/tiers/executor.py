@@ -10,12 +10,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from queue import SimpleQueue
-from typing import TypeAlias
 
 from kvpact.errors import PactViolation, TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
@@ -23,102 +21,18 @@ from kvpact.identity.keys import BlockKey
 from kvpact.threads import start_background
 from kvpact.tiers.base import BlockBuffer, Tier
 from kvpact.tiers.log_once import LogOnce
+from kvpact.tiers.operations import NOTHING_OVERDUE as NOTHING_OVERDUE
+from kvpact.tiers.operations import ControlDone as ControlDone
+from kvpact.tiers.operations import Done as Done
+from kvpact.tiers.operations import GetDone as GetDone
+from kvpact.tiers.operations import Job, call_tier
+from kvpact.tiers.operations import LookupDone as LookupDone
+from kvpact.tiers.operations import OpId as OpId
+from kvpact.tiers.operations import Overdue as Overdue
+from kvpact.tiers.operations import PutDone as PutDone
+from kvpact.tiers.operations import checked_answer as checked_answer
 
 logger = logging.getLogger(__name__)
-
-OpId: TypeAlias = Hashable
-"""The caller's own id for one operation; unique among those under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookupDone:
-    """A look-up has ended: the first `held` blocks were there. `ok` and `seconds` as in `GetDone`."""
-
-    op_id: OpId
-    held: int
-    ok: bool = field(default=True, compare=False)
-    seconds: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class GetDone:
-    """A read has ended: the first `arrived` blocks are in their buffers, and nothing writes to any buffer.
-
-    `ok` is False if the store failed, which a miss alone does not show. `seconds` is the time in the tier, without the
-    wait for a thread; 0 if the tier was not asked.
-    """
-
-    op_id: OpId
-    arrived: int
-    ok: bool = field(default=True, compare=False)
-    seconds: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class PutDone:
-    """A write has ended or was given up: the first `stored` blocks are held; the buffers are the caller's again."""
-
-    op_id: OpId
-    stored: int
-    ok: bool = field(default=True, compare=False)
-    seconds: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ControlDone:
-    """A control operation has ended. `ok` is False if the tier refused it, raised, or was never asked."""
-
-    op_id: OpId
-    ok: bool = False
-    seconds: float = field(default=0.0, compare=False)
-
-
-Done: TypeAlias = LookupDone | GetDone | PutDone | ControlDone
-
-
-@dataclass(frozen=True, slots=True)
-class Overdue:
-    """Overdue operations: reads and look-ups by id, and whether a write is overdue."""
-
-    reads: tuple[OpId, ...] = ()
-    writes: bool = False
-    everything: bool = False
-    """Whether overdue operations occupy every thread, so that nothing else can begin."""
-
-
-NOTHING_OVERDUE = Overdue()
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    op_id: OpId
-    keys: Sequence[BlockKey]
-    start: int
-    buffers: Sequence[BlockBuffer]
-    write_bytes: int = 0
-    kind: type[Done] = GetDone
-    control: Callable[[Tier], object] | None = None
-    epoch: Epoch = FIRST_EPOCH
-    began: float | None = None
-    moved: float = inf
-    """Time of the last progress: the start of the operation, or the arrival of blocks."""
-    arrived: int = 0
-    cancelled: bool = False
-
-    @property
-    def words(self) -> str:
-        return {PutDone: "write", ControlDone: "control operation"}.get(self.kind, "read")
-
-    @property
-    def changes(self) -> bool:
-        """Whether it changes the tier's content; such jobs run one after another."""
-        return self.kind is PutDone or self.kind is ControlDone
-
-    def done(self, blocks: int, ok: bool) -> Done:
-        seconds = 0.0 if self.began is None else time.monotonic() - self.began
-        if self.kind is LookupDone or self.kind is GetDone or self.kind is PutDone:
-            return self.kind(self.op_id, blocks, ok, seconds)
-        return ControlDone(self.op_id, ok and self.began is not None, seconds)
 
 
 @dataclass(slots=True)
@@ -130,11 +44,11 @@ class _Shared:
     thread that pops a job from its deque owns the job.
     """
 
-    gets: deque[_Job] = field(default_factory=deque)
-    puts: deque[_Job] = field(default_factory=deque)
+    gets: deque[Job] = field(default_factory=deque)
+    puts: deque[Job] = field(default_factory=deque)
     wakes: SimpleQueue[None] = field(default_factory=SimpleQueue)
     """Each entry wakes one thread, which looks for a job; there may be more entries than jobs."""
-    under_way: dict[OpId, _Job] = field(default_factory=dict)
+    under_way: dict[OpId, Job] = field(default_factory=dict)
     done: deque[Done] = field(default_factory=deque)
     closing: bool = False
     accepted_bytes: int = 0
@@ -173,11 +87,11 @@ class TierExecutor:
 
     def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey]) -> None:
         """Look up how many leading `keys` the tier holds. Raises PactViolation if `op_id` is under way."""
-        self._submit(_Job(op_id, keys, 0, (), kind=LookupDone))
+        self._submit(Job(op_id, keys, 0, (), kind=LookupDone))
 
     def submit_get(self, op_id: OpId, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
         """Read block `start + i` of `keys` into `buffers[i]`. Raises PactViolation if `op_id` is under way."""
-        self._submit(_Job(op_id, keys, start, buffers))
+        self._submit(Job(op_id, keys, start, buffers))
 
     def submit_put(
         self,
@@ -195,7 +109,7 @@ class TierExecutor:
         """
         if not self.has_room(nbytes):
             return False
-        self._submit(_Job(op_id, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch))
+        self._submit(Job(op_id, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch))
         return True
 
     def submit_control(self, op_id: OpId, operation: Callable[[Tier], object]) -> None:
@@ -203,10 +117,10 @@ class TierExecutor:
 
         Raises PactViolation if `op_id` is under way.
         """
-        self._submit(_Job(op_id, (), 0, (), kind=ControlDone, control=operation))
+        self._submit(Job(op_id, (), 0, (), kind=ControlDone, control=operation))
         self.flush()
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: Job) -> None:
         shared = self._shared
         if job.op_id in shared.under_way:
             raise PactViolation(f"ticket {job.op_id!r} is under way already; a ticket names one read or write")
@@ -304,26 +218,26 @@ class TierExecutor:
         return ended
 
 
-def _drop_waiting(shared: _Shared, waiting: deque[_Job]) -> None:
+def _drop_waiting(shared: _Shared, waiting: deque[Job]) -> None:
     while (job := _take(waiting)) is not None:
         shared.accepted_bytes -= job.write_bytes
         _finish(shared, job, 0)
 
 
-def _take(waiting: deque[_Job]) -> _Job | None:
+def _take(waiting: deque[Job]) -> Job | None:
     try:
         return waiting.popleft()
     except IndexError:
         return None
 
 
-def _finish(shared: _Shared, job: _Job, blocks: int, ok: bool = True) -> None:
+def _finish(shared: _Shared, job: Job, blocks: int, ok: bool = True) -> None:
     """Report the end of a job that the calling thread owns."""
     del shared.under_way[job.op_id]
     shared.done.append(job.done(blocks, ok))
 
 
-def _next_job(shared: _Shared) -> _Job | None:
+def _next_job(shared: _Shared) -> Job | None:
     """The next job: a read if there is one, else the oldest write if none runs. None when closing."""
     while True:
         if (job := _take(shared.gets)) is not None:
@@ -346,12 +260,12 @@ def _work(tier: Tier, shared: _Shared) -> None:
             shared.wakes.put(None)  # a write may have waited for its turn
 
 
-def run_job(tier: Tier, shared: _Shared, job: _Job) -> None:
+def run_job(tier: Tier, shared: _Shared, job: Job) -> None:
     """Carry out a job that the caller has taken from its deque, and report its end."""
     blocks, ok = 0, False
     job.began = job.moved = time.monotonic()
     try:
-        blocks = _run(tier, job)
+        blocks = call_tier(tier, job)
         ok = job.control is not None or (tier.health().ok if job.changes else tier.health().readable)
     except Exception as error:  # a tier's defect costs this operation, never the thread or the engine
         _log_once(tier, shared, job, error)
@@ -360,7 +274,7 @@ def run_job(tier: Tier, shared: _Shared, job: _Job) -> None:
     _finish(shared, job, blocks, ok)
 
 
-def _log_once(tier: Tier, shared: _Shared, job: _Job, error: Exception) -> None:
+def _log_once(tier: Tier, shared: _Shared, job: Job, error: Exception) -> None:
     """Log why a job failed: one line for a TierError, with the traceback for an error that no tier should raise."""
     if isinstance(error, TierError):
         text = "tier %s: a %s was refused: %s; further ones are not logged"
@@ -369,28 +283,3 @@ def _log_once(tier: Tier, shared: _Shared, job: _Job, error: Exception) -> None:
         kind = f"{job.words} that raised {type(error).__name__}"
         text = "tier %s: a %s failed; further ones are not logged"
         shared.warned.log(kind, logging.ERROR, text, tier.name, kind, error=error)
-
-
-def _run(tier: Tier, job: _Job) -> int:
-    """Run the job; returns the number of blocks that were held, arrived or stored."""
-    if job.control is not None:
-        job.control(tier)
-        return 0
-    if job.kind is LookupDone:
-        return checked_answer(tier.lookup(job.keys), len(job.keys))
-    keys = job.keys[: job.start + len(job.buffers)]
-    if job.kind is PutDone:
-        return checked_answer(tier.put(keys, job.start, job.buffers, job.epoch), len(job.buffers))
-
-    def progress(arrived: int) -> bool:
-        job.arrived, job.moved = checked_answer(arrived, len(job.buffers)), time.monotonic()
-        return not job.cancelled
-
-    return checked_answer(tier.get(keys, job.start, job.buffers, progress), len(job.buffers))
-
-
-def checked_answer(blocks: int, most: int) -> int:
-    """`blocks`, a tier's answer about `most` blocks. Raises TierError if it is impossible."""
-    if not 0 <= blocks <= most:
-        raise TierError(f"of {most} blocks it names {blocks}")
-    return int(blocks)
