@@ -58,10 +58,18 @@ class TierCounts:
     failed_reads: int = 0
 
 
+def leading(found: Sequence[bool]) -> int:
+    """Number of leading True values."""
+    return next((index for index, there in enumerate(found) if not there), len(found))
+
+
 class Tier(ABC):
     """A place where blocks outlive memory. Blocking and thread-safe; the scheduler's thread calls only `lookup`.
 
-    `keys` is always a request's block keys from block 0, or a prefix of them, so that a key implies all before it.
+    `keys` of `lookup`, `get` and `put` is always a request's block keys from block 0, or a prefix of them, so that a
+    key implies all before it. Blocks that form no chain, *loose* ones (tails of windows, states), have methods of their
+    own: each stands for itself, and its key is no chain's. A buffer has any size up to the largest that the tier was
+    opened for; its size is what is stored, 0 bytes included, and a record of another size is a miss.
     No method raises for a store's failure (an I/O error, a full disk, damage): it is a miss, or a block not stored.
     Only `delete` and `clear` raise TierError if the store did not do all of it; their caller repeats them.
     """
@@ -111,9 +119,40 @@ class Tier(ABC):
         The buffers must not change until `put` returns. A block is visible only when it is stored in full.
         """
 
+    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each of these loose blocks is held, as `lookup`."""
+        return [self.lookup([key]) == 1 for key in keys]
+
+    def get_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        """Read the loose block `keys[i]` into `buffers[i]`; return whether each arrived, verified. Otherwise as `get`.
+
+        Where that is False the buffer's content is undefined; damaged blocks are dropped. `on_progress` is told how
+        many have arrived in a row from the first.
+        """
+        arrived = [False] * len(keys)
+        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            arrived[index] = self.get([key], 0, [buffer]) == 1
+            if on_progress is not None and not on_progress(leading(arrived)):
+                break
+        return arrived
+
+    def put_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> list[bool]:
+        """Store the loose block `keys[i]` from `buffers[i]`; return whether each is held afterwards. As `put`.
+
+        Its record has no parent, like that of a chain's first block.
+        """
+        return [self.put([key], 0, [buffer], epoch) == 1 for key, buffer in zip(keys, buffers, strict=True)]
+
     @abstractmethod
     def delete(self, keys: Iterable[BlockKey]) -> int:
-        """Drop these blocks and all blocks after them for good; return how many were dropped. Raises TierError."""
+        """Drop these blocks and all blocks after them for good; return how many were dropped. Raises TierError.
+
+        Loose blocks are dropped when they are named themselves.
+        """
 
     @abstractmethod
     def clear(self) -> None:

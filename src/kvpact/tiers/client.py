@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol, TypeVar
 
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.backends import label_of
-from kvpact.tiers.base import BlockBuffer, TierCapacity, TierCounts
+from kvpact.tiers.base import BlockBuffer, TierCapacity, TierCounts, leading
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
 from kvpact.tiers.executor import ControlDone, GetDone, LookupDone, OpId, PutDone, TierExecutor, checked_answer
 from kvpact.tiers.log_once import LogOnce
+from kvpact.tiers.record import bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +104,9 @@ class TierClient:
         self._writes_stuck = False
         self._timed_out: set[OpId] = set()
         """Operations that were counted as failures because they timed out."""
-        self._block_bytes = 0
         self._lent_reads: dict[OpId, int] = {}
+        self._block_bytes: dict[OpId, float] = {}
+        """Bytes of a block of each read; of loose ones, whose sizes differ, the mean."""
         self._lent_writes: dict[OpId, int] = {}
         self.deletions = Deletions(executor, self.name, clock, max_deleted_keys)
         """What the tier must still delete."""
@@ -182,7 +185,7 @@ class TierClient:
     def _broke_its_word(self, done: LookupDone | GetDone) -> bool:
         """Whether the tier said that it holds the blocks of a read, and none of them arrived."""
         may_miss = self._reads_find_out or self.tier.others_evict
-        return isinstance(done, GetDone) and not done.arrived and not may_miss
+        return isinstance(done, GetDone) and not (done.arrived or any(done.each)) and not may_miss
 
     def _fail(self, breaker: Breaker, now: float) -> None:
         was_open = self.is_open
@@ -201,9 +204,11 @@ class TierClient:
 
     # Asking
 
-    def held(self, keys: Sequence[BlockKey], now: float) -> int:
+    def held(self, keys: Sequence[BlockKey], now: float, *, loose: bool = False) -> int:
         """Number of leading `keys` that can be read from an exclusive tier."""
-        return self._ask(self.tier.lookup, keys, now)
+        return self._ask(
+            (lambda asked: leading(self.tier.lookup_each(asked))) if loose else self.tier.lookup, keys, now
+        )
 
     def put_start(self, keys: Sequence[BlockKey], now: float) -> int:
         """The block of `keys` from which on an exclusive tier should be given them."""
@@ -224,22 +229,29 @@ class TierClient:
         """How many of the first `held` keys may be read: 0 if the tier fails, and none from a pending deletion on."""
         return self.deletions.first_among(keys, held) if self.may_read(now) else 0
 
-    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], now: float) -> bool:
+    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], now: float, *, loose: bool = False) -> bool:
         """See `TierExecutor`. Returns False and does nothing if the tier may not be asked now."""
         if not self.may_read(now) or not self._lookups.allows(now):
             return False
-        self.executor.submit_lookup(op_id, keys)
+        self.executor.submit_lookup(op_id, keys, loose=loose)
         return True
 
     def submit_get(
-        self, op_id: OpId, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], now: float
+        self,
+        op_id: OpId,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        now: float,
+        *,
+        loose: bool = False,
     ) -> bool:
         """See `TierExecutor`. Returns False and does nothing if the tier may not be read now. At most `room` blocks."""
         if not self.may_read(now) or not self._reads.allows(now):
             return False
         self._lent_reads[op_id] = len(buffers)
-        self._block_bytes = sum(piece.nbytes for piece in buffers[0])
-        self.executor.submit_get(op_id, keys, start, buffers)
+        self._block_bytes[op_id] = fmean(map(bytes_of, buffers if loose else buffers[:1]))
+        self.executor.submit_get(op_id, keys, start, buffers, loose=loose)
         return True
 
     def submit_put(
@@ -250,11 +262,13 @@ class TierClient:
         buffers: Sequence[BlockBuffer],
         nbytes: int,
         epoch: Epoch = FIRST_EPOCH,
+        *,
+        loose: bool = False,
     ) -> bool:
         """See `TierExecutor`. Also False if a write hangs and this one needs more slots than the tier may borrow."""
         if not self.may_write or (self._writes_stuck and len(buffers) > self.room):
             return False
-        if not self.executor.submit_put(op_id, keys, start, buffers, nbytes, epoch):
+        if not self.executor.submit_put(op_id, keys, start, buffers, nbytes, epoch, loose=loose):
             return False
         self._lent_writes[op_id] = len(buffers)
         return True
@@ -289,7 +303,7 @@ class TierClient:
                 self.costs.note_lookup(done.seconds)
         elif isinstance(done, GetDone):
             self._record_result(self._reads, done, now)
-            nbytes = done.arrived * self._block_bytes
+            nbytes = round((sum(done.each) or done.arrived) * self._block_bytes.pop(done.op_id))
             if done.seconds and nbytes:
                 self.costs.note_read(nbytes, done.seconds, now)
             self._lent_reads.pop(done.op_id)

@@ -85,13 +85,25 @@ class TierExecutor:
         names = [f"kvpact-{self.tier.name}-{number}" for number in range(threads)]
         return [start_background(name, partial(_work, self.tier, self._shared)) for name in names]
 
-    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey]) -> None:
-        """Look up how many leading `keys` the tier holds. Raises PactViolation if `op_id` is under way."""
-        self._submit(Job(op_id, keys, 0, (), kind=LookupDone))
+    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], *, loose: bool = False) -> None:
+        """Look up how many leading `keys` the tier holds, with `loose` which ones. Raises as `submit_get`."""
+        self._submit(Job(op_id, keys, 0, (), kind=LookupDone, loose=loose))
 
-    def submit_get(self, op_id: OpId, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer]) -> None:
-        """Read block `start + i` of `keys` into `buffers[i]`. Raises PactViolation if `op_id` is under way."""
-        self._submit(Job(op_id, keys, start, buffers))
+    def submit_get(
+        self,
+        op_id: OpId,
+        keys: Sequence[BlockKey],
+        start: int,
+        buffers: Sequence[BlockBuffer],
+        *,
+        loose: bool = False,
+    ) -> None:
+        """Read block `start + i` of `keys` into `buffers[i]`. Raises PactViolation if `op_id` is under way.
+
+        With `loose`, here and in `submit_put`, `keys` from `start` on are loose blocks, and those before it are not
+        looked at.
+        """
+        self._submit(Job(op_id, keys, start, buffers, loose=loose))
 
     def submit_put(
         self,
@@ -101,6 +113,8 @@ class TierExecutor:
         buffers: Sequence[BlockBuffer],
         nbytes: int,
         epoch: Epoch = FIRST_EPOCH,
+        *,
+        loose: bool = False,
     ) -> bool:
         """Write block `start + i` from `buffers[i]`, `nbytes` in all, as blocks of `epoch`.
 
@@ -109,7 +123,7 @@ class TierExecutor:
         """
         if not self.has_room(nbytes):
             return False
-        self._submit(Job(op_id, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch))
+        self._submit(Job(op_id, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch, loose=loose))
         return True
 
     def submit_control(self, op_id: OpId, operation: Callable[[Tier], object]) -> None:

@@ -86,10 +86,15 @@ UNSEALED = RecordMac()
 """Damage is found, forgery is not: for stores that nobody else writes to."""
 
 
+def bytes_of(buffer: BlockBuffer) -> int:
+    """The size of a block's buffer in bytes."""
+    return sum(piece.nbytes for piece in buffer)
+
+
 def require_sizes(buffers: Sequence[BlockBuffer], nbytes: int, whose: str) -> None:
     """Raise PactViolation unless each buffer has `nbytes`, the size of `whose`: "a slot of FILE has"."""
     for buffer in buffers:
-        if (size := sum(piece.nbytes for piece in buffer)) != nbytes:
+        if (size := bytes_of(buffer)) != nbytes:
             raise PactViolation(f"a block's buffer has {size} bytes; {whose} {nbytes}")
 
 
