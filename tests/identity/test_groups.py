@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpact.cache.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.errors import ConfigError
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.ranges import BlockRange
 
 FULL, WINDOW, CHUNK, STATE = GroupKind
