@@ -9,11 +9,24 @@ from kvpact.config import load_config
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, SimulatedWorker
 from kvpact.engine.engine import StepClock
 from kvpact.engine.simulated_worker import Job
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.executor import TierExecutor
 
 SLOT_BYTES = 4096
+
+
+def group_set(config: EngineConfig) -> GroupSet:
+    """The engine's groups as the cache is told of them."""
+    return GroupSet(
+        tuple(
+            KVCacheGroup(GroupKind.WINDOW, config.block_size, group.sliding_window, digest=bytes([number]) * 32)
+            if group.sliding_window is not None
+            else KVCacheGroup(GroupKind.FULL, config.block_size, digest=bytes([number]) * 32)
+            for number, group in enumerate(config.groups)
+        )
+    )
 
 
 def pact_engine(
@@ -35,6 +48,7 @@ def pact_engine(
         arena=Arena(segments),
         tiers=tiers,
         clock=clock,
+        groups=group_set(config),
     )
     workers = [SimulatedWorker(rank, segment.slot_view, conduct) for rank, segment in enumerate(segments)]
     return Engine(config, quirks, cache, workers, clock)

@@ -14,7 +14,7 @@ from kvpact.cache.budget import StepBudget
 from kvpact.cache.finder import Finder
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.invalidation import Invalidation
-from kvpact.cache.jobs import Slots, TransferJobs
+from kvpact.cache.jobs import PlanSlots, TransferJobs
 from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.ledger import Ledger
 from kvpact.cache.load_budget import LoadBudget
@@ -24,6 +24,8 @@ from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import Requests, RequestState
+from kvpact.cache.side_saves import SideSaves
+from kvpact.cache.sides import Sides
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import LRUKeySet, TierSet
 from kvpact.cache.writeback import WriteBack
@@ -40,6 +42,8 @@ from kvpact.contract import (
 )
 from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
+from kvpact.identity.groups import GroupSet
+from kvpact.identity.keys import KEY_BYTES
 from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena
@@ -48,6 +52,9 @@ from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
 
 logger = logging.getLogger(__name__)
+
+NO_GROUPS = bytes(KEY_BYTES)
+"""What the keys of a model of one KV cache group begin with."""
 
 
 class PactCache(ExternalCache):
@@ -65,15 +72,17 @@ class PactCache(ExternalCache):
         metrics: Metrics | None = None,
         lazy_window: int = MIN_WINDOW,
         budget: StepBudget | None = None,
+        groups: GroupSet | None = None,
     ) -> None:
         """With `"save": "lazy"`, at least the next `lazy_window` blocks to be evicted are watched.
 
-        Without a `budget` no step is late.
+        Without a `budget` no step is late. `groups`, by default one of full attention: with several, `block_size` is
+        theirs, and the engine must offer a whole `SchedulerContext`.
         """
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
         self.index = index = BlockIndex(arena.num_slots, arena.usable_slots)
-        self.ledger = ledger = Ledger[Pin, Slots](index.unpin, plan_lifetime_seconds=config.plan_lifetime)
+        self.ledger = ledger = Ledger[Pin, PlanSlots](index.unpin, plan_lifetime_seconds=config.plan_lifetime)
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
         self._lazy_window = lazy_window if config.save == "lazy" else None
         self._idle_steps = IdleSteps(clock)
@@ -84,7 +93,9 @@ class PactCache(ExternalCache):
         """Blocks that the running step's commits load into."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), len(arena.segments)
-        requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed)
+        sides = Sides(groups, index) if groups is not None and groups.sides else None
+        root = groups.chain_digest if groups is not None else NO_GROUPS
+        requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3)  # time to ask twice before the deadline
         overdue = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
@@ -93,16 +104,20 @@ class PactCache(ExternalCache):
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
         writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
         saves = self.saves = Offloader(config, index, jobs, tags, writes, metrics, block_size, clock)
+        saves.side_saves = SideSaves(sides, index, jobs, tags, metrics) if sides is not None else None
         self._steps = StepLookups(ledger, below, metrics, block_size, ranks)
-        finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, block_size, clock, budget)
+        finder = self._finder = Finder(
+            config, index, below, reads, epochs, self._prefill, block_size, clock, budget, sides
+        )
         load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes)
         self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, overdue, load_budget, block_size, clock
+            config, ledger, index, below, reads, finder, metrics, overdue, load_budget, block_size, clock, sides
         )
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
         self._loads = Loads(
-            config, requests, ledger, index, jobs, overdue, load_budget, invalidation, writes, tags, metrics, block_size
-        )
+            config, requests, ledger, index, jobs, overdue, load_budget, invalidation, writes, tags, metrics,
+            block_size, sides,
+        )  # fmt: skip
         below.open(tiers)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
@@ -114,16 +129,14 @@ class PactCache(ExternalCache):
     @property
     def under_way(self) -> Mapping[str, int]:
         """Operations that have not ended, by kind; all are 0 once the engine rests and all reports are in."""
-        return {
-            "loads": len(self._jobs.loads),
-            "saves": len(self._jobs.saves),
-            "tier operations": self.tiers.pending,
-        }
+        return {"loads": len(self._jobs.loads), "saves": len(self._jobs.saves), "tier operations": self.tiers.pending}
 
     @property
     def live_requests(self) -> int:
         """Number of requests that the cache knows."""
         return len(self._requests.live)
+
+    supports_kv_cache_groups = True
 
     # Prepare
 
@@ -167,12 +180,11 @@ class PactCache(ExternalCache):
     def commit_external_match(
         self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
     ) -> int:
-        """See `ExternalCache`; always accepts `num_tokens`."""
+        """See `ExternalCache`; accepts `num_tokens`, or none of them where side groups have no match of that length."""
         plan = self._planner.take(request.request_id, match, num_tokens, len(block_ids))
-        if plan is None:
-            return 0
-        self._loading += self._loads.begin(plan, match, num_tokens, block_ids, self._clock())
-        return num_tokens
+        loading = self._loads.begin(plan, match, num_tokens, block_ids, self._clock()) if plan is not None else 0
+        self._loading += loading
+        return num_tokens if loading else 0
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
         """See `ExternalCache`."""
@@ -232,7 +244,8 @@ class PactCache(ExternalCache):
         settlements = [settled for load in loads if (settled := self._loads.end(load))]
         settlements += [self._loads.end_late(load) for load in self._overdue.give_up(self._clock())]
         for save in saves:
-            self.writeback.note_saved(save.keys[: self.saves.settle(save)])
+            if saved := self.saves.settle(save):
+                self.writeback.note_saved(save.keys[:saved])
         if not self.budget.exhausted:
             self.writeback.offer_some()
         self._steps.end_saves(self._jobs.saves.__contains__)
@@ -321,14 +334,9 @@ class PactCache(ExternalCache):
 
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
-        for name, total, label in self.ledger.totals.counts():
-            self.metrics.raise_to(name, total, label)
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
-        self.metrics.set("open_plans", len(self.ledger.open_plans()))
-        self.metrics.set("leases_held", self.ledger.leases_held)
         self.metrics.set("prefill_speed", self._prefill.tokens_per_second)
-        self.metrics.set("held_blocks", self.index.held_count, MEMORY)
-        self.metrics.set("capacity_blocks", self.index.num_slots, MEMORY)
+        _set_gauges(self.metrics, self.ledger, self.index)
         self.tiers.observe()
         return self.metrics.snapshot()
 
@@ -346,7 +354,15 @@ class PactCache(ExternalCache):
         """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""
         self._planner.end_all(EndReason.SHUTDOWN)
         self.writeback.close()
-        timeout = self._config.shutdown_timeout
-        if not self.tiers.close(timeout):
-            logger.warning("kvpact: some writes did not finish within %.0f s at shutdown", timeout)
+        if not self.tiers.close(self._config.shutdown_timeout):
+            logger.warning("kvpact: some writes did not finish within %.0f s", self._config.shutdown_timeout)
         self._arena.close()
+
+
+def _set_gauges(metrics: Metrics, ledger: Ledger[Pin, PlanSlots], index: BlockIndex) -> None:
+    for name, total, label in ledger.totals.counts():
+        metrics.raise_to(name, total, label)
+    metrics.set("open_plans", len(ledger.open_plans()))
+    metrics.set("leases_held", ledger.leases_held)
+    metrics.set("held_blocks", index.held_count, MEMORY)
+    metrics.set("capacity_blocks", index.num_slots, MEMORY)

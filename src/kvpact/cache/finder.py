@@ -13,6 +13,7 @@ from kvpact.cache.budget import StepBudget
 from kvpact.cache.lookup import Availability, Limits
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState
+from kvpact.cache.sides import Sides
 from kvpact.cache.tier_set import TierSet
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest
@@ -22,6 +23,9 @@ from kvpact.index.block_index import BlockIndex
 from kvpact.metrics import MissReason
 from kvpact.ranges import BlockRange
 from kvpact.tiers.costs import PrefillRate
+
+SIDE_ROUNDS = 3
+"""How often a request asks shared tiers for blocks of side groups: for the longest match, and for shorter ones."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +41,8 @@ class Finder:
     block_size: int
     clock: Callable[[], float]
     budget: StepBudget
+    sides: Sides | None = None
+    """The side groups; None if the model has none."""
 
     @property
     def asks_shared(self) -> bool:
@@ -72,11 +78,35 @@ class Finder:
             return -inf
         return state.waits_until if state.waits_until is not None else inf
 
-    def find(self, state: RequestState, keys: Sequence[BlockKey], now: float) -> Availability:
-        """Where these blocks of a request are. Reads memory only and waits for nothing."""
+    def find(self, state: RequestState, keys: Sequence[BlockKey], now: float, start: int = 0) -> Availability:
+        """Where these blocks of a request are, of which the engine has those before `start`.
+
+        Reads memory only and waits for nothing.
+        """
         resident = self.index.held_prefix(keys)
         arriving = resident < len(keys) and self.prefetcher.is_arriving(keys[resident])
-        return Availability(resident, self.prefetcher.readable(keys, state.tier_lookup, now), arriving)
+        by_tier = self.prefetcher.readable(keys, state.tier_lookup, now)
+        if self.sides is None:
+            return Availability(resident, by_tier, arriving)
+        return self._with_sides(self.sides, state, Availability(resident, by_tier, arriving), start, now)
+
+    def _with_sides(
+        self, sides: Sides, state: RequestState, chain: Availability, start: int, now: float
+    ) -> Availability:
+        """As far as all groups have what a match needs."""
+        resident = sides.longest(state, chain.resident, start, self.index.is_held)
+        if not state.branches:
+            state.branches = start, chain.resident
+        reach, stored = resident, max(chain.resident, chain.stored)
+        if self.tiers.clients and stored > resident:
+            supplied = self.prefetcher.supplied_sides(state.tier_lookup, now)
+            reach = sides.longest(state, stored, start, lambda key: self.index.is_held(key) or supplied(key))
+        if reach <= chain.resident:  # the tiers are needed for side groups alone
+            by_tier = tuple(reach for _ in chain.by_tier)
+        else:
+            by_tier = tuple(min(blocks, reach) for blocks in chain.by_tier)
+        arriving = chain.arriving or any(map(self.prefetcher.is_arriving, state.staged))
+        return Availability(resident, by_tier, arriving)
 
     def find_elsewhere(self, request: EngineRequest, state: RequestState, blocks: BlockRange) -> Sequence[BlockKey]:
         """Keys up to the end of `blocks` that workers may look for in shared tiers; none if fewer than a match."""
@@ -93,6 +123,23 @@ class Finder:
         missing = len(keys) - max(available.resident, available.stored)
         if missing and not self._computes_faster(missing, self.prefetcher.lookup_seconds or None):
             state.tier_lookup = self.prefetcher.ask(keys)
+
+    def ask_sides(self, state: RequestState, rows: int, start: int) -> None:
+        """Ask the shared tiers that have `rows` blocks of the chain what they hold of the side groups, if that is not
+        known yet and would make a match longer."""
+        lookup = state.tier_lookup
+        if self.sides is None or lookup is None or lookup.pending or lookup.rounds >= SIDE_ROUNDS or not lookup.hits:
+            return
+        now = self.clock()
+        has = self.prefetcher.supplied_sides(lookup, now)
+        may_have = self.prefetcher.supplied_sides(lookup, now, unknown=True)
+        sure = self.sides.longest(state, rows, start, lambda key: self.index.is_held(key) or has(key))
+        perhaps = self.sides.longest(state, rows, start, lambda key: self.index.is_held(key) or may_have(key))
+        if perhaps > sure:
+            names = [name for name, _ in self.sides.named(state, perhaps, start)]
+            self.prefetcher.ask_sides(
+                lookup, [name for name in names if not self.index.is_held(name) and not has(name)]
+            )
 
     def ask_early(self, request: EngineRequest, state: RequestState) -> None:
         """Ask the shared tiers for a request that the engine has no room for yet, if that is worth it.

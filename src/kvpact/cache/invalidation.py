@@ -43,10 +43,17 @@ class Invalidation:
         if self.saves.lazy is not None:
             self.saves.lazy.forget(gone)
 
-    def load_failed(self, load: LoadState, first: int) -> None:
-        """A load failed from block `first` on: drop it and all after it everywhere."""
-        logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", first, load.job.request_id)
-        self._invalidate_from(load.job.request_id, load.keys, first)
+    def load_failed(self, load: LoadState) -> None:
+        """Blocks failed to load: drop them, and all of the chain after them, everywhere."""
+        name, failed, sides = load.job.request_id, load.chain_failed(), load.failed_sides()
+        if failed is not None:
+            logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", failed, name)
+            self._invalidate_from(name, load.keys, failed)
+        if sides:
+            logger.warning("kvpact: %d blocks of side groups of request %s failed to load; dropped", len(sides), name)
+            for key in sides:
+                self.index.drop(key)
+            self.tiers.delete(sides)
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """These blocks of the engine hold garbage: neither they nor blocks computed after them are stored (H48).

@@ -11,32 +11,96 @@ from dataclasses import dataclass, field
 from sys import maxsize
 
 from kvpact.cache.ledger import Plan
-from kvpact.contract import JobQuery, JobTally, LoadJob, SaveJob, StepLookup, StepWork, WorkerReport
+from kvpact.contract import JobOutcome, JobQuery, JobTally, LoadJob, SaveJob, StepLookup, StepWork, WorkerReport
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import Pin
-from kvpact.ranges import BlockRange
+from kvpact.ranges import BlockRange, RangeSet
 
 Slots = tuple[int, ...]
-PactPlan = Plan[Pin, Slots]
-"""A plan carries the slots of its blocks: its pins keep their content, even if entries are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideBlocks:
+    """Blocks in a row of a side group, in the group's numbering, and where memory has them."""
+
+    group: int
+    start: int
+    keys: tuple[BlockKey, ...]
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSlots:
+    """The slots of a plan's blocks: its pins keep their content, even if entries are dropped."""
+
+    chain: Slots = ()
+    sides: tuple[SideBlocks, ...] = ()
+    """What the plan's last token needs of the side groups, and the engine has not computed."""
+
+    @property
+    def blocks(self) -> int:
+        """All blocks that the plan loads."""
+        return len(self.chain) + sum(len(run.slots) for run in self.sides)
+
+
+PactPlan = Plan[Pin, PlanSlots]
 
 
 @dataclass(slots=True)
 class LoadState:
-    """A committed match on its way into the engine's blocks."""
+    """A committed match on its way into the engine's blocks: one job for the chain, and some for the side groups."""
 
     job: LoadJob
+    """The chain's; where the chain has no bytes, the first one of the others."""
     plan: PactPlan
     keys: tuple[BlockKey, ...]
     tally: JobTally
     ask_at: float
+    sides: dict[int, tuple[LoadJob, JobTally, tuple[BlockKey, ...]]] = field(default_factory=dict)
+    """Job id -> a side group's job, its reports and the names of its blocks."""
     recalled: bool = False
     """Whether the weights have changed since the order."""
     given_up: bool = False
     """Whether its deadline has passed: the workers let the engine continue without it."""
     told: bool = False
     """Whether it was settled as late. Later reports of it concern the cache alone."""
+
+    @property
+    def jobs(self) -> list[LoadJob]:
+        """All jobs of the load."""
+        return [self.job, *(job for job, _, _ in self.sides.values() if job is not self.job)]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All of the engine's blocks that are written to."""
+        return [block_id for job in self.jobs for block_id in job.block_ids]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has reported all jobs."""
+        return self.tally.complete and all(tally.complete for _, tally, _ in self.sides.values())
+
+    def outcome(self) -> JobOutcome:
+        """Of the committed blocks of the chain. They are of no use without all blocks of the side groups."""
+        blocks = RangeSet.of(self.plan.committed_blocks)
+        if any(tally.loaded().failed.ranges for _, tally, _ in self.sides.values()):
+            return JobOutcome(failed=blocks)
+        return JobOutcome(done=blocks) if self.job.job_id in self.sides else self.tally.loaded()
+
+    def chain_failed(self) -> int | None:
+        """The first of the chain's blocks that did not arrive, if any."""
+        failed = None if self.job.job_id in self.sides else self.tally.loaded().failed.hull()
+        return failed.start if failed is not None else None
+
+    def failed_sides(self) -> list[BlockKey]:
+        """The names of the side groups' blocks that did not arrive."""
+        return [
+            key
+            for job, tally, keys in self.sides.values()
+            for block, key in zip(job.blocks, keys, strict=True)
+            if block in tally.loaded().failed
+        ]
 
 
 @dataclass(slots=True)
@@ -56,6 +120,15 @@ class SaveState:
     leaving: frozenset[int] = frozenset()
     trusted: bool = True
     garbage_from: int = maxsize
+    sides: tuple[BlockKey, ...] = ()
+    """The names of the blocks that are saved, if they are a side group's. `keys` is the chain that they hang on."""
+    side_rows: tuple[int, ...] = ()
+    """Their rows of the chain."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has reported the job."""
+        return self.tally.complete
 
 
 @dataclass(slots=True)
@@ -104,45 +177,56 @@ class TransferJobs:
     ordered: int = field(default=0, init=False)
     """Number of jobs so far; also the id of the last one."""
     _outbox: _Outbox = field(default_factory=_Outbox, init=False)
+    _loads_of_sides: dict[int, LoadState] = field(default_factory=dict, init=False)
+    """Job id of a side group's load -> the load that it is a part of."""
 
     def order_load(
         self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float,
-        *, synchronous: bool,
+        *, synchronous: bool, sides: Sequence[tuple[SideBlocks, tuple[int, ...]]] = (), chain: int | None = 0,
     ) -> LoadState:  # fmt: skip
         """With this step, copy `blocks` of a committed plan from its slots into the engine's blocks.
 
-        The step waits for a `synchronous` one.
+        The step waits for a `synchronous` one. `sides` are the side groups' blocks, each with the engine's; `chain` is
+        the number of the chain's group, None if the chain has no bytes.
         """
-        job = LoadJob(
-            self._next_id(),
-            plan.request_id,
-            blocks.start,
-            plan.slots[: blocks.count],
-            tuple(block_ids[blocks.start : blocks.end]),
-            synchronous,
-        )
-        tally = JobTally(blocks, self.ranks)
-        load = self.loads[job.job_id] = LoadState(job, plan, tuple(keys[: blocks.end]), tally, now + self.timeout)
-        self._outbox.loads.append(job)
+        name = plan.request_id
+        jobs = {
+            job.job_id: (job, JobTally(job.blocks, self.ranks), run.keys)
+            for run, ids in sides
+            for job in [LoadJob(self._next_id(), name, run.start, run.slots, ids, synchronous, run.group)]
+        }
+        if chain is not None:
+            slots, ids = plan.slots.chain[: blocks.count], tuple(block_ids[blocks.start : blocks.end])
+            job = LoadJob(self._next_id(), name, blocks.start, slots, ids, synchronous, chain)
+            tally = JobTally(blocks, self.ranks)
+            self._outbox.loads.append(job)
+        else:
+            job, tally, _ = next(iter(jobs.values()))
+        load = LoadState(job, plan, tuple(keys[: blocks.end]), tally, now + self.timeout, jobs)
+        self.loads[job.job_id] = load
+        self._loads_of_sides.update(dict.fromkeys(jobs, load))
+        self._outbox.loads += [job for job, _, _ in jobs.values()]
         return load
 
     def order_save(
         self, request_id: str, start: int, slots: Slots, block_ids: tuple[int, ...], keys: Sequence[BlockKey], pin: Pin,
-        now: float, leaving: frozenset[int] = frozenset(),
-    ) -> None:  # fmt: skip
+        now: float, leaving: frozenset[int] = frozenset(), group: int = 0,
+    ) -> SaveState:  # fmt: skip
         """After this step, copy the engine's blocks from `start` on into `slots`; `pin` keeps the chain of `keys`."""
-        job = SaveJob(self._next_id(), request_id, start, slots, block_ids)
+        job = SaveJob(self._next_id(), request_id, start, slots, block_ids, group)
         tally = JobTally(job.blocks, self.ranks)
-        self.saves[job.job_id] = SaveState(job, tuple(keys), pin, tally, now + self.timeout, leaving)
+        save = self.saves[job.job_id] = SaveState(job, tuple(keys), pin, tally, now + self.timeout, leaving)
         self._outbox.saves.append(job)
+        return save
 
     def _next_id(self) -> int:
         self.ordered += 1
         return self.ordered
 
     def save_ordered_now(self, request_id: str) -> SaveState | None:
-        """The save of a request that the running step orders, if any."""
-        job = next((job for job in self._outbox.saves if job.request_id == request_id), None)
+        """The save of a request's chain that the running step orders, if any."""
+        saves = (job for job in self._outbox.saves if job.request_id == request_id)
+        job = next((job for job in saves if not self.saves[job.job_id].sides), None)
         return self.saves[job.job_id] if job is not None else None
 
     def end_step(self, now: float, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
@@ -153,9 +237,10 @@ class TransferJobs:
                 continue
             task.ask_at = now + self.timeout  # a report may be lost, or its worker slow: ask, and do no more
             if not self._outbox.has(task.job):  # a worker calls an unknown job failed, and would copy it later
-                self._outbox.inquiries.append(JobQuery(task.job.job_id, task.job.blocks))
+                jobs = task.jobs if isinstance(task, LoadState) else [task.job]
+                self._outbox.inquiries += [JobQuery(job.job_id, job.blocks) for job in jobs]
                 if isinstance(task, LoadState) and task.given_up:
-                    self._outbox.overdue.append(task.job.job_id)  # a worker may not have heard it
+                    self._outbox.overdue += [job.job_id for job in jobs]  # a worker may not have heard it
         return self._outbox.take(lookups)
 
     def give_up(self, now: float) -> list[LoadState]:
@@ -170,7 +255,7 @@ class TransferJobs:
         ]
         for load in overdue:
             load.given_up = True
-            self._outbox.overdue.append(load.job.job_id)
+            self._outbox.overdue += [job.job_id for job in load.jobs]
         return overdue
 
     def abandon_step(self) -> WorkerReport:
@@ -186,17 +271,23 @@ class TransferJobs:
         reported: dict[int, LoadState | SaveState] = {}
         for rank, jobs in report.ranks.items():
             for job_id, outcome in jobs.items():
-                task = self.loads.get(job_id) or self.saves.get(job_id)
+                task = self.loads.get(job_id) or self.saves.get(job_id) or self._loads_of_sides.get(job_id)
                 if task is not None:
-                    task.tally.add(rank, outcome)
-                    reported[job_id] = task
-        ended = [reported[job_id] for job_id in sorted(reported) if reported[job_id].tally.complete]
+                    side = task.sides.get(job_id) if isinstance(task, LoadState) else None
+                    (side[1] if side is not None else task.tally).add(rank, outcome)
+                    reported[task.job.job_id] = task
+        ended = [reported[job_id] for job_id in sorted(reported) if reported[job_id].is_complete]
         loads = [task for task in ended if isinstance(task, LoadState)]
         return loads, [task for task in ended if isinstance(task, SaveState)]
 
     def end(self, task: LoadState | SaveState) -> None:
         """The job is settled."""
-        (self.loads if isinstance(task, LoadState) else self.saves).pop(task.job.job_id)
+        if isinstance(task, LoadState):
+            del self.loads[task.job.job_id]
+            for job_id in task.sides:
+                del self._loads_of_sides[job_id]
+        else:
+            del self.saves[task.job.job_id]
 
     def invalidate(self, request_id: str, key: BlockKey, block: int) -> None:
         """The content of a request's `block`, named `key`, is unknown: store nothing from it on."""
@@ -211,16 +302,16 @@ class TransferJobs:
         """
         for save in self.saves.values():
             save.trusted = False
-        for job_id, load in self.loads.items():
+        for load in self.loads.values():
             if not load.recalled and not load.job.synchronous:
-                self._outbox.recalls.append(job_id)
+                self._outbox.recalls += [job.job_id for job in load.jobs]
             load.recalled = True
 
     def check(self) -> None:
         """Verify the jobs under way; raises PactViolation."""
         tasks: list[tuple[int, LoadState | SaveState]] = [*self.loads.items(), *self.saves.items()]
         for job_id, task in tasks:
-            if task.job.job_id != job_id or not 0 < job_id <= self.ordered or task.tally.complete:
+            if task.job.job_id != job_id or not 0 < job_id <= self.ordered or task.is_complete:
                 raise PactViolation(f"job {job_id} is kept as under way and in disorder: {task}")
 
     def __len__(self) -> int:

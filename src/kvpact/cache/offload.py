@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from kvpact.cache.jobs import SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload, OffloadRun
 from kvpact.cache.request import RequestState
+from kvpact.cache.side_saves import SideSaves
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext
 from kvpact.errors import PactViolation
+from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.metrics import MEMORY, Metrics
@@ -38,12 +40,19 @@ class Offloader:
     clock: Callable[[], float]
     lazy: LazyOffload | None = field(default=None, init=False)
     """None: blocks are saved as they are computed."""
+    side_saves: SideSaves | None = None
+    """The side groups' blocks; None if the model has none."""
     _context: BlockHolder | None = field(default=None, init=False)
 
     def bind(self, context: BlockHolder, *, lazy_window: int | None) -> None:
         """Hold blocks through `context` while they are copied. With a window, save only what the engine evicts next."""
         self._context = context
         self.lazy = None
+        if self.side_saves is not None:
+            self.side_saves.sides.bind(context)
+            if lazy_window is not None:
+                logger.warning("kvpact: with several KV cache groups blocks are saved as they are computed")
+            return
         if lazy_window is not None:
             if isinstance(context, SchedulerContext):
                 self.lazy = LazyOffload(context, self.index, lazy_window)
@@ -54,7 +63,7 @@ class Offloader:
 
     def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
         """The engine probes for a request of which it has `computed_tokens`; their blocks are unknown."""
-        state.computed, state.sound = computed_tokens, 0
+        state.computed, state.sound, state.loaded_rows = computed_tokens, 0, 0
         if self.lazy is not None and state.offloaded_blocks:  # preempted: the request gets other blocks
             state.offloaded_blocks = 0
             self.lazy.rewind(request_id)
@@ -66,6 +75,9 @@ class Offloader:
         before, lazy, size = state.computed, self.lazy, self.block_size
         state.advance(computed_tokens)
         if self.config.save == "off":
+            return
+        if self.side_saves is not None:
+            self._note_groups(self.side_saves, request, state, before, computed_tokens)
             return
         begun, filled = before // size, computed_tokens // size
         held = block_ids() if filled > begun else ()
@@ -94,6 +106,53 @@ class Offloader:
         elif known < sound:
             run = OffloadRun(request.request_id, tuple(keys[:sound]), known, tuple(held[known:sound]))
             self._save(run, self.clock())
+
+    def _note_groups(
+        self, side_saves: SideSaves, request: EngineRequest, state: RequestState, before: int, computed: int
+    ) -> None:
+        """The same for a model of several groups: the chain first, and then what hangs on it."""
+        sides, size = side_saves.sides, self.block_size
+        if sides.context is None:
+            return
+        smallest = sides.smallest_block
+        if before // smallest == computed // smallest and state.offloaded_blocks:
+            self._tag_filled(state, before, ())
+            return
+        tables = sides.context.blocks_of(request.request_id)
+        chain = tables[sides.groups.chain] if sides.groups.chain is not None else None
+        side_saves.tag_filled(state, before, computed, tables)
+        self._tag_filled(state, before, chain[before // size : computed // size] if chain is not None else ())
+        if computed // size > before // size:
+            state.tail_tag = state.tag
+        if state.keys is None:
+            return
+        now, known_tokens = self.clock(), min(computed, len(request.token_ids))
+        keys = state.keys.extend(request.token_ids)
+        rows = min(known_tokens // size, len(keys))
+        known = min(rows, self.index.known_prefix(keys))
+        if chain is None:
+            sound = side_saves.sound_rows(state, rows, tables)
+            self._keep_names(keys[:sound], known)
+        else:
+            sound = self.tags.same_prefix(chain[:rows], min(state.sound, rows), state.tag)
+            if rows > state.offloaded_blocks and known < sound:
+                run = OffloadRun(request.request_id, tuple(keys[:sound]), known, tuple(chain[known:sound]))
+                self._save(run, now)
+        if known and rows > state.offloaded_blocks:
+            self.index.touch(keys[known - 1])
+            self.writeback.note_used(keys[:known])
+        state.sound, state.offloaded_blocks = sound, max(rows, state.offloaded_blocks)
+        side_saves.note(request.request_id, state, known_tokens, len(request.token_ids), sound, now)
+
+    def _keep_names(self, keys: Sequence[BlockKey], known: int) -> None:
+        """Rows without bytes are held as soon as they have a name."""
+        if known >= len(keys):
+            return
+        end = min(len(keys), known + self.index.reservable(keys[known - 1] if known else ROOT))
+        reservation = self.index.reserve(keys[:end], known, end)
+        if reservation is not None:
+            self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
+            self.index.complete(reservation.slots)
 
     def _tag_filled(self, state: RequestState, before: int, filled: Sequence[int]) -> None:
         """The step computes the request's tokens from `before` on: tag the blocks that it fills.
@@ -150,6 +209,9 @@ class Offloader:
     def settle(self, save: SaveState) -> int:
         """All ranks have reported: release the engine's blocks; returns the number of the chain's saved blocks."""
         job = save.job
+        if save.sides and self.side_saves is not None:
+            self.writeback.note_saved_sides(self.side_saves.settle(save))
+            return 0
         self.jobs.end(save)
         outcome = save.tally.saved() if save.trusted else JobOutcome()
         if self._context is not None:

@@ -61,7 +61,7 @@ class OverdueLoads:
             self._given_up[load.job.job_id] = load, self._step
             logger.warning(
                 "kvpact: the load of %d blocks for request %s has not ended by its deadline; they are computed instead",
-                len(load.job.slots),
+                load.plan.slots.blocks,
                 load.job.request_id,
             )
 
@@ -78,7 +78,7 @@ class OverdueLoads:
         self._given_up.pop(load.job.job_id, None)
         context = self._held.pop(load.job.job_id, None)
         if context is not None:
-            context.free_blocks(load.job.block_ids)
+            context.free_blocks(load.block_ids)
 
     def check(self) -> None:
         """Verify that blocks are held only for loads under way; raises PactViolation."""
@@ -87,5 +87,5 @@ class OverdueLoads:
 
     def _hold(self, load: LoadState) -> None:
         if self._context is not None and load.job.job_id not in self._held:
-            self._context.touch(load.job.block_ids)
+            self._context.touch(load.block_ids)
             self._held[load.job.job_id] = self._context

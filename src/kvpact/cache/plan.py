@@ -12,13 +12,14 @@ from math import inf
 from typing import NamedTuple
 
 from kvpact.cache.finder import Finder
-from kvpact.cache.jobs import PactPlan, Slots
+from kvpact.cache.jobs import PactPlan, PlanSlots
 from kvpact.cache.ledger import Ledger, State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.lookup import Availability, Lookup, Miss, Phase, Stage, Wait, decide
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState, Waiting
+from kvpact.cache.sides import Sides
 from kvpact.cache.tier_set import TierSet
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch, num_blocks_for
@@ -55,7 +56,7 @@ class Planner:
     """Answers prepares with what `finder` finds, and opens, stages and ends their plans."""
 
     config: KvpactConfig
-    ledger: Ledger[Pin, Slots]
+    ledger: Ledger[Pin, PlanSlots]
     index: BlockIndex
     tiers: TierSet
     prefetcher: Prefetcher
@@ -65,6 +66,8 @@ class Planner:
     load_budget: LoadBudget
     block_size: int
     clock: Callable[[], float]
+    sides: Sides | None = None
+    """The side groups; None if the model has none."""
 
     # Prepare
 
@@ -128,7 +131,8 @@ class Planner:
         """Why nothing is looked up for a request; None if it is."""
         if state.keys is None:
             return MissReason.UNKNOWN_IDENTITY
-        if not request.may_load or computed_tokens % self.block_size:
+        whole = self.block_size if self.sides is None else self.sides.groups.alignment
+        if not request.may_load or computed_tokens % whole or (self.sides is not None and self.sides.context is None):
             return MissReason.DISABLED
         if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
             return MissReason.CROWDED
@@ -141,9 +145,11 @@ class Planner:
         deadline = plan.deadline if plan is not None else self.finder.deadline(state)
         if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
             self.tiers.poll()
-        available = self.finder.find(state, probe.keys, probe.now)
+        keys = probe.keys if plan is None or self.sides is None else probe.keys[: plan.blocks.end]
+        available = self.finder.find(state, keys, probe.now, probe.start)
         if plan is None and probe.now < deadline and self.finder.asks_shared:
             self.finder.ask(state, probe.keys, available)
+            self.finder.ask_sides(state, max(available.resident, self._chain_of(state)), probe.start)
         if plan is not None:
             phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
         else:
@@ -167,6 +173,11 @@ class Planner:
             return self._miss(probe.request_id, state, probe.start, decision)
         return self._match(self._promise(probe, BlockRange(probe.start, decision.end - probe.start)))
 
+    @staticmethod
+    def _chain_of(state: RequestState) -> int:
+        """How many of a request's blocks the shared tiers hold of the chain."""
+        return max(state.tier_lookup.hits.values(), default=0) if state.tier_lookup is not None else 0
+
     # What was decided
 
     def _wait(self, probe: _Probe, decision: Wait) -> None:
@@ -182,10 +193,23 @@ class Planner:
         """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room."""
         reach = self.prefetcher.fetch(probe.keys, end, available.by_tier)
         resident = available.resident
-        if reach <= max(probe.start, resident) or not self.prefetcher.is_arriving(probe.keys[resident]):
+        if self.sides is not None:
+            if reach < end or not self._stage_sides(self.sides, probe, end):
+                return False
+        elif reach <= max(probe.start, resident) or not self.prefetcher.is_arriving(probe.keys[resident]):
             return False
         self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
         return True
+
+    def _stage_sides(self, sides: Sides, probe: _Probe, end: int) -> bool:
+        """Read what a match up to block `end` needs of the side groups; whether all of it is there or on its way."""
+        state = probe.state
+        needed = sides.named(state, end, probe.start)
+        missing = [each for each in needed if each[0] not in self.index]
+        if not self.prefetcher.fetch_sides(missing, state.tier_lookup):
+            return False
+        state.staged = tuple(name for name, _ in needed if not self.index.is_held(name))
+        return any(map(self.prefetcher.is_arriving, [*probe.keys[end - 1 : end], *state.staged]))
 
     def _let_tiers_go(self, probe: _Probe) -> None:
         """The request stops waiting for tiers: a blocked request does not ask them in every step (H02)."""
@@ -199,14 +223,11 @@ class Planner:
         plan = probe.plan
         if plan is None or blocks.end > plan.blocks.end:
             return self._open(probe, blocks, promised=True)
+        slots, leases = self._lease(probe, blocks)
         self.ledger.ready(
-            plan,
-            promised_tokens=blocks.count * self.block_size,
-            leases=[self.index.pin(probe.keys[blocks.end - 1])],
-            now=probe.now,
-            blocks=blocks,
+            plan, promised_tokens=blocks.count * self.block_size, leases=leases, now=probe.now, blocks=blocks
         )
-        plan.slots = self._slots(probe.keys, blocks)
+        plan.slots = slots
         self._count_lookup(probe.state, blocks.start, True)
         return plan
 
@@ -216,23 +237,32 @@ class Planner:
         if not promised and state.waits_until is None:
             state.waits_until = now + self.config.prepare_deadline
         self.index.touch(keys[blocks.end - 1])
+        slots, leases = (
+            self._lease(probe, blocks) if promised else (PlanSlots(), [self.index.pin(keys[blocks.end - 1])])
+        )
         return self.ledger.open_plan(
             probe.request_id,
             blocks,
             block_size=self.block_size,
-            slots=self._slots(keys, blocks) if promised else (),
+            slots=slots,
             now=now,
-            leases=[self.index.pin(keys[blocks.end - 1])],
+            leases=leases,
             promised_tokens=blocks.count * self.block_size if promised else 0,
             deadline=inf if promised or state.waits_until is None else state.waits_until,
         )
 
-    def _slots(self, keys: Sequence[BlockKey], blocks: BlockRange) -> Slots:
-        return tuple(self.index.slots_of(keys[blocks.start : blocks.end]))
+    def _lease(self, probe: _Probe, blocks: BlockRange) -> tuple[PlanSlots, list[Pin]]:
+        """The slots of blocks that memory holds, and pins that keep them."""
+        chain = tuple(self.index.slots_of(probe.keys[blocks.start : blocks.end]))
+        pins = [self.index.pin(probe.keys[blocks.end - 1])]
+        if self.sides is None:
+            return PlanSlots(chain), pins
+        runs, side_pins = self.sides.lease(probe.state, blocks.end, blocks.start)
+        return PlanSlots(chain, runs), pins + side_pins
 
     def _match(self, plan: PactPlan) -> ExternalKVMatch:
         """What a plan promises now. How it is loaded depends on what the running step waits for already."""
-        waits = self.load_budget.hold(plan.request_id, plan.blocks.count)
+        waits = self.load_budget.hold(plan.request_id, plan.slots.blocks)
         return ExternalKVMatch(plan.promised_tokens, not waits, plan)
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:
@@ -279,7 +309,8 @@ class Planner:
             self.ledger.abort(plan, EndReason.DECLINED)
             return None
         end = plan.blocks.start + num_blocks_for(num_tokens, self.block_size)
-        if num_tokens > plan.promised_tokens or end > num_block_ids:
+        named = self.sides is None or self.sides.groups.chain == 0
+        if num_tokens > plan.promised_tokens or (named and end > num_block_ids):
             raise PactViolation(
                 f"request {request_id} commits {num_tokens} tokens into {num_block_ids} blocks; "
                 f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"

@@ -19,6 +19,8 @@ from kvpact.metrics import MEMORY, Metrics
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import GetDone, LookupDone, OpId
 
+HasSide = Callable[[BlockKey], bool]
+
 READ_BYTES = 16 << 20
 """Bytes of one read: small enough that some blocks have arrived at a deadline, large enough for a disk."""
 
@@ -39,6 +41,10 @@ class TierLookup:
     keys: Sequence[BlockKey]
     pending: dict[TierClient, OpId] = field(default_factory=dict)
     hits: dict[TierClient, int] = field(default_factory=dict)
+    sides: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
+    """Whether each holds the side groups' blocks that it was asked for."""
+    rounds: int = 0
+    """How often the tiers were asked for blocks of side groups."""
 
     @property
     def done(self) -> bool:
@@ -103,6 +109,102 @@ class Prefetcher:
         else:
             held = client.held(keys, now)
         return self.tiers.contents[client].without_refuted(keys, held, now)
+
+    # Side groups
+
+    def ask_sides(self, lookup: TierLookup, names: Sequence[BlockKey]) -> None:
+        """Ask the shared tiers that have answered for blocks of side groups, too."""
+        now, lookup.rounds = self.clock(), lookup.rounds + 1
+        for client in self.tiers.shared:
+            known = lookup.sides.setdefault(client, {})
+            unknown = [name for name in names if name not in known]
+            if not unknown or client not in lookup.hits:
+                continue
+            op_id = self.tiers.begin(partial(self._end_side_lookup, client, lookup, unknown))
+            if client.submit_lookup(op_id, unknown, now, loose=True):
+                lookup.pending[client] = op_id
+            else:
+                self.tiers.withdraw(op_id)
+                known.update(dict.fromkeys(unknown, False))
+
+    def _end_side_lookup(
+        self, client: TierClient, lookup: TierLookup, names: Sequence[BlockKey], done: LookupDone, now: float
+    ) -> None:
+        each = done.each or (False,) * len(names)
+        lookup.sides[client].update(zip(names, each, strict=True))
+        self.tiers.contents[client].found.add([name for name, held in zip(names, each, strict=True) if held], now)
+        lookup.pending.pop(client, None)
+
+    def supplied_sides(self, lookup: TierLookup | None, now: float, *, unknown: bool = False) -> HasSide:
+        """Tells of a side group's block whether a tier can supply it. `unknown`: what a shared tier was not asked."""
+        answered = lookup.hits if lookup is not None else {}
+        shared = [lookup.sides.get(client, {}) for client in answered if lookup is not None and client.may_read(now)]
+        exclusive = [client for client in self.tiers.clients if not client.shared]
+
+        def supplied(name: BlockKey) -> bool:
+            return any(known.get(name, unknown) for known in shared) or any(
+                self._may_have(client, name, now) and client.held((name,), now, loose=True) for client in exclusive
+            )
+
+        return supplied
+
+    def _may_have(self, client: TierClient, name: BlockKey, now: float) -> bool:
+        return self.tiers.contents[client].without_refuted((name,), 1, now) == 1
+
+    def fetch_sides(self, missing: Sequence[tuple[BlockKey, BlockKey]], lookup: TierLookup | None) -> bool:
+        """Begin to read side groups' blocks, each named with its row's key; all of them or, without room, none.
+
+        Each comes from the first tier that has it. False if one cannot be read.
+        """
+        now, rest = self.clock(), [*missing]
+        for client in self.tiers.clients:
+            if not rest or not client.may_read(now):
+                continue
+            if client.shared:
+                known = lookup.sides.get(client, {}) if lookup is not None else {}
+                has = [bool(known.get(name)) for name, _ in rest]
+            else:
+                has = [
+                    self._may_have(client, name, now) and client.held((name,), now, loose=True) == 1 for name, _ in rest
+                ]
+            wanted = [each for each, there in zip(rest, has, strict=True) if there]
+            rest = [each for each, there in zip(rest, has, strict=True) if not there]
+            if wanted and not self._read_sides(client, wanted, now):
+                return False
+        return not rest
+
+    def _read_sides(self, client: TierClient, wanted: Sequence[tuple[BlockKey, BlockKey]], now: float) -> bool:
+        if len(wanted) > client.room:
+            return False
+        names, parents = tuple(name for name, _ in wanted), [parent for _, parent in wanted]
+        reservation = self.index.reserve_sides(names, parents)
+        if reservation is None:
+            return False
+        self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
+        op = PrefetchOp(names, reservation.slots, self.index.pin(names[-1]))
+        op_id = self.tiers.begin(partial(self._end_side_read, client, op))
+        views = [self.arena.slot_views(slot) for slot in op.slots]
+        if not client.submit_get(op_id, names, 0, views, now, loose=True):
+            self.tiers.withdraw(op_id)
+            self.index.abandon(op.slots)
+            self.index.unpin(op.pin)
+            return False
+        self._filling.update(op.slots)
+        return True
+
+    def _end_side_read(self, client: TierClient, op: PrefetchOp, done: GetDone, now: float) -> None:
+        each = done.each or (False,) * len(op.slots)
+        self._filling.difference_update(op.slots)
+        arrived = [slot for slot, here in zip(op.slots, each, strict=True) if here]
+        lost = [key for key, here in zip(op.keys, each, strict=True) if not here]
+        self.index.complete(arrived)
+        self.index.abandon([slot for slot, here in zip(op.slots, each, strict=True) if not here])
+        self.index.unpin(op.pin)
+        contents = self.tiers.contents[client]
+        contents.found.discard(lost)
+        if done.seconds:
+            contents.refuted.add(lost, now)
+        self.tiers.count_read(client, len(arrived))
 
     # Costs
 

@@ -13,7 +13,7 @@ from kvpact.cache.jobs import PactPlan
 from kvpact.cache.prefetch import TierLookup
 from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
-from kvpact.identity.keys import BlockKeys, RequestIdentity
+from kvpact.identity.keys import KEY_BYTES, BlockKey, BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, Tag
 
 
@@ -67,6 +67,17 @@ class RequestState:
     """The most tokens of the request that the engine has had."""
     loads_without_progress: int = 0
     """Loads since then, each ended by a preemption."""
+    side_keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
+    """(side group, block) -> the block's name, as far as it was asked for."""
+    staged: tuple[BlockKey, ...] = ()
+    """The names of the side groups' blocks that are read for the request's plan."""
+    branches: tuple[int, ...] = ()
+    """Rows at which another request may go on from what this one computes: where the engine's own blocks end, and where
+    the stored chain does. What the side groups lack there is saved."""
+    loaded_rows: int = 0
+    """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
+    sides_from: int = 0
+    """Tokens whose side groups' blocks need not be offered for saving again."""
 
     def advance(self, computed_tokens: int) -> None:
         """After this step the engine has `computed_tokens` of the request."""
@@ -90,6 +101,8 @@ class RequestState:
         """The engine computes the request's blocks from `first` on again; until then they hold nothing to save."""
         self.sound = min(self.sound, first)
         self.offloaded_blocks = min(self.offloaded_blocks, first)
+        self.sides_from = min(self.sides_from, first * block_size)
+        self.loaded_rows = min(self.loaded_rows, first)
         self.computed = min(self.computed, first * block_size)
 
 
@@ -103,6 +116,8 @@ class Requests:
     tags: BlockTags
     renamed: Callable[[str, RequestState, int], None]
     """Called as `renamed(request id, state, block)` when a request's blocks from `block` on get other keys."""
+    chain_digest: bytes = bytes(KEY_BYTES)
+    """What the keys of all chains begin with besides the namespace."""
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
 
     def of(self, request: EngineRequest) -> RequestState:
@@ -126,8 +141,10 @@ class Requests:
         elif same_epoch and state.keys is not None and before is not None and before.same_root(identity):
             kept = state.keys.renew(identity)
         else:
-            state.keys = BlockKeys(self.namespace, self.block_size, identity, epochs.current)
+            state.keys = BlockKeys(self.namespace, self.block_size, identity, epochs.current, self.chain_digest)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
+        state.side_keys.clear()
+        state.sides_from = min(state.sides_from, kept * self.block_size)
         state.waits_at = None
         self.renamed(request_id, state, kept)
 

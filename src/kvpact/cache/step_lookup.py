@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvpact.cache.jobs import Slots
+from kvpact.cache.jobs import PlanSlots
 from kvpact.cache.ledger import Ledger
 from kvpact.cache.tier_set import TierSet
 from kvpact.contract import LoadSettlement, SaveJob, StepLookup, StoreRead, WorkerReport, load_id
@@ -35,7 +35,7 @@ class _Open:
 class StepLookups:
     """All lookups under way on `ranks` ranks."""
 
-    ledger: Ledger[Pin, Slots]
+    ledger: Ledger[Pin, PlanSlots]
     tiers: TierSet
     metrics: Metrics
     block_size: int
@@ -90,7 +90,7 @@ class StepLookups:
             blocks,
             BlockRange(lookup.computed_tokens, used),
             block_size=size,
-            slots=job.slots[: blocks.count],
+            slots=PlanSlots(job.slots[: blocks.count]),
             now=now,
             request_finished=not alive,
         )

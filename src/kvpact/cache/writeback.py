@@ -34,10 +34,10 @@ BACKLOG_SLOTS = 64
 
 @dataclass(frozen=True, slots=True)
 class WriteBackOp:
-    """Blocks of `epoch` on their way to a tier; `pin` keeps them and the chain before them."""
+    """Blocks of `epoch` on their way to a tier; `pins` keep them and the chain before them."""
 
     keys: tuple[BlockKey, ...]
-    pin: Pin
+    pins: tuple[Pin, ...]
     epoch: Epoch
 
 
@@ -57,6 +57,7 @@ class WriteBack:
     budget: StepBudget
     seen_once: LRUKeySet | None
     _unwritten: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
+    _unwritten_sides: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
     _backlog: range = field(default=range(0), init=False)
     """Slots whose blocks are still to be offered to tiers that were opened late."""
 
@@ -65,11 +66,16 @@ class WriteBack:
     @property
     def waiting(self) -> int:
         """Number of chains, and slots of the backlog, that wait to be offered to the tiers."""
-        return len(self._unwritten) + len(self._backlog)
+        return len(self._unwritten) + len(self._unwritten_sides) + len(self._backlog)
 
     def note_saved(self, keys: Sequence[BlockKey]) -> None:
         """A chain was saved: offer it to the tiers in this step or a later one."""
         self._unwritten.append(keys)
+
+    def note_saved_sides(self, names: Sequence[BlockKey]) -> None:
+        """Blocks of side groups were saved: offer them, as chains."""
+        if self.tiers.clients:
+            self._unwritten_sides.append(names)
 
     def note_used(self, keys: Sequence[BlockKey]) -> None:
         """Blocks of the arena are used: offer them to tiers that get what is used twice, or that may have lost them."""
@@ -86,6 +92,10 @@ class WriteBack:
         while self._unwritten:
             self.offer(self._unwritten.popleft())
             if len(self._unwritten) <= MAX_UNWRITTEN and self.budget.exhausted:
+                break
+        while self._unwritten_sides:
+            self._offer_sides(self._unwritten_sides.popleft())
+            if len(self._unwritten_sides) <= MAX_UNWRITTEN and self.budget.exhausted:
                 break
 
     def begin_backlog(self) -> None:
@@ -105,6 +115,7 @@ class WriteBack:
     def clear(self) -> None:
         """A new epoch begins: drop what waits, which belongs to the old one."""
         self._unwritten.clear()
+        self._unwritten_sides.clear()
         self._backlog = range(0)
 
     @property
@@ -149,6 +160,35 @@ class WriteBack:
             else:
                 self._write(client, keys, start, end, epoch)
 
+    def _offer_sides(self, names: Sequence[BlockKey]) -> None:
+        """Have every tier store the blocks of side groups that memory holds and it lacks."""
+        epoch, now = self.epochs.current, self.clock()
+        held = [name for name in names if self.index.is_held(name)]
+        for client in self.tiers.clients:
+            if not held or (client.shared and not self.tiers.may_share(epoch)):
+                continue
+            contents = self.tiers.contents[client]
+            lacks = [
+                name
+                for name in held
+                if name not in contents.being_written and not (client.shared and contents.believes(name, now))
+            ]
+            if lacks and not client.may_write:
+                self.metrics.add("dropped_writes", len(lacks), client.name)
+            elif lacks:
+                self._write_sides(client, lacks, epoch)
+
+    def _write_sides(self, client: TierClient, names: Sequence[BlockKey], epoch: Epoch) -> None:
+        op = WriteBackOp(tuple(names), tuple(map(self.index.pin, names)), epoch)
+        op_id = self.tiers.begin(partial(self._end_write, client, op))
+        self.tiers.contents[client].being_written.update(op.keys)
+        buffers = [self.arena.slot_views(slot) for slot in self.index.slots_of(op.keys)]
+        nbytes = len(buffers) * self.arena.slot_bytes
+        if not client.submit_put(op_id, names, 0, buffers, nbytes, epoch, loose=True):
+            self.tiers.withdraw(op_id)
+            self._let_go(client, op)
+            self.metrics.add("dropped_writes", len(names), client.name)
+
     def _first_to_write(self, client: TierClient, keys: Sequence[BlockKey], end: int, now: float) -> int:
         """The first block of `keys[:end]` that the tier is not known to hold and that is not being written to it."""
         contents = self.tiers.contents[client]
@@ -163,7 +203,7 @@ class WriteBack:
         write_blocks = max(1, min(WRITE_BYTES // self.arena.slot_bytes, self.arena.num_slots // 2))
         while start < end:
             stop = min(end, start + write_blocks)
-            op = WriteBackOp(tuple(keys[start:stop]), self.index.pin(keys[stop - 1]), epoch)
+            op = WriteBackOp(tuple(keys[start:stop]), (self.index.pin(keys[stop - 1]),), epoch)
             op_id = self.tiers.begin(partial(self._end_write, client, op))
             self.tiers.contents[client].being_written.update(op.keys)
             buffers = [self.arena.slot_views(slot) for slot in self.index.slots_of(op.keys)]
@@ -177,19 +217,24 @@ class WriteBack:
 
     def _end_write(self, client: TierClient, op: WriteBackOp, done: PutDone, now: float) -> None:
         self._let_go(client, op)
-        contents, stored = self.tiers.contents[client], op.keys[: done.stored]
+        contents, stored, lost = self.tiers.contents[client], op.keys[: done.stored], op.keys[done.stored :]
+        if done.each:
+            stored = tuple(key for key, held in zip(op.keys, done.each, strict=True) if held)
+            lost = tuple(key for key, held in zip(op.keys, done.each, strict=True) if not held)
         if client.shared:
-            contents.note_found(op.keys, done.stored, now)
+            contents.found.add(stored, now)
+            contents.found.discard(lost)
             if op.epoch.is_drawn:
                 contents.unshareable.add(stored)
         contents.refuted.discard(stored)
-        self.metrics.add("written_blocks", done.stored, client.name)
-        self.metrics.add("written_bytes", done.stored * self.arena.slot_bytes, client.name)
-        self.metrics.add("dropped_writes", len(op.keys) - done.stored, client.name)
+        self.metrics.add("written_blocks", len(stored), client.name)
+        self.metrics.add("written_bytes", len(stored) * self.arena.slot_bytes, client.name)
+        self.metrics.add("dropped_writes", len(op.keys) - len(stored), client.name)
 
     def _let_go(self, client: TierClient, op: WriteBackOp) -> None:
         self.tiers.contents[client].being_written.difference_update(op.keys)
-        self.index.unpin(op.pin)
+        for pin in op.pins:
+            self.index.unpin(pin)
 
     def close(self) -> None:
         """Offer what waits while the tiers have room, and have shared tiers delete blocks of drawn epochs.

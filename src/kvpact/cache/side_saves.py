@@ -1,0 +1,156 @@
+"""Which blocks of side groups are saved, and when: with the step that fills them, because engines free them early.
+
+Owns the order of such a save and its end. `offload.py` saves the chain that they hang on.
+
+Of windows only those are saved from which a request will go on: those at the end of a prompt, of its answer, and where
+two prompts part. All others would be most of what is stored, and nobody asks for them (benchmarks/hybrid_trace.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpact.cache.jobs import SaveState, TransferJobs
+from kvpact.cache.request import RequestState
+from kvpact.cache.sides import Sides, runs_of
+from kvpact.contract import JobOutcome
+from kvpact.errors import PactViolation
+from kvpact.identity.groups import GroupKind
+from kvpact.identity.keys import BlockKey
+from kvpact.identity.tags import NO_TAG, BlockTags
+from kvpact.index.block_index import BlockIndex
+from kvpact.metrics import MEMORY, Metrics
+
+Tables = Sequence[Sequence[int]]
+"""The engine's blocks of a request, by group."""
+
+
+@dataclass(eq=False, slots=True)
+class SideSaves:
+    """The way of side groups' blocks from the engine into the arena."""
+
+    sides: Sides
+    index: BlockIndex
+    jobs: TransferJobs
+    tags: BlockTags
+    metrics: Metrics
+
+    def tag_filled(self, state: RequestState, before: int, computed: int, tables: Tables) -> None:
+        """The step computes a request's tokens [before, computed): tag the blocks that it fills.
+
+        A block that other weights or another adapter began gets no tag.
+        """
+        groups, tag = self.sides.groups, state.tag
+        rows = before // groups.block_size
+        if groups.chain is None and self.sound_rows(state, rows, tables) < rows:
+            tag = NO_TAG  # what is computed from blocks of another tag is theirs, too
+        for number in groups.sides:
+            size = groups.groups[number].block_size
+            filled = tables[number][before // size : computed // size]
+            if filled:
+                self.tags.fill([block_id for block_id in filled if not self.sides.is_null(block_id)], tag)
+                if before % size and state.tail_tag != state.tag:
+                    self.tags.fill(filled[:1], NO_TAG)
+
+    def sound_rows(self, state: RequestState, rows: int, tables: Tables) -> int:
+        """Without a chain that has bytes: how many rows have the request's tag, as far as it still has their blocks.
+
+        Rows that were found to have it stay so until the request gets another tag.
+        """
+        size = self.sides.groups.block_size
+        for number in self.sides.groups.sides:
+            group = self.sides.groups.groups[number]
+            first = max(state.sound * size // group.block_size, group.needed(state.loaded_rows * size).start)
+            for block in range(first, rows * size // group.block_size):
+                if block >= len(tables[number]) or self.sides.is_null(tables[number][block]):
+                    continue
+                if not self.tags.same_prefix([tables[number][block]], 0, state.tag):
+                    rows = min(rows, self.sides.groups.row_of(number, block))
+        return rows
+
+    def note(
+        self, request_id: str, state: RequestState, computed: int, known: int, sound_rows: int, now: float
+    ) -> None:
+        """After this step the first `computed` of the request's `known` tokens are computed: save what others may need.
+
+        Only blocks before row `sound_rows` hold what their names say.
+        """
+        context, groups = self.sides.context, self.sides.groups
+        assert context is not None
+        first, state.sides_from = state.sides_from, max(state.sides_from, computed)
+        tables = context.blocks_of(request_id)
+        for number in groups.sides:
+            size, table = groups.groups[number].block_size, tables[number]
+            end = min(computed // size, len(table))
+            new = [
+                block
+                for block in self._wanted(state, number, range(first // size, end), known)
+                if not self.sides.is_null(table[block])
+                and groups.row_of(number, block) < sound_rows
+                and self.tags.same_prefix([table[block]], 0, state.tag)
+                and self._is_new(state, number, block)
+            ]
+            for start, end in runs_of(new):
+                self._save(request_id, state, number, range(start, end), table, now)
+
+    def _is_new(self, state: RequestState, number: int, block: int) -> bool:
+        """Whether a block is not known yet, but the row on which it hangs is."""
+        name = self.sides.key(state, number, block)
+        return name is not None and name not in self.index and self.sides.parent(state, number, block) in self.index
+
+    def _wanted(self, state: RequestState, number: int, new: range, known: int) -> Sequence[int]:
+        """Those of a group's new blocks that a later request may need: all of them, or those where windows end."""
+        group, size = self.sides.groups.groups[number], self.sides.groups.block_size
+        if group.kind in (GroupKind.FULL, GroupKind.STATE):
+            return new
+        ends = [known - 1, *(rows * size for rows in state.branches)]
+        whole = [end - end % self.sides.groups.alignment for end in ends if end > 0]
+        last = range(max(new.start, group.needed(whole[0]).start if whole else 0), new.stop)
+        tails = [range(max(new.start, tail.start), min(new.stop, tail.end)) for tail in map(group.needed, whole[1:])]
+        return sorted({*last, *(block for tail in tails for block in tail)})
+
+    def _save(
+        self, request_id: str, state: RequestState, number: int, blocks: range, table: Sequence[int], now: float
+    ) -> None:
+        """Save a run of new blocks while there is room, and drop those after them."""
+        assert self.sides.context is not None
+        assert state.keys is not None
+        parents = [self.sides.parent(state, number, block) for block in blocks if self._is_new(state, number, block)]
+        room = self.index.reservable(parents[-1]) if len(parents) == len(blocks) else 0
+        self.metrics.add("dropped_blocks", max(0, len(blocks) - room))
+        blocks = blocks[:room]
+        if not blocks:
+            return
+        parents = parents[: len(blocks)]
+        names = [
+            self.sides.groups.side_key(parent, number, block) for parent, block in zip(parents, blocks, strict=True)
+        ]
+        reservation = self.index.reserve_sides(names, parents)
+        if reservation is None:
+            raise PactViolation(f"there is no room for {len(names)} side blocks, although so many were reservable")
+        self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
+        held = tuple(table[blocks.start : blocks.stop])
+        self.sides.context.touch(held)
+        rows = tuple(self.sides.groups.row_of(number, block) for block in blocks)
+        pin, chain = self.index.pin(names[-1]), state.keys.keys[: rows[-1] + 1]
+        save = self.jobs.order_save(request_id, blocks.start, reservation.slots, held, chain, pin, now, group=number)
+        save.sides, save.side_rows = tuple(names), rows
+
+    def settle(self, save: SaveState) -> list[BlockKey]:
+        """All ranks have reported: release the engine's blocks; returns the names of the blocks that are saved."""
+        assert self.sides.context is not None
+        job = save.job
+        self.jobs.end(save)
+        outcome = save.tally.saved() if save.trusted else JobOutcome()
+        self.sides.context.free_blocks(job.block_ids[::-1])
+        done = [
+            block in outcome.done and row < save.garbage_from
+            for block, row in zip(job.blocks, save.side_rows, strict=True)
+        ]
+        self.index.complete([slot for slot, good in zip(job.slots, done, strict=True) if good])
+        self.index.abandon([slot for slot, good in zip(job.slots, done, strict=True) if not good])
+        self.index.unpin(save.pin)
+        self.metrics.add("saved_blocks", sum(done))
+        self.metrics.add("dropped_blocks", len(done) - sum(done))
+        return [name for name, good in zip(save.sides, done, strict=True) if good]

@@ -1,0 +1,170 @@
+"""The blocks of side groups that a request's match needs: their names, and where memory has them.
+
+Owns no state: a request's names are in its `RequestState`, the blocks in the index. `groups.py` has the rules, this
+module applies them to a request's chain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from kvpact.cache.jobs import SideBlocks
+from kvpact.cache.request import RequestState
+from kvpact.contract import BlockHolder, SchedulerContext
+from kvpact.identity.groups import GroupKind, GroupSet
+from kvpact.identity.keys import BlockKey
+from kvpact.index.block_index import BlockIndex, Pin
+from kvpact.ranges import BlockRange
+
+logger = logging.getLogger(__name__)
+
+Runs = list[tuple[SideBlocks, tuple[int, ...]]]
+"""Blocks in a row of a side group, each run with the engine's blocks."""
+
+
+@dataclass(eq=False)
+class Sides:
+    """The side groups of one engine's requests. Without a whole scheduler context nothing is promised or saved."""
+
+    groups: GroupSet
+    index: BlockIndex
+    context: SchedulerContext | None = field(default=None, init=False)
+    smallest_block: int = field(init=False)
+    """Tokens of the smallest block of any group."""
+    _nulls: set[int] = field(default_factory=set, init=False)
+    """The engine's null blocks that were seen."""
+
+    def __post_init__(self) -> None:
+        self.smallest_block = min(group.block_size for group in self.groups.groups)
+
+    def bind(self, context: BlockHolder) -> None:
+        """The engine offers its block tables."""
+        self.context = context if isinstance(context, SchedulerContext) else None
+        if self.context is None:
+            logger.warning(
+                "kvpact: the model has %d KV cache groups, and this engine does not show the blocks of each: nothing "
+                "is stored or served",
+                len(self.groups.groups),
+            )
+
+    def is_null(self, block_id: int) -> bool:
+        """Whether the engine's table has no block there."""
+        assert self.context is not None
+        if block_id in self._nulls:
+            return True
+        null = self.context.get_block(block_id).is_null
+        if null:
+            self._nulls.add(block_id)
+        return null
+
+    # Names
+
+    def key(self, state: RequestState, number: int, block: int) -> BlockKey | None:
+        """The name of a side group's block; None if the request has no key for its row."""
+        name = state.side_keys.get((number, block))
+        if name is None:
+            row, rows = self.groups.row_of(number, block), state.keys.keys if state.keys is not None else []
+            if row >= len(rows):
+                return None
+            name = state.side_keys[number, block] = self.groups.side_key(rows[row], number, block)
+        return name
+
+    def parent(self, state: RequestState, number: int, block: int) -> BlockKey:
+        """The key of the row on which a block hangs."""
+        assert state.keys is not None
+        return state.keys.keys[self.groups.row_of(number, block)]
+
+    def needed(self, number: int, rows: int, computed_rows: int = 0) -> BlockRange:
+        """What a match of so many rows needs of a group, and an engine that has the first rows has not."""
+        return self._after(number, self.groups.groups[number].needed(rows * self.groups.block_size), computed_rows)
+
+    def _after(self, number: int, blocks: BlockRange, computed_rows: int) -> BlockRange:
+        computed = computed_rows * self.groups.block_size // self.groups.groups[number].block_size
+        start = min(max(blocks.start, computed), blocks.end)
+        return BlockRange(start, blocks.end - start)
+
+    # Matches
+
+    def longest(self, state: RequestState, rows: int, computed_rows: int, has: Callable[[BlockKey], bool]) -> int:
+        """The rows of the longest match within the first `rows`, which the chain has, so that `has` all names that it
+        needs of the side groups; 0 if it is not longer than what the engine has computed."""
+        groups = self.groups
+
+        def first_missing(number: int, blocks: BlockRange) -> int | None:
+            if number == groups.chain:
+                return rows if blocks.end > rows else None
+            for block in self._after(number, blocks, computed_rows):
+                name = self.key(state, number, block)
+                if name is None or not has(name):
+                    return block
+            return None
+
+        found = groups.longest_match(rows * groups.block_size, first_missing) // groups.block_size
+        return found if found > computed_rows else 0
+
+    def named(self, state: RequestState, rows: int, computed_rows: int) -> list[tuple[BlockKey, BlockKey]]:
+        """What a match of so many rows needs of the side groups: names, with their rows', in the order of the chain."""
+        found = []
+        for number in self.groups.sides:
+            required = self.groups.groups[number].required(rows * self.groups.block_size)
+            for block in self._after(number, required, computed_rows):
+                name = self.key(state, number, block)
+                if name is not None:
+                    found.append((self.groups.row_of(number, block), name, self.parent(state, number, block)))
+        return [(name, parent) for _, name, parent in sorted(found, key=lambda each: each[0])]
+
+    def lease(self, state: RequestState, rows: int, computed_rows: int) -> tuple[tuple[SideBlocks, ...], list[Pin]]:
+        """Where memory has what a match needs, and pins that keep it; all of it is held."""
+        runs, pins = [], []
+        for number in self.groups.sides:
+            blocks = self.needed(number, rows, computed_rows)
+            names = [name for block in blocks if (name := self.key(state, number, block)) is not None]
+            if names:
+                runs.append(SideBlocks(number, blocks.start, tuple(names), tuple(self.index.slots_of(names))))
+                pins += [self.index.pin(name) for name in names]
+                for name in names:
+                    self.index.touch(name)
+        return tuple(runs), pins
+
+    def may_end_at(self, num_tokens: int) -> bool:
+        """Whether a match may be cut to end there: a state is of use at the end of its block alone."""
+        return not any(num_tokens % group.block_size for group in self.groups.groups if group.kind is GroupKind.STATE)
+
+    def placed(self, request_id: str, runs: Sequence[SideBlocks]) -> Runs:
+        """The same blocks with the engine's, without those that the engine has no block for."""
+        assert self.context is not None
+        tables, placed = self.context.blocks_of(request_id), []
+        for run in runs:
+            table = tables[run.group]
+            there = [at for at, _ in enumerate(run.slots) if self._is_there(table, run.start + at)]
+            for first, last in runs_of(there):
+                part = SideBlocks(run.group, run.start + first, run.keys[first:last], run.slots[first:last])
+                placed.append((part, tuple(table[part.start : part.start + last - first])))
+        return placed
+
+    def filled(self, request_id: str, rows: BlockRange) -> list[int]:
+        """The engine's blocks that a load of these rows has for side groups; it fills those that the match needs."""
+        assert self.context is not None
+        tables, size = self.context.blocks_of(request_id), self.groups.block_size
+        return [
+            block_id
+            for number in self.groups.sides
+            for per_block in [self.groups.groups[number].block_size]
+            for block_id in tables[number][rows.start * size // per_block : -(-rows.end * size // per_block)]
+            if not self.is_null(block_id)
+        ]
+
+    def _is_there(self, table: Sequence[int], block: int) -> bool:
+        return block < len(table) and not self.is_null(table[block])
+
+
+def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The runs of ascending numbers, half-open."""
+    runs = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        ascending = [number for _, number in run]
+        runs.append((ascending[0], ascending[-1] + 1))
+    return runs

@@ -1,0 +1,90 @@
+"""kvpact's own cache for models of several KV cache groups, under the embedded engine."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pact import pact_engine
+from test_pact_cache import PRESETS, nothing_held
+from workloads import Chance, outputs_of, prompt, run_with_upheaval, workload
+
+from kvpact.cache.cache import PactCache
+from kvpact.engine import Engine, EngineConfig, EngineQuirks, KVCacheGroup, Request
+
+SETS = (
+    (KVCacheGroup(), KVCacheGroup(sliding_window=20)),
+    (KVCacheGroup(sliding_window=40), KVCacheGroup(), KVCacheGroup(sliding_window=20)),
+    (KVCacheGroup(sliding_window=40),),
+    (KVCacheGroup(), KVCacheGroup()),
+    (KVCacheGroup(sliding_window=40), KVCacheGroup(sliding_window=17)),
+)
+
+
+@pytest.mark.parametrize("groups", SETS)
+def test_a_prompt_that_was_seen_is_loaded(groups: tuple[KVCacheGroup, ...]) -> None:
+    engine = pact_engine(EngineConfig(groups=groups, prefix_caching=False))
+    cache = cast(PactCache, engine.cache)
+    for name in ("first", "second"):
+        engine.add_request(Request(name, prompt(200), 4))
+        engine.run()
+    cache.check()
+    assert outputs_of(engine)["first"] == outputs_of(engine)["second"]
+    assert cache.ledger.totals.used_tokens == 192
+    nothing_held(cache)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 10_000),
+    groups=st.sampled_from(SETS),
+    small=st.booleans(),
+    prefix_caching=st.booleans(),
+    upheaval=st.booleans(),
+    failures=st.sampled_from((0.0, 0.3)),
+    losses=st.sampled_from((0.0, 0.1)),
+)
+def test_with_groups_no_output_changes_and_nothing_is_held(
+    preset: str,
+    seed: int,
+    groups: tuple[KVCacheGroup, ...],
+    small: bool,
+    prefix_caching: bool,
+    upheaval: bool,
+    failures: float,
+    losses: float,
+) -> None:
+    config = EngineConfig(
+        num_blocks=(14 if small else 60) * len(groups),
+        num_ranks=1 + seed % 2,
+        num_layers=1 + seed // 2 % 2,
+        max_tokens_per_step=(48, 512)[seed % 2],
+        prefix_caching=prefix_caching,
+        policy=("fcfs", "priority")[seed % 2],
+        groups=groups,
+    )
+    plain = Engine(
+        EngineConfig(num_blocks=1000, num_ranks=config.num_ranks, num_layers=config.num_layers, groups=groups)
+    )
+    plain.run(workload(seed))
+    expected = outputs_of(plain)
+
+    quirks: EngineQuirks = PRESETS[preset]
+    chance = Chance(seed, failures, sync_may_fail=not quirks.trusts_sync_loads, losses=losses)
+    engine = pact_engine(config, quirks, num_slots=100, conduct=chance, load_deadline=0.3)
+    requests = workload(seed)
+    if upheaval:
+        cancelled = run_with_upheaval(engine, requests, seed)
+    else:
+        engine.run(requests)
+        cancelled = set()
+
+    assert outputs_of(engine) == {i: tokens for i, tokens in expected.items() if i not in cancelled}
+    engine.clock.now += 10.0  # what no engine told the cache runs out by itself
+    engine.step()
+    engine.step()
+    engine.check_nothing_held()
+    nothing_held(cast(PactCache, engine.cache))
