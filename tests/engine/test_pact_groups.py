@@ -7,12 +7,18 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pact import pact_engine
+from pact import SLOT_BYTES, pact_engine
 from test_pact_cache import PRESETS, nothing_held
 from workloads import Chance, outputs_of, prompt, run_with_upheaval, workload
 
+from dictionary_tier import DictionaryTier
 from kvpact.cache.cache import PactCache
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, KVCacheGroup, Request
+from kvpact.identity.keys import Namespace
+from kvpact.testkit.tier.dictionary_store import DictionaryStore
+from kvpact.testkit.tier.stepped_executor import SteppedExecutor
+from kvpact.tiers.base import Tier
+from kvpact.tiers.shared.tier import SharedTier
 
 SETS = (
     (KVCacheGroup(), KVCacheGroup(sliding_window=20)),
@@ -88,3 +94,52 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
     engine.step()
     engine.check_nothing_held()
     nothing_held(cast(PactCache, engine.cache))
+
+
+class Life:
+    """One engine above a tier whose content outlives it."""
+
+    def __init__(self, tier: Tier, groups: tuple[KVCacheGroup, ...]) -> None:
+        self.queue = SteppedExecutor(tier, 1 << 30)
+        config = EngineConfig(groups=groups, prefix_caching=False, num_blocks=1000)
+        self.engine = pact_engine(config, tiers=[self.queue], num_slots=200, weights_version="1")
+        self.cache = cast(PactCache, self.engine.cache)
+
+    def ask(self, name: str, tokens: list[int]) -> list[int]:
+        self.engine.add_request(Request(name, tokens, 4))
+        while self.engine.has_work:
+            self.engine.step()
+            self.queue.advance()
+        for _ in range(5):
+            self.engine.step()
+            self.queue.advance()
+        self.cache.check()
+        return outputs_of(self.engine)[name]
+
+    def end(self) -> None:
+        nothing_held(self.cache)
+        self.cache.shutdown()
+
+
+def tiers(kind: str) -> list[Tier]:
+    """Two tiers of one content, for two lives."""
+    namespace, store = Namespace({"model": "oracle"}), DictionaryStore()
+    if kind == "shared":
+        return [SharedTier(DictionaryStore(store.records), namespace, SLOT_BYTES) for _ in range(2)]
+    first = DictionaryTier(namespace, SLOT_BYTES, 1000)
+    return [first, DictionaryTier(namespace, SLOT_BYTES, 1000, first.records)]
+
+
+@pytest.mark.parametrize("groups", SETS)
+@pytest.mark.parametrize("kind", ["exclusive", "shared"])
+def test_after_a_restart_all_groups_are_read_from_a_tier(kind: str, groups: tuple[KVCacheGroup, ...]) -> None:
+    before, after = (Life(tier, groups) for tier in tiers(kind))
+    tokens = prompt(200)
+    expected = before.ask("first", tokens)
+    longer = before.ask("longer", [*tokens, *expected, *prompt(50, seed=1)])
+    before.end()
+    assert after.ask("again", tokens) == expected
+    assert after.cache.ledger.totals.used_tokens == 192
+    assert after.ask("longer again", [*tokens, *expected, *prompt(50, seed=1)]) == longer
+    assert after.cache.ledger.totals.used_tokens == 192 + 240
+    after.end()

@@ -86,14 +86,17 @@ class Finder:
         resident = self.index.held_prefix(keys)
         arriving = resident < len(keys) and self.prefetcher.is_arriving(keys[resident])
         by_tier = self.prefetcher.readable(keys, state.tier_lookup, now)
+        chain = Availability(resident, by_tier, arriving)
         if self.sides is None:
-            return Availability(resident, by_tier, arriving)
-        return self._with_sides(self.sides, state, Availability(resident, by_tier, arriving), start, now)
+            return chain
+        if self.sides.groups.chain is None:
+            chain = Availability(len(keys), tuple(len(keys) for _ in by_tier))
+        return self._with_sides(self.sides, state, chain, start, now)
 
     def _with_sides(
         self, sides: Sides, state: RequestState, chain: Availability, start: int, now: float
     ) -> Availability:
-        """As far as all groups have what a match needs."""
+        """As far as all groups have what a match needs. A chain without bytes is everywhere."""
         resident = sides.longest(state, chain.resident, start, self.index.is_held)
         if not state.branches:
             state.branches = start, chain.resident
@@ -124,12 +127,13 @@ class Finder:
         if missing and not self._computes_faster(missing, self.prefetcher.lookup_seconds or None):
             state.tier_lookup = self.prefetcher.ask(keys)
 
-    def ask_sides(self, state: RequestState, rows: int, start: int) -> None:
+    def ask_sides(self, state: RequestState, keys: Sequence[BlockKey], rows: int, start: int) -> None:
         """Ask the shared tiers that have `rows` blocks of the chain what they hold of the side groups, if that is not
         known yet and would make a match longer."""
         lookup = state.tier_lookup
         if self.sides is None or lookup is None or lookup.pending or lookup.rounds >= SIDE_ROUNDS or not lookup.hits:
             return
+        rows = len(keys) if self.sides.groups.chain is None else rows
         now = self.clock()
         has = self.prefetcher.supplied_sides(lookup, now)
         may_have = self.prefetcher.supplied_sides(lookup, now, unknown=True)

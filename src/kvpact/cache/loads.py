@@ -60,6 +60,9 @@ class Loads:
             cut = pins
         chain = 0 if self.sides is None else self.sides.groups.chain
         sides = self.sides.placed(plan.request_id, plan.slots.sides) if self.sides is not None else []
+        if chain is None and not sides:
+            self.ledger.abort(plan, EndReason.DECLINED)
+            return 0
         if self.sides is not None and chain is not None and self.sides.context is not None:
             block_ids = self.sides.context.blocks_of(plan.request_id)[chain]
         state.commit(num_tokens)
@@ -67,8 +70,8 @@ class Loads:
         if synchronous:
             self.load_budget.spend(loaded)
         keys = state.keys.keys if state.keys is not None else []
-        self.writeback.note_used(keys[: blocks.end])
         if chain is not None:
+            self.writeback.note_used(keys[: blocks.end])
             self.tags.fill(block_ids[blocks.start : blocks.end], state.tag)
         if self.sides is not None:
             self.tags.fill(self.sides.filled(plan.request_id, blocks), NO_TAG)

@@ -18,7 +18,6 @@ from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.metrics import MEMORY, Metrics
@@ -132,7 +131,7 @@ class Offloader:
         known = min(rows, self.index.known_prefix(keys))
         if chain is None:
             sound = side_saves.sound_rows(state, rows, tables)
-            self._keep_names(keys[:sound], known)
+            sides.keep_names(keys[:sound])
         else:
             sound = self.tags.same_prefix(chain[:rows], min(state.sound, rows), state.tag)
             if rows > state.offloaded_blocks and known < sound:
@@ -140,19 +139,10 @@ class Offloader:
                 self._save(run, now)
         if known and rows > state.offloaded_blocks:
             self.index.touch(keys[known - 1])
-            self.writeback.note_used(keys[:known])
+            if chain is not None:
+                self.writeback.note_used(keys[:known])
         state.sound, state.offloaded_blocks = sound, max(rows, state.offloaded_blocks)
         side_saves.note(request.request_id, state, known_tokens, len(request.token_ids), sound, now)
-
-    def _keep_names(self, keys: Sequence[BlockKey], known: int) -> None:
-        """Rows without bytes are held as soon as they have a name."""
-        if known >= len(keys):
-            return
-        end = min(len(keys), known + self.index.reservable(keys[known - 1] if known else ROOT))
-        reservation = self.index.reserve(keys[:end], known, end)
-        if reservation is not None:
-            self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
-            self.index.complete(reservation.slots)
 
     def _tag_filled(self, state: RequestState, before: int, filled: Sequence[int]) -> None:
         """The step computes the request's tokens from `before` on: tag the blocks that it fills.

@@ -149,7 +149,7 @@ class Planner:
         available = self.finder.find(state, keys, probe.now, probe.start)
         if plan is None and probe.now < deadline and self.finder.asks_shared:
             self.finder.ask(state, probe.keys, available)
-            self.finder.ask_sides(state, max(available.resident, self._chain_of(state)), probe.start)
+            self.finder.ask_sides(state, probe.keys, max(available.resident, self._chain_of(state)), probe.start)
         if plan is not None:
             phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
         else:
@@ -191,7 +191,10 @@ class Planner:
 
     def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
         """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room."""
-        reach = self.prefetcher.fetch(probe.keys, end, available.by_tier)
+        if self.sides is not None and self.sides.groups.chain is None:
+            reach = end if self.sides.keep_names(probe.keys[:end]) else 0
+        else:
+            reach = self.prefetcher.fetch(probe.keys, end, available.by_tier)
         resident = available.resident
         if self.sides is not None:
             if reach < end or not self._stage_sides(self.sides, probe, end):

@@ -86,6 +86,17 @@ class Sides:
         start = min(max(blocks.start, computed), blocks.end)
         return BlockRange(start, blocks.end - start)
 
+    def keep_names(self, keys: Sequence[BlockKey]) -> bool:
+        """Where the chain has no bytes: know these rows, so that blocks can hang on them; whether there is room."""
+        known, index = self.index.known_prefix(keys), self.index
+        if known == len(keys):
+            return True
+        reservation = index.reserve(keys, known, len(keys))
+        if reservation is None:
+            return False
+        index.complete(reservation.slots)
+        return True
+
     # Matches
 
     def longest(self, state: RequestState, rows: int, computed_rows: int, has: Callable[[BlockKey], bool]) -> int:
@@ -103,6 +114,8 @@ class Sides:
             return None
 
         found = groups.longest_match(rows * groups.block_size, first_missing) // groups.block_size
+        if groups.chain is None and not any(self.needed(number, found, computed_rows).count for number in groups.sides):
+            return 0  # between two chunks nothing is needed: there is nothing to load, either
         return found if found > computed_rows else 0
 
     def named(self, state: RequestState, rows: int, computed_rows: int) -> list[tuple[BlockKey, BlockKey]]:
