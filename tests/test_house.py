@@ -365,7 +365,9 @@ HAVE_CHECK = {
     "engine.block_pool.BlockPool",
     "engine.engine.Engine",
     "engine.reference.ReferenceCache",
+    "index.classed_slots.ClassedSlots",
     "index.rows.Rows",
+    "index.slot_space.PlainSlots",
 }
 """Classes whose structures must agree with one another: `check` says whether they do."""
 

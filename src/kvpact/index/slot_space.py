@@ -1,0 +1,148 @@
+"""Which rows of one place are free: what an index asks of it, and the case of slots that all have one size.
+
+A *row* is a slot by the number that a `BlockIndex` has for it. Knows no keys and no bytes; what is evicted is decided
+by the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+from kvpact.errors import PactViolation
+
+EXTENT_SHIFT: Final = 24
+"""A slot's number is `class << CLASS_SHIFT | extent << EXTENT_SHIFT | place` where a place has several classes."""
+
+CLASS_SHIFT: Final = 48
+
+
+class Blocks(Protocol):
+    """What a space asks of the index about the blocks in its rows."""
+
+    @property
+    def now(self) -> int:
+        """The tick of the last use of any block."""
+
+    def oldest(self, slot_class: int) -> int | None:
+        """The row of this class that would be evicted next; None if all are free, or needed."""
+
+    def last_use(self, row: int) -> int | None:
+        """The tick of the last use of the row's block and all after it; 0 of a free row.
+
+        None if the row cannot be freed now: a pin, a writer, or a block after it that has one, needs it.
+        """
+
+    def drop_rows(self, rows: Sequence[int]) -> None:
+        """Forget the blocks in these rows, and all after them, and give the rows back before returning."""
+
+
+class SlotSpace(Protocol):
+    """The rows of one place. An index uses it in place of a list of free slots; see `classed_slots` for how."""
+
+    num_rows: int
+    """All rows have lower numbers."""
+    free: tuple[list[int], ...]
+    """Per class, the free rows, for reading only; the one that is taken next is the last."""
+    usable: int
+    """Extents, from number 0 on, that are handed out. For reading only."""
+
+    def take(self, count: int, slot_class: int = 0) -> list[int]:
+        """Rows in the order of use. Raises PactViolation if fewer than `count` are free."""
+
+    def give_back(self, row: int) -> None:
+        """Nothing needs this row any more."""
+
+    def class_of(self, row: int) -> int:
+        """Of a row that is in use, or free."""
+
+    def number(self, row: int) -> int:
+        """The slot's number for those who copy; see `kvpact.memory.arena.SlotClass`."""
+
+    def use(self, usable: int, in_use: Callable[[int], bool]) -> None:
+        """Hand out the first `usable` extents, never fewer than before. `in_use(row)`: it was taken, not given back."""
+
+    def withdraw(self, usable: int) -> list[int]:
+        """Hand out only the first `usable` extents; returns the rows of the others, whose blocks are to be dropped."""
+
+    def obtain(self, slot_class: int, lacking: int, blocks: Blocks) -> int:
+        """Extents that the class got because a reservation finds `lacking` rows too few."""
+
+    def restore(self, used: Mapping[int, int]) -> None:
+        """Start again: these rows (row -> class) are in use, and no others."""
+
+    def check(self) -> None:
+        """Verify the invariants, for tests. Raises PactViolation."""
+
+
+class PlainSlots:
+    """One class of slots: a row is the slot's number, an extent is one slot, and nothing ever moves."""
+
+    __slots__ = ("_stack", "free", "num_rows", "usable")
+
+    def __init__(self, num_slots: int, usable: int | None = None) -> None:
+        """Only the first `usable` slots are handed out, until `use` says otherwise; None: all."""
+        self.num_rows = num_slots
+        self.usable = num_slots if usable is None else usable
+        self._stack = list(reversed(range(self.usable)))  # the first reservations get neighbouring slots
+        self.free = (self._stack,)
+
+    def take(self, count: int, slot_class: int = 0) -> list[int]:
+        """See `SlotSpace`."""
+        return popped(self._stack, count)
+
+    def give_back(self, row: int) -> None:
+        """See `SlotSpace`. A withdrawn row is nobody's."""
+        if row < self.usable:
+            self._stack.append(row)
+
+    def class_of(self, row: int) -> int:
+        """See `SlotSpace`."""
+        return 0
+
+    def number(self, row: int) -> int:
+        """See `SlotSpace`."""
+        return row
+
+    def use(self, usable: int, in_use: Callable[[int], bool]) -> None:
+        """See `SlotSpace`. The new ones are handed out after all others."""
+        new = range(self.usable, min(usable, self.num_rows))
+        self._stack[:0] = [row for row in reversed(new) if not in_use(row)]
+        self.usable += len(new)
+
+    def withdraw(self, usable: int) -> list[int]:
+        """See `SlotSpace`."""
+        withdrawn = range(usable, self.usable)
+        self.usable -= len(withdrawn)
+        self._stack[:] = [row for row in self._stack if row < self.usable]
+        return list(withdrawn)
+
+    def obtain(self, slot_class: int, lacking: int, blocks: Blocks) -> int:
+        """See `SlotSpace`."""
+        return 0
+
+    def restore(self, used: Mapping[int, int]) -> None:
+        """See `SlotSpace`."""
+        self._stack[:] = [row for row in reversed(range(self.usable)) if row not in used]
+
+    def check(self) -> None:
+        """See `SlotSpace`."""
+        require(len(set(self._stack)) == len(self._stack), "a row is free twice")
+        require(all(0 <= row < self.usable for row in self._stack), "a row is free that is not usable")
+
+
+def popped(stack: list[int], count: int) -> list[int]:
+    """Take the last `count` off, the last one first. Raises PactViolation if there are fewer."""
+    left = len(stack) - count
+    if left < 0:
+        raise PactViolation(f"{count} rows were asked for, {len(stack)} are free")
+    rows = stack[left:]
+    del stack[left:]
+    rows.reverse()
+    return rows
+
+
+def require(condition: bool, what: str) -> None:
+    """Raise PactViolation unless the condition holds."""
+    if not condition:
+        raise PactViolation(f"the slot space lost an invariant: {what}")
