@@ -340,11 +340,15 @@ def test_an_index_without_slots_is_refused() -> None:
 
 
 def test_check_notices_a_broken_invariant() -> None:
-    for attribute, value in [("_held", 3), ("_evictable", 1), ("_pinned", 1), ("_free", [5, 5])]:
+    for attribute, value in [("_held", 3), ("_evictable", [1]), ("_pinned", 1)]:
         index = saved(BlockIndex(4), "ab")
         setattr(index, attribute, value)
         with pytest.raises(PactViolation, match="lost an invariant"):
             index.check()
+    index = saved(BlockIndex(4), "ab")
+    index.space.give_back(3)
+    with pytest.raises(PactViolation, match="lost an invariant"):
+        index.check()
 
 
 def test_only_usable_slots_are_handed_out_and_new_ones_last() -> None:

@@ -162,8 +162,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.model.use(block)
 
     @precondition(lambda self: self.model.known())
-    @rule(path=paths, cold=st.booleans())
-    def reserve_sides(self, path: str, cold: bool) -> None:
+    @rule(path=paths)
+    def reserve_sides(self, path: str) -> None:
         """Of all known blocks of a chain, one side block of each kind that is not there yet."""
         known = self.model.known()
         parents = [key for key in chain(path) if key in known]
@@ -173,7 +173,7 @@ class IndexMachine(RuleBasedStateMachine):
         deepest = wanted[-1][:-1]
         before = {key: block.slot for key, block in known.items()}
         expected = self.model.evict_for(len(wanted), deepest)
-        reservation = self.index.reserve_sides(wanted, [key[:-1] for key in wanted], cold=wanted if cold else ())
+        reservation = self.index.reserve_sides(wanted, [key[:-1] for key in wanted])
         if expected is None:
             assert reservation is None
             return
@@ -184,8 +184,6 @@ class IndexMachine(RuleBasedStateMachine):
             block = Block(key, self.model.known()[key[:-1]], slot, 0)
             self.model.blocks.append(block)
             self.model.use(block)
-            if cold:
-                block.last_use = 0
 
     @precondition(lambda self: self.writers())
     @rule()

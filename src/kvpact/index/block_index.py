@@ -7,7 +7,7 @@ bytes in a slot, a clock or a lock; its owner does I/O and serialises calls.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpact.errors import PactViolation
@@ -15,6 +15,7 @@ from kvpact.identity.keys import BlockKey
 from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Rows
 from kvpact.index.rows import ROOT as ROOT
 from kvpact.index.rows import State as State
+from kvpact.index.slot_space import PlainSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,14 @@ class BlockIndex(Rows):
     @property
     def free_slots(self) -> int:
         """Slots that are free without evicting a block."""
-        return len(self._free)
+        return sum(map(len, self.space.free))
 
     @property
     def waiting_slots(self) -> int:
         """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends."""
-        return self.usable_slots - len(self._free) - len(self)
+        if isinstance(self.space, PlainSlots):
+            return self.usable_slots - self.free_slots - len(self)
+        return self._state.count(CANCELLED) + self._state.count(DOOMED)
 
     def entries(self) -> Iterator[StoredBlock]:
         """The held blocks of chains in the order in which they would be evicted if nothing were pinned. O(n log n)."""
@@ -143,30 +146,29 @@ class BlockIndex(Rows):
 
     def use_slots(self, usable_slots: int) -> None:
         """Hand out the first `usable_slots` slots, never fewer than before; those that are new after all others."""
-        new = range(self.usable_slots, min(usable_slots, self.num_slots))
-        self._free[:0] = [slot for slot in reversed(new) if self._state[slot] == FREE]
-        self.usable_slots += len(new)
+        self.space.use(usable_slots, lambda slot: self._state[slot] != FREE)
 
     def withdraw_slots(self, usable_slots: int) -> list[tuple[BlockKey, int]]:
         """Hand out only the first `usable_slots` slots; forget the blocks in the others, and all after them.
 
         Returns what `drop` returns. A withdrawn slot that a pin or a writer needs is not FREE until the last one ends.
         """
-        withdrawn = range(usable_slots, self.usable_slots)
-        self.usable_slots -= len(withdrawn)
-        self._free = [slot for slot in self._free if slot < usable_slots]
+        withdrawn = self.space.withdraw(usable_slots)
         return [lost for slot in withdrawn if self._keys[slot] for lost in self._remove(slot)]
 
-    def reservable(self, parent: BlockKey = ROOT) -> int:
+    def reservable(self, parent: BlockKey = ROOT, wanted: int = 0, slot_class: int | None = None) -> int:
         """How many slots a reservation after `parent` would get now, exactly: the free and the evictable ones.
 
-        Raises PactViolation if `parent` is unknown.
+        Of the chains' class, or of another one. If more are `wanted` than are free, the space may give the class more
+        memory. Raises PactViolation if `parent` is unknown.
         """
-        if parent == ROOT:
-            return len(self._free) + self._evictable
-        row = self.slot(parent)
+        slot_class = self._chain_class if slot_class is None else slot_class
+        row = self._root if parent == ROOT else self.slot(parent)
         self._hold(row)
-        count = len(self._free) + self._evictable
+        free = self.space.free[slot_class]
+        if wanted > len(free):
+            self.space.obtain(slot_class, wanted - len(free), self)
+        count = len(free) + self._evictable[slot_class]
         self._release(row)
         return count
 
@@ -188,31 +190,33 @@ class BlockIndex(Rows):
         parent = self.slot(keys[start - 1]) if start else self._root
         self._hold(parent)
         try:
-            if len(wanted) > len(self._free) + self._evictable:
-                return None
-            evicted = self._make_room(len(wanted))
+            evicted = self._make_room(len(wanted), self._chain_class)
         finally:
             self._release(parent)
-        slots = []
-        for key in wanted:
-            parent = self._add(key, parent, self._free.pop(), RESERVED)
-            slots.append(parent)
+        if evicted is None:
+            return None
+        slots = self.space.take(len(wanted), self._chain_class)
+        for key, slot in zip(wanted, slots, strict=True):
+            parent = self._add(key, parent, slot, RESERVED)
         return Reservation(tuple(slots), evicted)
 
-    def _make_room(self, slots: int) -> tuple[tuple[BlockKey, int], ...]:
-        evicted: list[tuple[BlockKey, int]] = []
-        while len(self._free) < slots:
-            evicted += self._evict()
+    def _make_room(self, slots: int, slot_class: int) -> tuple[tuple[BlockKey, int], ...] | None:
+        """Evict until so many slots of a class are free; returns what was evicted, None if that is not enough."""
+        free = self.space.free[slot_class]
+        if slots > len(free) + self._evictable[slot_class]:
+            return None
+        evicted, self._lost = self._lost, []
+        while len(free) < slots:
+            evicted += self._evict(slot_class)
         return tuple(evicted)
 
     def reserve_sides(
-        self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], *, cold: Collection[BlockKey] = ()
+        self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], slot_class: int = 0
     ) -> Reservation | None:
         """Slots for side blocks: `keys[i]` hangs on the chain's block `parents[i]`. All or none, as with `reserve`.
 
         The `parents` are of one chain, the last of them after all others; nothing of that chain is evicted for them.
-        Those that are `cold` are evicted before all others, until they are used. Raises PactViolation if one of the
-        keys is known already, or a parent is not, or is a side block itself.
+        Raises PactViolation if one of the keys is known already, or a parent is not, or is a side block itself.
         """
         if not keys:
             return Reservation(())
@@ -221,16 +225,14 @@ class BlockIndex(Rows):
             raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
         self._hold(rows[-1])
         try:
-            if len(keys) > len(self._free) + self._evictable:
-                return None
-            evicted = self._make_room(len(keys))
+            evicted = self._make_room(len(keys), slot_class)
         finally:
             self._release(rows[-1])
-        slots = []
-        for key, parent in zip(keys, rows, strict=True):
-            slots.append(self._add(key, parent, self._free.pop(), RESERVED, is_side=True))
-            if key in cold:
-                self._policy.cool(slots[-1])
+        if evicted is None:
+            return None
+        slots = self.space.take(len(keys), slot_class)
+        for key, parent, slot in zip(keys, rows, slots, strict=True):
+            self._add(key, parent, slot, RESERVED, is_side=True)
         return Reservation(tuple(slots), evicted)
 
     def complete(self, slots: Sequence[int]) -> list[BlockKey]:
@@ -272,7 +274,7 @@ class BlockIndex(Rows):
         Not used: blocks whose chain does not reach the root, slots out of range, and of two blocks with one key or one
         slot the less recently used. Raises PactViolation if the index is not empty.
         """
-        if len(self._free) != self.usable_slots:
+        if self.free_slots != self.usable_slots:
             raise PactViolation(f"only an empty index can be restored, not one with {len(self)} blocks")
         self._reset()
         rejected: list[StoredBlock] = []
@@ -297,8 +299,7 @@ class BlockIndex(Rows):
         for slot in reached[1:]:
             if self._first_child[slot] == NONE:
                 self._policy.offer(slot)
-        used = set(reached)
-        self._free = [slot for slot in reversed(range(self.usable_slots)) if slot not in used]
+        self.space.restore(dict.fromkeys(reached[1:], 0))
         return rejected
 
     # Keeping

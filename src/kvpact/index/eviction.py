@@ -14,89 +14,78 @@ from kvpact.errors import PactViolation
 
 
 class LeastRecentlyUsed:
-    """Recency of `num_slots` slots and a queue of those that were once evictable.
+    """Recency of `num_slots` slots and, for each of several classes, a queue of those that were once evictable.
 
-    The queue keeps at most one record for a slot, however often the slot is used, filled and emptied, so its memory is
-    bounded by `num_slots` (H51). A record may be out of date: uses only ever make a slot younger, so a record is a
-    lower bound, corrected when it comes up.
+    A queue keeps at most one record for a slot, however often the slot is used, filled and emptied, so its memory is
+    bounded by `num_slots` (H51); a slot that changes its class may leave one behind. A record may be out of date: uses
+    only ever make a slot younger, so a record is a lower bound, corrected when it comes up.
     """
 
-    __slots__ = ("_cold", "_is_cold", "_queue", "_queued", "_tick", "_used")
+    __slots__ = ("_queued", "_queues", "_used", "tick")
 
-    def __init__(self, num_slots: int) -> None:
-        self._tick = 0
+    def __init__(self, num_slots: int, classes: int = 1) -> None:
+        self.tick = 0
+        """Uses since the start. For reading only."""
         self._used = array("q", bytes(8 * num_slots))
-        self._queue: list[tuple[int, int]] = []
+        self._queues: list[list[tuple[int, int]]] = [[] for _ in range(classes)]
         self._queued = bytearray(num_slots)
-        self._cold: list[int] = []
-        """Those that were evictable and cold: they go before all others, the lowest first."""
-        self._is_cold = bytearray(num_slots)
-        """Whether a slot is in `_cold`."""
+        """Per slot the class in whose queue its record counts, plus 1; 0 without one."""
 
     def touch(self, slot: int) -> None:
         """Make `slot` the most recently used."""
-        self._tick += 1
-        self._used[slot] = self._tick
-
-    def cool(self, slot: int) -> None:
-        """Make `slot` cold: older than all others, until it is used."""
-        self._used[slot] = 0
+        self.tick += 1
+        self._used[slot] = self.tick
 
     def inherit(self, parent: int, child: int) -> None:
         """Count the last use of `child` as one of `parent` too; called when the child is removed, so that a touch costs
         O(1)."""
         self._used[parent] = max(self._used[parent], self._used[child])
 
-    def offer(self, slot: int) -> None:
+    def offer(self, slot: int, slot_class: int = 0) -> None:
         """`slot` became evictable. O(log n); nothing happens if it is queued already."""
-        if not self._used[slot]:
-            if not self._is_cold[slot]:
-                self._is_cold[slot] = 1
-                heapq.heappush(self._cold, slot)
-        elif not self._queued[slot]:
-            self._queued[slot] = 1
-            heapq.heappush(self._queue, (self._used[slot], slot))
+        if self._queued[slot] != slot_class + 1:
+            self._queued[slot] = slot_class + 1
+            heapq.heappush(self._queues[slot_class], (self._used[slot], slot))
 
-    def take(self, evictable: Callable[[int], bool]) -> int | None:
-        """Remove and return the least recently used slot for which `evictable` holds; None if none is queued.
+    def take(self, evictable: Callable[[int], bool], slot_class: int = 0) -> int | None:
+        """Remove and return the least recently used slot of a class for which `evictable` holds; None if none is
+        queued.
 
         Amortised O(log n): a stale record is dropped once for each time that it was queued, and corrected at most once
         between two uses of its slot.
         """
-        while self._cold:
-            slot = heapq.heappop(self._cold)
-            self._is_cold[slot] = 0
-            if evictable(slot):
-                if not self._used[slot]:
-                    return slot
-                self.offer(slot)
-        while self._queue:
-            recorded, slot = self._queue[0]
-            if not evictable(slot):
-                heapq.heappop(self._queue)
+        slot = self.first(evictable, slot_class)
+        if slot is not None:
+            heapq.heappop(self._queues[slot_class])
+            self._queued[slot] = 0
+        return slot
+
+    def first(self, evictable: Callable[[int], bool], slot_class: int = 0) -> int | None:
+        """The slot that `take` would return."""
+        queue, mark = self._queues[slot_class], slot_class + 1
+        while queue:
+            recorded, slot = queue[0]
+            if self._queued[slot] != mark:
+                heapq.heappop(queue)
+            elif not evictable(slot):
+                heapq.heappop(queue)
                 self._queued[slot] = 0
             elif recorded < self._used[slot]:
-                heapq.heapreplace(self._queue, (self._used[slot], slot))
+                heapq.heapreplace(queue, (self._used[slot], slot))
             else:
-                heapq.heappop(self._queue)
-                self._queued[slot] = 0
                 return slot
         return None
 
     def check(self) -> None:
         """Verify that no slot has two records, and none that is younger than the slot; raises PactViolation."""
-        slots = [slot for _, slot in self._queue]
-        if len(set(self._cold)) < len(self._cold) or sum(self._is_cold) != len(self._cold):
-            raise PactViolation(f"the cold slots and their marks disagree: {len(self._cold)} records")
-        if (
-            len(set(slots)) < len(slots)
-            or sum(self._queued) != len(slots)
-            or not all(map(self._queued.__getitem__, slots))
-        ):
-            raise PactViolation(f"the eviction queue and its marks disagree: {len(slots)} records")
-        for recorded, slot in self._queue:
-            if recorded > self._used[slot] > 0:
-                raise PactViolation(f"slot {slot} is queued as younger than its last use")
+        for slot_class, queue in enumerate(self._queues):
+            slots = [slot for _, slot in queue if self._queued[slot] == slot_class + 1]
+            twice = len(set(slots)) < len(slots) and len(self._queues) == 1
+            if twice or self._queued.count(slot_class + 1) != len(set(slots)):
+                raise PactViolation(f"the eviction queue and its marks disagree: {len(slots)} records")
+            for recorded, slot in queue:
+                if recorded > self._used[slot]:
+                    raise PactViolation(f"slot {slot} is queued as younger than its last use")
 
     def used(self, slot: int) -> int:
         """When `slot` was last used, in uses since the start (an order, not a time)."""
@@ -104,8 +93,8 @@ class LeastRecentlyUsed:
 
     def queued(self, slot: int) -> bool:
         """Whether `slot` has a record in the queue."""
-        return bool(self._queued[slot] if self._used[slot] else self._is_cold[slot])
+        return bool(self._queued[slot])
 
     def __len__(self) -> int:
-        """Records in the longer queue, stale ones included; never more than the number of slots."""
-        return max(len(self._queue), len(self._cold))
+        """Records in the longest queue, stale ones included; never more than the number of slots."""
+        return max(map(len, self._queues))

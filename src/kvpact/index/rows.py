@@ -14,11 +14,15 @@ from typing import Final
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.eviction import LeastRecentlyUsed
+from kvpact.index.slot_space import PlainSlots, SlotSpace
 
 ROOT: Final[BlockKey] = b""
 """The parent of a chain's first block."""
 
 NONE: Final = -1
+
+FAR: Final = 256
+"""Blocks after which nobody looks further for the last use of a chain."""
 
 
 class State(IntEnum):
@@ -53,17 +57,21 @@ class Rows:
 
     `holds` counts why a row must stay: its pins, its own writer (or its wait for its parent), and each child that must
     stay. A row without holds is evictable, with all rows after it.
+
+    The rows of chains are of one class of `space`, those of side blocks of the same or others; each class is evicted
+    for itself.
     """
 
     __slots__ = (
+        "_chain_class",
         "_evictable",
         "_first_child",
         "_first_side",
-        "_free",
         "_held",
         "_holds",
         "_is_side",
         "_keys",
+        "_lost",
         "_next",
         "_parent",
         "_pinned",
@@ -74,24 +82,41 @@ class Rows:
         "_rows",
         "_state",
         "num_slots",
-        "usable_slots",
+        "space",
     )
 
-    def __init__(self, num_slots: int, usable_slots: int | None = None) -> None:
-        """Only the first `usable_slots` slots are handed out, until `use_slots` says otherwise; None: all."""
+    def __init__(
+        self,
+        num_slots: int,
+        usable_slots: int | None = None,
+        *,
+        space: SlotSpace | None = None,
+        classes: int = 1,
+        chain_class: int = 0,
+    ) -> None:
+        """Only the first `usable_slots` slots are handed out, until `use_slots` says otherwise; None: all.
+
+        With a `space` its rows are the slots, of so many classes, and the chains' are of `chain_class`.
+        """
         if num_slots < 1:
             raise ValueError(f"an index needs at least 1 slot, not {num_slots}")
-        self.num_slots = num_slots
-        self.usable_slots = num_slots if usable_slots is None else usable_slots
-        """Slots below this are handed out. For reading only."""
-        self._root = num_slots
+        self.space: SlotSpace = space or PlainSlots(num_slots, usable_slots)
+        """Which slots are free."""
+        self.num_slots = self.space.num_rows
+        self._chain_class = chain_class
+        self._evictable = [0] * classes
+        self._root = self.num_slots
         self._reset()
+
+    @property
+    def usable_slots(self) -> int:
+        """Slots, or extents of a space, below this are handed out."""
+        return self.space.usable
 
     def _reset(self) -> None:
         rows = self.num_slots + 1
         self._keys: list[BlockKey] = [ROOT] * rows
         self._rows: dict[BlockKey, int] = {ROOT: self._root}
-        self._free = list(reversed(range(self.usable_slots)))  # a stack; the first reservations get neighbouring slots
         self._state = bytearray(rows)
         self._state[self._root] = HELD
         self._pins = array("i", bytes(4 * rows))
@@ -101,9 +126,11 @@ class Rows:
         links = (array("i", [NONE]) * rows for _ in range(5))
         self._parent, self._first_child, self._first_side, self._next, self._previous = links
         self._held = 0
-        self._evictable = 0
+        self._evictable = [0] * len(self._evictable)
         self._pinned = 0
-        self._policy = LeastRecentlyUsed(rows)
+        self._policy = LeastRecentlyUsed(rows, len(self._evictable))
+        self._lost: list[tuple[BlockKey, int]] = []
+        """What an extent lost when it changed its class, until a reservation tells it."""
 
     def __len__(self) -> int:
         """Blocks known by key: held, saved and reserved; not the dropped ones that still occupy a slot."""
@@ -113,12 +140,17 @@ class Rows:
         """Add a hold to `row`; its first one adds a hold to its parent. The root is always held, so the walk ends."""
         holds, parent = self._holds, self._parent
         newly_held = 0
+        if self._is_side[row] and not holds[row]:
+            holds[row] = 1
+            self._evictable[self.space.class_of(row)] -= 1
+            row = parent[row]
         while not holds[row]:
             holds[row] = 1
             newly_held += 1
             row = parent[row]
         holds[row] += 1
-        self._evictable -= newly_held
+        if newly_held:
+            self._evictable[self._chain_class] -= newly_held
 
     def _release(self, row: int) -> None:
         """Remove a hold. A row without holds becomes evictable, or free if its block was dropped."""
@@ -128,9 +160,10 @@ class Rows:
             if self._state[row] == DOOMED:
                 self._set_free(row)
             else:
-                self._evictable += 1
+                slot_class = self.space.class_of(row) if self._is_side[row] else self._chain_class
+                self._evictable[slot_class] += 1
                 if self._first_child[row] == NONE:
-                    self._policy.offer(row)
+                    self._policy.offer(row, slot_class)
             row = parent[row]
         holds[row] -= 1
 
@@ -147,13 +180,12 @@ class Rows:
         if following != NONE:
             self._previous[following] = row
         first[parent] = row
+        self._evictable[self.space.class_of(row) if is_side else self._chain_class] += 1
         if state == HELD:
             self._held += 1
-            self._evictable += 1
         else:
             self._policy.touch(row)
-            self._evictable += 1  # for a moment: the hold takes it back
-            self._hold(row)
+            self._hold(row)  # takes it back from the evictable ones
         return row
 
     def _unlink(self, row: int) -> None:
@@ -169,7 +201,7 @@ class Rows:
             return
         self._first_child[parent] = following
         if following == NONE and self._holds[parent] == 0:
-            self._policy.offer(parent)
+            self._policy.offer(parent, self._chain_class)
 
     def _forget(self, row: int) -> tuple[BlockKey, int]:
         """Remove `row` from every lookup."""
@@ -181,23 +213,24 @@ class Rows:
 
     def _set_free(self, row: int) -> None:
         self._state[row] = FREE
-        if row < self.usable_slots:
-            self._free.append(row)
+        self.space.give_back(row)
 
     def _evictable_leaf(self, row: int) -> bool:
         return self._holds[row] == 0 and self._state[row] == HELD and self._first_child[row] == NONE
 
-    def _evict(self) -> list[tuple[BlockKey, int]]:
-        """Free the least recently used leaf that nothing holds, with its side rows. There must be one."""
-        row = self._policy.take(self._evictable_leaf)
+    def _evict(self, slot_class: int) -> list[tuple[BlockKey, int]]:
+        """Free the least recently used leaf of a class that nothing holds, with its side rows. There must be one."""
+        row = self._policy.take(self._evictable_leaf, slot_class)
         if row is None:
-            raise PactViolation(f"{self._evictable} blocks count as evictable, but none is queued for eviction")
+            raise PactViolation(
+                f"{self._evictable[slot_class]} blocks count as evictable, but none is queued for eviction"
+            )
         if self._first_side[row] != NONE:
             return self._remove(row)
         forgotten = self._forget(row)
         self._unlink(row)
         self._held -= 1
-        self._evictable -= 1
+        self._evictable[slot_class] -= 1
         self._set_free(row)
         return [forgotten]
 
@@ -218,7 +251,7 @@ class Rows:
             else:
                 self._held -= 1
                 if self._holds[row] == 0:
-                    self._evictable -= 1
+                    self._evictable[self.space.class_of(row)] -= 1
                     self._set_free(row)
         return removed
 
@@ -255,6 +288,40 @@ class Rows:
         if len(set(slots)) != len(slots):
             raise PactViolation(f"a slot is named twice in {list(slots)[:20]}; its writer ends once")
 
+    # What a space asks when it moves memory from one class to another
+
+    @property
+    def now(self) -> int:
+        """The tick of the last use of any block."""
+        return self._policy.tick
+
+    def oldest(self, slot_class: int) -> int | None:
+        """The row of this class that would be evicted next; None if all are free, or needed."""
+        return self._policy.first(self._evictable_leaf, slot_class)
+
+    def last_use(self, row: int) -> int | None:
+        """The tick of the last use of the row's block and those after it; 0 of a free row; None if it is needed.
+
+        A chain counts as used now if it goes on for more than `FAR` blocks.
+        """
+        if self._state[row] == FREE:
+            return 0
+        if self._state[row] != HELD or self._holds[row]:
+            return None
+        use = self._policy.used(row)
+        for _ in range(FAR):
+            row = self._first_child[row]
+            if row == NONE:
+                return use
+            use = max(use, self._policy.used(row))
+        return self.now
+
+    def drop_rows(self, rows: Sequence[int]) -> None:
+        """Forget the blocks in these rows, and all after them."""
+        for row in rows:
+            if self._keys[row] and row != self._root:
+                self._lost += self._remove(row)
+
     # Checking
 
     def check(self) -> None:
@@ -266,14 +333,15 @@ class Rows:
 
         state = [State(value) for value in self._state]
         known = {*self._rows.values()} - {self._root}
-        free = set(self._free)
-        usable = range(self.usable_slots)
+        self.space.check()
+        free = {row for rows in self.space.free for row in rows}
+        plain = isinstance(self.space, PlainSlots)
+        usable = set(range(self.usable_slots if plain else self.num_slots))
         dropped = {row for row in range(self.num_slots) if state[row] in (State.CANCELLED, State.DOOMED)}
-        waiting = dropped & set(usable)
+        waiting = dropped & usable
         require(len(known) == len(self), "two keys share a slot")
-        require(len(free) == len(self._free), "a slot is twice in the free list")
-        require(len(known) + len(free) + len(waiting) == self.usable_slots, "the slots do not add up")
-        require(known | free | waiting == set(usable), "a slot is neither known, free nor waiting")
+        require(len(known) + len(free) + len(waiting) == len(known | free | waiting), "the slots do not add up")
+        require(not plain or known | free | waiting == usable, "a slot is neither known, free nor waiting")
         require(all(state[row] == State.FREE for row in free), "a slot in the free list is in use")
         require(all(self._keys[row] == ROOT for row in free | waiting), "a slot keeps the key of a block that is gone")
         require(all(self._keys[row] == key for key, row in self._rows.items()), "keys and slots disagree")
@@ -303,6 +371,8 @@ class Rows:
                 require(self._policy.queued(row), f"slot {row} could be evicted and is not queued")
         require(all(holds[row] for row in dropped), "a dropped slot that nothing needs is not free")
         require(self._held == sum(state[row] == State.HELD for row in known), "the number of held blocks is wrong")
-        require(self._evictable == sum(holds[row] == 0 for row in known), "the number of evictable blocks is wrong")
+        for slot_class, evictable in enumerate(self._evictable):
+            rows = [row for row in known if holds[row] == 0 and self.space.class_of(row) == slot_class]
+            require(evictable == len(rows), f"the number of evictable blocks of class {slot_class} is wrong")
         require(len(self._policy) <= self.num_slots, "the eviction queue has outgrown the slots")
         self._policy.check()

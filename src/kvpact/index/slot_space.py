@@ -85,7 +85,7 @@ class PlainSlots:
         self.num_rows = num_slots
         self.usable = num_slots if usable is None else usable
         self._stack = list(reversed(range(self.usable)))  # the first reservations get neighbouring slots
-        self.free = (self._stack,)
+        self.free: tuple[list[int], ...] = (self._stack,)
 
     def take(self, count: int, slot_class: int = 0) -> list[int]:
         """See `SlotSpace`."""
