@@ -15,11 +15,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.memory import numa
 from kvpact.memory.limits import available_memory_bytes, promised_elsewhere
+from kvpact.memory.mapping import boot_id, map_aligned, pid_namespace
 from kvpact.memory.prefault import HUGE_BYTES, PageTaker
 from kvpact.units import format_size
 
@@ -39,9 +39,6 @@ NOTICE_BYTES = PAGE_BYTES
 
 USABLE_BYTES = 8
 """The end of that page: the number of slots that are usable now, plus 1; 0 if all are and always were."""
-
-MAP_FIXED = 0x10
-"""The same on all Linux architectures that vLLM has; Python's mmap does not name it."""
 
 MINIMUM_SLOTS = 2
 """One block being served and one being saved; with fewer, no block can be stored."""
@@ -119,7 +116,7 @@ class ArenaSegment:
         self._closed = False
         ends = [one.end for one in self.classes]
         size = ends[-1]
-        self._mapping, start = _map_aligned(descriptor, size)
+        self._mapping, start = map_aligned(descriptor, size)
         self.memory = memoryview(self._mapping)[start : start + size]
         """All slots, one behind the other, writable."""
         self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES : size + HUGE_BYTES - USABLE_BYTES]
@@ -168,7 +165,7 @@ class ArenaSegment:
         Raises KvpactError if the worker is gone, on another host or in another pid namespace.
         """
         where = f"the arena of worker process {address.pid}"
-        if address.boot_id != _boot_id() or address.pid_namespace != _pid_namespace():
+        if address.boot_id != boot_id() or address.pid_namespace != pid_namespace():
             raise KvpactError(
                 f"{where} is on another host or in another pid namespace; all ranks must share this one's"
             )
@@ -221,8 +218,8 @@ class ArenaSegment:
             rank_slot_bytes=only.slot_bytes,
             device=found.st_dev,
             inode=found.st_ino,
-            boot_id=_boot_id(),
-            pid_namespace=_pid_namespace(),
+            boot_id=boot_id(),
+            pid_namespace=pid_namespace(),
         )
 
     def class_of(self, slot: int) -> SlotClass:
@@ -344,25 +341,6 @@ def _require_available(descriptor: int, num_slots: int, rank_slot_bytes: int, ra
         )
 
 
-def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
-    """A mapping, and the offset in it where the file's first `size` bytes are aligned for huge pages.
-
-    The file has `HUGE_BYTES` more, a hole that takes no memory. Raises OSError.
-    """
-    mapping = mmap.mmap(descriptor, size + HUGE_BYTES)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    start = -base % HUGE_BYTES
-    if start:  # Python's mmap cannot choose the address, so map the file again, inside our own mapping
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-        flags = mmap.MAP_SHARED | MAP_FIXED
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        if libc.mmap(base + start, size, access, flags, descriptor, 0) != base + start:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return mapping, start
-
-
 def slots_for(memory_bytes: int, rank_slot_bytes: int, world_size: int) -> int:
     """The number of slots in `memory_bytes`, the sum over all ranks. Raises ConfigError below `MINIMUM_SLOTS`."""
     slot_bytes = rank_slot_bytes * world_size
@@ -374,17 +352,3 @@ def slots_for(memory_bytes: int, rank_slot_bytes: int, world_size: int) -> int:
             "has room for the blocks of several prompts"
         )
     return slots
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
