@@ -52,7 +52,7 @@ MESSAGES = [
     (WorkerReport, REPORT),
     (WorkerReport, WorkerReport({0: {}})),
 ]
-SCHEMAS = {1: "788f2a4cd9556002"}
+SCHEMAS = {1: "788f2a4cd9556002", 2: "5efae55f401db609"}
 """Version of the messages -> digest of their fields."""
 
 

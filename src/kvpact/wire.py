@@ -19,7 +19,7 @@ from kvpact.memory.arena import SegmentAddress
 
 Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport")
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of the messages: changes whenever one of their fields changes."""
 
 

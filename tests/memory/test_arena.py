@@ -19,15 +19,13 @@ import pytest
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.memory import arena as arena_module
+from kvpact.memory import limits
 from kvpact.memory.arena import (
     Arena,
     ArenaSegment,
     SegmentAddress,
-    SlotClass,
     SlotLayout,
-    slots_for,
 )
-from kvpact.memory.prefault import HUGE_BYTES
 
 MIB = 1 << 20
 PIECE = 2 * 4096
@@ -50,48 +48,6 @@ def test_slots_are_page_aligned_disjoint_and_zero_at_first() -> None:
         with pytest.raises(PactViolation, match="outside the arena"):
             segment.slot_view(slot)
     segment.close()
-
-
-def test_a_slots_number_says_which_class_it_is_of_and_classes_do_not_overlap() -> None:
-    small, large = SlotClass(range(3), PIECE), SlotClass(range(3, 5), 3 * PIECE, 3 * PIECE)
-    segment = segment_of(small, large)
-    assert [segment.class_of(slot) for slot in range(5)] == [small] * 3 + [large] * 2
-    for slot in range(5):
-        view = segment.slot_view(slot)
-        assert view.nbytes == (PIECE if slot < 3 else 3 * PIECE)
-        assert bytes(view) == bytes(view.nbytes), "a slot reaches into another one"
-        view[:] = bytes([slot + 1]) * view.nbytes
-    assert bytes(segment.class_view(large)) == b"\4" * 3 * PIECE + b"\5" * 3 * PIECE
-    assert not any(segment.notice)
-    with pytest.raises(PactViolation, match="slot 5 is outside the arena's 5 slots"):
-        segment.slot_view(5)
-    segment.close()
-
-
-def test_the_address_of_a_segment_names_its_slot_classes() -> None:
-    segment = ArenaSegment.create(4, PIECE)
-    assert segment.address().classes == segment.classes == (SlotClass(range(4), PIECE),)
-    segment.close()
-
-
-def segment_of(*classes: SlotClass) -> ArenaSegment:
-    descriptor = os.memfd_create("classes")
-    os.ftruncate(descriptor, classes[-1].end + HUGE_BYTES)
-    return ArenaSegment(descriptor, classes)
-
-
-def test_an_arena_has_of_each_slot_class_what_all_ranks_have() -> None:
-    small = SlotClass(range(3), PIECE)
-    segments = [segment_of(small, SlotClass(range(3, end), 3 * PIECE, 3 * PIECE)) for end in (6, 5)]
-    arena = Arena(segments)
-    assert (arena.slots, arena.num_slots, arena.slot_bytes) == ((range(3), range(3, 5)), 5, 6 * PIECE)
-    assert [[view.nbytes for view in arena.slot_views(slot)] for slot in (2, 3)] == [[PIECE] * 2, [3 * PIECE] * 2]
-    other = segment_of(SlotClass(range(2), PIECE), SlotClass(range(2, 5), 3 * PIECE, 2 * PIECE))
-    for wrong in (other, segment_of(SlotClass(range(5), PIECE))):
-        with pytest.raises(PactViolation, match="number their slot classes differently"):
-            Arena([segments[0], wrong])
-        wrong.close()
-    arena.close()
 
 
 def test_an_arena_shows_one_piece_per_rank_in_rank_order() -> None:
@@ -210,8 +166,8 @@ def test_prefault_keeps_what_is_there() -> None:
 def test_more_than_the_machine_has_is_refused_with_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"wants 64PiB .* available; set `memory` below"):
         ArenaSegment.create(1 << 34, 4 * MIB)
-    monkeypatch.setattr(arena_module, "available_memory_bytes", lambda: 10 * MIB)
-    monkeypatch.setattr(arena_module, "promised_elsewhere", lambda *_, **__: (0, 0))
+    monkeypatch.setattr(limits, "available_memory_bytes", lambda: 10 * MIB)
+    monkeypatch.setattr(limits, "promised_elsewhere", lambda *_, **__: (0, 0))
     with pytest.raises(ConfigError, match=r"wants 12MiB \(3 x 1 blocks of 4MiB\).*has 10MiB available"):
         ArenaSegment.create(1, 4 * MIB, ranks_on_host=3)
     ArenaSegment.create(1, 4 * MIB, ranks_on_host=2).close()
@@ -219,7 +175,7 @@ def test_more_than_the_machine_has_is_refused_with_one_message(monkeypatch: pyte
 
 def test_what_arenas_of_other_engines_may_still_take_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "MEMFD", "kvpact-arena-of-this-test")
-    monkeypatch.setattr(arena_module, "available_memory_bytes", lambda: 20 * MIB)
+    monkeypatch.setattr(limits, "available_memory_bytes", lambda: 20 * MIB)
     first = ArenaSegment.create(3, 4 * MIB)
     with pytest.raises(
         ConfigError, match=r"wants 12MiB \(1 x 3 blocks .*\), other engines here \(1 arenas\) may take 1[2-9].*MiB more"
@@ -234,12 +190,6 @@ def test_a_python_without_memfd_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(ConfigError, match="memfd_create"):
         ArenaSegment.create(2, PIECE)
-
-
-def test_memory_for_less_than_two_blocks_names_the_least_that_works() -> None:
-    assert slots_for(64 * MIB, 4 * MIB, 2) == 8
-    with pytest.raises(ConfigError, match=r"10MiB holds 1 blocks of 8MiB each .*2 ranks.* works is 16MiB"):
-        slots_for(10 * MIB, 4 * MIB, 2)
 
 
 def test_a_tiny_dev_shm_does_not_matter() -> None:

@@ -42,10 +42,12 @@ class SlotSpace(Protocol):
 
     num_rows: int
     """All rows have lower numbers."""
-    free: tuple[list[int], ...]
-    """Per class, the free rows, for reading only; the one that is taken next is the last."""
     usable: int
     """Extents, from number 0 on, that are handed out. For reading only."""
+
+    @property
+    def free(self) -> Sequence[Sequence[int]]:
+        """Per class, the free rows; the one that is taken next is the last."""
 
     def take(self, count: int, slot_class: int = 0) -> list[int]:
         """Rows in the order of use. Raises PactViolation if fewer than `count` are free."""

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
+from kvpact.index.classed_slots import ClassedSlots
+from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots, SlotSpace
 from kvpact.memory import numa
-from kvpact.memory.limits import available_memory_bytes, promised_elsewhere
+from kvpact.memory.extents import Extents
+from kvpact.memory.limits import require_available
 from kvpact.memory.mapping import boot_id, map_aligned, pid_namespace
 from kvpact.memory.prefault import HUGE_BYTES, PageTaker
 from kvpact.units import format_size
@@ -27,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 MEMFD = "kvpact-arena"
 """The name that arenas have in /proc."""
-
-MANY_ENGINES = 64
-"""Arenas of which this many would fit are made without a look at those of other engines, which takes 20 ms."""
 
 PAGE_BYTES = 4096
 """Alignment of every slot piece, in bytes: O_DIRECT and page mapping need it."""
@@ -40,8 +40,7 @@ NOTICE_BYTES = PAGE_BYTES
 USABLE_BYTES = 8
 """The end of that page: the number of slots that are usable now, plus 1; 0 if all are and always were."""
 
-MINIMUM_SLOTS = 2
-"""One block being served and one being saved; with fewer, no block can be stored."""
+_PLACE = (1 << EXTENT_SHIFT) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +62,58 @@ class SlotLayout:
 
 @dataclass(frozen=True, slots=True)
 class SlotClass:
-    """A segment's slots of one size, one behind the other: a slot's number says which class it belongs to.
+    """A segment's slots of one size. A slot's number says which class it belongs to.
 
-    Classes follow each other in a segment, by number and by place. There is one today; a model whose blocks come in
-    several sizes has one for each size.
+    Slots of the only class lie one behind the other. Several classes share the segment's extents, each of which has
+    slots of one of them at a time (`kvpact.index.classed_slots` says of which); a slot's number is then
+    `class << CLASS_SHIFT | extent << EXTENT_SHIFT | place`.
     """
 
     slots: range
-    """The numbers; no other class of the segment has them."""
+    """The numbers; no other class of the segment has them. Not all are slots if `extent_bytes` is set."""
     slot_bytes: int
-    """Of one rank's piece: whole memory pages."""
+    """Of one rank's piece: whole memory pages. 0 for a class of which this rank has no layers."""
     offset: int = 0
     """Where in the segment the first slot begins, in bytes."""
+    extent_bytes: int = 0
+    """Between the beginnings of two extents; 0: the slots lie one behind the other."""
+
+    @property
+    def num_extents(self) -> int:
+        """Extents; slots if they lie one behind the other."""
+        return len(self.slots) >> EXTENT_SHIFT if self.extent_bytes else len(self.slots)
+
+    @property
+    def places(self) -> int:
+        """Slots in an extent; 0 of a class without bytes."""
+        return self.extent_bytes // self.slot_bytes if self.extent_bytes and self.slot_bytes else bool(self.slot_bytes)
 
     @property
     def end(self) -> int:
         """Where in the segment the last slot ends."""
-        return self.offset + len(self.slots) * self.slot_bytes
+        return self.offset + self.num_extents * (self.extent_bytes or self.slot_bytes)
+
+    def has(self, slot: int) -> bool:
+        """Whether this is the number of one of its slots."""
+        return slot in self.slots and (not self.extent_bytes or not self.places or slot & _PLACE < self.places)
 
     def start_of(self, slot: int) -> int:
-        """Where in the segment a slot of this class begins."""
-        return self.offset + (slot - self.slots.start) * self.slot_bytes
+        """Where in the segment a slot of this class begins; also for an array of numbers."""
+        number = slot - self.slots.start
+        if self.extent_bytes:
+            return (number >> EXTENT_SHIFT) * self.extent_bytes + (number & _PLACE) * self.slot_bytes
+        return self.offset + number * self.slot_bytes
+
+
+def _classes_of(count: int, num_bytes: int, class_bytes: Sequence[int]) -> tuple[SlotClass, ...]:
+    """Of `count` slots of `num_bytes`; of as many extents of these bytes, if there are several classes."""
+    if not class_bytes:
+        return (SlotClass(range(count), num_bytes),)
+    starts = (number << CLASS_SHIFT for number in range(len(class_bytes)))
+    return tuple(
+        SlotClass(range(start, start + (count << EXTENT_SHIFT)), one, extent_bytes=num_bytes)
+        for start, one in zip(starts, class_bytes, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +123,20 @@ class SegmentAddress:
     pid: int
     descriptor: int
     num_slots: int
+    """Slots; extents where there are several classes."""
     rank_slot_bytes: int
+    """Of each of them."""
     device: int
     inode: int
     boot_id: str
     pid_namespace: str
+    class_bytes: tuple[int, ...] = ()
+    """Of this rank's piece of a slot of each class, if there are several."""
 
     @property
     def classes(self) -> tuple[SlotClass, ...]:
         """The segment's slot classes, lowest numbers first."""
-        return (SlotClass(range(self.num_slots), self.rank_slot_bytes),)
+        return _classes_of(self.num_slots, self.rank_slot_bytes, self.class_bytes)
 
 
 class ArenaSegment:
@@ -114,7 +148,11 @@ class ArenaSegment:
         self.descriptor = descriptor
         """Of the memfd; open until `close`."""
         self._closed = False
-        ends = [one.end for one in self.classes]
+        self.pieces = _pieces_of(self.classes)
+        """What is pinned as a whole and counted by `usable_slots`: slots; extents where these have several classes."""
+        self.unit = "extent" if self.classes[0].extent_bytes else "slot"
+        """What one of the pieces is called."""
+        ends = [one.end for one in self.pieces]
         size = ends[-1]
         self._mapping, start = map_aligned(descriptor, size)
         self.memory = memoryview(self._mapping)[start : start + size]
@@ -135,19 +173,28 @@ class ArenaSegment:
         Pages are taken from the machine at first use or by `pages`. Raises ConfigError if `ranks_on_host`
         segments of this size are more than the machine can give now, besides what it owes to other engines' arenas.
         """
-        if num_slots < 1 or rank_slot_bytes < 1 or rank_slot_bytes % PAGE_BYTES:
-            raise PactViolation(
-                f"a segment needs slots of whole {PAGE_BYTES}-byte pages, not {num_slots} of {rank_slot_bytes} bytes"
-            )
+        return cls._create(num_slots, rank_slot_bytes, (), ranks_on_host)
+
+    @classmethod
+    def create_extents(cls, extents: Extents, ranks_on_host: int) -> ArenaSegment:
+        """`create` for several classes of slots."""
+        return cls._create(extents.count, extents.num_bytes, extents.class_bytes, ranks_on_host)
+
+    @classmethod
+    def _create(cls, count: int, num_bytes: int, class_bytes: tuple[int, ...], ranks_on_host: int) -> ArenaSegment:
+        sizes = (num_bytes, *class_bytes)
+        if count < 1 or num_bytes < 1 or any(one % PAGE_BYTES for one in sizes):
+            raise PactViolation(f"a segment needs slots of whole {PAGE_BYTES}-byte pages, not {count} of {sizes} bytes")
         if not hasattr(os, "memfd_create"):
             raise ConfigError("the memory tier needs memfd_create (Linux 3.17, glibc 2.27), which this Python lacks")
-        size = num_slots * rank_slot_bytes
+        size = count * num_bytes
         descriptor = os.memfd_create(MEMFD, os.MFD_CLOEXEC)
         try:
             os.fchmod(descriptor, 0o600)  # it is made readable for all users, and can be opened through /proc only
             os.ftruncate(descriptor, size + HUGE_BYTES)
-            _require_available(descriptor, num_slots, rank_slot_bytes, ranks_on_host)
-            return cls(descriptor, (SlotClass(range(num_slots), rank_slot_bytes),))
+            what = "extents" if class_bytes else "blocks"
+            require_available(MEMFD, descriptor, f"{count} {what} of {format_size(num_bytes)}", size, ranks_on_host)
+            return cls(descriptor, _classes_of(count, num_bytes, class_bytes))
         except OSError as error:
             os.close(descriptor)
             raise ConfigError(
@@ -177,7 +224,7 @@ class ArenaSegment:
             ) from error
         try:
             found = os.fstat(descriptor)
-            expected = (address.device, address.inode, address.classes[-1].end + HUGE_BYTES)
+            expected = (address.device, address.inode, _pieces_of(address.classes)[-1].end + HUGE_BYTES)
             if (found.st_dev, found.st_ino, found.st_size) != expected:
                 raise KvpactError(
                     f"{where} is not what descriptor {address.descriptor} shows now (device, inode, bytes): expected "
@@ -190,12 +237,12 @@ class ArenaSegment:
 
     @property
     def num_slots(self) -> int:
-        """The slots of all classes."""
-        return self.classes[-1].slots.stop
+        """The slots of all classes; extents where these have several classes."""
+        return self.pieces[-1].slots.stop
 
     @property
     def usable_slots(self) -> int:
-        """Slots, from number 0 on, that this rank can copy now; a device may pin them one after the other."""
+        """Of `num_slots`, those from number 0 on that this rank can copy now; a device may pin them one by one."""
         return self._usable[0] - 1 if self._usable[0] else self.num_slots
 
     @usable_slots.setter
@@ -210,24 +257,25 @@ class ArenaSegment:
     def address(self) -> SegmentAddress:
         """What another process of this host needs to attach; valid as long as this segment is open."""
         found = os.fstat(self.descriptor)
-        (only,) = self.classes  # an address has room for one
+        (pieces,) = self.pieces
         return SegmentAddress(
             pid=os.getpid(),
             descriptor=self.descriptor,
-            num_slots=len(only.slots),
-            rank_slot_bytes=only.slot_bytes,
+            num_slots=len(pieces.slots),
+            rank_slot_bytes=pieces.slot_bytes,
             device=found.st_dev,
             inode=found.st_ino,
             boot_id=boot_id(),
             pid_namespace=pid_namespace(),
+            class_bytes=tuple(one.slot_bytes for one in self.classes) if self.classes[0].extent_bytes else (),
         )
 
     def class_of(self, slot: int) -> SlotClass:
         """Raises PactViolation for a slot that is not there."""
         for one in self.classes:
-            if slot in one.slots:
+            if slot in one.slots and (not one.extent_bytes or one.has(slot)):
                 return one
-        raise PactViolation(f"slot {slot} is outside the arena's {self.num_slots} slots")
+        raise PactViolation(f"slot {slot} is outside the arena's {self.num_slots} {self.unit}s")
 
     def slot_view(self, slot: int) -> memoryview:
         """The piece of `slot`, writable and page aligned. Raises PactViolation for a slot that is not there."""
@@ -236,7 +284,7 @@ class ArenaSegment:
         return self.memory[start : start + slot_class.slot_bytes]
 
     def class_view(self, slot_class: SlotClass) -> memoryview:
-        """All slots of a class, one behind the other, writable."""
+        """The memory in which a class has its slots, writable."""
         return self.memory[slot_class.offset : slot_class.end]
 
     def address_of(self, slot_class: SlotClass) -> int:
@@ -248,7 +296,7 @@ class ArenaSegment:
         for one in self.classes:
             last = max((slot for slot in slots if slot in one.slots), default=None)
             if last is not None:
-                self.pages.use(one.start_of(last + 1))
+                self.pages.use(one.start_of(last) + one.slot_bytes)
 
     def place_pages(self, *, huge: bool, node: int | None = None) -> None:
         """Before any page is taken: they are to be huge ones, and to come from this node, if the kernel has them."""
@@ -292,9 +340,15 @@ class Arena:
         self.segments = tuple(segments)
         self.slots = _slots_of_all(self.segments)
         """The numbers of each class's slots of which every rank has its piece."""
-        self.num_slots = self.slots[-1].stop
-        """All slots have lower numbers."""
-        self.slot_bytes = sum(segment.rank_slot_bytes for segment in segments)
+        ranks = [[one.places for one in segment.classes] for segment in segments]
+        self.places = tuple(min(filter(None, places), default=0) for places in zip(*ranks, strict=True))
+        """Per class, slots in an extent of which each rank has its piece; 0 if no rank has any bytes of it."""
+        self.num_slots = min(segment.num_slots for segment in segments)
+        """Of all classes; extents where these have several classes."""
+        sizes = [[one.slot_bytes for one in segment.classes] for segment in segments]
+        self.class_bytes = tuple(map(sum, zip(*sizes, strict=True)))
+        """Of a slot of each class, over all ranks."""
+        self.slot_bytes = max(self.class_bytes)
         """Of the largest slot, over all ranks."""
         self.rank_slot_bytes = max(segment.rank_slot_bytes for segment in segments)
         """Of the largest slot, on the rank that has most of it."""
@@ -302,12 +356,21 @@ class Arena:
 
     @property
     def usable_slots(self) -> int:
-        """Slots, from number 0 on, that all ranks can copy now; only grows, and costs nothing once all are usable."""
+        """Of `num_slots`, those from number 0 on that all ranks can copy now; only grows, and then costs nothing."""
         if not self._growing:
             return self.num_slots
         usable = min(segment.usable_slots for segment in self.segments)
         self._growing = usable < self.num_slots
         return min(usable, self.num_slots)
+
+    def slot_space(self, rows_without_payload: int) -> SlotSpace:
+        """The rows of this memory, for an index: all are free, and the usable ones handed out.
+
+        `rows_without_payload`: rows of a class of which no rank has any bytes.
+        """
+        if self.segments[0].unit == "slot":
+            return PlainSlots(self.num_slots, self.usable_slots)
+        return ClassedSlots(self.places, self.num_slots, self.usable_slots, rows_without_payload)
 
     def slot_views(self, slot: int) -> list[memoryview]:
         """One writable, page-aligned view per rank; their concatenation is the slot's payload."""
@@ -319,36 +382,14 @@ class Arena:
             segment.close()
 
 
+def _pieces_of(classes: Sequence[SlotClass]) -> tuple[SlotClass, ...]:
+    """The classes; as slots of one class the extents that they share."""
+    first = classes[0]
+    return (SlotClass(range(first.num_extents), first.extent_bytes),) if first.extent_bytes else tuple(classes)
+
+
 def _slots_of_all(segments: Sequence[ArenaSegment]) -> tuple[range, ...]:
     if len({tuple(one.slots.start for one in segment.classes) for segment in segments}) > 1:
         raise PactViolation("the ranks number their slot classes differently")
     classes = zip(*(segment.classes for segment in segments), strict=True)
     return tuple(range(ones[0].slots.start, min(one.slots.stop for one in ones)) for ones in classes)
-
-
-def _require_available(descriptor: int, num_slots: int, rank_slot_bytes: int, ranks_on_host: int) -> None:
-    """Raise ConfigError if the machine cannot give so many arenas of this size, and all that other engines may take."""
-    wanted, available = num_slots * rank_slot_bytes * ranks_on_host, available_memory_bytes()
-    count, promised = 0, 0
-    if wanted * MANY_ENGINES > available:
-        count, promised = promised_elsewhere(MEMFD, os.fstat(descriptor), by_siblings=ranks_on_host == 1)
-    if wanted + promised > available:
-        others = f", other engines here ({count} arenas) may take {format_size(promised)} more" if promised else ""
-        raise ConfigError(
-            f"memory: the arena wants {format_size(wanted)} ({ranks_on_host} x {num_slots} blocks of "
-            f"{format_size(rank_slot_bytes)}){others}, this machine or its container has {format_size(available)} "
-            f"available; set `memory` below {'that, for each engine' if promised else 'that'}"
-        )
-
-
-def slots_for(memory_bytes: int, rank_slot_bytes: int, world_size: int) -> int:
-    """The number of slots in `memory_bytes`, the sum over all ranks. Raises ConfigError below `MINIMUM_SLOTS`."""
-    slot_bytes = rank_slot_bytes * world_size
-    slots = memory_bytes // slot_bytes
-    if slots < MINIMUM_SLOTS:
-        raise ConfigError(
-            f"memory: {format_size(memory_bytes)} holds {slots} blocks of {format_size(slot_bytes)} each (all layers, "
-            f"{world_size} ranks); the least that works is {format_size(MINIMUM_SLOTS * slot_bytes)}, a useful cache "
-            "has room for the blocks of several prompts"
-        )
-    return slots

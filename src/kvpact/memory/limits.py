@@ -8,8 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from kvpact.errors import ConfigError
+from kvpact.units import format_size
+
 PROC: Final = Path("/proc")
 CGROUPS: Final = Path("/sys/fs/cgroup")
+
+MANY_ENGINES = 64
+"""Arenas of which this many would fit are made without a look at those of other engines, which takes 20 ms."""
 
 
 def available_memory_bytes() -> int:
@@ -85,3 +91,21 @@ def _parent(process: Path) -> str:
         return (process / "stat").read_text().rpartition(")")[2].split()[1]
     except (OSError, IndexError):
         return ""
+
+
+def require_available(memfd: str, descriptor: int, what: str, num_bytes: int, ranks_on_host: int) -> None:
+    """Raise ConfigError if the machine cannot give so many arenas of this size, and all that other engines may take.
+
+    `what` says of what the arena consists; arenas are memory files named `memfd`, this one is open as `descriptor`.
+    """
+    wanted, available = num_bytes * ranks_on_host, available_memory_bytes()
+    count, promised = 0, 0
+    if wanted * MANY_ENGINES > available:
+        count, promised = promised_elsewhere(memfd, os.fstat(descriptor), by_siblings=ranks_on_host == 1)
+    if wanted + promised > available:
+        others = f", other engines here ({count} arenas) may take {format_size(promised)} more" if promised else ""
+        raise ConfigError(
+            f"memory: the arena wants {format_size(wanted)} ({ranks_on_host} x {what}){others}, this machine or its "
+            f"container has {format_size(available)} available; set `memory` below "
+            f"{'that, for each engine' if promised else 'that'}"
+        )

@@ -26,7 +26,8 @@ from kvpact.contract import (
 from kvpact.errors import StepLoadLost
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
-from kvpact.memory.arena import ArenaSegment, slots_for
+from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.extents import slots_for
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
 from kvpact.worker.jobs import EndedLoads, RankJobs

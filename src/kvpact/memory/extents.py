@@ -1,0 +1,111 @@
+"""How memory for slots of several sizes is cut: extents of equal size, each with slots of one size at a time.
+
+Owns the size of an extent: large enough that little is lost at its end, small enough that memory can move between
+classes of slots in many steps. Takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvpact.errors import ConfigError
+from kvpact.index.classed_slots import MIN_ROWS
+from kvpact.units import format_size
+
+MAX_LOSS: Final = 0.02
+"""Of an extent, at its end, whatever the class of its slots; reached wherever memory has room for it."""
+
+EVEN_PLACES: Final = 64
+"""Slots of the largest class in an extent with which no class loses more than 1/64 of it, whatever the sizes are."""
+
+MIN_BYTES: Final = 8 << 20
+"""Of an extent, where memory has room for `MANY_EXTENTS` of these: four huge pages, and tables that stay small."""
+
+MANY_EXTENTS: Final = 64
+
+MIN_EXTENTS: Final = 2
+"""Of each class, on average, where memory has room for as many of one slot: steps in which it is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """One rank's memory: `count` extents of `num_bytes`, for slots of each of `class_bytes`; 0 without payload."""
+
+    count: int
+    num_bytes: int
+    class_bytes: tuple[int, ...]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Per class, slots in an extent; 0 without payload."""
+        return tuple(self.num_bytes // one if one else 0 for one in self.class_bytes)
+
+    @property
+    def enough(self) -> bool:
+        """Whether each class can have `MIN_ROWS` slots."""
+        return self.count >= sum(-(-MIN_ROWS // places) for places in self.places if places)
+
+    @property
+    def loss(self) -> float:
+        """The largest share of an extent that a class cannot use."""
+        return max(lost_bytes(self.num_bytes, one) for one in self.class_bytes if one) / self.num_bytes
+
+
+def lost_bytes(extent_bytes: int, slot_bytes: int) -> int:
+    """Bytes at the end of an extent that slots of this size cannot use."""
+    return extent_bytes % slot_bytes
+
+
+def extents_for(memory_bytes: int, class_bytes: Sequence[int], world_size: int, *, ranks_differ: bool) -> Extents:
+    """One rank's share of `memory_bytes`, the sum over all ranks, for slots of these sizes (0: without payload).
+
+    The smallest extents with which no class loses more than `MAX_LOSS`. Ranks whose sizes are equal get equal extents.
+    With `ranks_differ` (pipeline stages) an extent has `EVEN_PLACES` slots of the rank's largest class, or fewer if
+    memory is small, so that the ranks' extents are alike: a class has as many slots in one as each rank has room for.
+    Raises ConfigError if memory has no room for `MIN_ROWS` slots of each class.
+    """
+    share, largest = memory_bytes // world_size, max(class_bytes)
+    most = max(1, share // (largest * len(class_bytes) * MIN_EXTENTS))
+    least = max(1, -(-min(MIN_BYTES, share // MANY_EXTENTS) // largest))
+    wanted = [min(EVEN_PLACES, most)] if ranks_differ else list(range(least, min(most, max(least, EVEN_PLACES)) + 1))
+    best: Extents | None = None
+    for places in (*wanted, *(most >> shift for shift in range(most.bit_length()))):
+        found = _cut(share, places * largest, class_bytes)
+        if found.enough and (best is None or found.loss < best.loss):
+            best = found
+        if best is not None and (ranks_differ or best.loss <= MAX_LOSS):
+            break
+    if best is None:
+        sizes = ", ".join(format_size(one * world_size) for one in class_bytes if one)
+        raise ConfigError(
+            f"memory: {format_size(memory_bytes)} has no room for {MIN_ROWS} blocks of each of the sizes {sizes} (all "
+            f"layers of a KV cache group, {world_size} ranks); the least that works is "
+            f"{format_size(world_size * _least_bytes(class_bytes))}, a useful cache has room for the blocks of several "
+            "prompts"
+        )
+    return best
+
+
+def _cut(share: int, extent_bytes: int, class_bytes: Sequence[int]) -> Extents:
+    return Extents(share // extent_bytes, extent_bytes, tuple(class_bytes))
+
+
+def _least_bytes(class_bytes: Sequence[int]) -> int:
+    """What `MIN_ROWS` slots of each class take in extents of one slot of the largest one."""
+    largest = max(class_bytes)
+    return largest * sum(-(-MIN_ROWS // (largest // one)) for one in class_bytes if one)
+
+
+def slots_for(memory_bytes: int, rank_slot_bytes: int, world_size: int) -> int:
+    """The number of slots in `memory_bytes`, the sum over all ranks. Raises ConfigError below `MIN_ROWS`."""
+    slot_bytes = rank_slot_bytes * world_size
+    slots = memory_bytes // slot_bytes
+    if slots < MIN_ROWS:
+        raise ConfigError(
+            f"memory: {format_size(memory_bytes)} holds {slots} blocks of {format_size(slot_bytes)} each (all layers, "
+            f"{world_size} ranks); the least that works is {format_size(MIN_ROWS * slot_bytes)}, a useful cache "
+            "has room for the blocks of several prompts"
+        )
+    return slots
