@@ -12,6 +12,7 @@ from kvpact.engine.simulated_worker import Job
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.memory.extents import Extents
 from kvpact.tiers.executor import TierExecutor
 
 SLOT_BYTES = 4096
@@ -36,10 +37,19 @@ def pact_engine(
     num_slots: int = 64,
     conduct: Callable[[int, Job], JobBehavior] | None = None,
     tiers: Sequence[TierExecutor] = (),
+    classes: Sequence[int] = (),
     **settings: object,
 ) -> Engine:
-    """An engine with a `PactCache` over `num_slots` slots and one `SimulatedWorker` a rank."""
-    segments = [ArenaSegment.create(num_slots, SLOT_BYTES) for _ in range(config.num_ranks)]
+    """An engine with a `PactCache` over `num_slots` slots and one `SimulatedWorker` a rank.
+
+    `classes`: per group, the class of its slots; by default all are of one.
+    """
+    if classes:  # every group could do with the same slots; they are of several sizes all the same
+        sizes = tuple(SLOT_BYTES * (number + 1) for number in range(max(classes) + 1))
+        extents = Extents(num_slots // 8, 8 * SLOT_BYTES, sizes)
+        segments = [ArenaSegment.create_extents(extents, 1) for _ in range(config.num_ranks)]
+    else:
+        segments = [ArenaSegment.create(num_slots, SLOT_BYTES) for _ in range(config.num_ranks)]
     clock = StepClock()
     cache = PactCache(
         load_config({"plan_lifetime": 0.05, **settings}, {}),
@@ -49,6 +59,7 @@ def pact_engine(
         tiers=tiers,
         clock=clock,
         groups=group_set(config),
+        classes=classes,
     )
     workers = [SimulatedWorker(rank, segment.slot_view, conduct) for rank, segment in enumerate(segments)]
     return Engine(config, quirks, cache, workers, clock)

@@ -43,7 +43,7 @@ def test_a_prompt_that_was_seen_is_loaded(groups: tuple[KVCacheGroup, ...]) -> N
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10_000),
     groups=st.sampled_from(SETS),
@@ -52,6 +52,7 @@ def test_a_prompt_that_was_seen_is_loaded(groups: tuple[KVCacheGroup, ...]) -> N
     upheaval=st.booleans(),
     failures=st.sampled_from((0.0, 0.3)),
     losses=st.sampled_from((0.0, 0.1)),
+    classed=st.booleans(),
 )
 def test_with_groups_no_output_changes_and_nothing_is_held(
     preset: str,
@@ -62,6 +63,7 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
     upheaval: bool,
     failures: float,
     losses: float,
+    classed: bool,
 ) -> None:
     config = EngineConfig(
         num_blocks=(14 if small else 60) * len(groups),
@@ -78,9 +80,10 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
     plain.run(workload(seed))
     expected = outputs_of(plain)
 
+    classes = tuple(number % 3 for number in range(len(groups))) if classed else ()
     quirks: EngineQuirks = PRESETS[preset]
     chance = Chance(seed, failures, sync_may_fail=not quirks.trusts_sync_loads, losses=losses)
-    engine = pact_engine(config, quirks, num_slots=100, conduct=chance, load_deadline=0.3)
+    engine = pact_engine(config, quirks, num_slots=104, conduct=chance, load_deadline=0.3, classes=classes)
     requests = workload(seed)
     if upheaval:
         cancelled = run_with_upheaval(engine, requests, seed)

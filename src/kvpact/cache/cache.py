@@ -25,7 +25,7 @@ from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.side_saves import SideSaves
-from kvpact.cache.sides import Sides
+from kvpact.cache.sides import Sides, index_of, number_of
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import LRUKeySet, TierSet
 from kvpact.cache.writeback import WriteBack
@@ -73,6 +73,7 @@ class PactCache(ExternalCache):
         lazy_window: int = MIN_WINDOW,
         budget: StepBudget | None = None,
         groups: GroupSet | None = None,
+        classes: Sequence[int] = (),
     ) -> None:
         """With `"save": "lazy"`, at least the next `lazy_window` blocks to be evicted are watched.
 
@@ -81,22 +82,20 @@ class PactCache(ExternalCache):
         """
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
-        self.index = index = BlockIndex(arena.num_slots, arena.usable_slots)
+        self.index = index = index_of(arena, groups, classes)
         self.ledger = ledger = Ledger[Pin, PlanSlots](index.unpin, plan_lifetime_seconds=config.plan_lifetime)
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
         self._lazy_window = lazy_window if config.save == "lazy" else None
         self._idle_steps = IdleSteps(clock)
         self._prefill = PrefillRate(2 * block_size)
-        self._computing = 0
-        """Tokens that the engine computes in the running step."""
-        self._loading = 0
-        """Blocks that the running step's commits load into."""
+        self._computing = self._loading = 0
+        """Tokens that the engine computes in the running step, and blocks that its commits load into."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), len(arena.segments)
-        sides = Sides(groups, index) if groups is not None and groups.sides else None
+        sides = Sides(groups, index, classes) if groups is not None and groups.sides else None
         root = groups.chain_digest if groups is not None else NO_GROUPS
         requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root)
-        jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3)  # time to ask twice before the deadline
+        jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
         overdue = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
@@ -355,7 +354,7 @@ class PactCache(ExternalCache):
         self._planner.end_all(EndReason.SHUTDOWN)
         self.writeback.close()
         if not self.tiers.close(self._config.shutdown_timeout):
-            logger.warning("kvpact: some writes did not finish within %.0f s", self._config.shutdown_timeout)
+            logger.warning("kvpact: some writes did not finish in time")
         self._arena.close()
 
 

@@ -140,7 +140,7 @@ class Finder:
         sure = self.sides.longest(state, rows, start, lambda key: self.index.is_held(key) or has(key))
         perhaps = self.sides.longest(state, rows, start, lambda key: self.index.is_held(key) or may_have(key))
         if perhaps > sure:
-            names = [name for name, _ in self.sides.named(state, perhaps, start)]
+            names = [side.name for side in self.sides.named(state, perhaps, start)]
             self.prefetcher.ask_sides(
                 lookup, [name for name in names if not self.index.is_held(name) and not has(name)]
             )

@@ -6,8 +6,8 @@ finished copy means. No clock: times are arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from sys import maxsize
 
 from kvpact.cache.ledger import Plan
@@ -168,10 +168,15 @@ _NOTHING = StepWork()
 
 @dataclass(eq=False)
 class TransferJobs:
-    """All loads and saves under way on `ranks` ranks. Ranks are asked about a job every `timeout` seconds."""
+    """All loads and saves under way on `ranks` ranks.
+
+    Ranks are asked about a job every `timeout` seconds, which leaves time to ask twice before a load's deadline.
+    """
 
     ranks: int
     timeout: float
+    number: Callable[[int], int] | None = None
+    """Tells the number by which workers know a slot; None if it is the index's."""
     loads: dict[int, LoadState] = field(default_factory=dict, init=False)
     saves: dict[int, SaveState] = field(default_factory=dict, init=False)
     ordered: int = field(default=0, init=False)
@@ -241,7 +246,18 @@ class TransferJobs:
                 self._outbox.inquiries += [JobQuery(job.job_id, job.blocks) for job in jobs]
                 if isinstance(task, LoadState) and task.given_up:
                     self._outbox.overdue += [job.job_id for job in jobs]  # a worker may not have heard it
-        return self._outbox.take(lookups)
+        return self._named(self._outbox.take(lookups))
+
+    def _named(self, work: StepWork) -> StepWork:
+        """The same with the slots as workers know them."""
+        if self.number is None:
+            return work
+        loads = tuple(replace(job, slots=tuple(map(self.number, job.slots))) for job in work.loads)
+        return replace(
+            work,
+            loads=loads,
+            saves=tuple(replace(job, slots=tuple(map(self.number, job.slots))) for job in work.saves),
+        )
 
     def give_up(self, now: float) -> list[LoadState]:
         """Loads whose deadline has passed. This step tells the workers so, once, and again with each query.

@@ -176,7 +176,8 @@ class Offloader:
             self.index.unpin(before)
 
     def _order(self, run: OffloadRun, now: float) -> int:
-        end = min(len(run.keys), run.start + self.index.reservable(run.keys[run.start - 1] if run.start else ROOT))
+        before, wanted = run.keys[run.start - 1] if run.start else ROOT, len(run.keys) - run.start
+        end = min(len(run.keys), run.start + self.index.reservable(before, wanted))
         self.metrics.add("dropped_blocks", len(run.keys) - end)
         keys, held = run.keys[:end], run.block_ids[: end - run.start]
         if not held:

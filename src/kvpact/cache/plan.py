@@ -208,10 +208,10 @@ class Planner:
         """Read what a match up to block `end` needs of the side groups; whether all of it is there or on its way."""
         state = probe.state
         needed = sides.named(state, end, probe.start)
-        missing = [each for each in needed if each[0] not in self.index]
+        missing = [side for side in needed if side.name not in self.index]
         if not self.prefetcher.fetch_sides(missing, state.tier_lookup):
             return False
-        state.staged = tuple(name for name, _ in needed if not self.index.is_held(name))
+        state.staged = tuple(side.name for side in needed if not self.index.is_held(side.name))
         return any(map(self.prefetcher.is_arriving, [*probe.keys[end - 1 : end], *state.staged]))
 
     def _let_tiers_go(self, probe: _Probe) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from kvpact.cache.tier_set import TierSet
 from kvpact.errors import PactViolation
@@ -18,6 +19,15 @@ from kvpact.memory.arena import Arena
 from kvpact.metrics import MEMORY, Metrics
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import GetDone, LookupDone, OpId
+
+
+class Side(NamedTuple):
+    """A side group's block by name, with the key of its row and the class of its slot."""
+
+    name: BlockKey
+    row: BlockKey
+    slot_class: int
+
 
 HasSide = Callable[[BlockKey], bool]
 
@@ -151,8 +161,8 @@ class Prefetcher:
     def _may_have(self, client: TierClient, name: BlockKey, now: float) -> bool:
         return self.tiers.contents[client].without_refuted((name,), 1, now) == 1
 
-    def fetch_sides(self, missing: Sequence[tuple[BlockKey, BlockKey]], lookup: TierLookup | None) -> bool:
-        """Begin to read side groups' blocks, each named with its row's key; all of them or, without room, none.
+    def fetch_sides(self, missing: Sequence[Side], lookup: TierLookup | None) -> bool:
+        """Begin to read side groups' blocks; all of them or, without room, none.
 
         Each comes from the first tier that has it. False if one cannot be read.
         """
@@ -162,10 +172,11 @@ class Prefetcher:
                 continue
             if client.shared:
                 known = lookup.sides.get(client, {}) if lookup is not None else {}
-                has = [bool(known.get(name)) for name, _ in rest]
+                has = [bool(known.get(side.name)) for side in rest]
             else:
                 has = [
-                    self._may_have(client, name, now) and client.held((name,), now, loose=True) == 1 for name, _ in rest
+                    self._may_have(client, side.name, now) and client.held((side.name,), now, loose=True) == 1
+                    for side in rest
                 ]
             wanted = [each for each, there in zip(rest, has, strict=True) if there]
             rest = [each for each, there in zip(rest, has, strict=True) if not there]
@@ -173,17 +184,24 @@ class Prefetcher:
                 return False
         return not rest
 
-    def _read_sides(self, client: TierClient, wanted: Sequence[tuple[BlockKey, BlockKey]], now: float) -> bool:
-        if len(wanted) > client.room:
+    def _read_sides(self, client: TierClient, wanted: Sequence[Side], now: float) -> bool:
+        """Of one class of slots each."""
+        classes = {side.slot_class for side in wanted}
+        if len(classes) > 1:
+            return all(
+                self._read_sides(client, [side for side in wanted if side.slot_class == each], now)
+                for each in sorted(classes)
+            )
+        names, parents = tuple(side.name for side in wanted), [side.row for side in wanted]
+        if min(client.room, self.index.reservable(parents[-1], len(names), min(classes))) < len(names):
             return False
-        names, parents = tuple(name for name, _ in wanted), [parent for _, parent in wanted]
-        reservation = self.index.reserve_sides(names, parents)
+        reservation = self.index.reserve_sides(names, parents, min(classes))
         if reservation is None:
             return False
         self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
         op = PrefetchOp(names, reservation.slots, self.index.pin(names[-1]))
         op_id = self.tiers.begin(partial(self._end_side_read, client, op))
-        views = [self.arena.slot_views(slot) for slot in op.slots]
+        views = [self.arena.slot_views(self.index.space.number(slot)) for slot in op.slots]
         if not client.submit_get(op_id, names, 0, views, now, loose=True):
             self.tiers.withdraw(op_id)
             self.index.abandon(op.slots)
@@ -242,7 +260,7 @@ class Prefetcher:
             client, readable = next((each for each in supplies if each[1] > known and each[0].may_read(now)), (None, 0))
             if client is None:
                 break
-            room = min(read_blocks, client.room, self.index.reservable(keys[known - 1] if known else ROOT))
+            room = min(read_blocks, client.room, self.index.reservable(keys[known - 1] if known else ROOT, end - known))
             stop = min(end, readable, known + room)
             if stop == known or not self._read(client, keys, known, stop, now):
                 break
@@ -257,7 +275,7 @@ class Prefetcher:
         self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
         op = PrefetchOp(tuple(keys[start:stop]), reservation.slots, self.index.pin(keys[stop - 1]))
         op_id = self.tiers.begin(partial(self._end_read, client, op))
-        views = [self.arena.slot_views(slot) for slot in op.slots]
+        views = [self.arena.slot_views(self.index.space.number(slot)) for slot in op.slots]
         if not client.submit_get(op_id, keys, start, views, now):
             self.tiers.withdraw(op_id)
             self.index.abandon(op.slots)

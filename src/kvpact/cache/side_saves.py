@@ -117,7 +117,8 @@ class SideSaves:
         assert self.sides.context is not None
         assert state.keys is not None
         parents = [self.sides.parent(state, number, block) for block in blocks if self._is_new(state, number, block)]
-        room = self.index.reservable(parents[-1]) if len(parents) == len(blocks) else 0
+        slot_class = self.sides.class_of(number)
+        room = self.index.reservable(parents[-1], len(blocks), slot_class) if len(parents) == len(blocks) else 0
         self.metrics.add("dropped_blocks", max(0, len(blocks) - room))
         blocks = blocks[:room]
         if not blocks:
@@ -126,7 +127,7 @@ class SideSaves:
         names = [
             self.sides.groups.side_key(parent, number, block) for parent, block in zip(parents, blocks, strict=True)
         ]
-        reservation = self.index.reserve_sides(names, parents)
+        reservation = self.index.reserve_sides(names, parents, slot_class)
         if reservation is None:
             raise PactViolation(f"there is no room for {len(names)} side blocks, although so many were reservable")
         self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)

@@ -10,16 +10,23 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 
 from kvpact.cache.jobs import SideBlocks
+from kvpact.cache.prefetch import Side
 from kvpact.cache.request import RequestState
 from kvpact.contract import BlockHolder, SchedulerContext
 from kvpact.identity.groups import GroupKind, GroupSet
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex, Pin
+from kvpact.index.slot_space import PlainSlots
+from kvpact.memory.arena import Arena
 from kvpact.ranges import BlockRange
 
 logger = logging.getLogger(__name__)
+
+NAMES_PER_SLOT, MOST_NAMES = 64, 1 << 20
+"""Rows of a chain without bytes: for each slot of the side groups' blocks, and at most."""
 
 Runs = list[tuple[SideBlocks, tuple[int, ...]]]
 """Blocks in a row of a side group, each run with the engine's blocks."""
@@ -31,6 +38,8 @@ class Sides:
 
     groups: GroupSet
     index: BlockIndex
+    classes: Sequence[int] = ()
+    """Per group the class of its slots; by default all are of one."""
     context: SchedulerContext | None = field(default=None, init=False)
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
@@ -118,16 +127,21 @@ class Sides:
             return 0  # between two chunks nothing is needed: there is nothing to load, either
         return found if found > computed_rows else 0
 
-    def named(self, state: RequestState, rows: int, computed_rows: int) -> list[tuple[BlockKey, BlockKey]]:
-        """What a match of so many rows needs of the side groups: names, with their rows', in the order of the chain."""
+    def class_of(self, number: int) -> int:
+        """The class of a group's slots."""
+        return self.classes[number] if self.classes else 0
+
+    def named(self, state: RequestState, rows: int, computed_rows: int) -> list[Side]:
+        """What a match of so many rows needs of the side groups, in the order of the chain."""
         found = []
         for number in self.groups.sides:
             required = self.groups.groups[number].required(rows * self.groups.block_size)
             for block in self._after(number, required, computed_rows):
                 name = self.key(state, number, block)
                 if name is not None:
-                    found.append((self.groups.row_of(number, block), name, self.parent(state, number, block)))
-        return [(name, parent) for _, name, parent in sorted(found, key=lambda each: each[0])]
+                    side = Side(name, self.parent(state, number, block), self.class_of(number))
+                    found.append((self.groups.row_of(number, block), side))
+        return [side for _, side in sorted(found, key=itemgetter(0))]
 
     def lease(self, state: RequestState, rows: int, computed_rows: int) -> tuple[tuple[SideBlocks, ...], list[Pin]]:
         """Where memory has what a match needs, and pins that keep it; all of it is held."""
@@ -181,3 +195,19 @@ def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
         ascending = [number for _, number in run]
         runs.append((ascending[0], ascending[-1] + 1))
     return runs
+
+
+def index_of(arena: Arena, groups: GroupSet | None, classes: Sequence[int]) -> BlockIndex:
+    """An index over the slots of an arena. A chain without bytes has rows of its own, which take no slots."""
+    if groups is None or groups.chain is not None:
+        space = arena.slot_space(0)
+        chain = classes[groups.chain] if groups is not None and groups.chain is not None and classes else 0
+    else:
+        space = arena.slot_space(min(MOST_NAMES, NAMES_PER_SLOT * arena.num_slots * max(1, *arena.places)))
+        chain = len(arena.places)
+    return BlockIndex(space.num_rows, space=space, classes=len(space.free), chain_class=chain)
+
+
+def number_of(index: BlockIndex) -> Callable[[int], int] | None:
+    """Tells the number by which workers know a slot of the index; None if it is the same."""
+    return None if isinstance(index.space, PlainSlots) else index.space.number

@@ -182,8 +182,9 @@ class WriteBack:
         op = WriteBackOp(tuple(names), tuple(map(self.index.pin, names)), epoch)
         op_id = self.tiers.begin(partial(self._end_write, client, op))
         self.tiers.contents[client].being_written.update(op.keys)
-        buffers = [self.arena.slot_views(slot) for slot in self.index.slots_of(op.keys)]
-        nbytes = len(buffers) * self.arena.slot_bytes
+        number = self.index.space.number
+        buffers = [self.arena.slot_views(number(slot)) for slot in self.index.slots_of(op.keys)]
+        nbytes = sum(piece.nbytes for buffer in buffers for piece in buffer)
         if not client.submit_put(op_id, names, 0, buffers, nbytes, epoch, loose=True):
             self.tiers.withdraw(op_id)
             self._let_go(client, op)
@@ -206,7 +207,7 @@ class WriteBack:
             op = WriteBackOp(tuple(keys[start:stop]), (self.index.pin(keys[stop - 1]),), epoch)
             op_id = self.tiers.begin(partial(self._end_write, client, op))
             self.tiers.contents[client].being_written.update(op.keys)
-            buffers = [self.arena.slot_views(slot) for slot in self.index.slots_of(op.keys)]
+            buffers = [self.arena.slot_views(self.index.space.number(slot)) for slot in self.index.slots_of(op.keys)]
             nbytes = len(buffers) * self.arena.slot_bytes
             if not client.submit_put(op_id, keys, start, buffers, nbytes, epoch):
                 self.tiers.withdraw(op_id)

@@ -14,7 +14,7 @@ from typing import Final
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.eviction import LeastRecentlyUsed
-from kvpact.index.slot_space import PlainSlots, SlotSpace
+from kvpact.index.slot_space import PlainSlots, PlainSlotsAndNames, SlotSpace
 
 ROOT: Final[BlockKey] = b""
 """The parent of a chain's first block."""
@@ -336,6 +336,7 @@ class Rows:
         self.space.check()
         free = {row for rows in self.space.free for row in rows}
         plain = isinstance(self.space, PlainSlots)
+        plain = plain and not isinstance(self.space, PlainSlotsAndNames)
         usable = set(range(self.usable_slots if plain else self.num_slots))
         dropped = {row for row in range(self.num_slots) if state[row] in (State.CANCELLED, State.DOOMED)}
         waiting = dropped & usable

@@ -133,6 +133,52 @@ class PlainSlots:
         require(all(0 <= row < self.usable for row in self._stack), "a row is free that is not usable")
 
 
+class PlainSlotsAndNames(PlainSlots):
+    """One class of slots, and another of rows that take no memory, as many as were given: names of a chain."""
+
+    __slots__ = ("_names", "_num_slots")
+
+    def __init__(self, num_slots: int, usable: int | None, names: int) -> None:
+        """See `PlainSlots`; the names are class 1."""
+        super().__init__(num_slots, usable)
+        self._num_slots, self.num_rows = num_slots, num_slots + names
+        self._names = list(reversed(range(num_slots, self.num_rows)))
+        self.free = (self._stack, self._names)
+
+    def take(self, count: int, slot_class: int = 0) -> list[int]:
+        """See `SlotSpace`."""
+        return popped(self.free[slot_class], count)
+
+    def give_back(self, row: int) -> None:
+        """See `SlotSpace`."""
+        if row < self._num_slots:
+            super().give_back(row)
+        else:
+            self._names.append(row)
+
+    def class_of(self, row: int) -> int:
+        """See `SlotSpace`."""
+        return int(row >= self._num_slots)
+
+    def number(self, row: int) -> int:
+        """See `SlotSpace`. Of a name: -1."""
+        return row if row < self._num_slots else -1
+
+    def use(self, usable: int, in_use: Callable[[int], bool]) -> None:
+        """See `SlotSpace`."""
+        super().use(min(usable, self._num_slots), in_use)
+
+    def restore(self, used: Mapping[int, int]) -> None:
+        """See `SlotSpace`."""
+        super().restore(used)
+        self._names[:] = [row for row in reversed(range(self._num_slots, self.num_rows)) if row not in used]
+
+    def check(self) -> None:
+        """See `SlotSpace`."""
+        super().check()
+        require(len(set(self._names)) == len(self._names), "a name is free twice")
+
+
 def popped(stack: list[int], count: int) -> list[int]:
     """Take the last `count` off, the last one first. Raises PactViolation if there are fewer."""
     left = len(stack) - count

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.index.classed_slots import ClassedSlots
-from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots, SlotSpace
+from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots, PlainSlotsAndNames, SlotSpace
 from kvpact.memory import numa
 from kvpact.memory.extents import Extents
 from kvpact.memory.limits import require_available
@@ -366,11 +366,14 @@ class Arena:
     def slot_space(self, rows_without_payload: int) -> SlotSpace:
         """The rows of this memory, for an index: all are free, and the usable ones handed out.
 
-        `rows_without_payload`: rows of a class of which no rank has any bytes.
+        With `rows_without_payload` there are so many more, of a class of their own after all others.
         """
-        if self.segments[0].unit == "slot":
-            return PlainSlots(self.num_slots, self.usable_slots)
-        return ClassedSlots(self.places, self.num_slots, self.usable_slots, rows_without_payload)
+        if self.segments[0].unit != "slot":
+            names = (0,) if rows_without_payload else ()
+            return ClassedSlots(self.places + names, self.num_slots, self.usable_slots, rows_without_payload)
+        if rows_without_payload:
+            return PlainSlotsAndNames(self.num_slots, self.usable_slots, rows_without_payload)
+        return PlainSlots(self.num_slots, self.usable_slots)
 
     def slot_views(self, slot: int) -> list[memoryview]:
         """One writable, page-aligned view per rank; their concatenation is the slot's payload."""
