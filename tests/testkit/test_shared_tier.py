@@ -252,14 +252,17 @@ def test_h80_nothing_is_unpickled(scene: Scene, tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_h21_a_buffer_of_the_wrong_size_is_refused_before_the_store_is_asked(scene: Scene) -> None:
+def test_h21_a_buffer_larger_than_any_block_is_refused_before_the_store_is_asked(scene: Scene) -> None:
     tier = stored(scene.tier())
-    buffers = empty_buffers(1, SLOT - 1)
-    with pytest.raises(PactViolation, match=f"has {SLOT - 1} bytes"):
+    buffers = empty_buffers(1, SLOT + 1)
+    with pytest.raises(PactViolation, match=f"has {SLOT + 1} bytes"):
         tier.get(DOCUMENT.keys, 0, buffers)
-    assert bytes(buffers[0][0]) == bytes([CANARY]) * (SLOT - 1)
+    assert bytes(buffers[0][0]) == bytes([CANARY]) * (SLOT + 1)
 
 
-def test_an_engine_with_other_block_sizes_is_served_nothing(scene: Scene) -> None:
-    stored(scene.tier())
-    assert scene.tier(slot_bytes=2 * SLOT).get(DOCUMENT.keys, 0, empty_buffers(8, 2 * SLOT)) == 0
+def test_an_engine_with_other_block_sizes_is_served_nothing_and_takes_nothing_away(scene: Scene) -> None:
+    tier, other = stored(scene.tier()), scene.tier(slot_bytes=2 * SLOT)
+    assert other.get(DOCUMENT.keys, 0, empty_buffers(8, 2 * SLOT)) == 0
+    assert tier.get(DOCUMENT.keys, 0, empty_buffers(8, SLOT - 1)) == 0
+    assert (other.counts().damaged, tier.counts().damaged) == (0, 0)
+    assert (tier.lookup(DOCUMENT.keys), served(tier)) == (8, 8)

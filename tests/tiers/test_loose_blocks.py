@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,16 @@ from kvpact.identity.keys import BlockKey
 from kvpact.testkit.sample_blocks import content, document, empty_buffers, filled_buffers
 from kvpact.testkit.tier.harness import NAMESPACE
 from kvpact.testkit.tier.stepped_executor import SteppedExecutor
-from kvpact.tiers.base import BlockBuffer
+from kvpact.tiers.base import BlockBuffer, RecordHeader, RecordMac, Tier
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.executor import Done, GetDone, LookupDone, PutDone, TierExecutor
+from kvpact.tiers.registry import TierContext, open_tier
+from kvpact.tiers.shared.store import record_name
+from kvpact.tiers.shared.tier import SharedTier
+from kvpact.tiers.urls import parse_tier_url
 
 SLOT = 8192
+CHAIN = document("chain", 4).keys
 LOOSE = tuple(document(f"loose {number}", 1).keys[0] for number in range(5))
 
 
@@ -122,3 +128,117 @@ def test_an_impossible_answer_about_loose_blocks_is_a_failure(
     done = done_of(client)
     assert isinstance(done, LookupDone)
     assert (done.held, done.ok, done.each) == (0, False, (False,) * 5)
+
+
+KINDS = ("dir", "file")
+
+
+def opened(kind: str, directory: Path, seal: RecordMac | None = None, slot_bytes: int = SLOT) -> Tier:
+    """A tier of a kind, whose store lasts in `directory`."""
+    (directory / kind).mkdir(exist_ok=True)
+    url = {"dir": f"dir://{directory}/dir?capacity=64MiB", "file": f"file://{directory}/file"}[kind]
+    place = TierContext(NAMESPACE, slot_bytes)
+    return open_tier(parse_tier_url(url), place if seal is None else TierContext(NAMESPACE, slot_bytes, seal))
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def served(tier: Tier, keys: Sequence[BlockKey], nbytes: int = SLOT) -> list[bool]:
+    """Which loose blocks are served; each is itself."""
+    buffers = empty_buffers(len(keys), nbytes, 2)
+    arrived = tier.get_each(keys, buffers)
+    for there, key, buffer in zip(arrived, keys, buffers, strict=True):
+        assert not there or b"".join(buffer) == content(key, nbytes)
+    return arrived
+
+
+def test_loose_blocks_behind_a_hole_are_found_by_another_process(kind: str, tmp_path: Path) -> None:
+    tier = opened(kind, tmp_path)
+    stored = [LOOSE[1], LOOSE[2], LOOSE[4]]
+    assert tier.put_each(stored, filled(stored)) == [True] * 3
+    other = opened(kind, tmp_path)
+    assert served(other, LOOSE) == [False, True, True, False, True]
+    assert other.lookup_each(LOOSE) == [False, True, True, False, True]
+    assert other.put_each(LOOSE, filled(LOOSE)) == [True] * 5
+    assert served(tier, LOOSE) == [True] * 5
+    assert tier.delete([LOOSE[2]]) == 1
+    assert other.lookup_each(LOOSE) == served(other, LOOSE) == [True, True, False, True, True]
+    assert {header.parent for header in tier.scan()} == {b""}
+    tier.clear()
+    assert opened(kind, tmp_path).lookup_each(LOOSE) == [False] * 5
+
+
+SIZES = (0, 1, 512, SLOT - 1, SLOT)
+
+
+def test_blocks_of_several_sizes_lie_in_one_tier_and_another_size_is_a_miss(kind: str, tmp_path: Path) -> None:
+    tier = opened(kind, tmp_path)
+    for key, nbytes in zip(LOOSE, SIZES, strict=True):
+        assert tier.put_each([key], filled([key], nbytes)) == [True]
+    again = opened(kind, tmp_path)
+    for key, nbytes in zip(LOOSE, SIZES, strict=True):
+        for other in set(SIZES) - {nbytes}:
+            assert served(again, [key], other) == [False]
+        assert served(again, [key], nbytes) == [True], "another size took it away"
+    mixed = [filled([key], nbytes)[0] for key, nbytes in zip(LOOSE, SIZES, strict=True)]
+    assert again.get_each(LOOSE, mixed) == [True] * 5
+    assert sorted(header.length for header in again.scan()) == sorted(SIZES)
+    assert again.counts().damaged == 0
+    assert again.health().ok
+
+
+def test_a_chain_without_payload_is_held_like_any_other(kind: str, tmp_path: Path) -> None:
+    tier = opened(kind, tmp_path)
+    assert tier.put(CHAIN, 0, filled(CHAIN[:3], 0)) == 3
+    again = opened(kind, tmp_path)
+    assert again.lookup(CHAIN) == again.get(CHAIN, 0, empty_buffers(4, 0)) == 3
+    assert again.put(CHAIN, 3, filled(CHAIN[3:], 0)) == 1
+    assert again.get(CHAIN, 2, empty_buffers(2, 0, 2)) == 2
+
+
+SEALS = (RecordMac(), RecordMac.from_secret(b"the key of our engines"))
+
+
+@pytest.mark.parametrize("seal", SEALS, ids=["unsealed", "sealed"])
+def test_h20_a_planted_loose_record_is_no_part_of_a_chain_and_a_chains_block_is_not_loose(
+    seal: RecordMac, tmp_path: Path
+) -> None:
+    """Somebody with the record key, or without one where there is none, writes the record of one under the other's."""
+    tier = opened("dir", tmp_path, seal)
+    assert isinstance(tier, SharedTier)
+    assert tier.put(CHAIN, 0, filled(CHAIN)) == 4
+    (group,) = {record.name.partition("/")[0] for record in tier.store.names()}
+
+    def plant(key: BlockKey, parent: BlockKey, depth: int) -> None:
+        payload = [memoryview(b"x" * SLOT)]
+        digest = seal.payload_digest(payload)
+        header = RecordHeader(NAMESPACE.digest, key, parent, depth, SLOT, digest, 1.0, 1.0)
+        tier.store.write([record_name(group, key)], [[header.encode(seal), *payload]])
+
+    plant(CHAIN[2], b"", 0)
+    assert tier.get(CHAIN, 0, empty_buffers(4, SLOT)) == 2
+    assert tier.counts().damaged == 1
+    assert tier.lookup(CHAIN) == 2, "it is removed"
+    plant(LOOSE[0], CHAIN[1], 2)
+    assert served(tier, LOOSE[:1]) == [False]
+    assert tier.counts().damaged == 2
+    assert tier.put_each(LOOSE[:1], filled(LOOSE[:1])) == served(tier, LOOSE[:1]) == [True]
+    plant(CHAIN[2], CHAIN[0], 1)
+    assert tier.get(CHAIN, 0, empty_buffers(4, SLOT)) == 2
+
+
+def test_h22_a_damaged_loose_block_costs_no_other_one(tmp_path: Path) -> None:
+    tier = opened("dir", tmp_path)
+    assert isinstance(tier, SharedTier)
+    tier.put_each(LOOSE, filled(LOOSE))
+    (name,) = [record.name for record in tier.store.names() if record.name.endswith(LOOSE[1].hex())]
+    raw = [memoryview(bytearray(256)), memoryview(bytearray(SLOT))]
+    assert tier.store.read([name], [raw]) == [True]
+    raw[1][100] ^= 1
+    tier.store.write([name], [raw])
+    assert served(tier, LOOSE) == [True, False, True, True, True]
+    assert tier.counts().damaged == 1
+    assert tier.lookup_each(LOOSE) == [True, False, True, True, True], "it is removed"

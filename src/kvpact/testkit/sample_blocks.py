@@ -64,7 +64,7 @@ def empty_buffers(count: int, nbytes: int, pieces: int = 1) -> list[BlockBuffer]
 
     A piece starts at a page boundary where its size allows it."""
     sizes = [nbytes * (piece + 1) // pieces - nbytes * piece // pieces for piece in range(pieces)]
-    segments = [memoryview(mmap.mmap(-1, max(1, count) * size)) for size in sizes]
+    segments = [memoryview(mmap.mmap(-1, max(1, count * size))) for size in sizes]
     for segment in segments:
         segment[:] = bytes([CANARY]) * segment.nbytes
     return [

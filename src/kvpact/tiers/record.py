@@ -98,6 +98,13 @@ def require_sizes(buffers: Sequence[BlockBuffer], nbytes: int, whose: str) -> No
             raise PactViolation(f"a block's buffer has {size} bytes; {whose} {nbytes}")
 
 
+def require_at_most(buffers: Sequence[BlockBuffer], nbytes: int, whose: str) -> None:
+    """Raise PactViolation if a buffer has more than `nbytes`, the size of `whose`: "a slot of FILE has"."""
+    for buffer in buffers:
+        if (size := bytes_of(buffer)) > nbytes:
+            raise PactViolation(f"a block's buffer has {size} bytes; {whose} {nbytes}")
+
+
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
     """What a store knows of one block without reading its payload.
@@ -145,12 +152,14 @@ class RecordHeader:
         *,
         namespace: bytes | None,
         length: int | None,
+        max_length: int | None = None,
         slot: int = NO_SLOT,
         seal: RecordMac | None = UNSEALED,
     ) -> RecordHeader:
         """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
 
-        None accepts any namespace, length or seal, for tools outside an engine.
+        None accepts any namespace, length or seal, for tools outside an engine. A payload has at most `max_length`
+        bytes.
 
         Raises:
             RecordError: names the first field that is wrong.
@@ -174,6 +183,8 @@ class RecordHeader:
             raise RecordError(f"misplaced: written for slot {its_slot}, found in slot {slot}")
         if length is not None and its_length != length:
             raise RecordError(f"payload of {its_length} bytes, not {length}")
+        if max_length is not None and its_length > max_length:
+            raise RecordError(f"payload of {its_length} bytes; the largest has {max_length}")
         root = parent == _ROOT_PARENT
         if root != (depth == 0):
             raise RecordError(f"depth {depth} does not fit its parent {parent.hex()[:16]}")

@@ -163,7 +163,7 @@ class MooncakeStore(RecordStore):
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
         """See `RecordStore`. Reads each record in full, one after another: for tools, not for engines.
 
-        Returns b"" without a read for a record of another length than `record_bytes`.
+        Returns b"" without a read for a record that is longer than `record_bytes`.
         """
         keys = self._keys(names)
         return [self._head(key, size) for key, size in zip(keys, self._sizes(keys), strict=True)]
@@ -171,7 +171,7 @@ class MooncakeStore(RecordStore):
     def _head(self, key: str, size: int) -> bytes | None:
         if size < 0:
             return None
-        if self.record_bytes not in (None, size):
+        if self.record_bytes is not None and size > self.record_bytes:
             return b""
         found = self.call("read", lambda: self.client.get_buffer(key))
         if found is None:

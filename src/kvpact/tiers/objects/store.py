@@ -56,7 +56,8 @@ TRIES: Final = 8
 
 
 class ObjectStore(RecordStore):
-    """See `RecordStore`. The records of one call of `write` become one object, named after the first.
+    """See `RecordStore`. The records of one call of `write` become one object, named after the first; those of loose
+    blocks one object each, because no other record leads to them.
 
     A record inside a pack is found through the records before it, from a prompt's first: `locate` and `exists` read
     tables on the way and remember them. After a missing record only remembered ones are found, so a record that exists
@@ -75,10 +76,19 @@ class ObjectStore(RecordStore):
         found = self._find(names)
         return [name in found for name in names]
 
+    def exists_each(self, names: Sequence[str]) -> list[bool]:
+        tables = self._tables(list(dict.fromkeys(names)))
+        found = {name for pack in tables if pack is not None for name in pack.records}
+        return [name in found for name in names]
+
     def locate(self, names: Sequence[str]) -> None:
         """Find where records are; `names` are a prompt's, from its first block on."""
         if len(self.memory.locate(names)) < len(names):
             self._find(names)
+
+    def locate_each(self, names: Sequence[str]) -> None:
+        known = self.memory.locate(names)
+        self._tables([name for name in names if name not in known])
 
     def _find(self, names: Sequence[str], *, past_holes: bool = False) -> dict[str, Pack]:
         """The packs that hold these records now, up to the first missing one, or for all with `past_holes`.
@@ -139,7 +149,8 @@ class ObjectStore(RecordStore):
     def _table_end(self, part: Part) -> int:
         """The offset at which an object's table ends. Raises PackError if that is too large or beyond the object."""
         count, end = table_size(part.data)
-        if end > FIRST_READ_BYTES and end + count * (self.record_bytes or 0) > part.object_bytes:
+        least = HEADER_BYTES if self.record_bytes else 0
+        if end > FIRST_READ_BYTES and end + count * least > part.object_bytes:
             raise PackError(f"{count} records do not fit into {part.object_bytes} bytes")
         return end
 
@@ -202,6 +213,16 @@ class ObjectStore(RecordStore):
                 for name in self._write_pack(waiting):
                     del waiting[name]
 
+    def write_each(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        wanted = dict(zip(names, records, strict=True))
+        packs = {name: encode_pack({name: record}) for name, record in wanted.items()}
+        versions = self.bucket.each(lambda name: self.bucket.put(name, packs[name]), list(packs))
+        for (name, data), version in zip(packs.items(), versions, strict=True):
+            if version is None:  # an object of that name exists, perhaps without the record
+                self._write_pack({name: wanted[name]})
+            else:
+                self.memory.learn(decode_pack(name, data, len(data), version))
+
     def _write_pack(self, waiting: Mapping[str, RecordPieces]) -> list[str]:
         """Store records as one object; returns which of them are there afterwards.
 
@@ -244,13 +265,15 @@ class ObjectStore(RecordStore):
 
     def _read_kept(self, pack: Pack, names: Sequence[str]) -> dict[str, RecordPieces] | None:
         """These records of an object, except those that cannot be ours by their length. None if it has changed."""
-        kept: dict[str, Pack] = {}
         lengths = Counter(length for _, length in pack.records.values())
-        usual = self.record_bytes or max(lengths, key=lengths.__getitem__, default=0)
-        room = max(MAX_KEPT_BYTES, 4 * (self.record_bytes or 0))
-        for name in names[: room // max(1, usual)]:
-            if key_of(name) and pack.records[name][1] == usual:
+        longest = self.record_bytes or max(lengths, key=lengths.__getitem__, default=0)
+        room = max(MAX_KEPT_BYTES, 4 * longest)
+        kept: dict[str, Pack] = {}
+        for name in filter(key_of, names):
+            length = pack.records[name][1]
+            if HEADER_BYTES <= length <= min(longest, room):
                 kept[name] = pack
+                room -= length
         left: dict[str, RecordPieces] = {}
         for span in spans(kept, gap=GAP_BYTES):
             data = self._read_span(span)

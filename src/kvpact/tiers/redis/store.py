@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
+from math import inf
 from typing import Final
 
 from kvpact.tiers.base import HEADER_BYTES
@@ -262,8 +263,9 @@ class RedisStore(RecordStore):
             found = self._batches.replies([part.key for part in parts], b"STRLEN", deadline=deadline, lenient=True)
             return {part.record for part, length in zip(parts, found, strict=True) if length != part.nbytes}
 
-        # A head of another length is reported with the length that it claims; its parts are not asked for.
-        asked = {index: head for index, head in heads.items() if self.record_bytes in (None, head.nbytes)}
+        # A head of too great a length is reported with the length that it claims; its parts are not asked for.
+        most = self.record_bytes or inf
+        asked = {index: head for index, head in heads.items() if head.nbytes <= most}
         whole = without_missing(keys, asked, in_part)
         for index, head in heads.items():
             sizes[index] = None if index in asked and index not in whole else head.nbytes

@@ -66,9 +66,9 @@ class RecordStore(ABC):
     """Records that it evicted since it was opened; 0 where a server evicts by itself."""
 
     record_bytes: int | None = None
-    """Length of every block's record, framing included; the tier that uses the store sets it. None: any length.
+    """Length of the longest record of a block, framing included; the tier that uses the store sets it. None: any.
 
-    A record of another length counts as there, so that it can be removed, but is never asked for or read (P14).
+    A longer record counts as there, so that it can be removed, but is never asked for or read (P14).
     """
 
     tears_reads: bool = False
@@ -78,11 +78,18 @@ class RecordStore(ABC):
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Whether each record is there in full. One round trip for a batch if the store allows it."""
 
+    def exists_each(self, names: Sequence[str]) -> list[bool]:
+        """As `exists`, for records of loose blocks, in no order: each is for itself."""
+        return self.exists(names)
+
     def locate(self, names: Sequence[str]) -> None:
         """Called before some of `names` are read, which are a prompt's from its first block on.
 
         For stores that find a block through those before it; others do nothing.
         """
+
+    def locate_each(self, names: Sequence[str]) -> None:
+        """As `locate`, before all of `names` are read, which are loose blocks."""
 
     @abstractmethod
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
@@ -97,6 +104,10 @@ class RecordStore(ABC):
 
         After a StoreError some may be stored.
         """
+
+    def write_each(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        """As `write`, for records of loose blocks: each is to be found by its own name."""
+        self.write(names, records)
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> int:

@@ -1,19 +1,18 @@
 """The tier over any shared store: blocks as records that other engines read and write too.
 
-Owns the checks before a block is served, and the consequences of a store's failure.
+Owns what is asked, read and written of the store at once, and the consequences of its failure.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import Final
 
-from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import (
@@ -28,9 +27,11 @@ from kvpact.tiers.base import (
     TierCapacity,
     TierCounts,
     TierHealth,
+    leading,
 )
-from kvpact.tiers.log_once import LastErrors
-from kvpact.tiers.record import require_sizes
+from kvpact.tiers.record import bytes_of, require_at_most
+from kvpact.tiers.shared.accounts import Accounts
+from kvpact.tiers.shared.reader import Block, RecordReader, chained
 from kvpact.tiers.shared.store import (
     NAMESPACE_RECORD,
     RecordPieces,
@@ -47,7 +48,7 @@ from kvpact.tiers.use_count import UseCount
 logger = logging.getLogger(__name__)
 
 GROUP_BYTES: Final = 16 << 20
-"""Payload of one call of a store: large enough for its batches, small enough to end early at a deadline."""
+"""Size of one call of a store: large enough for its batches, small enough to end early at a deadline."""
 
 USAGE_SECONDS: Final = 30.0
 """Maximum age of the known usage while blocks are written."""
@@ -65,7 +66,7 @@ class SharedTier(Tier):
     def __init__(
         self, store: RecordStore, namespace: Namespace, slot_bytes: int, *, seal: RecordMac = UNSEALED
     ) -> None:
-        """`slot_bytes` is a block's size over all ranks. Takes over `store`, which it closes."""
+        """`slot_bytes` is the largest block's size over all ranks. Takes over `store`, which it closes."""
         self.name = store.kind
         self.store = store
         store.record_bytes = HEADER_BYTES + slot_bytes
@@ -74,9 +75,8 @@ class SharedTier(Tier):
         self._group = group_name(namespace, seal)
         self._slot_bytes = slot_bytes
         self._seal = seal
-        self._lock = threading.Lock()
-        self._counts = TierCounts()
-        self._last_errors = LastErrors(logger, f"{self.name} tier at {store.place}")
+        self._accounts = Accounts(logger, f"{self.name} tier at {store.place}")
+        self._reader = RecordReader(store, self._digest, self._group, seal, slot_bytes, self._accounts)
         self._usage = StoreUsage()
         self._usage_at = float("-inf")
         self._described = False
@@ -86,15 +86,18 @@ class SharedTier(Tier):
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         with self._uses.one() as running:
-            if not running or not keys:
-                return 0
-            return _unbroken(self._exists(self._names(keys)))
+            return leading(self._exists(keys, self.store.exists)) if running else 0
 
-    def _exists(self, names: Sequence[str]) -> list[bool]:
-        found = [False] * len(names)
-        with self._noting("read"):
-            found = self.store.exists(names)
-            self._last_errors.clear("read")
+    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._uses.one() as running:
+            return self._exists(keys, self.store.exists_each) if running else [False] * len(keys)
+
+    def _exists(self, keys: Sequence[BlockKey], exists: Callable[[Sequence[str]], list[bool]]) -> list[bool]:
+        found = [False] * len(keys)
+        if keys:
+            with self._accounts.noting("read"):
+                found = exists(self._names(keys))
+                self._accounts.last_errors.clear("read")
         return found
 
     def get(
@@ -104,138 +107,99 @@ class SharedTier(Tier):
         buffers: Sequence[BlockBuffer],
         on_progress: Progress | None = None,
     ) -> int:
-        require_sizes(buffers, self._slot_bytes, f"a block of {self.store.place}")
-        wanted = keys[start : start + len(buffers)]
+        self._require_sizes(buffers)
         arrived = 0
-        with self._uses.one() as running, self._noting("read"):
-            step = max(1, GROUP_BYTES // self._slot_bytes)
-            if running and wanted:
-                self.store.locate(self._names(keys[: start + len(wanted)]))
-            while running and arrived < len(wanted):
-                end = min(arrived + step, len(wanted))
-                sound = self._read_group(wanted[arrived:end], buffers[arrived:end])
-                arrived += sound
+        wanted = chained(keys, start, min(start + len(buffers), len(keys)))
+        with self._uses.one() as running, self._accounts.noting("read"):
+            if not running or not wanted:
+                return 0
+            self.store.locate(self._names(keys[: start + len(wanted)]))
+            for first, end in _batches(buffers[: len(wanted)]):
+                arrived += sum(takewhile(bool, self._reader.read(wanted[first:end], buffers[first:end])))
                 more = on_progress is None or on_progress(arrived)
                 if arrived < end or not more:
                     break
         return arrived
 
-    def _read_group(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> int:
-        """Read and verify; returns the number of leading sound blocks."""
-        names = self._names(keys)
-        headers = [bytearray(HEADER_BYTES) for _ in keys]
-        records = [[memoryview(header), *buffer] for header, buffer in zip(headers, buffers, strict=True)]
-        found: Sequence[bool] = ()
-        with self._noting("read"):
-            found = self.store.read(names, records)
-            self._last_errors.clear("read")
-        for index, key in enumerate(keys[: len(found)]):
-            if not found[index]:
-                if self._cut_short(names[index]):
-                    self._quarantine(key, names[index], "has another length than a block of this engine")
-                return index
-            if reason := self._wrong(key, headers[index], buffers[index]):
-                if not self.store.tears_reads:
-                    self._quarantine(key, names[index], reason)
-                    return index
-                if not self._is_sound_again(key, names[index], headers[index], buffers[index]):
-                    return index
-        return len(found)
-
-    def _is_sound_again(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
-        """Read a damaged record again; returns whether it is sound now, because it was replaced during the first read.
-
-        It is quarantined if it is still damaged; a sound record in its place must not be removed.
-        """
-        there = False
-        with self._noting("read"):
-            (there,) = self.store.read([name], [[memoryview(header), *buffer]])
-        if there and (reason := self._wrong(key, header, buffer)):
-            self._quarantine(key, name, reason)
-            return False
-        return there
-
-    def _cut_short(self, name: str) -> bool:
-        """Whether an unread record exists with another length, which every read refuses."""
-        with suppress(StoreError):
-            if self.store.heads([name]) == [None]:
-                return False
-            # Compare the length: another engine may have stored it in full after the read.
-            return self.store.size(name) not in (None, HEADER_BYTES + self._slot_bytes)
-        return False
-
-    def _wrong(self, key: BlockKey, raw: bytearray, buffer: BlockBuffer) -> str:
-        """Why a record must not be served; "" if it may."""
-        try:
-            header = self._header_in(bytes(raw))
-        except RecordError as error:
-            return str(error)
-        if header.key != key:
-            return f"misplaced: it is block {header.key.hex()[:16]}"
-        if header.digest != self._seal.payload_digest(buffer):
-            return "payload does not match its checksum"
-        return ""
-
-    def _quarantine(self, key: BlockKey, name: str, reason: str) -> None:
-        """Remove a record that cannot be served, so that the next write replaces it (H22)."""
-        with self._lock:
-            self._counts = replace(self._counts, damaged=self._counts.damaged + 1)
-        self._last_errors.warn_once(f"damaged: {reason}", f"block {key.hex()[:16]} {reason}: removed, recomputed")
-        with self._noting("write"):
-            self.store.remove([name])
+    def get_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        self._require_sizes(buffers)
+        arrived = [False] * len(keys)
+        with self._uses.one() as running, self._accounts.noting("read"):
+            if not running or not keys:
+                return arrived
+            self.store.locate_each(self._names(keys))
+            for first, end in _batches(buffers):
+                sound = self._reader.read([Block(key) for key in keys[first:end]], buffers[first:end])
+                for index, is_sound in enumerate(sound, first):
+                    arrived[index] = is_sound
+                if on_progress is not None and not on_progress(leading(arrived)):
+                    break
+        return arrived
 
     # Writes
 
     def put(
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
     ) -> int:
-        require_sizes(buffers, self._slot_bytes, f"a block of {self.store.place}")
-        end = start + len(buffers)
-        names = self._names(keys[:end])
+        wanted = chained(keys, start, start + len(buffers))
+        return leading(self._put(keys[:start], wanted, buffers, epoch, self.store.exists, self.store.write))
+
+    def put_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> list[bool]:
+        wanted = [Block(key) for key in keys]
+        return self._put((), wanted, buffers, epoch, self.store.exists_each, self.store.write_each)
+
+    def _put(
+        self,
+        before: Sequence[BlockKey],
+        wanted: Sequence[Block],
+        buffers: Sequence[BlockBuffer],
+        epoch: Epoch,
+        exists: Callable[[Sequence[str]], list[bool]],
+        write: Callable[[Sequence[str], Sequence[RecordPieces]], None],
+    ) -> list[bool]:
+        """Store what is missing of the `wanted` blocks if all `before` are there; whether each is there then."""
+        self._require_sizes(buffers)
+        keys = [block.key for block in wanted]
         with self._uses.one() as running:
-            if not running or not buffers:
-                return 0
+            if not running or not wanted:
+                return [False] * len(wanted)
             try:
-                held = self.store.exists(names)
-                if not all(held[:start]):
-                    return 0
+                held = exists(self._names([*before, *keys]))
+                if not all(held[: len(before)]):
+                    return [False] * len(wanted)
                 self._describe()
-                self._write_missing(keys, start, buffers, names, held, epoch)
-                self._last_errors.clear("write")
+                each = zip(held[len(before) :], wanted, buffers, strict=True)
+                missing = [(block, buffer) for there, block, buffer in each if not there]
+                self._write(missing, epoch, write)
+                self._accounts.last_errors.clear("write")
                 self._note_usage()
-                return len(buffers)
+                return [True] * len(wanted)
             except StoreError as error:
-                self._note_failed("write", error)
-            stored = _unbroken(self._exists(names[start:]))
-            with self._lock:
-                dropped = len(buffers) - stored
-                self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + dropped)
+                self._accounts.note_failed("write", error)
+            stored = self._exists(keys, exists)
+            self._accounts.note_dropped(stored.count(False))
             return stored
 
-    def _write_missing(
+    def _write(
         self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        names: Sequence[str],
-        held: Sequence[bool],
+        missing: Sequence[tuple[Block, BlockBuffer]],
         epoch: Epoch,
+        write: Callable[[Sequence[str], Sequence[RecordPieces]], None],
     ) -> None:
-        missing = [block for block in range(start, len(names)) if not held[block]]
-        step = max(1, GROUP_BYTES // self._slot_bytes)
         now = time.time()
-        for first in range(0, len(missing), step):
-            blocks = missing[first : first + step]
+        for first, end in _batches([buffer for _, buffer in missing]):
             records: list[RecordPieces] = []
-            for block in blocks:
-                buffer = buffers[block - start]
-                parent = keys[block - 1] if block else b""
+            for block, buffer in missing[first:end]:
                 digest = self._seal.payload_digest(buffer)
                 header = RecordHeader(
-                    self._digest, keys[block], parent, block, self._slot_bytes, digest, now, now, epoch=epoch
+                    self._digest, block.key, block.parent, block.depth, bytes_of(buffer), digest, now, now, epoch=epoch
                 )
                 records.append([header.encode(self._seal), *buffer])
-            self.store.write([names[block] for block in blocks], records)
+            write(self._names([block.key for block, _ in missing[first:end]]), records)
 
     def _describe(self) -> None:
         """Store the namespace's fields beside the records, once."""
@@ -247,11 +211,11 @@ class SharedTier(Tier):
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         names = self._names(list(keys))
-        with self._uses.one() as running, self._noting("write", "delete"):
+        with self._uses.one() as running, self._accounts.noting("write", "delete"):
             return self.store.remove(names) if running and names else 0
 
     def clear(self) -> None:
-        with self._uses.one() as running, self._noting("write", "clear"):
+        with self._uses.one() as running, self._accounts.noting("write", "clear"):
             if running:
                 self.store.clear(self._group)
                 self._described = False
@@ -267,19 +231,18 @@ class SharedTier(Tier):
             self._usage = self.store.usage()
 
     def counts(self) -> TierCounts:
-        with self._lock:
-            return replace(self._counts, evicted=self.store.evicted)
+        return replace(self._accounts.counts(), evicted=self.store.evicted)
 
     def scan(self) -> Iterator[RecordHeader]:
-        with self._uses.one() as running, self._noting("read"):
+        with self._uses.one() as running, self._accounts.noting("read"):
             names = [record.name for record in self.store.names(self._group) if key_of(record.name)] if running else []
             for name, raw in headers_of(self.store, names):
                 with suppress(RecordError):
-                    if (header := self._header_in(raw or b"")).key == key_of(name):
+                    if (header := self._reader.header_in(raw or b"")).key == key_of(name):
                         yield header
 
     def health(self) -> TierHealth:
-        return self._last_errors.health()
+        return self._accounts.last_errors.health()
 
     def close(self) -> None:
         with self._uses.the_last():
@@ -290,26 +253,18 @@ class SharedTier(Tier):
     def _names(self, keys: Sequence[BlockKey]) -> list[str]:
         return [record_name(self._group, key) for key in keys]
 
-    def _header_in(self, raw: bytes) -> RecordHeader:
-        return RecordHeader.decode(raw, namespace=self._digest, length=self._slot_bytes, seal=self._seal)
-
-    @contextmanager
-    def _noting(self, what: str, refused: str = "") -> Iterator[None]:
-        """A context that notes the store's failure and ends with it, or with a TierError if the caller must know."""
-        try:
-            yield
-        except StoreError as error:
-            self._note_failed(what, error)
-            if refused:
-                raise TierError(f"cannot {refused}: {error}") from error
-
-    def _note_failed(self, what: str, error: StoreError) -> None:
-        if what == "read":
-            with self._lock:
-                self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
-        self._last_errors.add(what, f"cannot {what}: {error}")
+    def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
+        require_at_most(buffers, self._slot_bytes, f"the largest block of {self.store.place} has")
 
 
-def _unbroken(found: Sequence[bool]) -> int:
-    """Number of leading True values."""
-    return next((index for index, there in enumerate(found) if not there), len(found))
+def _batches(buffers: Sequence[BlockBuffer]) -> Iterator[tuple[int, int]]:
+    """`buffers` as ranges (first, end) for one call of a store each: about `GROUP_BYTES`, with headers."""
+    first = nbytes = 0
+    for index, buffer in enumerate(buffers):
+        size = HEADER_BYTES + bytes_of(buffer)
+        if nbytes and nbytes + size > GROUP_BYTES:
+            yield first, index
+            first, nbytes = index, 0
+        nbytes += size
+    if nbytes:
+        yield first, len(buffers)
