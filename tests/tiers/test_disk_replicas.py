@@ -16,7 +16,7 @@ from test_slab_kill import start
 
 from kvpact.errors import TierError
 from kvpact.tiers.client import LentSlots, TierClient
-from kvpact.tiers.disk import foreign_slab, own_slab, slab_directory
+from kvpact.tiers.disk import foreign_slab, slab_directory, slab_size
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.slab import Slab, SlabReader, Superblock
@@ -202,7 +202,7 @@ def test_an_engine_that_restarts_finds_its_slab_although_the_others_had_use_for_
 
 
 def test_an_absent_engine_takes_nothing_from_one_that_restarts(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_slab, "GROWTH_BYTES", SLOT)
+    monkeypatch.setattr(slab_size, "GROWTH_BYTES", SLOT)
     first, second = host.open(), host.open()
     store(second, KEYS[:2])
     host.close(second)

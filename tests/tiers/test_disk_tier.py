@@ -16,7 +16,7 @@ import pytest
 from hook_time import assert_ends_within
 from kvpact.errors import PactViolation, TierError
 from kvpact.own_files import OWN_FOLDER
-from kvpact.tiers.disk import own_slab, two_threads
+from kvpact.tiers.disk import slab_size, two_threads
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.slab import Slab, runs
 from kvpact.tiers.disk.slab_directory import LOCK_FILE
@@ -527,7 +527,7 @@ def test_a_full_disk_costs_new_blocks_only_and_growth_is_tried_again(
     assert "No space left on device" in tier.health().reason
     assert tier.counts().dropped_writes > 0
     ballast.unlink()
-    monkeypatch.setattr(own_slab, "GROWTH_RETRY_S", 0.0)
+    monkeypatch.setattr(slab_size, "GROWTH_RETRY_S", 0.0)
     assert store(tier, chain("later", 8)) == 8 == served(tier, chain("later", 8))
     assert tier.health().reason == ""
     tier.check()

@@ -266,7 +266,7 @@ class DiskTier(Tier):
             return
         with self._directory.locked(_TEND_LOCK_S):
             room = self._directory.room(self._opener.namespace, own.slab.path)
-        own.limit(room.file_bytes(own.file_bytes))
+        own.size.limit(room.file_bytes(own.size.file_bytes))
 
     def close(self) -> None:
         self._stopped.set()

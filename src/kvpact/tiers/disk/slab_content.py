@@ -1,0 +1,153 @@
+"""What this engine's own slab holds: the index in memory and the header table on disk, which change together.
+
+Owns both, the times of last use and the counts. Never moves a payload.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+from kvpact.errors import TierError
+from kvpact.identity.keys import BlockKey
+from kvpact.index.block_index import BlockIndex, StoredBlock
+from kvpact.tiers.base import RecordError, RecordHeader, TierCounts
+from kvpact.tiers.disk.slab import Slab, digest_table, occupied
+from kvpact.tiers.log_once import LastErrors
+
+logger = logging.getLogger(__name__)
+
+_PERSIST_S: Final = 1.0
+
+
+class SlabContent:
+    """The records of an open slab, which only this process writes.
+
+    Two locks: `lock` guards the index and is never held during I/O, so a lookup never waits for the disk.
+    `header_lock` is taken before it, and makes a change of the index and of the header table one step.
+    """
+
+    def __init__(self, slab: Slab, most_slots: int, last_errors: LastErrors) -> None:
+        """Take over an open slab, which may grow to its claim, and read its header table. Raises OSError."""
+        self.slab = slab
+        self.last_errors = last_errors
+        self.lock, self.header_lock = threading.Lock(), threading.Lock()
+        self.index = BlockIndex(most_slots, slab.superblock.slots_in(slab.superblock.claim_bytes))
+        self.digests = digest_table(most_slots)
+        """Of each slot's payload."""
+        self.used: dict[int, float] = {}
+        """Slot -> when it was read last, where the header on disk does not say so yet."""
+        self._counts = TierCounts()
+        self._stale_headers: set[int] = set()
+        """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
+        self._restore()
+
+    # Changes
+
+    def lose(self, change: Callable[[], Sequence[tuple[BlockKey, int]]], more: Iterable[int] = ()) -> int:
+        """Call `change` of the index, with both locks; clear the headers of the slots that it returns, and of `more`.
+
+        Returns how many blocks `change` has lost.
+        """
+        with self.header_lock:
+            with self.lock:
+                lost = change()
+            self._forget_headers({*more, *(slot for _, slot in lost)})
+        return len(lost)
+
+    def _forget_headers(self, slots: Iterable[int]) -> None:
+        """Clear headers; the header lock is held. Those that fail are tried again with the next ones."""
+        self._stale_headers.update(slots)
+        try:
+            self.slab.clear_headers(sorted(self._stale_headers))
+            self._stale_headers.clear()
+        except OSError as error:
+            self.note_write_failed(error)
+
+    def clear_headers(self, slots: Sequence[int]) -> None:
+        """Clear the headers of slots that are to be written. Raises OSError."""
+        with self.header_lock:
+            self.slab.clear_headers(slots)
+            self._stale_headers.difference_update(slots)
+
+    def require_no_stale_headers(self) -> None:
+        """Raise TierError if a dropped block would be back after a restart."""
+        if self._stale_headers:
+            raise TierError(f"disk tier: cannot clear {len(self._stale_headers)} headers in {self.slab.path}")
+
+    # Counts
+
+    def count(self, *, damaged: int = 0, dropped_writes: int = 0, evicted: int = 0) -> None:
+        """Add to the counts; the lock is held."""
+        before = self._counts
+        self._counts = replace(
+            before,
+            damaged=before.damaged + damaged,
+            dropped_writes=before.dropped_writes + dropped_writes,
+            evicted=before.evicted + evicted,
+        )
+
+    def counts(self) -> TierCounts:
+        """What went wrong or was evicted since the slab was opened."""
+        with self.lock:
+            return self._counts
+
+    def note_read_failed(self, error: OSError) -> None:
+        """A read of the file has failed."""
+        with self.lock:
+            self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
+        self.last_errors.add("read", f"cannot read {self.slab.path}: {error.strerror}")
+
+    def note_write_failed(self, error: OSError) -> None:
+        """A write to the file has failed."""
+        self.last_errors.add("write", f"cannot write {self.slab.path}: {error.strerror}; those blocks are not kept")
+
+    # Opening and closing
+
+    def _restore(self) -> None:
+        """Fill the index from the header table; payloads are not read (H59). Raises OSError."""
+        blocks, unusable = list[StoredBlock](), list[int]()
+        for slot, raw in occupied(self.slab.read_table()):
+            try:
+                header = self.slab.superblock.header(slot, raw)
+                if slot >= self.slab.slots:
+                    raise RecordError("its payload is beyond the end of the file")
+            except RecordError as error:
+                unusable.append(slot)
+                self.last_errors.warn_once(f"damaged: {error}", f"slot {slot} of {self.slab.path}: {error}; dropped")
+                continue
+            self.digests[slot] = header.digest
+            blocks.append(StoredBlock(header.key, header.parent, slot, header.used))
+        orphans = self.index.restore(blocks)
+        self._counts = replace(self._counts, damaged=len(unusable))
+        self._forget_headers({*unusable, *(block.slot for block in orphans)})
+        logger.info(
+            "disk tier: %s holds %d blocks (%d records unusable, %d without the block before them)",
+            self.slab.path, self.index.held_count, len(unusable), len(orphans),
+        )  # fmt: skip
+
+    def persist_use(self) -> None:
+        """Store when blocks were last used, newest first, for at most `_PERSIST_S`. A kill loses these times."""
+        deadline = time.monotonic() + _PERSIST_S
+        for slot, used in sorted(self.used.items(), key=lambda item: -item[1]):
+            if time.monotonic() >= deadline:
+                return
+            with self.header_lock, suppress(RecordError, OSError):
+                header = replace(self.slab.superblock.header(slot, self.slab.read_header(slot)), used=used)
+                self.slab.write_headers([slot], [header.encode()])
+
+    def scan(self) -> Iterator[RecordHeader]:
+        """The header of every sound record, in no order."""
+        table = bytearray()
+        try:
+            table = self.slab.read_table()
+        except OSError as error:
+            self.note_read_failed(error)
+        for slot, raw in occupied(table):
+            with suppress(RecordError):
+                yield self.slab.superblock.header(slot, raw)
