@@ -91,18 +91,25 @@ def bytes_of(buffer: BlockBuffer) -> int:
     return sum(piece.nbytes for piece in buffer)
 
 
-def require_sizes(buffers: Sequence[BlockBuffer], nbytes: int, whose: str) -> None:
-    """Raise PactViolation unless each buffer has `nbytes`, the size of `whose`: "a slot of FILE has"."""
-    for buffer in buffers:
-        if (size := bytes_of(buffer)) != nbytes:
-            raise PactViolation(f"a block's buffer has {size} bytes; {whose} {nbytes}")
-
-
 def require_at_most(buffers: Sequence[BlockBuffer], nbytes: int, whose: str) -> None:
     """Raise PactViolation if a buffer has more than `nbytes`, the size of `whose`: "a slot of FILE has"."""
     for buffer in buffers:
         if (size := bytes_of(buffer)) > nbytes:
             raise PactViolation(f"a block's buffer has {size} bytes; {whose} {nbytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block by its place: its key, the key of the block before it and its number; a loose block is number 0."""
+
+    key: BlockKey
+    parent: BlockKey = b""
+    depth: int = 0
+
+
+def chained(keys: Sequence[BlockKey], start: int, end: int) -> list[Block]:
+    """Blocks [start, end) of the chain `keys`."""
+    return [Block(keys[depth], keys[depth - 1] if depth else b"", depth) for depth in range(start, end)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from kvpact.tiers.urls import TierURL
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is opened for. `slot_bytes` is a block's size over all ranks."""
+    """What a tier is opened for. `slot_bytes` is the largest block's size over all ranks; others may be smaller."""
 
     namespace: Namespace
     slot_bytes: int

@@ -23,9 +23,11 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.own_files import Access, open_own
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, Progress, RecordError, is_empty_header
+from kvpact.tiers.disk.each_read import EachRead
 from kvpact.tiers.disk.slab import SlabReader, Superblock
 from kvpact.tiers.disk.slab_opening import require_ours
-from kvpact.tiers.disk.two_threads import read_verified
+from kvpact.tiers.disk.two_threads import MISPLACED, read_verified
+from kvpact.tiers.record import bytes_of, chained
 from kvpact.tiers.use_count import UseCount
 
 _CHUNK_SLOTS: Final = 4096
@@ -53,6 +55,7 @@ class ForeignRecord(NamedTuple):
     slot: int
     parent: BlockKey
     digest: bytes
+    length: int
     written: float
     checksum: bytes
     """The header's own, which changes with the time of the block's last use, too."""
@@ -114,6 +117,11 @@ class ForeignSlab:
         """Number of blocks in a row from `start` that the slab has. 25 ns for each."""
         return len(list(takewhile(self._records.__contains__, islice(keys, start, None))))
 
+    def has(self, key: BlockKey) -> bool:
+        """Whether the slab has the loose block `key`."""
+        record = self._records.get(key)
+        return record is not None and not record.parent
+
     def scan(self, stopped: Callable[[], bool]) -> None:
         """Look for headers that have changed, until the end or `stopped`. Raises OSError.
 
@@ -161,7 +169,9 @@ class ForeignSlab:
             header = self._reader.superblock.header(slot, raw)
         except RecordError:
             return False
-        record = ForeignRecord(slot, header.parent, header.digest, header.written, bytes(raw[-_CHECKSUM_BYTES:]))
+        record = ForeignRecord(
+            slot, header.parent, header.digest, header.length, header.written, bytes(raw[-_CHECKSUM_BYTES:])
+        )
         if record.is_same_block(self._refused.get(slot)):  # only the time of its last use has changed
             return True
         self._refused.pop(slot, None)
@@ -182,7 +192,14 @@ class ForeignSlab:
     ) -> int:
         """Read and verify; return how many blocks arrived."""
         known = map(self._records.get, islice(keys, start, start + len(buffers)))
-        wanted = [record for record in takewhile(bool, known) if record is not None]
+        wanted = list[ForeignRecord]()
+        for block, buffer, record in zip(chained(keys, start, start + len(buffers)), buffers, known, strict=False):
+            if record is None or record.length != bytes_of(buffer):
+                break
+            if record.parent != block.parent:
+                self._end_unusable(block.key, record, MISPLACED)
+                break
+            wanted.append(record)
         with self._uses.one() as running:
             if not running or not wanted:
                 return 0
@@ -194,6 +211,28 @@ class ForeignSlab:
             if reason:
                 self._end_unusable(keys[start + arrived], wanted[arrived], reason)
             return arrived
+
+    def get_each(self, reading: EachRead) -> None:
+        """Read what the slab has of a call's loose blocks, and verify it."""
+        wanted: dict[int, tuple[BlockKey, ForeignRecord]] = {}
+        for number in reading.missing():
+            key = reading.keys[number]
+            record = self._records.get(key)
+            if record is not None and record.parent:
+                self._end_unusable(key, record, MISPLACED)
+            elif record is not None and record.length == bytes_of(reading.buffers[number]):
+                wanted[number] = key, record
+        records = list(wanted.values())
+
+        def end_unusable(index: int, reason: str) -> bool:
+            self._end_unusable(*records[index], reason)
+            return True
+
+        with self._uses.one() as running:
+            if running:
+                in_slot = {record.slot: (key, record) for key, record in records}
+                digests = [record.digest for _, record in records]
+                reading.run(list(wanted), list(in_slot), digests, partial(self._read, in_slot), end_unusable)
 
     def _read(
         self,

@@ -13,6 +13,7 @@ from typing import Literal
 
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import TierCounts
+from kvpact.tiers.disk.each_read import EachRead
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.slab_directory import SlabDirectory
 from kvpact.tiers.log_once import LastErrors
@@ -69,6 +70,15 @@ class ForeignSlabs:
         runs = [(slab.run(keys, start), slab) for slab in self._slabs]
         count, slab = max(runs, key=lambda run: run[0], default=(0, None))
         return (count, slab) if count else (0, None)
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether a slab has the loose block `key`."""
+        return any(slab.has(key) for slab in self._slabs)
+
+    def get_each(self, reading: EachRead) -> None:
+        """Read what the slabs have of a call's loose blocks."""
+        for slab in self._slabs:
+            slab.get_each(reading)
 
     def refuse(self, keys: Iterable[BlockKey]) -> int:
         """See `ForeignSlab`."""

@@ -141,11 +141,12 @@ def _read_record(
         header = superblock.header(slot, raw)
         key, torn = header.key.hex(), True
         at = superblock.file_bytes(slot)
+        payload = payload[: header.length]
         got = os.preadv(descriptor, [payload], at)
         os.posix_fadvise(descriptor, at, superblock.slot_bytes, os.POSIX_FADV_DONTNEED)
-        if got == superblock.slot_bytes and payload_digest([payload]) == header.digest:
+        if got == header.length and payload_digest([payload]) == header.digest:
             return header
-        reason = "payload does not match its checksum" if got == superblock.slot_bytes else f"payload ends after {got}"
+        reason = "payload does not match its checksum" if got == header.length else f"payload ends after {got}"
     except RecordError as error:
         reason = str(error)
     return DamagedRecord(slot, key, reason, torn) if _raw_header(descriptor, slot) == raw else None
@@ -167,17 +168,18 @@ def _orphans(parents: Mapping[bytes, bytes]) -> int:
 def _summary(item: Neighbour, now: float) -> SlabSummary | None:
     """None if the slab is gone by now."""
     path, in_use, file_bytes = item.path, item.in_use, item.file_bytes
-    written: list[float] = []
+    headers: list[RecordHeader] = []
     try:
         with closing(open_own(path, os.O_RDONLY)) as descriptor:
             superblock = Superblock.read(descriptor, path)
             for slot, raw in occupied(_table(descriptor, superblock)):
                 with suppress(RecordError):
-                    written.append(superblock.header(slot, raw).written)
+                    headers.append(superblock.header(slot, raw))
     except FileNotFoundError:
         return None
     except TierError as error:
         return SlabSummary(path, path.stem, {}, 0, 0, 0, 0, file_bytes, 0.0, 0.0, 0 if in_use else None, str(error))
+    written = [header.written for header in headers]
     return SlabSummary(
         path=path,
         namespace=superblock.namespace.name,
@@ -185,7 +187,7 @@ def _summary(item: Neighbour, now: float) -> SlabSummary | None:
         slot_bytes=superblock.slot_bytes,
         slots=superblock.slots_in(superblock.claim_bytes),
         blocks=len(written),
-        payload_bytes=len(written) * superblock.slot_bytes,
+        payload_bytes=sum(header.length for header in headers),
         file_bytes=file_bytes,
         oldest_age=max(0.0, now - min(written, default=now)),
         newest_age=max(0.0, now - max(written, default=now)),

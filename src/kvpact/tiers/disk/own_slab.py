@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
+
+import numpy as np
 
 from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import ROOT, State
+from kvpact.index.block_index import ROOT, Pin, State
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, TierCounts, payload_digest
+from kvpact.tiers.disk.each_read import EachRead
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.slab_content import SlabContent
 from kvpact.tiers.disk.slab_directory import SlabDirectory
 from kvpact.tiers.disk.slab_size import SlabSize
-from kvpact.tiers.disk.two_threads import groups_of, on_two_threads, read_verified
+from kvpact.tiers.disk.two_threads import MISPLACED, UNREADABLE, groups_of, on_two_threads, read_verified
 from kvpact.tiers.log_once import LastErrors
+from kvpact.tiers.record import Block, bytes_of, chained
 
 
 class OwnSlab:
@@ -43,27 +47,93 @@ class OwnSlab:
         with self._lock:
             return self._index.held_prefix(keys)
 
+    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of these loose blocks the slab holds."""
+        with self._lock:
+            return [self._is_loose(key) for key in keys]
+
+    def _is_loose(self, key: BlockKey) -> bool:
+        return self._index.is_held(key) and bool(self._content.rooted[self._index.slot(key)])
+
     def get(
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], on_progress: Progress | None
     ) -> int:
         """Read and verify; return how many blocks arrived."""
+        sizes = np.fromiter(map(bytes_of, buffers), np.int64)
         with self._lock:
-            count = min(self._index.held_prefix(keys) - start, len(buffers))
-            if count <= 0:
-                return 0
-            wanted = keys[start : start + count]
-            pin = self._index.pin(wanted[-1])
-            self._index.touch(wanted[-1])
-            slots = self._index.slots_of(wanted)
+            end = min(self._index.held_prefix(keys), start + len(buffers))
+            held = list(takewhile(self._index.is_held, islice(keys, start, end)))
+            slots = self._readable(self._index.slots_of(held), start, sizes)
+            misplaced = self._misplaced(keys, start + len(slots), end)
             digests = self._content.digests[slots].tolist()
-            self._content.used[slots[-1]] = time.time()
+            pins = self._use(held[len(slots) - 1 : len(slots)])
         try:
-            arrived, reason = read_verified(self._read, slots, digests, buffers[:count], on_progress)
+            self._quarantine_all(misplaced)
+            if not slots:
+                return 0
+            arrived, reason = read_verified(self._read, slots, digests, buffers[: len(slots)], on_progress)
             if reason:
-                self._quarantine(wanted[arrived], slots[arrived], reason)
+                self._quarantine(held[arrived], slots[arrived], reason)
             return arrived
         finally:
-            with self._lock:
+            self._end_use(pins)
+
+    def _readable(self, slots: list[int], start: int, sizes: np.ndarray) -> list[int]:
+        """Those in a row from block `start` of a chain whose records are of this place in one, and of these sizes."""
+        misplaced = self._content.rooted[slots]
+        if start == 0:
+            misplaced[:1] ^= True
+        unfit = misplaced | (self._content.lengths[slots] != sizes[: len(slots)])
+        return slots[: int(unfit.argmax())] if unfit.any() else slots
+
+    def _misplaced(self, keys: Sequence[BlockKey], first: int, end: int) -> list[tuple[BlockKey, int]]:
+        """(key, slot) of those of blocks [first, end) of a chain whose records are of another place; the lock is held.
+
+        There are none unless somebody has changed the file.
+        """
+        known = [depth for depth in range(first, end) if keys[depth] in self._index]
+        slots = [(depth, keys[depth], self._index.slot(keys[depth])) for depth in known]
+        return [(key, slot) for depth, key, slot in slots if self._content.rooted[slot] != (depth == 0)]
+
+    def _quarantine_all(self, misplaced: Iterable[tuple[BlockKey, int]]) -> None:
+        for key, slot in misplaced:
+            self._quarantine(key, slot, MISPLACED)
+
+    def get_each(self, reading: EachRead) -> None:
+        """Read what the slab has of a call's loose blocks, and verify it."""
+        keys, buffers = reading.keys, reading.buffers
+        with self._lock:
+            numbers = [
+                number
+                for number in reading.missing()
+                if self._is_loose(keys[number])
+                and self._content.lengths[self._index.slot(keys[number])] == bytes_of(buffers[number])
+            ]
+            wanted = [keys[number] for number in numbers]
+            slots = self._index.slots_of(wanted)
+            digests = self._content.digests[slots].tolist()
+            pins = self._use(wanted)
+
+        def end_unusable(index: int, reason: str) -> bool:
+            self._quarantine(wanted[index], slots[index], reason)
+            return reason != UNREADABLE
+
+        try:
+            reading.run(numbers, slots, digests, self._read, end_unusable)
+        finally:
+            self._end_use(pins)
+
+    def _use(self, keys: Iterable[BlockKey]) -> list[Pin]:
+        """Keep blocks, with all before them, and note that they are used; the lock is held."""
+        pins = [self._index.pin(key) for key in keys]
+        for pin in pins:
+            self._index.touch(pin.key)
+            self._content.used[pin.slot] = time.time()
+        return pins
+
+    def _end_use(self, pins: Iterable[Pin]) -> None:
+        with self._lock:
+            for pin in pins:
                 self._index.unpin(pin)
 
     def _read(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
@@ -80,15 +150,11 @@ class OwnSlab:
 
     def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch) -> None:
         """Store what is new of these blocks, if all before `start` are in this slab."""
+        with self._lock:
+            misplaced = self._misplaced(keys, self._index.known_prefix(keys), start + len(buffers))
+        self._quarantine_all(misplaced)
         begin, slots = self._reserve(keys, start, start + len(buffers))
-        stored = 0
-        try:
-            stored = self._store(keys, begin, slots[: self.size.backed(slots)], buffers[begin - start :], epoch)
-        except OSError as error:
-            self._content.note_write_failed(error)
-        finally:
-            if stored < len(slots):
-                self._abandon(slots[stored:])
+        self._write(chained(keys, begin, begin + len(slots)), slots, buffers[begin - start :], epoch)
 
     def _reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> tuple[int, tuple[int, ...]]:
         """(first block, slots) for those of blocks [start, end) that are new and have room."""
@@ -103,15 +169,36 @@ class OwnSlab:
             self._content.count(evicted=len(reservation.evicted))
             return begin, reservation.slots
 
+    def put_each(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch) -> None:
+        """Store what is new of these loose blocks, as far as there is room."""
+        numbers, slots = list[int](), list[int]()
+        with self._lock:
+            for key in filter(self._index.__contains__, keys):
+                self._index.touch(key)  # so that it does not make room for the others
+            for number, key in enumerate(keys):
+                if key not in self._index and (reservation := self._index.reserve([key], 0, 1)) is not None:
+                    self._content.count(evicted=len(reservation.evicted))
+                    numbers.append(number)
+                    slots += reservation.slots
+        self._write([Block(keys[number]) for number in numbers], slots, [buffers[number] for number in numbers], epoch)
+
+    def _write(
+        self, blocks: Sequence[Block], slots: Sequence[int], buffers: Sequence[BlockBuffer], epoch: Epoch
+    ) -> None:
+        """Store blocks whose `slots` are reserved; of those that cannot be stored the slots become free again."""
+        stored = 0
+        try:
+            stored = self._store(blocks, slots[: self.size.backed(slots)], buffers, epoch)
+        except OSError as error:
+            self._content.note_write_failed(error)
+        finally:
+            if stored < len(slots):
+                self._abandon(slots[stored:])
+
     def _store(
-        self,
-        keys: Sequence[BlockKey],
-        begin: int,
-        slots: Sequence[int],
-        buffers: Sequence[BlockBuffer],
-        epoch: Epoch,
+        self, blocks: Sequence[Block], slots: Sequence[int], buffers: Sequence[BlockBuffer], epoch: Epoch
     ) -> int:
-        """Write block `begin + i` of `keys` to `slots[i]` and index it; return the number of leading blocks written.
+        """Write `blocks[i]` to `slots[i]` and index it; return the number of leading blocks written.
 
         Headers are written only before and after all payloads: a header's write waits for all writes under way.
         Raises OSError; then none is indexed.
@@ -133,19 +220,28 @@ class OwnSlab:
         on_two_threads(write, groups_of(len(slots), self._slot_bytes))
         written = list(takewhile(digests.__contains__, slots))
         now = time.time()
-        headers = {}
-        for block, slot in enumerate(written, begin):
-            parent = keys[block - 1] if block else ROOT
-            headers[slot] = RecordHeader(
-                self._namespace, keys[block], parent, block, self._slot_bytes, digests[slot], now, now, slot, epoch
-            ).encode()
+        headers = {
+            slot: RecordHeader(
+                self._namespace,
+                block.key,
+                block.parent,
+                block.depth,
+                bytes_of(buffer),
+                digests[slot],
+                now,
+                now,
+                slot,
+                epoch,
+            )
+            for slot, block, buffer in zip(written, blocks, buffers, strict=False)
+        }
         with self._content.header_lock:
             with self._lock:  # a block that was deleted while it was written gets no header
                 wanted = [slot for slot in written if self._index.state(slot) == State.RESERVED]
-            self.slab.write_headers(wanted, [headers[slot] for slot in wanted])
+            self.slab.write_headers(wanted, [headers[slot].encode() for slot in wanted])
             with self._lock:
                 for slot in written:
-                    self._content.digests[slot] = digests[slot]
+                    self._content.note(slot, headers[slot])
                     self._content.used.pop(slot, None)
                 self._index.complete(written)
         if len(written) == len(slots):

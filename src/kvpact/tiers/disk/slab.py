@@ -4,7 +4,7 @@ Owns the file's layout, its lock and all I/O on it. Never decides what is kept o
 
     0      superblock, 4,096 bytes: what the file is, for whom, and who has it open
     4096   header table, 256 bytes a slot, read at once on a restart
-    ...    slots, `slot_bytes` each, page-aligned
+    ...    slots, `slot_bytes` each, page-aligned; a payload may be smaller, its header says how large
 
 The order of writes makes a kill at any moment harmless: the header of a slot is cleared before the slot is rewritten,
 and written after its payload. The kernel keeps what a process wrote before its death, so the order suffices, and only
@@ -20,7 +20,7 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import PRIVATE, Access, sync_folder
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
+from kvpact.tiers.record import bytes_of
 from kvpact.tiers.vectored import VectoredCall, completely
 
 PAGE_BYTES = 4096
@@ -108,7 +109,9 @@ class Superblock:
 
     def header(self, slot: int, raw: bytes | memoryview) -> RecordHeader:
         """The header in `raw`, of the record in `slot`. Raises RecordError."""
-        return RecordHeader.decode(raw, namespace=self.namespace.digest, length=self.slot_bytes, slot=slot)
+        return RecordHeader.decode(
+            raw, namespace=self.namespace.digest, length=None, max_length=self.slot_bytes, slot=slot
+        )
 
     def encode(self) -> bytes:
         """One page. Raises TierError if the namespace's description does not fit."""
@@ -222,13 +225,16 @@ class SlabReader:
 
     def read_payloads(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
         """Fill `buffers[i]` from `slots[i]`; return the number of leading blocks that were there in full."""
-        for first, count in runs(slots):
-            wanted = count * self.superblock.slot_bytes
-            views = list(chain.from_iterable(buffers[first : first + count]))
-            got = self._transfer(self._read, views, self.superblock.file_bytes(slots[first]))
-            if got < wanted:
+        for first, count in self._runs(slots, buffers):
+            wanted = buffers[first : first + count]
+            got = self._transfer(self._read, wanted, self.superblock.file_bytes(slots[first]))
+            if got < sum(map(bytes_of, wanted)):
                 return first + got // self.superblock.slot_bytes
         return len(slots)
+
+    def _runs(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> Iterator[tuple[int, int]]:
+        """As `runs`; a block that does not fill its slot is the last of its run."""
+        return runs(slots, lambda index: bytes_of(buffers[index]) < self.superblock.slot_bytes)
 
     def close(self) -> None:
         """Close the file, which releases its lock. No other thread may be reading or writing."""
@@ -237,8 +243,11 @@ class SlabReader:
                 os.close(descriptor)
         self._direct, self._buffered = None, -1
 
-    def _transfer(self, call: VectoredCall, views: list[memoryview], offset: int) -> int:
+    def _transfer(self, call: VectoredCall, buffers: Sequence[BlockBuffer], offset: int) -> int:
         """Bypass the page cache if this memory allows it, else use it; the kernel keeps both coherent."""
+        views = [piece for piece in chain.from_iterable(buffers) if piece.nbytes]
+        if not views:
+            return 0
         if self._direct is not None:
             try:
                 return call(self._direct, list(views), offset)
@@ -321,10 +330,9 @@ class Slab(SlabReader):
         self.write_headers(slots, [bytes(HEADER_BYTES)] * len(slots))
 
     def write_payloads(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> None:
-        """Write `buffers[i]` to `slots[i]`, whose headers must be clear."""
-        for first, count in runs(slots):
-            views = list(chain.from_iterable(buffers[first : first + count]))
-            self._transfer(self._write, views, self.superblock.file_bytes(slots[first]))
+        """Write `buffers[i]` to the start of `slots[i]`, whose headers must be clear."""
+        for first, count in self._runs(slots, buffers):
+            self._transfer(self._write, buffers[first : first + count], self.superblock.file_bytes(slots[first]))
 
     def _write(self, descriptor: int, views: list[memoryview], offset: int) -> int:
         return completely(self.pwritev, descriptor, views, offset)
@@ -343,11 +351,14 @@ def occupied(table: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
         yield slot, view[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
 
 
-def runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(index of the first, count) of each run of neighbouring slots, in order: each is one read or write."""
+def runs(slots: Sequence[int], is_last: Callable[[int], bool] = lambda index: False) -> Iterator[tuple[int, int]]:
+    """(index of the first, count) of each run of neighbouring slots, in order: each is one read or write.
+
+    A run ends after an index that `is_last`.
+    """
     first = 0
     for index in range(1, len(slots) + 1):
-        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+        if index == len(slots) or slots[index] != slots[index - 1] + 1 or is_last(index - 1):
             yield first, index - first
             first = index
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex, StoredBlock
@@ -40,12 +42,24 @@ class SlabContent:
         self.index = BlockIndex(most_slots, slab.superblock.slots_in(slab.superblock.claim_bytes))
         self.digests = digest_table(most_slots)
         """Of each slot's payload."""
+        self.lengths = np.zeros(most_slots, np.int64)
+        """Bytes of each slot's payload."""
+        self.rooted = np.zeros(most_slots, np.bool_)
+        """Whether each slot's record says that no block is before it: a chain's first one, or a loose one."""
         self.used: dict[int, float] = {}
         """Slot -> when it was read last, where the header on disk does not say so yet."""
         self._counts = TierCounts()
         self._stale_headers: set[int] = set()
         """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
         self._restore()
+
+    # Records
+
+    def note(self, slot: int, header: RecordHeader) -> None:
+        """Keep of a slot's record what a read needs; the lock is held."""
+        self.digests[slot] = header.digest
+        self.lengths[slot] = header.length
+        self.rooted[slot] = not header.parent
 
     # Changes
 
@@ -121,7 +135,7 @@ class SlabContent:
                 unusable.append(slot)
                 self.last_errors.warn_once(f"damaged: {error}", f"slot {slot} of {self.slab.path}: {error}; dropped")
                 continue
-            self.digests[slot] = header.digest
+            self.note(slot, header)
             blocks.append(StoredBlock(header.key, header.parent, slot, header.used))
         orphans = self.index.restore(blocks)
         self._counts = replace(self._counts, damaged=len(unusable))

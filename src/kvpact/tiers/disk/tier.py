@@ -24,13 +24,14 @@ from kvpact.own_files import PRIVATE, Access
 from kvpact.threads import give_way, start_background
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
 from kvpact.tiers.disk import BACKEND
+from kvpact.tiers.disk.each_read import EachRead
 from kvpact.tiers.disk.foreign_slabs import ForeignSlabs
 from kvpact.tiers.disk.own_slab import OwnSlab
 from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
 from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, DirectoryBusy, NoRoomYet, SlabDirectory
 from kvpact.tiers.disk.slab_opening import SlabOpener
 from kvpact.tiers.log_once import LastErrors
-from kvpact.tiers.record import require_sizes
+from kvpact.tiers.record import require_at_most
 from kvpact.tiers.use_count import UseCount
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ class DiskTier(Tier):
         """Use the namespace's slabs in kvpact's folder inside `directory`, and write one that no other engine writes.
 
         All slabs there have at most `capacity_bytes` together: engines that use the directory have equal shares, idle
-        slabs are removed when their room is needed. `slot_bytes` is a block's size over all ranks, a multiple of 4,096.
+        slabs are removed when their room is needed. `slot_bytes` is the largest block's size over all ranks, a multiple
+        of 4,096; a smaller block leaves the rest of its slot empty.
         If others use slabs of the namespace and none is idle, waits up to `timeout` seconds for one, then makes one
         more. If they leave no room for that yet, nothing is stored until they do.
 
@@ -134,6 +136,12 @@ class DiskTier(Tier):
             held += count
         return held
 
+    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
+        if self._uses.stopped:
+            return [False] * len(keys)
+        own = self._own.lookup_each(keys) if self._own is not None else [False] * len(keys)
+        return [there or self._others.has(key) for key, there in zip(keys, own, strict=True)]
+
     def put_start(self, keys: Sequence[BlockKey]) -> int:
         own = self._own
         return held if (held := self.lookup(keys)) == len(keys) or own is None else own.lookup(keys)
@@ -149,7 +157,7 @@ class DiskTier(Tier):
         buffers: Sequence[BlockBuffer],
         on_progress: Progress | None = None,
     ) -> int:
-        require_sizes(buffers, self._slot_bytes, f"a slot of {self._directory.path} has")
+        self._require_sizes(buffers)
         with self._uses.one() as running:
             arrived = 0
             while running and arrived < len(buffers):
@@ -175,16 +183,43 @@ class DiskTier(Tier):
             self._last_errors.clear("read")
         return got, count
 
+    def get_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        self._require_sizes(buffers)
+        reading = EachRead(keys, buffers, on_progress)
+        with self._uses.one() as running:
+            if running and self._own is not None:
+                self._own.get_each(reading)
+            if running and (left := len(reading.missing())):
+                self._others.get_each(reading)
+                if len(reading.missing()) < left:
+                    self._last_errors.clear("read")
+        return reading.arrived
+
+    def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
+        require_at_most(buffers, self._slot_bytes, f"a slot of {self._directory.path} has")
+
     # Writes
 
     def put(
         self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
     ) -> int:
-        require_sizes(buffers, self._slot_bytes, f"a slot of {self._directory.path} has")
+        self._require_sizes(buffers)
         with self._uses.one() as running:
             if running and self._own is not None:
                 self._own.put(keys, start, buffers, epoch)
             return max(0, min(self.lookup(keys) - start, len(buffers))) if running else 0
+
+    def put_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> list[bool]:
+        self._require_sizes(buffers)
+        with self._uses.one() as running:
+            if running and self._own is not None:
+                missing = [number for number, there in enumerate(self.lookup_each(keys)) if not there]
+                self._own.put_each([keys[number] for number in missing], [buffers[number] for number in missing], epoch)
+            return self.lookup_each(keys)
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         doomed = list(keys)

@@ -7,27 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordError, RecordHeader, RecordMac
-from kvpact.tiers.record import bytes_of
+from kvpact.tiers.record import Block, bytes_of
 from kvpact.tiers.shared.accounts import Accounts
 from kvpact.tiers.shared.store import RecordStore, StoreError, record_name
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block by its place: its key, the key of the block before it and its number; a loose block is number 0."""
-
-    key: BlockKey
-    parent: BlockKey = b""
-    depth: int = 0
-
-
-def chained(keys: Sequence[BlockKey], start: int, end: int) -> list[Block]:
-    """Blocks [start, end) of the chain `keys`."""
-    return [Block(keys[depth], keys[depth - 1] if depth else b"", depth) for depth in range(start, end)]
 
 
 class RecordReader:

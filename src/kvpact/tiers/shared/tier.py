@@ -29,9 +29,9 @@ from kvpact.tiers.base import (
     TierHealth,
     leading,
 )
-from kvpact.tiers.record import bytes_of, require_at_most
+from kvpact.tiers.record import Block, bytes_of, chained, require_at_most
 from kvpact.tiers.shared.accounts import Accounts
-from kvpact.tiers.shared.reader import Block, RecordReader, chained
+from kvpact.tiers.shared.reader import RecordReader
 from kvpact.tiers.shared.store import (
     NAMESPACE_RECORD,
     RecordPieces,
