@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvpact.memory.arena import ArenaSegment, SlotClass
+from kvpact.memory.extents import Extents
 from kvpact.memory.prefault import HUGE_BYTES
 from kvpact.testkit.device.hostile_driver import HostileDriver
 from kvpact.worker.cuda import pinned
@@ -86,6 +87,19 @@ def test_each_class_of_slots_is_pinned_in_chunks_of_its_own() -> None:
     assert driver.registered == [(start, 3 * 8192), (start + 3 * 8192, 8192), (start + 4 * 8192, 5 * 4096)]
     slots.close()
     assert driver.pinned_bytes == 0
+    segment.close()
+
+
+def test_classes_that_share_extents_are_pinned_extent_by_extent() -> None:
+    segment = ArenaSegment.create_extents(Extents(5, 3 * 4096, (4096, 3 * 4096)), 1)
+    driver, told = Limited(), []
+    slots = chunked(6 * 4096, driver, segment)
+    slots.start(told.append)
+    assert slots.wait_for_first(5)
+    assert told == [2, 4, 5]
+    sizes = [2 * 3 * 4096, 2 * 3 * 4096, 3 * 4096]
+    assert [size for _, size in driver.registered] == sizes, "memory of two classes was pinned twice"
+    slots.close()
     segment.close()
 
 

@@ -49,15 +49,18 @@ class Chunk:
 
 
 class PinnedSlots:
-    """Pins the slots of a segment, class by class: slots with numbers below `usable` are pinned now."""
+    """Pins the slots of a segment, class by class: slots with numbers below `usable` are pinned now.
+
+    Classes that share extents are pinned extent by extent, and `usable` is a number of extents.
+    """
 
     def __init__(self, driver: Driver, segment: ArenaSegment) -> None:
         self._driver, self._segment = driver, segment
-        self.chunk_slots = [max(1, min(len(one.slots), CHUNK_BYTES // one.slot_bytes)) for one in segment.classes]
-        """Of each class, slots that are pinned together: no copy goes over the border between two of these."""
+        self.chunk_slots = [max(1, min(len(one.slots), CHUNK_BYTES // one.slot_bytes)) for one in segment.pieces]
+        """Of each class, slots (extents, where there are some) pinned together: no copy goes over the border of two."""
         self._chunks = [
             chunk
-            for one, count in zip(segment.classes, self.chunk_slots, strict=True)
+            for one, count in zip(segment.pieces, self.chunk_slots, strict=True)
             for chunk in _chunks_of(one, count)
         ]
         self._done = 0
