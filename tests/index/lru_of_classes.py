@@ -26,6 +26,9 @@ class CacheOfClasses:
     def oldest(self, slot_class: int) -> int | None:
         return next((row for row in self.rows[slot_class].values() if row not in self.pinned), None)
 
+    def is_needed(self, row: int) -> bool:
+        return row in self.pinned
+
     def last_use(self, row: int) -> int | None:
         return None if row in self.pinned else self.used.get(row, 0)
 

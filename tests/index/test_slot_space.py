@@ -249,6 +249,34 @@ def test_a_withdrawn_extent_is_nobodys_until_its_last_row_is_given_back() -> Non
     space.check()
 
 
+class Counted(CacheOfClasses):
+    """Counts the rows that it is asked of."""
+
+    asked = 0
+
+    def is_needed(self, row: int) -> bool:
+        self.asked += 1
+        return super().is_needed(row)
+
+    def last_use(self, row: int) -> int | None:
+        self.asked += 1
+        return super().last_use(row)
+
+
+def test_a_move_asks_of_as_few_rows_however_large_the_memory_is() -> None:
+    asked = []
+    for num_extents in (8, 64):
+        cache = Counted(classed(places=(8, 100), num_extents=num_extents))
+        for name in range(num_extents * 100):
+            cache.get((1, name))
+        moved, name = cache.space.moved, 0
+        while cache.space.moved == moved:
+            cache.asked = 0
+            cache.get((0, name := name + 1))
+        asked.append(cache.asked)
+    assert asked[0] == asked[1] < 150
+
+
 def uses(rng: random.Random, count: int, share: float, names: tuple[int, int]) -> list[Key]:
     """Uses of two classes, a share of them of class 0; within a class, names by Zipf's law."""
     drawn = [iter(rng.choices(range(n), [1 / (1 + i) ** 0.9 for i in range(n)], k=count)) for n in names]

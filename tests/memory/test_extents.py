@@ -170,6 +170,9 @@ class Nothing:
     def oldest(self, slot_class: int) -> None:
         return None
 
+    def is_needed(self, row: int) -> bool:
+        return True
+
     def last_use(self, row: int) -> None:
         return None
 

@@ -26,10 +26,10 @@ MARGIN: Final = 1.25
 automove asks for the same ratio; the square of it is how much the use of two classes must change before an extent
 returns."""
 
-CANDIDATES: Final = 8
+CANDIDATES: Final = 4
 """Extents that are looked at for a move, so that it costs the same however large the memory is."""
 
-SAMPLES: Final = 16
+SAMPLES: Final = 4
 """Rows that are looked at in each of them."""
 
 _NOBODY: Final = -1
@@ -293,7 +293,7 @@ class ClassedSlots:
         """Move the extent of `giver` whose blocks are the oldest; returns False if all candidates are needed."""
         for extent in self._candidates(giver, blocks):
             rows = self._rows_of(extent)
-            if all(blocks.last_use(row) is not None for row in rows):
+            if not any(map(blocks.is_needed, rows)):
                 blocks.drop_rows(rows)
                 if self._out[extent]:
                     raise PactViolation(f"{self._out[extent]} rows of extent {extent} were dropped and are in use")

@@ -27,10 +27,13 @@ class Blocks(Protocol):
     def oldest(self, slot_class: int) -> int | None:
         """The row of this class that would be evicted next; None if all are free, or needed."""
 
-    def last_use(self, row: int) -> int | None:
-        """The tick of the last use of the row's block and all after it; 0 of a free row.
+    def is_needed(self, row: int) -> bool:
+        """Whether the row cannot be freed now: a pin, a writer, or a block after it that has one, needs it."""
 
-        None if the row cannot be freed now: a pin, a writer, or a block after it that has one, needs it.
+    def last_use(self, row: int) -> int | None:
+        """The tick of the last use of the row's block and all after it; 0 of a free row, None if it is needed.
+
+        Asked of few rows, so that it may look at the whole chain after each of them.
         """
 
     def drop_rows(self, rows: Sequence[int]) -> None:

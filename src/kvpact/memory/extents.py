@@ -20,8 +20,9 @@ MAX_LOSS: Final = 0.02
 EVEN_PLACES: Final = 64
 """Slots of the largest class in an extent with which no class loses more than 1/64 of it, whatever the sizes are."""
 
-MIN_BYTES: Final = 8 << 20
-"""Of an extent, where memory has room for `MANY_EXTENTS` of these: four huge pages, and tables that stay small."""
+MIN_BYTES: Final = 2 << 20
+"""Of an extent, where memory has room for `MANY_EXTENTS` of these: a huge page. A move drops all blocks of an extent at
+once, in a scheduler's step: 128 of 16 KiB."""
 
 MANY_EXTENTS: Final = 64
 
