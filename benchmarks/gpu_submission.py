@@ -76,7 +76,7 @@ def row(layout: str, ranks: int, tokens: int, rounds: int) -> str:
     job = LoadJob(1, "r", 0, tuple(range(blocks)), tuple(scattered), synchronous=True)
 
     def submit() -> None:
-        for entries in copies.by_group(job.block_ids, job.slots):
+        for entries in copies.by_group({0: (job.block_ids, job.slots)}):
             copies.copy_in(entries, 1)
 
     submit()

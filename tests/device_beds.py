@@ -44,11 +44,45 @@ def halves(device: str = "cpu") -> dict[str, Any]:
     return {f"layer.{n}": torch.zeros((2, BLOCKS, 4, 2, 8), dtype=torch.uint8, device=device) for n in range(LAYERS)}
 
 
+def overlaid(device: str = "cpu") -> dict[str, Any]:
+    """Two KV cache groups on the same memory, in different views: pages of the second are smaller, and in two parts."""
+    memory = [torch.zeros((BLOCKS, 4, 64), dtype=torch.uint8, device=device) for _ in range(3)]
+    views = [one.view(2 * BLOCKS, 2, 64)[..., :48] for one in memory]
+    return {f"layer.{2 * n + half}": one for n in range(3) for half, one in enumerate((memory[n], views[n]))}
+
+
+def states(device: str = "cpu") -> dict[str, Any]:
+    """Attention in padded pages, and recurrent layers of two states each, in the same pages and in their own."""
+    memory = [torch.zeros((BLOCKS, 512), dtype=torch.uint8, device=device) for _ in range(3)]
+    made: dict[str, Any] = {"layer.3.attention": memory[0][:, :192].view(BLOCKS, 3, 64)}
+    for number, one in enumerate(memory):
+        first, second = one[:, :96].view(BLOCKS, 3, 32), one[:, 96:480].view(torch.float32).view(BLOCKS, 2, 6, 8)
+        made[f"layer.{2 * number}.recurrent"] = [first.transpose(1, 2), second]
+    return made
+
+
 LAYOUTS: dict[str, Callable[..., dict[str, Any]]] = {
     "one by one": one_by_one,
     "inside blocks": inside_blocks,
     "halves": halves,
 }
+"""Of models with one KV cache group."""
+
+HYBRIDS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[tuple[str, ...], ...]]] = {
+    "overlaid": (overlaid, (("layer.0", "layer.2", "layer.4"), ("layer.1", "layer.3", "layer.5"))),
+    "states": (
+        states,
+        (("layer.7.of another rank",), ("layer.3.attention",), tuple(f"layer.{n}.recurrent" for n in (0, 2, 4))),
+    ),
+}
+"""Of models with several, and the layers of each."""
+
+
+def memory_of(layout: str, device: str = "cpu") -> tuple[dict[str, Any], PagedKV]:
+    """The tensors of a layout, and how they are seen."""
+    make, groups = HYBRIDS[layout] if layout in HYBRIDS else (LAYOUTS[layout], ())
+    tensors = make(device)
+    return tensors, PagedKV.from_tensors(tensors, BLOCKS, groups)
 
 
 class PlayedKernel:
@@ -87,9 +121,8 @@ class Bed:
         self._limits = pytest.MonkeyPatch()
         # A played device takes its time, and a machine that runs tests does too.
         self._limits.setattr(round_trip, "LIMIT_SECONDS", 5.0)
-        self.tensors = LAYOUTS[layout]()
-        self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
-        self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)
+        self.tensors, self.paged = memory_of(layout)
+        self.segment = ArenaSegment.create(SLOTS, self.paged.rank_slot_bytes)
         self.views = [layer.view() for layer in self.paged.layers]
         self.driver: HostileDriver | None = None
         self.bounce: Any = None
@@ -104,11 +137,12 @@ class Bed:
         self._limits.setattr(lane, "PIECE_BYTES", 4 * self.segment.rank_slot_bytes)
         self._limits.setattr(engine, "MAX_ENTRIES_AT_ONCE", 40)
         self.driver = HostileDriver(seed)
-        for tensor in self.tensors.values():
+        for tensor in self.paged.tensors:
             storage = tensor.untyped_storage()
             self.driver.add_device_memory(storage.data_ptr(), storage.nbytes())
         if bounced:  # a part has one block and a half
-            self._limits.setattr(bounce, "PART_BYTES", sum(self.paged.layout.layer_page_bytes) * 3 // 2 + 1)
+            largest = max(sum(layout.layer_page_bytes) for layout in self.paged.layouts)
+            self._limits.setattr(bounce, "PART_BYTES", largest * 3 // 2 + 1)
             self.bounce = bounce.BounceBuffer(self.driver)
         else:
             self._pin_slots(self.driver)
@@ -213,18 +247,20 @@ class CudaBed:
         from kvpact.torch_cuda.device import open_cuda
 
         self._limits = pytest.MonkeyPatch()
-        self.tensors = LAYOUTS[layout]("cuda:0")
-        self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
-        self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)
+        self.tensors, self.paged = memory_of(layout, "cuda:0")
+        self.segment = ArenaSegment.create(SLOTS, self.paged.rank_slot_bytes)
         self._limits.setattr(pinned, "CHUNK_BYTES", PINNED_SLOTS * self.segment.rank_slot_bytes)
         self._limits.setattr(lane, "PIECE_BYTES", 4 * self.segment.rank_slot_bytes)
         self._limits.setattr(engine, "MAX_ENTRIES_AT_ONCE", 40)
         self.engine: Any = open_cuda(load_config({"gpu": "unproven"}, {}), self.paged, self.segment, 0)
-        self._pages = [
-            self._view(one, tensor) for one, tensor in zip(self.paged.layers, self.tensors.values(), strict=True)
-        ]
+        self._pages = [self._view(one, self._memory_at(one.address)) for one in self.paged.layers]
         self._second = ThreadPoolExecutor(1)
         self._second_stream = torch.cuda.Stream()
+
+    def _memory_at(self, address: int) -> Any:
+        """A tensor in whose storage it lies."""
+        storages = ((tensor, tensor.untyped_storage()) for tensor in self.paged.tensors)
+        return next(tensor for tensor, one in storages if 0 <= address - one.data_ptr() < one.nbytes())
 
     @staticmethod
     def _view(layer: PagedLayer, tensor: Any) -> Any:

@@ -259,11 +259,11 @@ def test_slots_of_two_classes_are_taken_filled_and_read_back_each_with_its_own_l
         )
         slots = (one.slots[-1], one.slots[0])
         segment.use(slots)
-        worker.start_saves([SaveJob(1, "r", 0, slots, (5, 2), group_id=number)])
+        worker.start_saves([SaveJob(1, "r", 0, slots, (5, 2))])
         assert worker.drain(10)
         assert worker.poll()[1] == JobOutcome(RangeSet.span(0, 2))
         other = classes[1 - number].slots[0]
-        worker.start_loads([LoadJob(2, "r", 0, (*slots, other), (0, 1, 3), synchronous=False, group_id=number)])
+        worker.start_loads([LoadJob(2, "r", 0, (*slots, other), (0, 1, 3), synchronous=False)])
         assert worker.drain(10)
         assert worker.poll()[2] == JobOutcome(RangeSet.span(0, 2), RangeSet.span(2, 3)), "of another class"
         for layer, old in zip(paged.layers, before, strict=True):

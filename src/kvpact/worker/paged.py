@@ -1,15 +1,16 @@
 """Pages of the engine's KV memory: their addresses in the layout that the engine has chosen.
 
-Owns the view of a tensor as `[num_blocks, page_bytes]`, and the pairs of pages and slots; copies nothing. Imports no
-accelerator library; tensors are used through their own methods.
+Owns the view of a tensor as `[num_blocks, page_bytes]`, which layers belong to a block of each KV cache group, and the
+pairs of pages and slots; copies nothing. Imports no accelerator library; tensors are used through their own methods.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -44,14 +45,20 @@ class PagedLayer:
     @classmethod
     def from_tensor(cls, name: str, tensor: Any, num_blocks: int) -> PagedLayer:
         """The pages of `tensor`. Raises ConfigError for a layout in which a page is not regular runs of bytes."""
-        if not all(hasattr(tensor, method) for method in ("data_ptr", "stride", "element_size", "shape")):
-            raise ConfigError(
-                f"layer {name}: KV memory of type {type(tensor).__name__} is not paged, one tensor is needed"
-            )
-        shape = [int(size) for size in tensor.shape]
+        return cls._along(name, tensor, num_blocks, block_axis(_shape_of(name, tensor), num_blocks))
+
+    @classmethod
+    def from_state(cls, name: str, tensor: Any, num_blocks: int) -> PagedLayer:
+        """The same for one of a recurrent layer's states: its first axis counts blocks. Raises ConfigError likewise."""
+        shape = _shape_of(name, tensor)
+        return cls._along(name, tensor, num_blocks, 0 if shape and shape[0] == num_blocks else None)
+
+    @classmethod
+    def _along(cls, name: str, tensor: Any, num_blocks: int, blocks: int | None) -> PagedLayer:
+        """The pages of a tensor whose axis `blocks` counts them."""
+        shape = _shape_of(name, tensor)
         strides = [int(stride) * int(tensor.element_size()) for stride in tensor.stride()]
         layout = f"layer {name}: KV memory of shape {tuple(shape)}, strides {tuple(strides)} bytes"
-        blocks = block_axis(shape, num_blocks)
         if blocks is None:
             raise ConfigError(f"{layout} has no axis, or no single one, for its {num_blocks} blocks")
         # An engine may split each block over several smaller ones for its kernels; the axis then has a multiple.
@@ -83,6 +90,22 @@ class PagedLayer:
         return np.lib.stride_tricks.as_strided(np.ctypeslib.as_array(memory), shape, strides)
 
 
+def _shape_of(name: str, tensor: Any) -> list[int]:
+    """Raises ConfigError for anything but a tensor."""
+    if not all(hasattr(tensor, method) for method in ("data_ptr", "stride", "element_size", "shape")):
+        raise ConfigError(f"layer {name}: KV memory of type {type(tensor).__name__} is not paged, one tensor is needed")
+    return [int(size) for size in tensor.shape]
+
+
+def _seen_as_pages(name: str, memory: Any, num_blocks: int) -> list[PagedLayer]:
+    """A layer's memory: a tensor, or its states, each of which counts as a layer of its own."""
+    if not isinstance(memory, list | tuple):
+        return [PagedLayer.from_tensor(name, memory, num_blocks)]
+    if not memory:
+        raise ConfigError(f"layer {name}: an empty list is no KV memory")
+    return [PagedLayer.from_state(f"{name}.{number}", state, num_blocks) for number, state in enumerate(memory)]
+
+
 def block_axis(shape: Sequence[int], num_blocks: int) -> int | None:
     """The axis that counts blocks: the first, or the second after keys and values; None if it is ambiguous."""
     behind_halves = len(shape) == 5 and shape[0] == 2
@@ -93,44 +116,100 @@ def block_axis(shape: Sequence[int], num_blocks: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """All layers of the engine's KV memory on one rank, in the order of registration, which is forward order."""
+    """All layers of the engine's KV memory on one rank: KV cache group by group, in each in the order of registration.
+
+    A block belongs to one KV cache group, and is a page of each of its layers. Pages of several groups may lie at the
+    same addresses: what owns them is the block.
+    """
 
     layers: tuple[PagedLayer, ...]
     layer_index: Mapping[str, int]
+    """Layer name -> number; of a layer with several states, that of the last one."""
     num_blocks: int
     groups: tuple[range, ...]
-    """Layers whose pages of a block are adjacent, so that one copy moves them all."""
+    """Layers whose pages of a block are adjacent, so that one copy moves them all; in forward order."""
     device_type: str
     tensors: tuple[Any, ...] = field(repr=False)
     """Kept so that the memory stays valid."""
+    cache_groups: tuple[range, ...]
+    """The layers of each KV cache group, in the engine's numbering; one may have none on this rank."""
 
     @classmethod
-    def from_tensors(cls, kv_caches: Mapping[str, Any], num_blocks: int) -> PagedKV:
+    def from_tensors(
+        cls, kv_caches: Mapping[str, Any], num_blocks: int, cache_groups: Sequence[Sequence[str]] = ()
+    ) -> PagedKV:
         """See the engine's tensors as pages; names that share one memory (cross-layer sharing) count as one layer.
 
-        Raises ConfigError if there is nothing, if devices differ, or for a layout that cannot be seen as pages.
+        `cache_groups` has the layer names of each KV cache group; a single one, or none, is all layers. Raises
+        ConfigError if there is nothing, if devices differ, for a layout that cannot be seen as pages, and for a layer
+        of no group.
         """
-        layers: list[PagedLayer] = []
-        layer_index: dict[str, int] = {}
-        for name, tensor in kv_caches.items():
-            layer = PagedLayer.from_tensor(name, tensor, num_blocks)
-            twin = next((i for i, other in enumerate(layers) if replace(other, name=name) == layer), None)
-            if twin is None:
-                layer_index[name] = len(layers)
-                layers.append(layer)
-            else:
-                layer_index[name] = twin
-        devices = {str(tensor.device.type) for tensor in kv_caches.values()}
+        tensors = tuple(_tensors_in(kv_caches.values()))
+        devices = {str(tensor.device.type) for tensor in tensors if hasattr(tensor, "device")}
+        pages = {name: _seen_as_pages(name, memory, num_blocks) for name, memory in kv_caches.items()}
         if len(devices) != 1:
             raise ConfigError(f"the KV memory must be on one device, found {sorted(devices) or 'no layer at all'}")
-        tensors = tuple(kv_caches.values())
-        groups = join_adjacent(layers, -(-len(layers) // GROUPS))
-        return cls(tuple(layers), layer_index, num_blocks, groups, devices.pop(), tensors)
+        layers: list[PagedLayer] = []
+        layer_index: dict[str, int] = {}
+        groups: list[range] = []
+        borders = [0]
+        for names in _names_by_group(pages, cache_groups):
+            distinct = _Distinct(len(layers))
+            layer_index |= {name: distinct.last_of(pages[name]) for name in names}
+            layers += distinct.layers
+            borders.append(len(layers))
+            own = range(borders[-2], borders[-1])
+            groups += join_adjacent(layers, own, -(-len(own) // GROUPS))
+        of_groups = tuple(range(start, stop) for start, stop in pairwise(borders))
+        made = cls(tuple(layers), layer_index, num_blocks, tuple(groups), devices.pop(), tensors, of_groups)
+        return replace(made, groups=tuple(made.in_forward_order(groups)))
+
+    def seen_in(self, kv_caches: Mapping[str, Any]) -> PagedKV:
+        """The same layers in other memory. Raises ConfigError like `from_tensors`."""
+        names = [[name for name, layer in self.layer_index.items() if layer in group] for group in self.cache_groups]
+        return self.from_tensors(kv_caches, self.num_blocks, names)
+
+    def in_forward_order(self, parts: Iterable[range]) -> list[range]:
+        """Parts of KV cache groups as the model reaches them, as far as the numbers in layers' names tell.
+
+        Layers of one group stay in their order.
+        """
+        if len(self.cache_groups) == 1:
+            return list(parts)
+        depths: list[int] = []
+        for group in self.cache_groups:
+            depths += accumulate((_depth(layer.name) for layer in self.layers[group.start : group.stop]), max)
+        return sorted(parts, key=lambda part: depths[part.start])
+
+    def groups_in(self, cache_group: range) -> list[range]:
+        """Those of `groups` that are of one KV cache group."""
+        return [group for group in self.groups if group.start in cache_group]
+
+    def cache_group_of(self, layer: int) -> int:
+        """The number of the KV cache group to which a layer belongs."""
+        return next(number for number, group in enumerate(self.cache_groups) if layer in group)
+
+    @property
+    def layouts(self) -> tuple[SlotLayout, ...]:
+        """Of each KV cache group, the layout of one block of this rank in its arena slot."""
+        pages = [layer.page_bytes for layer in self.layers]
+        return tuple(SlotLayout(tuple(pages[group.start : group.stop])) for group in self.cache_groups)
 
     @property
     def layout(self) -> SlotLayout:
-        """The layout of one block of this rank in its arena slot."""
-        return SlotLayout(tuple(layer.page_bytes for layer in self.layers))
+        """That of the only KV cache group."""
+        (only,) = self.layouts
+        return only
+
+    @property
+    def rank_slot_bytes(self) -> int:
+        """Bytes of this rank's piece of a slot that has room for a block of any KV cache group."""
+        return max(layout.rank_slot_bytes for layout in self.layouts)
+
+    @property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Where in its group's slot each layer's page begins, in bytes."""
+        return tuple(offset for layout in self.layouts for offset in layout.layer_offsets)
 
     def joined(self, group: range) -> PagedLayer:
         """The layers of a group as one."""
@@ -139,12 +218,70 @@ class PagedKV:
         return layers[0] if len(layers) == 1 else replace(layers[0], chunk_bytes=page_bytes, chunk_stride=page_bytes)
 
 
-def join_adjacent(layers: Sequence[PagedLayer], most: int) -> tuple[range, ...]:
-    """Groups of at most `most` layers whose pages of a block are adjacent."""
+class _Distinct:
+    """The layers of one KV cache group, those at the same addresses once; numbered from `first` on."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self.layers: list[PagedLayer] = []
+
+    def last_of(self, pages: Sequence[PagedLayer]) -> int:
+        """Take in the layers of one name, and return the highest number that one of them has."""
+        return self._first + max(self._number_of(layer) for layer in pages)
+
+    def _number_of(self, layer: PagedLayer) -> int:
+        for number, other in enumerate(self.layers):
+            if _is_same_memory(layer, other):
+                return number
+        self.layers.append(layer)
+        return len(self.layers) - 1
+
+
+def _is_same_memory(layer: PagedLayer, other: PagedLayer) -> bool:
+    return layer.address == other.address and replace(layer, name=other.name) == other
+
+
+def _tensors_in(memories: Iterable[Any]) -> Iterator[Any]:
+    for memory in memories:
+        yield from memory if isinstance(memory, list | tuple) else (memory,)
+
+
+def _names_by_group(
+    pages: Mapping[str, Sequence[PagedLayer]], cache_groups: Sequence[Sequence[str]]
+) -> list[list[str]]:
+    """The names of each KV cache group that are here, in the order of registration.
+
+    A name that no group has must share the memory of one that a group has; it is left out then, and a step that reads
+    it waits for all layers. Raises ConfigError otherwise, and for a name that two groups have.
+    """
+    if len(cache_groups) <= 1:
+        return [list(pages)]
+    owner: dict[str, int] = {}
+    for number, names in enumerate(cache_groups):
+        for name in names:
+            if owner.setdefault(name, number) != number:
+                raise ConfigError(f"layer {name} is in KV cache group {owner[name]} and in group {number}")
+    for name in (name for name in pages if name not in owner):
+        if not any(_is_same_memory(pages[name][-1], pages[other][-1]) for other in owner if other in pages):
+            raise ConfigError(
+                f"layer {name} is in none of the {len(cache_groups)} KV cache groups, so that nobody knows which of "
+                "its blocks a request has"
+            )
+    return [[name for name in pages if owner.get(name) == number] for number in range(len(cache_groups))]
+
+
+def _depth(name: str) -> int:
+    """The number of a layer in the model, by its name: the first one in it; 0 without any."""
+    found = re.search(r"(?<![^.])\d+(?![^.])", name)
+    return int(found[0]) if found else 0
+
+
+def join_adjacent(layers: Sequence[PagedLayer], numbers: range, most: int) -> tuple[range, ...]:
+    """Of the layers with these numbers, groups of at most `most` whose pages of a block are adjacent."""
     groups: list[range] = []
-    for number, layer in enumerate(layers):
+    for number in numbers:
         group = groups[-1] if groups else range(0)
-        first = layers[group.start]
+        layer, first = layers[number], layers[group.start]
         bytes_before = sum(one.chunk_bytes for one in layers[group.start : number])
         joins = (
             0 < len(group) < most

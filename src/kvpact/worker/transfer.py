@@ -33,11 +33,16 @@ class RankTransfers:
         *,
         layerwise: bool,
         timeout: float | None = None,
+        cache_groups: Sequence[range] = (),
     ) -> None:
-        """`layer_index`: layer name -> number."""
+        """`layer_index`: layer name -> number; `cache_groups`: the numbers of each KV cache group's layers."""
         self.engine = engine
         self._layer_index = layer_index
         self._groups_until = self._groups_of_layers()
+        several = cache_groups if len(cache_groups) > 1 else ()
+        owners = {layer: number for number, group in enumerate(several) for layer in group}
+        self._cache_group_of = {name: owners[layer] for name, layer in layer_index.items() if owners}
+        """Layer name -> its KV cache group; empty with a single one."""
         self._rank = rank
         self._clock = clock
         self._layerwise = layerwise
@@ -52,8 +57,8 @@ class RankTransfers:
         self._logged: set[str] = set()
 
     def _groups_of_layers(self) -> dict[str, int]:
-        groups = [number for number, group in enumerate(self.engine.groups) for _ in group]
-        return {name: groups[layer] + 1 for name, layer in self._layer_index.items()}
+        until = {layer: number for number, group in enumerate(self.engine.groups, start=1) for layer in group}
+        return {name: until[layer] for name, layer in self._layer_index.items()}
 
     def rebind(self, paged: PagedKV) -> None:
         """See `TransferEngine`."""
@@ -76,12 +81,19 @@ class RankTransfers:
     def wait_for_layer(self, layer_name: str) -> None:
         """Return when this layer of all synchronous loads has arrived; an unknown name waits for all layers."""
         if self._synchronous:
-            self._wait(self._groups_until.get(layer_name, len(self.engine.groups)))
+            loads = self._loads_of(layer_name) if self._cache_group_of else self._synchronous.values()
+            self._wait(self._groups_until.get(layer_name, len(self.engine.groups)), loads)
+
+    def _loads_of(self, layer_name: str) -> Collection[Transfer]:
+        """The synchronous loads under way that have this layer; all of them for an unknown name."""
+        cache_group = self._cache_group_of.get(layer_name)
+        open_loads = [(self._open[job_id][0], one) for job_id, one in self._synchronous.items() if job_id in self._open]
+        return [one for job, one in open_loads if cache_group in (None, job.group_id)]
 
     def wait_for_loads(self) -> None:
         """Return when what is computed next comes after all synchronous loads, or these were cancelled."""
         if self._synchronous:
-            if self._wait(len(self.engine.groups)):
+            if self._wait(len(self.engine.groups), self._synchronous.values()):
                 self._ordered |= self._synchronous.keys() & self._open.keys()
             self._synchronous = {}
 
@@ -92,9 +104,9 @@ class RankTransfers:
         """
         return job_id in self._ordered and self._open[job_id][1].error is None
 
-    def _wait(self, groups: int) -> bool:
-        """Wait for layers of synchronous loads; cancel those loads after the timeout, and return False."""
-        for transfer in self._synchronous.values():
+    def _wait(self, groups: int, transfers: Collection[Transfer]) -> bool:
+        """Wait for layers of these synchronous loads; cancel all such loads after the timeout, and return False."""
+        for transfer in transfers:
             seconds = None if self._timeout is None else max(0.0, self._leave_at - self._clock())
             if not transfer.wait(groups, seconds):
                 for left in self._synchronous.values():

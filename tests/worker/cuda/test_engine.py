@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from device_beds import BLOCKS, LAYERS, LAYOUTS, SLOTS, Bed
+from device_beds import BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SLOTS, Bed
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import page
@@ -21,12 +21,13 @@ def test_the_cpus_engine_gives_back_what_was_saved(layout: str) -> None:
     bed.close()
 
 
-BEDS = [(seed, False) for seed in range(12)] + [(seed, True) for seed in range(4)]
+BEDS = [(layout, seed, False) for layout in LAYOUTS for seed in range(12)]
+BEDS += [(layout, seed, True) for layout in LAYOUTS for seed in range(4)]
+BEDS += [(layout, seed, seed % 2 > 0) for layout in HYBRIDS for seed in range(6)]
 """Seed, and whether a bounce buffer is used."""
 
 
-@pytest.mark.parametrize(("seed", "bounced"), BEDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "seed", "bounced"), BEDS)
 def test_a_hostile_device_gives_back_what_was_saved(layout: str, seed: int, bounced: bool) -> None:
     bed = Bed(layout, seed, bounced=bounced)
     assert bed.play(seed) == []

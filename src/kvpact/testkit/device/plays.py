@@ -1,7 +1,7 @@
 """Random steps of an engine over a `TransferEngine`: what is loaded is what was saved, whatever the device does when.
 
-Owns the truth of every block and slot. The same play runs over any device: what computes is put into the computing
-stream by the bed, and what a kernel saw there is compared at the end.
+Owns the truth of every block and slot, and to which KV cache group a block belongs. The same play runs over any device:
+what computes is put into the computing stream by the bed, and what a kernel saw there is compared at the end.
 """
 
 from __future__ import annotations
@@ -77,11 +77,20 @@ class Play:
         """What went wrong."""
         self._random = random.Random(seed)
         self._layers = list(bed.paged.layers)
-        self._names = {index: name for name, index in bed.paged.layer_index.items()}
-        self._worker = RankTransfers(bed.engine, bed.paged.layer_index, 0, time.monotonic, layerwise=True)
+        self._groups = bed.paged.cache_groups
+        self._names = _names_of(bed.paged)
+        self._forward = [one.start for one in bed.paged.in_forward_order(range(n, n + 1) for n in self._names)]
+        self._worker = RankTransfers(
+            bed.engine, bed.paged.layer_index, 0, time.monotonic, layerwise=True, cache_groups=self._groups
+        )
         self._blocks: dict[int, int] = {}
         """Block -> value; blocks that nothing is known of are not in it."""
+        self._owners: dict[int, int] = {}
+        """Block -> the KV cache group whose layers it has a page of."""
         self._slots: dict[int, int] = {}
+        """Slot -> value."""
+        self._contents: dict[int, int] = {}
+        """Slot -> the KV cache group of which it has a block."""
         self._held_blocks: set[int] = set()
         """That a copy reads or writes."""
         self._held_slots: set[int] = set()
@@ -101,7 +110,7 @@ class Play:
         self._settle()
         self.bed.finish()
         for block, value in self._blocks.items():
-            for layer in range(len(self._layers)):
+            for layer in self._layers_of(block):
                 self._expect(f"block {block} at the end", layer, block, value)
         self.bed.finish()
         for seen in self._seen:
@@ -116,17 +125,21 @@ class Play:
         self._worker.start_loads(loads)
         now = [(block, self._slots[slot]) for load in loads if load.synchronous for block, slot in _pairs(load)]
         written = {block: self._new_value() for block in self._free_blocks(3)}
+        for block in written:
+            self._owners[block] = self._any_group()
         in_halves = bool(now) and self._random.random() < HALVES
-        for layer in range(len(self._layers)):
+        for layer in self._forward:
             other_half = self.bed.beside(partial(self._attend, layer, now[1::2])) if in_halves else None
             self._attend(layer, now[::2] if in_halves else now)
             for block, value in written.items():
-                self._write(layer, block, value)
+                if layer in self._layers_of(block):
+                    self._write(layer, block, value)
             if other_half is not None:
                 other_half()
         self._blocks.update(written)
         self._worker.wait_for_loads()
-        self._save(list(written))
+        for group_id in range(len(self._groups)):
+            self._save(group_id, [block for block in written if self._owners[block] == group_id])
         for block in self._free_blocks(2):  # the next step's forward pass, as far as it has been launched
             self._fill(block)
 
@@ -134,34 +147,38 @@ class Play:
         """A layer of the step reads these (block, value), which were loaded for it."""
         self._worker.wait_for_layer(self._names[layer])
         for block, value in loaded:
-            self._expect(f"block {block}, loaded for the step, layer {layer}", layer, block, value)
+            if layer in self._layers_of(block):
+                self._expect(f"block {block}, loaded for the step, layer {layer}", layer, block, value)
 
     def _load(self, synchronous: bool) -> LoadJob | None:
-        slots = [slot for slot in self._slots if slot not in self._held_slots]
+        group_id = self._any_group()
+        slots = [slot for slot in self._slots if slot not in self._held_slots and self._contents[slot] == group_id]
         count = min(len(slots), self._random.randint(1, 6))
         blocks = self._free_blocks(count)
         slots = self._some(slots, min(count, len(blocks)))
         if not slots:
             return None
+        self._owners.update((block, group_id) for block in blocks[: len(slots)])
         for block in blocks[: len(slots) : 2]:  # zeroed before it is used
-            for layer in range(len(self._layers)):
+            for layer in self._layers_of(block):
                 self._write(layer, block, 0)
         self._next_job += 1
-        job = LoadJob(self._next_job, "r", 0, tuple(slots), tuple(blocks[: len(slots)]), synchronous)
+        job = LoadJob(self._next_job, "r", 0, tuple(slots), tuple(blocks[: len(slots)]), synchronous, group_id)
         self._hold(job)
         for block, slot in _pairs(job):
             self._blocks[block] = self._slots[slot]
         return job
 
-    def _save(self, blocks: Sequence[int]) -> None:
+    def _save(self, group_id: int, blocks: Sequence[int]) -> None:
         free = [slot for slot in range(self.bed.segment.num_slots) if slot not in self._held_slots]
         slots = self._some(free, len(blocks))
         if not slots:
             return
         self._next_job += 1
-        job = SaveJob(self._next_job, "r", 0, tuple(slots), tuple(blocks[: len(slots)]))
+        job = SaveJob(self._next_job, "r", 0, tuple(slots), tuple(blocks[: len(slots)]), group_id)
         for slot in slots:
             self._slots.pop(slot, None)
+            self._contents[slot] = group_id
         self._hold(job)
         self._worker.start_saves([job])
 
@@ -182,7 +199,7 @@ class Play:
                     self._slots[slot] = self._blocks[block]
                     self._expect_slot(slot)
                 else:
-                    for layer in range(len(self._layers)):
+                    for layer in self._layers_of(block):
                         self._expect(f"block {block}, loaded from slot {slot}", layer, block, self._blocks[block])
                     if self._random.random() < 0.5:  # a tier reads another block into it
                         self._slots[slot] = self._new_value()
@@ -210,13 +227,22 @@ class Play:
             return sorted(numbers)[first : first + count]
         return self._random.sample(list(numbers), count)
 
+    def _any_group(self) -> int:
+        """A KV cache group that has layers here."""
+        some = [number for number, group in enumerate(self._groups) if group]
+        return self._random.choice(some) if len(some) > 1 else some[0]
+
+    def _layers_of(self, block: int) -> range:
+        return self._groups[self._owners[block]]
+
     def _new_value(self) -> int:
         self._values += 1
         return self._values
 
     def _fill(self, block: int) -> None:
         self._blocks[block] = self._new_value()
-        for layer in range(len(self._layers)):
+        self._owners[block] = self._any_group()
+        for layer in self._layers_of(block):
             self._write(layer, block, self._blocks[block])
 
     def _write(self, layer: int, block: int, value: int) -> None:
@@ -227,15 +253,22 @@ class Play:
         self._seen.append(_Seen(what, self.bed.read(layer, block), expected))
 
     def _pieces(self, slot: int) -> Page:
-        return np.frombuffer(self.bed.segment.slot_view(slot), np.uint8)[: sum(one.page_bytes for one in self._layers)]
+        num_bytes = sum(self.bed.paged.layouts[self._contents[slot]].layer_page_bytes)
+        return np.frombuffer(self.bed.segment.slot_view(slot), np.uint8)[:num_bytes]
 
     def _slot_content(self, slot: int) -> Page:
-        pages = [page(layer, self._slots[slot], one.page_bytes) for layer, one in enumerate(self._layers)]
-        return np.concatenate(pages)
+        layers = self._groups[self._contents[slot]]
+        return np.concatenate([page(layer, self._slots[slot], self._layers[layer].page_bytes) for layer in layers])
 
     def _expect_slot(self, slot: int) -> None:
         if not np.array_equal(self._pieces(slot), self._slot_content(slot)):
             self.problems.append(f"slot {slot}: wrong bytes were saved")
+
+
+def _names_of(paged: PagedKV) -> dict[int, str]:
+    """Number of a layer -> its name; what comes before a layer's last state is that layer, too."""
+    last = {layer: name for name, layer in paged.layer_index.items()}
+    return {layer: last[min(one for one in last if one >= layer)] for layer in range(len(paged.layers))}
 
 
 def _pairs(job: Job) -> list[tuple[int, int]]:

@@ -61,9 +61,10 @@ class Shape:
             )
             for number in range(self.layers)
         )
-        groups = join_adjacent(layers, -(-self.layers // GROUPS))
+        numbers = range(self.layers)
+        groups = join_adjacent(layers, numbers, -(-self.layers // GROUPS))
         index = {layer.name: number for number, layer in enumerate(layers)}
-        return PagedKV(layers, index, num_blocks, groups, "cuda", (owner,))
+        return PagedKV(layers, index, num_blocks, groups, "cuda", (owner,), (numbers,))
 
 
 LAYOUTS: Final = ("LBNHC", "BLNHC")

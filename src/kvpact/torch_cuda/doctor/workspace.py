@@ -85,7 +85,7 @@ class Workspace:
     @property
     def for_step(self) -> list[Entries]:
         """Of a load that a step waits for: group of layers by group."""
-        return self.copies.by_group(self.block_ids, self.slots)
+        return self.copies.by_group({0: (self.block_ids, self.slots)})
 
     @property
     def in_background(self) -> list[Entries]:

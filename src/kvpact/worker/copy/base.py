@@ -10,9 +10,16 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from kvpact.contract import LoadJob, SaveJob
+from kvpact.errors import PactViolation
 from kvpact.worker.paged import PagedKV
 
 Job: TypeAlias = LoadJob | SaveJob
+
+
+def require_cache_group(group_id: int, count: int) -> None:
+    """Raise PactViolation unless a job's KV cache group is one of `count`."""
+    if not 0 <= group_id < count:
+        raise PactViolation(f"blocks of KV cache group {group_id} cannot be copied: there are {count} groups")
 
 
 class Transfer(Protocol):
@@ -31,7 +38,7 @@ class Transfer(Protocol):
         """After the end: the exception because of which blocks were not copied, if any."""
 
     def wait(self, groups: int, seconds: float | None) -> bool:
-        """Wait, on the computing thread, until the first `groups` groups of layers are copied.
+        """Wait, on the computing thread, until the first `groups` of the engine's groups of layers are copied.
 
         Waits at most `seconds` (None: no limit); returns whether they are copied, or the transfer has ended. Only a
         synchronous load's groups arrive one by one, all others at the transfer's end.
@@ -43,7 +50,7 @@ class Transfer(Protocol):
 
 
 class TransferEngine(Protocol):
-    """Carries out jobs on one kind of device.
+    """Carries out jobs on one kind of device: of each block, the pages of the layers in the job's KV cache group.
 
     `load` and `save` are called on the computing thread, return at once and never raise because of a job. Copies happen
     after all that the thread has computed before the call. Transfers of one direction are carried out in order, but
@@ -52,7 +59,7 @@ class TransferEngine(Protocol):
 
     @property
     def groups(self) -> Sequence[range]:
-        """The groups of layers that are copied together, in the order of the forward pass."""
+        """The groups of layers that are copied together, each of one KV cache group; in the forward pass's order."""
 
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[Transfer]:
         """Copy slots into pages. A synchronous load that cannot be copied fails completely, any other one block by

@@ -14,7 +14,7 @@ from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import PactViolation
 from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.threads import start_background
-from kvpact.worker.copy.base import Job
+from kvpact.worker.copy.base import Job, require_cache_group
 from kvpact.worker.paged import Bytes, CopyPlan, PagedKV
 
 RUN_BYTES: Final = 32 << 10
@@ -32,14 +32,14 @@ class PageCopier:
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_class: SlotClass) -> None:
         slot_bytes, self._num_slots = slot_class.slot_bytes, len(slot_class.slots)
-        if paged.layout.rank_slot_bytes > slot_bytes:
+        if paged.rank_slot_bytes > slot_bytes:
             raise PactViolation(
-                f"one block of this engine takes {paged.layout.rank_slot_bytes} bytes, a slot has only {slot_bytes}"
+                f"one block of this engine takes {paged.rank_slot_bytes} bytes, a slot has only {slot_bytes}"
             )
         self._num_blocks = paged.num_blocks
         arena = np.frombuffer(segment.class_view(slot_class), np.uint8).reshape(self._num_slots, slot_bytes)
         joined = [paged.joined(group) for group in paged.groups]
-        starts = [paged.layout.layer_offsets[group.start] for group in paged.groups]
+        starts = [paged.layer_offsets[group.start] for group in paged.groups]
         self.pages: list[Bytes] = [layer.view() for layer in joined]
         """Of each group, `[num_blocks, chunks, chunk_bytes]`."""
         self.pieces: list[Bytes] = [
@@ -131,7 +131,6 @@ class CpuTransferEngine:
         self._segment, self._slot_class = segment, slot_class
         self.rebind(paged)
         self._first_slot = slot_class.slots.start
-        self._piece_blocks = max(1, PIECE_BYTES // slot_class.slot_bytes)
         self._changed = threading.Condition()
         # All below is guarded by _changed.
         self._urgent: list[CpuTransfer] = []
@@ -157,6 +156,15 @@ class CpuTransferEngine:
     def rebind(self, paged: PagedKV) -> None:
         """See `TransferEngine`."""
         self.groups = paged.groups
+        self._cache_groups = [paged.cache_group_of(group.start) for group in paged.groups]
+        """Of each of `groups`, its KV cache group."""
+        self._groups_in = [
+            [number for number, one in enumerate(self._cache_groups) if one == cache_group]
+            for cache_group in range(len(paged.cache_groups))
+        ]
+        """Of each KV cache group, the numbers of its `groups`."""
+        self._block_bytes = [max(1, layout.rank_slot_bytes) for layout in paged.layouts]
+        """Of each KV cache group."""
         self.copier = PageCopier(paged, self._segment, self._slot_class)
         """How a group is copied; both threads call it."""
 
@@ -219,13 +227,17 @@ class CpuTransferEngine:
             for transfer in batch:
                 transfer.running = True
         plans: dict[CpuTransfer, CopyPlan] = {}
-        for group in range(len(self.groups)):
+        for transfer in batch:
+            try:
+                self._groups_of(transfer.job)
+                plans[transfer] = CopyPlan.of(transfer.job.block_ids, transfer.job.slots, self._first_slot)
+            except Exception as error:
+                transfer.error = error
+        for group, cache_group in enumerate(self._cache_groups):
             for transfer in batch:
-                if transfer.cancelled or transfer.error is not None:
+                if transfer.cancelled or transfer.error is not None or transfer.job.group_id != cache_group:
                     continue
                 try:
-                    if group == 0:
-                        plans[transfer] = CopyPlan.of(transfer.job.block_ids, transfer.job.slots, self._first_slot)
                     self.copier.scatter(group, plans[transfer])
                 except Exception as error:
                     transfer.error = error
@@ -250,14 +262,24 @@ class CpuTransferEngine:
         self, transfer: CpuTransfer, copy: Callable[[int, CopyPlan], None], make_way: Callable[[], None]
     ) -> None:
         """Copy the next piece of a transfer, and end it after the last one."""
-        piece = range(transfer.position, min(transfer.position + self._piece_blocks, len(transfer.job.slots)))
+        job, start = transfer.job, transfer.position
+        piece = range(start, min(start + self._piece_blocks(job), len(job.slots)))
         arrived = set(self._copy(transfer, piece, copy, make_way))
         with self._changed:
             transfer.failed += tuple(block for block in piece if block not in arrived)
             transfer.position = piece.stop
             transfer.running = False
-            if transfer.cancelled or piece.stop == len(transfer.job.slots):
+            if transfer.cancelled or piece.stop == len(job.slots):
                 transfer.end(transfer.failed)
+
+    def _piece_blocks(self, job: Job) -> int:
+        known = 0 <= job.group_id < len(self._block_bytes)
+        return max(1, PIECE_BYTES // self._block_bytes[job.group_id]) if known else len(job.slots)
+
+    def _groups_of(self, job: Job) -> list[int]:
+        """The numbers of `groups` that a job copies. Raises PactViolation if there is no such KV cache group."""
+        require_cache_group(job.group_id, len(self._groups_in))
+        return self._groups_in[job.group_id]
 
     def _copy(
         self,
@@ -271,7 +293,7 @@ class CpuTransferEngine:
         try:
             block_ids, slots = [job.block_ids[block] for block in blocks], [job.slots[block] for block in blocks]
             plan = CopyPlan.of(block_ids, slots, self._first_slot)
-            for group in range(len(self.groups)):
+            for group in self._groups_of(job):
                 make_way()
                 if transfer.cancelled:
                     return ()

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from kvpact.errors import PactViolation
 from kvpact.memory.arena import ArenaSegment
+from kvpact.worker.copy.base import Job, require_cache_group
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, CudaError, Driver
-from kvpact.worker.cuda.entries import Entries, Indexes, runs_of
+from kvpact.worker.cuda.entries import NO_ENTRIES, Entries, Indexes, runs_of
 from kvpact.worker.paged import GROUPS, PagedKV, join_adjacent
 
 logger = logging.getLogger(__name__)
+
+Places: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Block ids and slots, as many of each."""
 
 
 class Kernel(Protocol):
@@ -72,7 +76,6 @@ class DeviceCopies:
         self._kernel = kernel
         self._first_slot, self._num_slots = slot_class.slots.start, len(slot_class.slots)
         self._num_blocks = paged.num_blocks
-        self.slot_bytes = slot_class.slot_bytes
         self._runs_in = partial(
             runs_of, arena_address=segment.address_of(slot_class), slot_class=slot_class, pinned_slots=pinned_slots
         )
@@ -80,14 +83,21 @@ class DeviceCopies:
 
     def rebind(self, paged: PagedKV) -> None:
         """The pages lie here, from now on. Nothing is being copied."""
-        arriving = _arrivals(paged.groups)
-        self.groups = [range(one[0].start, one[-1].stop) for one in arriving]
+        parts = [part for group in paged.cache_groups for part in _arrivals(paged.groups_in(group))]
+        arriving = {range(part[0].start, part[-1].stop): part for part in parts}
+        self.groups = paged.in_forward_order(arriving)
         """Layers that arrive together, in forward order."""
-        self._by_group = [self._runs_in(paged, one) for one in arriving]
-        joined = join_adjacent(paged.layers, len(paged.layers))
-        self._whole = self._runs_in(paged, joined)
-        self.entries_per_block = sum(len(one.sizes) for runs in self._by_group for one in runs)
-        """Of one block alone, over all groups."""
+        self._cache_groups = [paged.cache_group_of(group.start) for group in self.groups]
+        """Of each of `groups`, its KV cache group."""
+        self._by_group = [self._runs_in(paged, arriving[group]) for group in self.groups]
+        self._whole = [
+            self._runs_in(paged, join_adjacent(paged.layers, group, len(group))) for group in paged.cache_groups
+        ]
+        """Of each KV cache group."""
+        self._entries_per_block = [0] * len(paged.cache_groups)
+        for cache_group, runs in zip(self._cache_groups, self._by_group, strict=True):
+            self._entries_per_block[cache_group] += sum(len(one.sizes) for one in runs)
+        self._block_bytes = [max(1, layout.rank_slot_bytes) for layout in paged.layouts]
 
     def note_error(self, error: Exception) -> None:
         """The device refused a call: nothing is copied from now on. Most such errors are for good."""
@@ -103,15 +113,34 @@ class DeviceCopies:
         _require_within(places, self._num_slots, "slots")
         return blocks, places
 
-    def all_layers(self, block_ids: Sequence[int], slots: Sequence[int]) -> Entries:
-        """What copies these blocks as a whole. Raises PactViolation like `places`."""
-        blocks, places = self.places(block_ids, slots)
-        return Entries.joined([one.entries(blocks, places) for one in self._whole])
+    def require(self, job: Job) -> None:
+        """Raise PactViolation if a job names a KV cache group, a block or a slot that is not there."""
+        require_cache_group(job.group_id, len(self._whole))
+        self.places(job.block_ids, job.slots)
 
-    def by_group(self, block_ids: Sequence[int], slots: Sequence[int]) -> list[Entries]:
-        """What copies these blocks, for each of `groups`. Raises PactViolation like `places`."""
+    def entries_of(self, job: Job) -> int:
+        """How many entries a job has if none of its blocks are adjacent, over all `groups`; 0 for an unknown one."""
+        known = 0 <= job.group_id < len(self._entries_per_block)
+        return len(job.slots) * self._entries_per_block[job.group_id] if known else 0
+
+    def blocks_in(self, num_bytes: int, job: Job) -> int:
+        """How many of a job's blocks have so many bytes together; at least 1."""
+        known = 0 <= job.group_id < len(self._block_bytes)
+        return max(1, num_bytes // self._block_bytes[job.group_id]) if known else len(job.slots)
+
+    def all_layers(self, block_ids: Sequence[int], slots: Sequence[int], group_id: int = 0) -> Entries:
+        """What copies these blocks of a KV cache group as a whole. Raises PactViolation like `require`."""
+        require_cache_group(group_id, len(self._whole))
         blocks, places = self.places(block_ids, slots)
-        return [Entries.joined([one.entries(blocks, places) for one in runs]) for runs in self._by_group]
+        return Entries.joined([one.entries(blocks, places) for one in self._whole[group_id]])
+
+    def by_group(self, wanted: Mapping[int, Places]) -> list[Entries]:
+        """What copies these blocks of each KV cache group, for each of `groups`. Raises PactViolation like `places`."""
+        places = {cache_group: self.places(*some) for cache_group, some in wanted.items()}
+        return [
+            Entries.joined([one.entries(*places[cache_group]) for one in runs]) if cache_group in places else NO_ENTRIES
+            for cache_group, runs in zip(self._cache_groups, self._by_group, strict=True)
+        ]
 
     def copy_in(self, entries: Entries, stream: int) -> None:
         """Put copies from slots into blocks into `stream`. Slots do not change while a load reads them."""
@@ -138,5 +167,5 @@ def _require_within(numbers: Indexes, count: int, what: str) -> None:
 
 def _arrivals(groups: Sequence[range]) -> list[Sequence[range]]:
     """Groups of adjacent layers that arrive together: about `GROUPS` lists of them."""
-    share = -(-len(groups) // GROUPS)
+    share = max(1, -(-len(groups) // GROUPS))
     return [groups[start : start + share] for start in range(0, len(groups), share)]

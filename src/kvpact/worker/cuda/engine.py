@@ -62,7 +62,7 @@ class CudaTransferEngine:
         self._step_loads = [*(one for one in self._step_loads if not one.poll()), batch]
         if not batch.begin():
             return batch.transfers
-        if sum(len(job.slots) for job in jobs) * copies.entries_per_block <= self._most_at_once:
+        if sum(copies.entries_of(job) for job in jobs) <= self._most_at_once:
             batch.submit(self._way)
         else:
             with self._wanted:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,8 @@ class Entries:
     @classmethod
     def joined(cls, parts: Sequence[Entries]) -> Entries:
         """All of them, in order."""
+        if not parts:
+            return NO_ENTRIES
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -52,6 +55,9 @@ class Entries:
             np.concatenate([part.host for part in parts]),
             np.concatenate([part.sizes for part in parts]),
         )
+
+
+NO_ENTRIES: Final = Entries(*(np.empty(0, np.uint64) for _ in range(3)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +102,13 @@ def runs_of(
 
     `arena_address` is where this process has mapped the class's first slot. Raises PactViolation for slots too small.
     """
-    if paged.layout.rank_slot_bytes > slot_class.slot_bytes:
+    if paged.rank_slot_bytes > slot_class.slot_bytes:
         raise PactViolation(
-            f"one block of this engine takes {paged.layout.rank_slot_bytes} bytes, a slot has only "
-            f"{slot_class.slot_bytes}"
+            f"one block of this engine takes {paged.rank_slot_bytes} bytes, a slot has only {slot_class.slot_bytes}"
         )
     runs: dict[int, list[tuple[int, int, int]]] = {}
     for group in groups:
-        layer, piece = paged.joined(group), arena_address + paged.layout.layer_offsets[group.start]
+        layer, piece = paged.joined(group), arena_address + paged.layer_offsets[group.start]
         runs.setdefault(layer.block_stride, []).extend(
             (layer.address + chunk * layer.chunk_stride, piece + chunk * layer.chunk_bytes, layer.chunk_bytes)
             for chunk in range(layer.chunks)

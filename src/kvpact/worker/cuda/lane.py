@@ -75,7 +75,6 @@ class Lane:
         """Guards all transfers of the lane."""
         self._copies, self._driver, self._events = copies, copies.driver, copies.events
         self._way = way
-        self._piece_blocks = max(1, PIECE_BYTES // copies.slot_bytes)
         self._stream = stream
         self._queue: deque[CudaTransfer] = deque()
         """What has blocks that were not submitted."""
@@ -146,7 +145,7 @@ class Lane:
     def _advance(self, transfer: CudaTransfer) -> None:
         """Submit a transfer's next piece."""
         job, start, cancelled = transfer.job, transfer.position, transfer.cancelled
-        end = len(job.slots) if cancelled else min(start + self._piece_blocks, len(job.slots))
+        end = len(job.slots) if cancelled else min(start + self._copies.blocks_in(PIECE_BYTES, job), len(job.slots))
         fence = transfer.fence
         if fence is not None and fence.event:
             self._driver.stream_wait(self._stream, fence.event)
@@ -155,7 +154,8 @@ class Lane:
         copied = False
         try:
             if not cancelled:
-                self._way.submit(self._copies.all_layers(job.block_ids[start:end], job.slots[start:end]), self._stream)
+                block_ids, slots = job.block_ids[start:end], job.slots[start:end]
+                self._way.submit(self._copies.all_layers(block_ids, slots, job.group_id), self._stream)
                 copied = True
         except CudaError:
             raise

@@ -49,16 +49,18 @@ class StepLoads:
 
     def _build(self) -> list[Entries]:
         """The entries of each group; a job that names a block or a slot that is not there fails alone."""
-        good: list[LoadJob] = []
+        good: dict[int, tuple[list[int], list[int]]] = {}
         for transfer in self.transfers:
+            job = transfer.job
             try:
-                self._copies.places(transfer.job.block_ids, transfer.job.slots)
-                good.append(transfer.job)
+                self._copies.require(job)
             except PactViolation as error:
                 transfer.refused = error
-        block_ids = [block for job in good for block in job.block_ids]
-        slots = [slot for job in good for slot in job.slots]
-        return self._copies.by_group(block_ids, slots)
+                continue
+            block_ids, slots = good.setdefault(job.group_id, ([], []))
+            block_ids += job.block_ids
+            slots += job.slots
+        return self._copies.by_group(good)
 
     def submit(self, way: Way) -> None:
         """Put all of them into the engine's stream for it."""
@@ -68,7 +70,8 @@ class StepLoads:
             for entries in self._build():
                 if self.cancelled:
                     break
-                way.submit(entries, self._stream)
+                if len(entries):
+                    way.submit(entries, self._stream)
                 self._record()
         except Exception as error:
             self.error = error
