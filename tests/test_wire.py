@@ -42,7 +42,9 @@ STEP = StepMessage(
     changes=(0,),
     spoilt={1: (7, 8)},
 )
-HANDSHAKE = WorkerHandshake(0, SegmentAddress(1, 2, 3, 4096, 5, 6, "boot", "pid"), facts={"dtype": "bfloat16"})
+HANDSHAKE = WorkerHandshake(
+    0, SegmentAddress(1, 2, 3, 4096, 5, 6, "boot", "pid"), facts={"dtype": "bfloat16"}, group_bytes=(4096, 0)
+)
 REPORT = WorkerReport({0: {1: JobOutcome(RangeSet.of(BlockRange(0, 2)))}}, (StoreRead(2, 0, BlockRange(2, 1)),))
 
 MESSAGES = [
@@ -52,7 +54,7 @@ MESSAGES = [
     (WorkerReport, REPORT),
     (WorkerReport, WorkerReport({0: {}})),
 ]
-SCHEMAS = {1: "788f2a4cd9556002", 2: "5efae55f401db609"}
+SCHEMAS = {1: "788f2a4cd9556002", 2: "58da60fc63dab611"}
 """Version of the messages -> digest of their fields."""
 
 

@@ -82,6 +82,8 @@ class WorkerHandshake:
     """Whether the worker reports changes of its weights in the segment's notice."""
     facts: dict[str, str] = field(default_factory=dict)
     """Facts about the content of its blocks that only this worker knows, by name: see `kvpact.vllm.worker_identity`."""
+    group_bytes: tuple[int, ...] = ()
+    """Of each KV cache group, the bytes of a block on this rank; 0 for one without layers here."""
 
 
 def encode(message: StepMessage | WorkerHandshake | WorkerReport) -> bytes:

@@ -167,7 +167,7 @@ def test_memory_is_taken_when_its_node_is_known(
         return open_cuda(config, paged, segment, rank)
 
     segments: list[ArenaSegment] = []
-    monkeypatch.setattr(PagedKV, "from_tensors", lambda tensors, blocks: bed.paged)
+    monkeypatch.setattr(PagedKV, "from_tensors", lambda *_: bed.paged)
     monkeypatch.setattr(device_module, "near_node", {"0000:65:00.0": 3}.get)
     monkeypatch.setattr(numa, "prefer", prefer)
     config = TRUSTING.model_copy(update={"memory": bed.segment.num_slots * bed.segment.rank_slot_bytes})

@@ -12,7 +12,7 @@ from kvpact.config import load_config
 from kvpact.contract import LoadJob, SaveJob, StepLookup, StepWork, StoreRead
 from kvpact.identity.keys import BlockKey
 from kvpact.wire import SharedTierConfig, StepMessage
-from kvpact.worker import worker as worker_module
+from kvpact.worker import step_reader
 from kvpact.worker.step_reader import Wanted
 from kvpact.worker.worker import CacheWorker, RankInfo
 
@@ -58,7 +58,7 @@ class Ranks:
 
         config = load_config({"match_at": "step", "sync_load_budget": budget * max(PARTS), **settings}, {})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_module, "StepReader", Reader)
+            patch.setattr(step_reader, "StepReader", Reader)
             self.workers = [CacheWorker(config, RankInfo(rank, 2, 64), {}) for rank in (0, 1)]
 
     def hits(self, work: StepWork) -> list[dict[str, int]]:

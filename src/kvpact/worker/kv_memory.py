@@ -34,6 +34,8 @@ class KVMemory:
         self._paged = paged
         self._jobs = jobs
         self.transfers = transfers
+        self.group_bytes = tuple(sum(layout.layer_page_bytes) for layout in paged.layouts)
+        """Of each KV cache group, the bytes of a block on this rank."""
         self.is_there = True
         """Whether copies may be ordered."""
 
@@ -76,7 +78,7 @@ class KVMemory:
         if self.is_there:
             return
         tensors = dict(kv_caches or self.kv_caches)
-        paged = PagedKV.from_tensors(tensors, self._paged.num_blocks)
+        paged = self._paged.seen_in(tensors)
         if _bytes_of_blocks(paged) != _bytes_of_blocks(self._paged):
             raise ConfigError(
                 "the engine's KV memory came back in another layout, for which nothing that is stored fits: nothing is "
@@ -91,7 +93,7 @@ class KVMemory:
 def _bytes_of_blocks(paged: PagedKV) -> tuple[Any, ...]:
     """What decides the bytes of a block in its slot, as far as addresses tell."""
     layers = [replace(layer, address=0, block_stride=0, chunk_stride=0) for layer in paged.layers]
-    return layers, dict(paged.layer_index), paged.num_blocks, paged.device_type
+    return layers, dict(paged.layer_index), paged.cache_groups, paged.num_blocks, paged.device_type
 
 
 __all__ = ["KVMemory"]

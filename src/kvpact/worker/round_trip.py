@@ -34,22 +34,32 @@ ATTEMPTS: Final = 3
 
 
 def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, usable_slots: int) -> None:
-    """Copy a pattern into blocks and out again. Raises ConfigError if it does not come back, or not in `LIMIT_SECONDS`.
+    """Copy a pattern into blocks of each KV cache group and out again.
 
-    `usable_slots` slots, from number 0 on, may be used; three for each block.
+    `usable_slots` slots, from number 0 on, may be used; three for each block. Raises ConfigError if it does not come
+    back, or not in `LIMIT_SECONDS`.
     """
-    (slot_class,) = segment.classes
     count = min(MAX_BLOCKS, usable_slots // 3, paged.num_blocks - 1)
     if count < 1:
         raise ConfigError(f"memory: {usable_slots} usable blocks are too few to try the device's copies: 3 are needed")
+    for group_id, layout in enumerate(paged.layouts):
+        block_bytes = sum(layout.layer_page_bytes)
+        if block_bytes:
+            _try_group(engine, paged, segment, count, group_id, block_bytes)
+
+
+def _try_group(
+    engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, count: int, group_id: int, block_bytes: int
+) -> None:
+    """The trial of one KV cache group, with `count` blocks of `block_bytes`."""
+    (slot_class,) = segment.classes
     slots = np.frombuffer(segment.class_view(slot_class), np.uint8).reshape(-1, slot_class.slot_bytes)
-    block_bytes = sum(paged.layout.layer_page_bytes)
     blocks = tuple(range(1, 2 * count, 2)) if 2 * count <= paged.num_blocks else tuple(range(1, count + 1))
     kept, pattern, back = (tuple(range(part * count, (part + 1) * count)) for part in range(3))
     slots[pattern[0] : pattern[-1] + 1] = np.random.default_rng(count).integers(
         0, 256, (count, slots.shape[1]), np.uint8
     )
-    trial = _Trial(engine, blocks)
+    trial = _Trial(engine, blocks, group_id)
     trial.save(kept)
     seconds = _best_of_attempts(trial, pattern, back)
     trial.load(kept)
@@ -85,19 +95,20 @@ def _best_of_attempts(trial: _Trial, pattern: tuple[int, ...], back: tuple[int, 
 class _Trial:
     """Jobs over the same blocks, one after the other."""
 
-    def __init__(self, engine: TransferEngine, blocks: tuple[int, ...]) -> None:
+    def __init__(self, engine: TransferEngine, blocks: tuple[int, ...], group_id: int) -> None:
         self._engine = engine
         self._blocks = blocks
+        self._group_id = group_id
         self._jobs = 0
 
     def save(self, slots: tuple[int, ...]) -> None:
         self._jobs += 1
-        job = SaveJob(self._jobs, "round trip", 0, slots, self._blocks)
+        job = SaveJob(self._jobs, "round trip", 0, slots, self._blocks, self._group_id)
         self._wait("out of", self._engine.save([job]))
 
     def load(self, slots: tuple[int, ...]) -> None:
         self._jobs += 1
-        job = LoadJob(self._jobs, "round trip", 0, slots, self._blocks, synchronous=True)
+        job = LoadJob(self._jobs, "round trip", 0, slots, self._blocks, synchronous=True, group_id=self._group_id)
         transfers = self._engine.load([job])
         for transfer in transfers:
             transfer.wait(len(self._engine.groups), DEADLINE_SECONDS)

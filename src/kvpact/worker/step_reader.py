@@ -16,7 +16,7 @@ from itertools import accumulate, count, pairwise
 
 from kvpact.config import KvpactConfig
 from kvpact.contract import LoadJob, StoreRead
-from kvpact.errors import TierError
+from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.ranges import BlockRange
 from kvpact.threads import start_background
@@ -73,6 +73,23 @@ def room_in_step(budget: int, store: SharedTierConfig, loads: Sequence[LoadJob])
     """
     ordered = sum(len(job.slots) for job in loads if job.synchronous)
     return max(0, budget // max(store.rank_slot_bytes) - ordered)
+
+
+def reader_for(
+    config: KvpactConfig, rank: int, num_groups: int, keep: Callable[[int, memoryview], None]
+) -> StepReader | None:
+    """The rank's reader, if it looks up before each step.
+
+    Raises ConfigError for several KV cache groups: a step's look-up has the keys of one.
+    """
+    if config.match_at != "step":
+        return None
+    if num_groups > 1:
+        raise ConfigError(
+            f'match_at="step" serves models with one KV cache group, and this one has {num_groups}: leave "match_at" '
+            'out, which is "schedule"'
+        )
+    return StepReader(config, rank, keep)
 
 
 class StepReader:

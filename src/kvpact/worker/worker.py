@@ -30,10 +30,11 @@ from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.extents import slots_for
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
+from kvpact.worker.copy.base import TransferEngine
 from kvpact.worker.jobs import EndedLoads, RankJobs
 from kvpact.worker.kv_memory import KVMemory
 from kvpact.worker.paged import PagedKV
-from kvpact.worker.step_reader import StepReader, Wanted, room_in_step
+from kvpact.worker.step_reader import Wanted, reader_for, room_in_step
 from kvpact.worker.transfer import RankTransfers
 
 
@@ -44,13 +45,15 @@ class RankInfo:
     rank: int
     world_size: int
     num_blocks: int
+    groups: tuple[tuple[str, ...], ...] = ()
+    """The layer names of each KV cache group, in the engine's numbering; empty for a single one with all layers."""
 
 
 class CacheWorker(ExternalCacheWorker):
     """One rank's half."""
 
     def __init__(self, config: KvpactConfig, place: RankInfo, openers: Mapping[str, DeviceOpener]) -> None:
-        """`openers` open the copies on other devices than the CPU; see `transfer_engine_for`."""
+        """`openers`: of copies on other devices, see `transfer_engine_for`. Raises ConfigError like `reader_for`."""
         self._config, self._openers = config, openers
         self.place = place
         self._segment: ArenaSegment | None = None
@@ -58,7 +61,7 @@ class CacheWorker(ExternalCacheWorker):
         """The engine's KV memory; None before `register_kv_caches`."""
         self._synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
-        self._reader = StepReader(config, place.rank, self._keep) if config.match_at == "step" else None
+        self._reader = reader_for(config, place.rank, len(place.groups), self._keep)
         self._reads: tuple[StoreRead, ...] = ()
         """What was read from shared tiers since the last report."""
         self.has_step_hook = False
@@ -80,22 +83,16 @@ class CacheWorker(ExternalCacheWorker):
         """What was ordered, and what the engine has not been told of it."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Set up the arena segment for these layers. Raises ConfigError if `memory` does not fit in this machine."""
+        """Set up the arena segment for these layers. Raises ConfigError if it does not fit, or they are no pages."""
         assert self.memory is None, "set up once; see `KVMemory.resume`"
-        paged = PagedKV.from_tensors(dict(kv_caches), self.place.num_blocks)
-        slot_bytes = paged.layout.rank_slot_bytes
+        paged = PagedKV.from_tensors(dict(kv_caches), self.place.num_blocks, self.place.groups)
+        slot_bytes = paged.rank_slot_bytes
         slots = slots_for(self._config.memory, slot_bytes, self.place.world_size)
         self._segment = ArenaSegment.create(slots, slot_bytes, self.place.world_size)
         self.notices = NoticeWriter(self._segment.notice)
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
-        transfers = RankTransfers(
-            transfer_engine_for(self._config, paged, self._segment, self.place.rank, self._openers),
-            paged.layer_index,
-            self.place.rank,
-            time.monotonic,
-            layerwise=self._config.layerwise,
-            timeout=self._config.load_deadline,
-        )
+        engine = transfer_engine_for(self._config, paged, self._segment, self.place.rank, self._openers)
+        transfers = _transfers_by(engine, paged, self.place.rank, self._config)
         self.memory = KVMemory(kv_caches, paged, transfers, self.jobs)
 
     @property
@@ -110,9 +107,10 @@ class CacheWorker(ExternalCacheWorker):
 
     def hello(self) -> WorkerHandshake | None:
         """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
-        if self._segment is None:
+        if self._segment is None or self.memory is None:
             return None
-        return WorkerHandshake(self.place.rank, self._segment.address(), self.has_step_hook, self.watches_weights)
+        address, sizes = self._segment.address(), self.memory.group_bytes
+        return WorkerHandshake(self.place.rank, address, self.has_step_hook, self.watches_weights, group_bytes=sizes)
 
     # Before the step
 
@@ -345,3 +343,15 @@ class CacheWorker(ExternalCacheWorker):
         self.notices = self.adapters = None
         if self._segment is not None:
             self._segment.close()
+
+
+def _transfers_by(engine: TransferEngine, paged: PagedKV, rank: int, config: KvpactConfig) -> RankTransfers:
+    return RankTransfers(
+        engine,
+        paged.layer_index,
+        rank,
+        time.monotonic,
+        layerwise=config.layerwise,
+        timeout=config.load_deadline,
+        cache_groups=paged.cache_groups,
+    )
