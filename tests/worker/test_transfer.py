@@ -68,6 +68,12 @@ LAYOUTS: dict[str, Callable[[], Callable[[int], Any]]] = {
     "(2,NB,H,BS,D) of the old CPU backend": lambda: permuted((2, BLOCKS, 2, 4, 8), (0, 1, 2, 3, 4)),
     "(NB,2,BS,H,D) keys and values in the block": lambda: permuted((BLOCKS, 2, 4, 2, 8), (0, 1, 2, 3, 4)),
     "(NB,2,BS,H,D) heads first in memory": lambda: permuted((BLOCKS, 2, 4, 2, 8), (0, 1, 3, 2, 4)),
+    "(2,NB,BS,H,D) of a model with states: keys and values in the block": lambda: permuted(
+        (2, BLOCKS, 4, 2, 8), (1, 0, 2, 3, 4)
+    ),
+    "(2,4NB,BS/4,H,D) of a model with states, kernel blocks": lambda: permuted(
+        (2, BLOCKS * 4, 1, 2, 8), (1, 0, 2, 3, 4)
+    ),
     "(NB,BS,H,2D)": lambda: permuted((BLOCKS, 4, 2, 16), (0, 1, 2, 3)),
     "(NB,BS,C) latent": lambda: permuted((BLOCKS, 4, 12), (0, 1, 2)),
     "(4NB,BS/4,C) kernel blocks": lambda: permuted((BLOCKS * 4, 1, 2, 8), (0, 1, 2, 3)),
