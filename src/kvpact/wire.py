@@ -17,7 +17,7 @@ from kvpact.contract import StepWork, WorkerReport
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import SegmentAddress
 
-Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport")
+Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport | LentSegment")
 
 VERSION: Final = 2
 """Version of the messages: changes whenever one of their fields changes."""
@@ -84,9 +84,22 @@ class WorkerHandshake:
     """Facts about the content of its blocks that only this worker knows, by name: see `kvpact.vllm.worker_identity`."""
     group_bytes: tuple[int, ...] = ()
     """Of each KV cache group, the bytes of a block on this rank; 0 for one without layers here."""
+    slot_classes: tuple[int, ...] = ()
+    """Of each KV cache group, the class of its slots; empty if all are of one."""
+    slots_of: int | None = None
+    """The rank in whose segment this one's slots lie, because both hold the same bytes; None: in its own."""
 
 
-def encode(message: StepMessage | WorkerHandshake | WorkerReport) -> bytes:
+@dataclass(frozen=True, slots=True)
+class LentSegment:
+    """What the first of several ranks with the same bytes tells the others, once: where the slots of all lie."""
+
+    segment: SegmentAddress
+    layer_page_bytes: tuple[int, ...]
+    """Of each layer in a slot, in order: the others' must be the same."""
+
+
+def encode(message: StepMessage | WorkerHandshake | WorkerReport | LentSegment) -> bytes:
     """The message as bytes."""
     return _NOTHING_TO_DO if message == _NO_WORK else _encode(message)
 
@@ -116,6 +129,7 @@ _KINDS: dict[type, tuple[str, msgspec.msgpack.Decoder[Any]]] = {
     StepMessage: ("a step of the scheduler", msgspec.msgpack.Decoder(StepMessage)),
     WorkerHandshake: ("a worker's handshake", msgspec.msgpack.Decoder(WorkerHandshake)),
     WorkerReport: ("a worker's report", msgspec.msgpack.Decoder(WorkerReport)),
+    LentSegment: ("the first rank's memory", msgspec.msgpack.Decoder(LentSegment)),
 }
 # Most steps order nothing, and most reports of a single rank are empty: each costs the scheduler one comparison.
 _NO_WORK = StepMessage()

@@ -13,6 +13,7 @@ from kvpact.contract import LoadJob, SaveJob, StepLookup, StepWork, StoreRead
 from kvpact.identity.keys import BlockKey
 from kvpact.wire import SharedTierConfig, StepMessage
 from kvpact.worker import step_reader
+from kvpact.worker.segment import Sharing
 from kvpact.worker.step_reader import Wanted
 from kvpact.worker.worker import CacheWorker, RankInfo
 
@@ -41,8 +42,8 @@ def work_of(requests: int, synchronous: int = 0, asynchronous: int = 0) -> StepW
 class Ranks:
     """Two ranks, each with a reader that finds that many blocks of each request of the step, in order."""
 
-    def __init__(self, budget: int, found: Sequence[Sequence[int]], **settings: object) -> None:
-        """`budget` is in blocks of the rank with the larger part."""
+    def __init__(self, budget: int, found: Sequence[Sequence[int]], same_kv: int = 1, **settings: object) -> None:
+        """`budget` is in blocks of the rank with the larger part. Ranks with the `same_kv` have one reader."""
         self.asked: list[list[Wanted]] = []
         asked = self.asked
 
@@ -59,7 +60,8 @@ class Ranks:
         config = load_config({"match_at": "step", "sync_load_budget": budget * max(PARTS), **settings}, {})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step_reader, "StepReader", Reader)
-            self.workers = [CacheWorker(config, RankInfo(rank, 2, 64), {}) for rank in (0, 1)]
+            places = [RankInfo(rank, 2, 64, sharing=Sharing(rank, 2, same_kv)) for rank in (0, 1)]
+            self.workers = [CacheWorker(config, place, {}) for place in places]
 
     def hits(self, work: StepWork) -> list[dict[str, int]]:
         """What each rank finds, in blocks."""
@@ -109,3 +111,20 @@ def test_whatever_each_rank_finds_no_rank_loads_more_than_its_budget(
         assert all(hits.get(f"r{number}", 0) <= one[rank] for number, one in enumerate(found))
         enough = sum(one[rank] for one in found) <= budget - synchronous
         assert not enough or sum(hits.values()) == sum(one[rank] for one in found)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 12), st.lists(st.integers(0, LENGTH), min_size=1, max_size=4), st.integers(0, 8))
+def test_of_ranks_with_the_same_keys_and_values_one_reads_and_all_skip_what_it_found(
+    budget: int, found: list[int], synchronous: int
+) -> None:
+    work = work_of(len(found), synchronous)
+    ranks = Ranks(budget, [found], same_kv=2)
+    read, other = ranks.hits(work)
+    assert len(ranks.asked) <= 1
+    assert {name: min(blocks, other[name]) for name, blocks in read.items()} == read
+    for worker in ranks.workers:
+        worker.apply_hits({name: blocks * BLOCK for name, blocks in read.items()})
+        worker.start_loads(StepWork())
+    loads = [[(load.request_id, load.slots) for load in worker.jobs.open.values()] for worker in ranks.workers]
+    assert loads[0] == loads[1] == [(name, tuple(range(blocks))) for name, blocks in read.items()]

@@ -57,7 +57,7 @@ class MountedCache:
         self.store: SharedTierConfig | None = None
         """Where the workers look at a step's beginning; None if they do not."""
         self._config, self._block_size, self._adapters = config, block_size, adapters
-        arena = Arena([ArenaSegment.attach(segment) for segment in self.segments])
+        arena, attached = attach_all(hellos)
         self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
         self._late_tiers = LateTiers(config, seal, known, arena.slot_bytes, weights) if weights is not None else None
         tiers = self._late_tiers.open() if self._late_tiers is not None else None
@@ -74,7 +74,7 @@ class MountedCache:
         self.cache = self.opened.cache
         if tiers is not None:
             self._use(tiers)
-        notices = [segment.notice for segment in arena.segments]
+        notices = [segment.notice for segment in attached]
         self.weights = WeightsWatch(notices, self.cache)
         adapters.bind(LoadedAdapters(notices))
         if not all(hello.watches_weights for hello in hellos):
@@ -146,4 +146,12 @@ class MountedCache:
             self._stats_file.close(snapshot)
 
 
-__all__ = ["MountedCache"]
+def attach_all(hellos: Sequence[WorkerHandshake]) -> tuple[Arena, Sequence[ArenaSegment]]:
+    """The arena of these ranks, and the segment of each."""
+    segments = [ArenaSegment.attach(hello.segment) for hello in hellos]
+    with_slots = [segment for segment, hello in zip(segments, hellos, strict=True) if hello.slots_of is None]
+    others = [segment for segment, hello in zip(segments, hellos, strict=True) if hello.slots_of is not None]
+    return Arena(with_slots, others), segments
+
+
+__all__ = ["MountedCache", "attach_all"]

@@ -79,7 +79,7 @@ def open_cache(
     spec = CacheSpec(
         block_size=block_size,
         num_slots=arena.num_slots,
-        num_ranks=len(arena.segments),
+        num_ranks=arena.num_ranks,
         slot_bytes=arena.rank_slot_bytes,
         namespace=namespace,
         clock=clock,

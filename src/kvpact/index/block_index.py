@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Rows
-from kvpact.index.rows import ROOT as ROOT
+from kvpact.index.links import NONE
+from kvpact.index.links import ROOT as ROOT
+from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED, Rows
 from kvpact.index.rows import State as State
 from kvpact.index.slot_space import PlainSlots
 

@@ -1,6 +1,6 @@
 """The rows of an index: one for each slot, linked to chains, and counted as long as anything needs them.
 
-Owns the links between rows, their states, holds and recency. Decides nothing: `block_index.py` says what is reserved,
+Owns the states of rows, their holds and their recency. Decides nothing: `block_index.py` says what is reserved,
 pinned, evicted and dropped. Never touches the bytes in a slot.
 """
 
@@ -14,12 +14,8 @@ from typing import Final
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.eviction import LeastRecentlyUsed
+from kvpact.index.links import NONE, ROOT, Links
 from kvpact.index.slot_space import PlainSlots, PlainSlotsAndNames, SlotSpace
-
-ROOT: Final[BlockKey] = b""
-"""The parent of a chain's first block."""
-
-NONE: Final = -1
 
 FAR: Final = 256
 """Blocks after which nobody looks further for the last use of a chain."""
@@ -45,7 +41,7 @@ class State(IntEnum):
 FREE, RESERVED, SAVED, HELD, CANCELLED, DOOMED = (int(state) for state in State)
 
 
-class Rows:
+class Rows(Links):
     """What lies in which of `num_slots` slots, as chains.
 
     A row of every array describes the slot of that number; the row after the last one is the root, the parent of all
@@ -65,23 +61,13 @@ class Rows:
     __slots__ = (
         "_chain_class",
         "_evictable",
-        "_first_child",
-        "_first_side",
         "_held",
         "_holds",
-        "_is_side",
-        "_keys",
         "_lost",
-        "_next",
-        "_parent",
         "_pinned",
         "_pins",
         "_policy",
-        "_previous",
-        "_root",
-        "_rows",
         "_state",
-        "num_slots",
         "space",
     )
 
@@ -102,10 +88,9 @@ class Rows:
             raise ValueError(f"an index needs at least 1 slot, not {num_slots}")
         self.space: SlotSpace = space or PlainSlots(num_slots, usable_slots)
         """Which slots are free."""
-        self.num_slots = self.space.num_rows
+        super().__init__(self.space.num_rows)
         self._chain_class = chain_class
         self._evictable = [0] * classes
-        self._root = self.num_slots
         self._reset()
 
     @property
@@ -115,26 +100,18 @@ class Rows:
 
     def _reset(self) -> None:
         rows = self.num_slots + 1
-        self._keys: list[BlockKey] = [ROOT] * rows
-        self._rows: dict[BlockKey, int] = {ROOT: self._root}
+        self._clear_links()
         self._state = bytearray(rows)
         self._state[self._root] = HELD
         self._pins = array("i", bytes(4 * rows))
         self._holds = array("i", bytes(4 * rows))
         self._holds[self._root] = 1
-        self._is_side = bytearray(rows)
-        links = (array("i", [NONE]) * rows for _ in range(5))
-        self._parent, self._first_child, self._first_side, self._next, self._previous = links
         self._held = 0
         self._evictable = [0] * len(self._evictable)
         self._pinned = 0
         self._policy = LeastRecentlyUsed(rows, len(self._evictable))
         self._lost: list[tuple[BlockKey, int]] = []
         """What an extent lost when it changed its class, until a reservation tells it."""
-
-    def __len__(self) -> int:
-        """Blocks known by key: held, saved and reserved; not the dropped ones that still occupy a slot."""
-        return len(self._rows) - 1
 
     def _hold(self, row: int) -> None:
         """Add a hold to `row`; its first one adds a hold to its parent. The root is always held, so the walk ends."""
@@ -169,17 +146,8 @@ class Rows:
 
     def _add(self, key: BlockKey, parent: int, row: int, state: int, *, is_side: bool = False) -> int:
         """Enter `key` after `parent` into the unused `row`; return the row."""
-        first = self._first_side if is_side else self._first_child
-        self._is_side[row] = is_side
-        self._rows[key] = row
-        self._keys[row] = key
+        self._link(key, parent, row, is_side=is_side)
         self._state[row] = state
-        self._parent[row] = parent
-        self._previous[row] = NONE
-        self._next[row] = following = first[parent]
-        if following != NONE:
-            self._previous[following] = row
-        first[parent] = row
         self._evictable[self.space.class_of(row) if is_side else self._chain_class] += 1
         if state == HELD:
             self._held += 1
@@ -190,17 +158,8 @@ class Rows:
 
     def _unlink(self, row: int) -> None:
         """Remove `row` from its parent's children."""
-        parent, previous, following = self._parent[row], self._previous[row], self._next[row]
-        if following != NONE:
-            self._previous[following] = previous
-        if previous != NONE:
-            self._next[previous] = following
-            return
-        if self._is_side[row]:
-            self._first_side[parent] = following
-            return
-        self._first_child[parent] = following
-        if following == NONE and self._holds[parent] == 0:
+        parent = self._parent[row]
+        if self._cut(row) and self._holds[parent] == 0:
             self._policy.offer(parent, self._chain_class)
 
     def _forget(self, row: int) -> tuple[BlockKey, int]:
@@ -255,16 +214,6 @@ class Rows:
                     self._set_free(row)
         return removed
 
-    def _subtree(self, top: int) -> list[int]:
-        """`top` and all rows after it, parents before children, side rows too."""
-        order = [top]
-        for row in order:
-            for child in (self._first_child[row], self._first_side[row]):
-                while child != NONE:
-                    order.append(child)
-                    child = self._next[child]
-        return order
-
     def _serve(self, row: int, became_held: list[BlockKey]) -> None:
         """The saved `row` has its whole chain: hold it, and the saved blocks that waited for it."""
         complete = [row]
@@ -299,6 +248,10 @@ class Rows:
         """The row of this class that would be evicted next; None if all are free, or needed."""
         return self._policy.first(self._evictable_leaf, slot_class)
 
+    def is_needed(self, row: int) -> bool:
+        """Whether the row cannot be freed now: a pin, a writer, or a block after it that has one, needs it."""
+        return self._state[row] != FREE and (self._state[row] != HELD or self._holds[row] > 0)
+
     def last_use(self, row: int) -> int | None:
         """The tick of the last use of the row's block and those after it; 0 of a free row; None if it is needed.
 
@@ -306,7 +259,7 @@ class Rows:
         """
         if self._state[row] == FREE:
             return 0
-        if self._state[row] != HELD or self._holds[row]:
+        if self.is_needed(row):
             return None
         use = self._policy.used(row)
         for _ in range(FAR):

@@ -142,6 +142,9 @@ class SegmentAddress:
 class ArenaSegment:
     """One rank's memory: its piece of each slot, class by class. Made by `create` or `attach`."""
 
+    sharers = 1
+    """Ranks that copy to these slots or from them, each from its own mapping."""
+
     def __init__(self, descriptor: int, classes: Sequence[SlotClass]) -> None:
         self.classes = tuple(classes)
         """Of all its slots, lowest numbers first."""
@@ -329,15 +332,19 @@ class ArenaSegment:
 
 
 class Arena:
-    """All ranks' segments, in rank order: a slot is one piece of each. The scheduler's process works on this.
+    """The segments with slots, in rank order: a slot is one piece of each. The scheduler's process works on this.
 
-    Raises PactViolation without a rank, and if a slot is of one class on one rank and of another on the next.
+    `others` are the segments of ranks whose slots lie in one of `segments`: see `SharedSlots`. Raises PactViolation
+    without a segment, and if a slot is of one class on one rank and of another on the next.
     """
 
-    def __init__(self, segments: Sequence[ArenaSegment]) -> None:
+    def __init__(self, segments: Sequence[ArenaSegment], others: Sequence[ArenaSegment] = ()) -> None:
         if not segments:
             raise PactViolation("an arena needs the segment of at least one rank")
         self.segments = tuple(segments)
+        self._all = (*segments, *others)
+        self.num_ranks = len(self._all)
+        """All that copy to slots or from them, and report each job."""
         self.slots = _slots_of_all(self.segments)
         """The numbers of each class's slots of which every rank has its piece."""
         ranks = [[one.places for one in segment.classes] for segment in segments]
@@ -352,14 +359,14 @@ class Arena:
         """Of the largest slot, over all ranks."""
         self.rank_slot_bytes = max(segment.rank_slot_bytes for segment in segments)
         """Of the largest slot, on the rank that has most of it."""
-        self._growing = any(segment.usable_slots < segment.num_slots for segment in segments)
+        self._growing = any(segment.usable_slots < self.num_slots for segment in self._all)
 
     @property
     def usable_slots(self) -> int:
         """Of `num_slots`, those from number 0 on that all ranks can copy now; only grows, and then costs nothing."""
         if not self._growing:
             return self.num_slots
-        usable = min(segment.usable_slots for segment in self.segments)
+        usable = min(segment.usable_slots for segment in self._all)
         self._growing = usable < self.num_slots
         return min(usable, self.num_slots)
 
@@ -381,7 +388,7 @@ class Arena:
 
     def close(self) -> None:
         """Close every segment."""
-        for segment in self.segments:
+        for segment in self._all:
             segment.close()
 
 

@@ -54,6 +54,20 @@ class Extents:
         return max(lost_bytes(self.num_bytes, one) for one in self.class_bytes if one) / self.num_bytes
 
 
+def slot_classes(sizes: Sequence[int], *, ranks_differ: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Per KV cache group the class of its slots, and per class the bytes of a slot on this rank.
+
+    `sizes` are those of the groups' slots on this rank.
+
+    One class for each size. Where `ranks_differ`, pipeline stages for one, what is equal on one rank is not on another,
+    so that each group has a class of its own, and all ranks agree on its number.
+    """
+    if ranks_differ:
+        return tuple(range(len(sizes))), tuple(sizes)
+    classes = sorted(set(sizes))
+    return tuple(map(classes.index, sizes)), tuple(classes)
+
+
 def lost_bytes(extent_bytes: int, slot_bytes: int) -> int:
     """Bytes at the end of an extent that slots of this size cannot use."""
     return extent_bytes % slot_bytes

@@ -27,11 +27,12 @@ def architecture_digest(hf_config: Any) -> str:
     return blake3(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def engine_namespace(vllm_config: Any, workers: Mapping[str, str]) -> Namespace:
+def engine_namespace(vllm_config: Any, workers: Mapping[str, str], same_kv: int = 1) -> Namespace:
     """Everything two engines must agree on to share KV bytes, except the weights.
 
-    `workers` has the facts of all ranks, by name. Block keys are always made with this namespace, so that they are the
-    same whether the weights were known at once or later.
+    `workers` has the facts of all ranks, by name; `same_kv` tensor-parallel ranks hold the same bytes, of which a slot
+    has one copy, so that their number decides nothing. Block keys are always made with this namespace, so that they are
+    the same whether the weights were known at once or later.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return Namespace(
@@ -42,7 +43,7 @@ def engine_namespace(vllm_config: Any, workers: Mapping[str, str]) -> Namespace:
             "kv_dtype": str(cache.cache_dtype),
             "quantization": quantization(vllm_config),
             "block_size": str(cache.block_size),
-            "tensor_parallel": str(parallel.tensor_parallel_size),
+            "tensor_parallel": str(parallel.tensor_parallel_size // same_kv),
             "pipeline_parallel": str(parallel.pipeline_parallel_size),
             **workers,
         }

@@ -31,7 +31,7 @@ from kvpact.vllm.messages import PactMetadata
 from kvpact.vllm.request_identity import OfferedMatch, RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
-from kvpact.vllm.worker_identity import facts_of_ranks
+from kvpact.vllm.worker_identity import facts_of_slots
 from kvpact.wire import StepMessage, WorkerHandshake
 
 
@@ -87,11 +87,12 @@ class SchedulerSide:
                 'match_at="step" needs a worker that asks when a step begins: add '
                 "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
             )
+        with_slots = sum(hello.slots_of is None for hello in hellos)
         self._end_cache()
         self.mounted = MountedCache(
             self._config,
             hellos,
-            engine_namespace(self._vllm_config, facts_of_ranks([hello.facts for hello in hellos])),
+            engine_namespace(self._vllm_config, facts_of_slots(hellos), ranks // with_slots),
             base_weights(self._vllm_config, self._config.model_id) if self._config.tiers else None,
             self._identities.adapters,
             seal=self._seal,

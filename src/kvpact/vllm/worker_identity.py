@@ -28,6 +28,7 @@ from kvpact.vllm.compat.objects import (
     rotary_modules,
 )
 from kvpact.vllm.identity import architecture_digest
+from kvpact.wire import WorkerHandshake
 from kvpact.worker.paged import block_axis
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,13 @@ def facts_of_ranks(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """The facts of all ranks, each name's values in the order of the ranks, as a slot holds the ranks' parts."""
     names = sorted({name for facts in ranks for name in facts})
     return {name: _in_order([facts.get(name, "absent") for facts in ranks]) for name in names}
+
+
+def facts_of_slots(hellos: Sequence[WorkerHandshake]) -> dict[str, str]:
+    """`facts_of_ranks` of the ranks with slots of their own. Another one counts only if it differs from the rank whose
+    slots it shares: then the engine shares nothing with one that has a single rank."""
+    facts = {hello.rank: hello.facts for hello in hellos}
+    return facts_of_ranks([one.facts for one in hellos if one.slots_of is None or one.facts != facts[one.slots_of]])
 
 
 def _in_order(values: Sequence[str]) -> str:
@@ -279,4 +287,4 @@ def _digest(lines: Iterable[str]) -> str:
     return blake3("\n".join(lines).encode()).hexdigest()[:32]
 
 
-__all__ = ["facts_of_ranks", "layer_pages", "worker_facts"]
+__all__ = ["facts_of_ranks", "facts_of_slots", "layer_pages", "worker_facts"]

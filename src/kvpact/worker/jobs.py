@@ -33,13 +33,15 @@ class EndedLoads:
 class RankJobs:
     """What was ordered of one rank, what became of it, and what the engine has not been told yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stores: bool) -> None:
+        """`stores` is false of a rank that owes no copy of a save, because another one stores the same bytes."""
+        self._stores = stores
         self.open: dict[int, Job] = {}
         """What was ordered and has not ended."""
         self.left: set[int] = set()
         """Loads without which the engine goes on, though this rank may still write to their blocks."""
         self._filled: dict[int, RangeSet] = {}
-        """Save job -> its blocks whose slots were filled from a tier, and must not be saved there again."""
+        """Save job -> its blocks whose slots others fill: a tier has filled them, or another rank does."""
         self._recalled: set[int] = set()
         """Jobs under way whose blocks are of other weights than the engine's, or of a step that went wrong."""
         self._outcomes: dict[int, JobOutcome] = {}
@@ -48,7 +50,10 @@ class RankJobs:
 
     def order(self, jobs: Iterable[Job]) -> None:
         """These begin."""
-        self.open.update((job.job_id, job) for job in jobs)
+        for job in jobs:
+            self.open[job.job_id] = job
+            if isinstance(job, SaveJob) and not self._stores:
+                self._filled[job.job_id] = RangeSet.of(job.blocks)
 
     def recall(self, job_ids: Iterable[int]) -> None:
         """Those of them that have not ended will have failed as a whole, whatever is copied."""

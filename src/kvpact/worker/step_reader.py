@@ -24,6 +24,7 @@ from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.executor import GetDone, TierExecutor
 from kvpact.tiers.registry import TierContext, load_seal, open_tier
 from kvpact.wire import SharedTierConfig
+from kvpact.worker.segment import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,9 @@ def room_in_step(budget: int, store: SharedTierConfig, loads: Sequence[LoadJob])
 
 
 def reader_for(
-    config: KvpactConfig, rank: int, num_groups: int, keep: Callable[[int, memoryview], None]
-) -> StepReader | None:
-    """The rank's reader, if it looks up before each step.
+    config: KvpactConfig, sharing: Sharing, num_groups: int, keep: Callable[[int, memoryview], None]
+) -> StepReader | FirstRanksReader | None:
+    """How a rank learns before a step what shared tiers have of it; None if it need not know.
 
     Raises ConfigError for several KV cache groups: a step's look-up has the keys of one.
     """
@@ -89,13 +90,14 @@ def reader_for(
             f'match_at="step" serves models with one KV cache group, and this one has {num_groups}: leave "match_at" '
             'out, which is "schedule"'
         )
-    return StepReader(config, rank, keep)
+    return StepReader(config, sharing.piece, keep) if sharing.stores else FirstRanksReader()
 
 
 class StepReader:
     """Reads for one rank, whose part of each block is taken to its place by `keep(slot, part)`."""
 
     def __init__(self, config: KvpactConfig, rank: int, keep: Callable[[int, memoryview], None]) -> None:
+        """`rank` counts those that have slots of their own."""
         self._config = config
         self._rank = rank
         self._keep = keep
@@ -235,3 +237,19 @@ class StepReader:
         """Stop the threads and let go of the tiers, in bounded time."""
         for source in self._sources:
             source.client.close(timeout / len(self._sources))
+
+
+class FirstRanksReader:
+    """Of a rank whose slots another rank fills: it has found all that is looked for.
+
+    The ranks agree on the smallest number, which is that of the rank that reads, and agree after it has read.
+    """
+
+    def read(
+        self, store: SharedTierConfig, wanted: Sequence[Wanted], most: int
+    ) -> tuple[dict[int, int], tuple[StoreRead, ...]]:
+        """See `StepReader.read`."""
+        return {one.job_id: min(len(one.keys) - one.start, len(one.slots)) for one in wanted}, ()
+
+    def close(self, timeout: float) -> None:
+        """It has nothing to close."""

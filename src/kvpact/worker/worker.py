@@ -27,13 +27,13 @@ from kvpact.errors import StepLoadLost
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment
-from kvpact.memory.extents import slots_for
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
 from kvpact.worker.copy.base import TransferEngine
 from kvpact.worker.jobs import EndedLoads, RankJobs
 from kvpact.worker.kv_memory import KVMemory
 from kvpact.worker.paged import PagedKV
+from kvpact.worker.segment import Sharing, open_segment
 from kvpact.worker.step_reader import Wanted, reader_for, room_in_step
 from kvpact.worker.transfer import RankTransfers
 
@@ -47,6 +47,8 @@ class RankInfo:
     num_blocks: int
     groups: tuple[tuple[str, ...], ...] = ()
     """The layer names of each KV cache group, in the engine's numbering; empty for a single one with all layers."""
+    sharing: Sharing | None = None
+    """Which ranks hold the same bytes in every block; None if none do."""
 
 
 class CacheWorker(ExternalCacheWorker):
@@ -56,12 +58,13 @@ class CacheWorker(ExternalCacheWorker):
         """`openers`: of copies on other devices, see `transfer_engine_for`. Raises ConfigError like `reader_for`."""
         self._config, self._openers = config, openers
         self.place = place
+        self._sharing = sharing = place.sharing or Sharing(place.rank, place.world_size)
         self._segment: ArenaSegment | None = None
         self.memory: KVMemory | None = None
         """The engine's KV memory; None before `register_kv_caches`."""
         self._synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
-        self._reader = reader_for(config, place.rank, len(place.groups), self._keep)
+        self._reader = reader_for(config, sharing, len(place.groups), self._keep)
         self._reads: tuple[StoreRead, ...] = ()
         """What was read from shared tiers since the last report."""
         self.has_step_hook = False
@@ -79,16 +82,14 @@ class CacheWorker(ExternalCacheWorker):
         """Request -> the load of all that was found for the step, and the token at which its first block begins."""
         self._step_loads: tuple[LoadJob, ...] = ()
         """Loads of what this step does not compute: found by this side, and not to be lost."""
-        self.jobs = RankJobs()
+        self.jobs = RankJobs(stores=sharing.stores)
         """What was ordered, and what the engine has not been told of it."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Set up the arena segment for these layers. Raises ConfigError if it does not fit, or they are no pages."""
         assert self.memory is None, "set up once; see `KVMemory.resume`"
         paged = PagedKV.from_tensors(dict(kv_caches), self.place.num_blocks, self.place.groups)
-        slot_bytes = paged.rank_slot_bytes
-        slots = slots_for(self._config.memory, slot_bytes, self.place.world_size)
-        self._segment = ArenaSegment.create(slots, slot_bytes, self.place.world_size)
+        self._segment = open_segment(self._config, paged.layouts, self._sharing)
         self.notices = NoticeWriter(self._segment.notice)
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
         engine = transfer_engine_for(self._config, paged, self._segment, self.place.rank, self._openers)
@@ -109,8 +110,16 @@ class CacheWorker(ExternalCacheWorker):
         """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
         if self._segment is None or self.memory is None:
             return None
-        address, sizes = self._segment.address(), self.memory.group_bytes
-        return WorkerHandshake(self.place.rank, address, self.has_step_hook, self.watches_weights, group_bytes=sizes)
+        sizes = self.memory.group_bytes
+        return WorkerHandshake(
+            self.place.rank,
+            self._segment.address(),
+            self.has_step_hook,
+            self.watches_weights,
+            group_bytes=sizes,
+            slot_classes=self._sharing.classes_of(sizes)[0],
+            slots_of=self._sharing.slots_of,
+        )
 
     # Before the step
 
@@ -126,7 +135,7 @@ class CacheWorker(ExternalCacheWorker):
             or self.jobs.left
         ):
             return {}
-        room = room_in_step(self._config.sync_load_budget, store, message.work.loads)
+        room = room_in_step(self._sharing.step_budget(self._config), store, message.work.loads)
         saves = {job.job_id: job for job in message.work.saves}
         asked = [(lookup, saves[lookup.job_id]) for lookup in message.work.lookups]
         wanted = [

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.testkit.device.played import PlayedDevice
-from kvpact.testkit.results import NotObservable
+from kvpact.testkit.vllm.rank_group import RankGroup
 
 
 def _choose_platform() -> None:
@@ -227,7 +227,10 @@ def make_kv_cache_config(settings: EngineSettings, worker: int | None = None) ->
     )
     names = layer_names(settings) if worker is None else layers_of_worker(settings, worker)
     group = KVCacheGroupSpec(names, spec)
-    return KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+    config = KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+    if settings.latent and hasattr(config, "kv_tp_replicas"):
+        config.kv_tp_replicas = settings.ranks
+    return config
 
 
 def make_scheduler(
@@ -309,28 +312,6 @@ def _adapter_request(directory: str) -> Any:
 
 
 # Ranks
-
-
-class CollectiveNotPossible(NotObservable):
-    """A connector's worker half uses a collective, which is not possible with all ranks in one thread."""
-
-
-class RankGroup:
-    """A rank's process group, as far as connectors ask for ranks. Collectives of more than one rank are refused."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = self.rank_in_group = self.local_rank = rank
-        self.world_size = world_size
-        self.ranks = list(range(world_size))
-        self.first_rank, self.last_rank = 0, world_size - 1
-        self.is_first_rank, self.is_last_rank = rank == 0, rank == world_size - 1
-
-    def __getattr__(self, name: str) -> Any:
-        if self.world_size > 1:
-            raise CollectiveNotPossible(
-                f"the connector uses `{name}` of its rank's process group, which needs ranks of their own"
-            )
-        raise AttributeError(name)
 
 
 @contextmanager

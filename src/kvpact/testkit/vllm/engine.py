@@ -16,6 +16,7 @@ from kvpact.testkit.vllm.compat import EngineSettings, RequestSettings
 from kvpact.testkit.vllm.observed import Observed
 from kvpact.testkit.vllm.oracle import VOCABULARY, TokenChain, continuation
 from kvpact.testkit.vllm.rank import Rank
+from kvpact.testkit.vllm.rank_group import CollectiveNotPossible
 
 IDLE_SECONDS = 0.001
 """Seconds of pause after a step that computed nothing, so that a connector's threads can run."""
@@ -299,7 +300,7 @@ class VllmEngine:
     def _guarded(self, where: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except compat.CollectiveNotPossible:
+        except CollectiveNotPossible:
             raise
         except Exception as error:
             raise EngineDied(f"{where} raises {type(error).__name__}: {error}"[:600]) from error

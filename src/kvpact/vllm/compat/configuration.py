@@ -10,6 +10,9 @@ KERNEL_VARIABLES = ("VLLM_DISABLED_KERNELS", "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM
 
 SPLIT_CONTEXT = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
+LATENT_SPECS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+"""vLLM's kinds of KV cache without heads; a release has some of them."""
+
 
 def runs_second_runner(vllm_config: Any) -> bool:
     """Whether vLLM is configured to use its second model runner."""
@@ -106,3 +109,23 @@ def kernel_variables() -> dict[str, Any]:
     from vllm import envs
 
     return {name: getattr(envs, name, None) for name in KERNEL_VARIABLES}
+
+
+def ranks_with_same_kv(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Neighbouring tensor-parallel ranks that hold the same bytes in every block: all, where attention is MLA.
+
+    1 where any layer is of another kind. Releases from 0.32 on must say so, too: they know splits over other ranks.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not specs or not all(_is_latent(spec) for spec in specs):
+        return 1
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    return ranks if getattr(kv_cache_config, "kv_tp_replicas", ranks) == ranks else 1
+
+
+def _is_latent(spec: Any) -> bool:
+    """Whether each rank has the keys and values of all heads, as one vector a token."""
+    of_layers = getattr(spec, "kv_cache_specs", None)
+    if of_layers is not None:
+        return all(_is_latent(one) for one in of_layers.values())
+    return any(kind.__name__ in LATENT_SPECS for kind in type(spec).__mro__)

@@ -1,0 +1,42 @@
+"""A rank whose slots lie in another rank's segment, because both hold the same bytes in every block.
+
+Owns what such a rank has of its own: the notice of its weights, and its count of usable slots. The slots' memory
+belongs to the rank that made it, and is there as long as any process maps it.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from kvpact.memory.arena import PAGE_BYTES, ArenaSegment, SegmentAddress
+
+
+class SharedSlots(ArenaSegment):
+    """Another rank's slots, mapped here. Its address is that of this rank's own memory, which has no slots to use."""
+
+    _own: ArenaSegment
+
+    @classmethod
+    def attach(cls, address: SegmentAddress) -> Self:
+        """Map the slots of the segment at `address`. Raises KvpactError as `ArenaSegment.attach`."""
+        shared = super().attach(address)
+        assert isinstance(shared, cls)
+        own = ArenaSegment.create(1, PAGE_BYTES)  # the smallest; its one slot is not used
+        shared.notice.release()
+        shared._usable.release()
+        shared.notice, shared._usable, shared._own = own.notice, own._usable, own
+        shared.usable_slots = shared.num_slots
+        return shared
+
+    def address(self) -> SegmentAddress:
+        """Where the scheduler's process finds this rank's notice and count."""
+        return self._own.address()
+
+    def place_pages(self, *, huge: bool, node: int | None = None) -> None:
+        """As `ArenaSegment.place_pages`, but the owner chooses the node, which counts for every process."""
+        super().place_pages(huge=huge)
+
+    def close(self) -> None:
+        """Unmap the slots, and free this rank's own memory."""
+        super().close()
+        self._own.close()
