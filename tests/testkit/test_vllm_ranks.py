@@ -30,6 +30,9 @@ HANGS = 30.0
 """Seconds that a copy hangs at most."""
 TOKENS = prompt(1, BLOCKS)
 LAYOUTS = [pytest.param({"ranks": 2}, id="ranks"), pytest.param({"stages": 2, "layers": 3}, id="stages")]
+SAME_KV = {"ranks": 2, "latent": True}
+"""Both ranks hold the same keys and values, as with MLA: the first one stores them."""
+WITH_SAME_KV = [*LAYOUTS, pytest.param(SAME_KV, id="same")]
 
 
 @contextmanager
@@ -77,7 +80,7 @@ def fail(engine: VllmEngine, worker: int, **blocks: list[int]) -> None:
     PactAdapter().fail_blocks(engine, worker, **{"loads": [], "saves": [], **blocks})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WITH_SAME_KV)
 @pytest.mark.parametrize("delays", [[0, 0], [0, 4], [3, 0]], ids=str)
 def test_h41_the_hull_of_what_ranks_failed_is_counted_and_gone_everywhere(
     layout: dict[str, int], delays: list[int], tmp_path: Path
@@ -122,7 +125,7 @@ def test_h42_saves_with_gaps_count_up_to_the_first_gap_of_any_rank(layout: dict[
         assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WITH_SAME_KV)
 def test_h40_every_rank_says_something_true_in_every_step(layout: dict[str, int]) -> None:
     with engine_with(layout) as engine:
         said: list[list[Any]] = [[], []]
@@ -137,7 +140,7 @@ def test_h40_every_rank_says_something_true_in_every_step(layout: dict[str, int]
         )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WITH_SAME_KV)
 @pytest.mark.parametrize("seed", range(4))
 def test_h45_reports_come_late_in_pieces_twice_in_any_order_or_only_when_asked_for(
     layout: dict[str, int], seed: int
@@ -188,7 +191,7 @@ def tap(engine: VllmEngine, worker: int, change: Callable[[WorkerReport], Worker
     connector.build_connector_worker_meta = lambda: PactWorkerMetadata.of(change(build().message()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WITH_SAME_KV)
 def test_h43_no_rank_waits_for_another_one(layout: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing collective: every operation of `torch.distributed` raises, and the groups of ranks refuse theirs."""
     for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"):
@@ -204,12 +207,50 @@ def refuse(*_: object, **__: object) -> None:
     raise AssertionError("a collective operation in a step")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WITH_SAME_KV)
 def test_h40_a_rank_that_does_not_say_where_its_memory_is_stops_the_start(layout: dict[str, int]) -> None:
     with engine_with(layout) as engine:
         hello = engine.ranks[0].connector.get_handshake_metadata()
         with pytest.raises(ConfigError, match=r"the engine has 2 ranks; \[0\] have set up their memory"):
             engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): hello})
+
+
+@pytest.mark.parametrize("delays", [[0, 0], [0, 4], [3, 0]], ids=str)
+def test_p10_a_save_is_as_good_as_the_copy_of_the_rank_that_stores(delays: list[int]) -> None:
+    """The other rank says at once that all is done: blocks that the first one could not write are not found."""
+    with engine_with(SAME_KV) as engine:
+        fail(engine, 0, saves=[7])
+        fail(engine, 1, saves=[4])
+        engine.report_delay = delays
+        assert ask(engine, "first") == 0
+        fail(engine, 0)
+        assert ask(engine, "again") == 7 * BLOCK, "the other rank has copied nothing, and nothing of it can fail"
+        assert ask(engine, "once more") == BLOCKS * BLOCK
+        assert cache_of(engine).observe()["saved_blocks"] == BLOCKS
+        assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_p10_a_silent_rank_means_not_stored_and_not_loaded_whether_it_stores_or_not(silent: int) -> None:
+    with engine_with(SAME_KV, load_deadline="300ms", plan_lifetime="300ms") as engine:
+        engine.ranks[silent].mute = True
+        engine.add("first", TOKENS, max_tokens=4)
+        assert engine.finish("first")
+        assert cache_of(engine).observe()["saved_blocks"] == 0
+        engine.ranks[silent].mute = False
+        assert ask(engine, "computed") == 0, "what the silent rank never heard of has failed"
+        assert ask(engine, "again") == BLOCKS * BLOCK
+        assert_at_rest(engine)
+
+
+def test_ranks_with_the_same_keys_and_values_share_with_engines_of_any_number_of_ranks(tmp_path: Path) -> None:
+    """MLA: a record has the bytes of one rank, whatever their number; one engine with four stores for all."""
+    tiers = [f"dir://{tmp_path}?capacity=64MiB"]
+    for ranks, hit in ((4, 0), (2, BLOCKS * BLOCK), (1, BLOCKS * BLOCK)):
+        with engine_with({"ranks": ranks, "latent": True}, tiers=tiers) as engine:
+            assert ask(engine, "asked") == hit, f"{ranks} ranks"
+    with engine_with({"stages": 2, "latent": True}, tiers=tiers) as engine:
+        assert ask(engine, "asked") == 0, "a stage has other layers"
 
 
 def test_h23_engines_of_another_parallel_layout_share_nothing(tmp_path: Path) -> None:
@@ -224,7 +265,7 @@ def test_h23_engines_of_another_parallel_layout_share_nothing(tmp_path: Path) ->
             assert ask(engine, "again") == BLOCKS * BLOCK, f"{layout} does not find its own"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WITH_SAME_KV)
 @pytest.mark.parametrize("delays", [[0, 0], [0, 4], [3, 0]], ids=str)
 def test_h10_a_rank_whose_copy_hangs_holds_nobody_up(layout: dict[str, int], delays: list[int]) -> None:
     """The other rank has loaded all; the request is computed, and both ranks' blocks come back when the copy ends."""
