@@ -112,3 +112,19 @@ def one_stage_fails_alone(harness: Harness, engine: VllmEngine) -> None:
     _well(harness, engine)
     harness.forget(engine)
     harness.serve(engine, "again", tokens, max_tokens=4)
+
+
+@scenario.on_engine("P2", "P8", "P10", "H40", each=DELAYS, ranks=2, latent=True)
+def ranks_hold_the_same_bytes(harness: Harness, engine: VllmEngine, delays: Sequence[int]) -> None:
+    """Each rank has the same latent vectors, as with MLA; of either one a save may fail, then of either one a load."""
+    engine.report_delay = delays
+    for rank in (0, 1):
+        _fail(harness, engine, rank, saves=[6 - 3 * rank])
+    (tokens,) = harness.store(engine, prompt(1, 10))
+    _well(harness, engine)
+    harness.serve(engine, "again", tokens, max_tokens=4)
+    for rank in (1, 0):
+        harness.forget(engine)
+        _fail(harness, engine, rank, loads=[2 + rank])
+        harness.load(engine, f"victim of {rank}", tokens, max_tokens=4)
+        _well(harness, engine)
