@@ -6,7 +6,9 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +19,8 @@ from device_beds import BLOCKS, SLOTS, Bed
 from kvpact.config import KvpactConfig, load_config
 from kvpact.errors import ConfigError
 from kvpact.memory import numa
-from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.memory.shared_slots import SharedSlots
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Play
 from kvpact.worker.copy import transfer_engine_for
@@ -149,6 +152,51 @@ def test_where_memory_cannot_be_pinned_a_buffer_serves_with_one_warning(
     assert opened.close(10)
     assert driver.pinned_bytes == 0
     assert driver.violations == []
+
+
+def test_ranks_with_the_same_slots_try_their_copies_in_turns_and_one_may_need_a_buffer(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial writes to slots that all of them have: at the same time each would find the others' bytes."""
+    ranks = [bed.segment, *(SharedSlots.attach(bed.segment.address()) for _ in range(2))]
+    last = ranks[-1]
+    pin, trial = PlayedCuda.register, device_module.require_round_trip
+    trying: list[object] = []
+
+    def register(self: PlayedCuda, address: int, num_bytes: int) -> None:
+        if last.mapped_at <= address < last.mapped_at + len(last.memory):
+            raise CudaError("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+        pin(self, address, num_bytes)
+
+    def counted(*arguments: Any) -> None:
+        trying.append(arguments)
+        assert len(trying) == 1
+        time.sleep(0.02)
+        trial(*arguments)
+        trying.remove(arguments)
+
+    monkeypatch.setattr(PlayedCuda, "register", register)
+    monkeypatch.setattr(device_module, "require_round_trip", counted)
+    opened, closing = threading.Barrier(4), threading.Barrier(4)
+
+    def serve(rank: int) -> bool:
+        engine = open_cuda(TRUSTING, bed.paged, ranks[rank], rank)
+        opened.wait(20)
+        closing.wait(20)
+        return bool(engine.close(10))
+
+    with ThreadPoolExecutor(3) as threads:
+        serving = [threads.submit(serve, rank) for rank in range(3)]
+        opened.wait(20)
+        arena = Arena([bed.segment], [ArenaSegment.attach(one.address()) for one in ranks[1:]])
+        assert [one.usable_slots for one in ranks] == [SLOTS] * 3
+        assert arena.usable_slots == SLOTS
+        assert sorted(driver.pinned_bytes > 16 << 20 for driver in PlayedCuda.opened) == [False, False, True]
+        closing.wait(20)
+        assert all(one.result() for one in serving)
+    assert [driver.violations for driver in PlayedCuda.opened] == [[]] * 3
+    for one in ranks[1:]:
+        one.close()
 
 
 def test_memory_is_taken_when_its_node_is_known(

@@ -6,9 +6,24 @@ belongs to the rank that made it, and is there as long as any process maps it.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
 from typing import Self
 
 from kvpact.memory.arena import PAGE_BYTES, ArenaSegment, SegmentAddress
+
+
+@contextlib.contextmanager
+def take_turn(segment: ArenaSegment) -> Iterator[None]:
+    """Be the only one that works with a segment's slots, before they have content; a turn ends with its process."""
+    descriptor = os.open(f"/proc/self/fd/{segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class SharedSlots(ArenaSegment):

@@ -16,12 +16,13 @@ from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.numa import near_node
+from kvpact.memory.shared_slots import take_turn
 from kvpact.units import format_size
 from kvpact.worker.cuda.bounce import BounceBuffer
 from kvpact.worker.cuda.copies import DeviceCopies, Kernel
 from kvpact.worker.cuda.driver import CAN_USE_HOST_POINTER, CudaDriver, CudaError
 from kvpact.worker.cuda.engine import CudaTransferEngine
-from kvpact.worker.cuda.pinned import RAISE_THE_LIMIT, PinnedSlots
+from kvpact.worker.cuda.pinned import FIRST_SECONDS, RAISE_THE_LIMIT, PinnedSlots
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.round_trip import require_round_trip
 
@@ -65,7 +66,7 @@ class OpenedDevice(CudaTransferEngine):
         owned.callback(self._pinned.close)
         segment.usable_slots = 0
         self._pinned.start(partial(setattr, segment, "usable_slots"))
-        self._pinned.wait_for_first()
+        self._pinned.wait_for_first(FIRST_SECONDS * segment.sharers)  # they pin the same pages in turns
         if self._pinned.suffice():
             return None
         bounce = self._bounce_for(segment)
@@ -75,7 +76,8 @@ class OpenedDevice(CudaTransferEngine):
     def _try_out(self, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
         driver = self._driver
         try:
-            require_round_trip(self, paged, segment, segment.usable_slots)
+            with take_turn(segment):
+                require_round_trip(self, paged, segment, segment.usable_slots)
             logger.info(
                 "rank %d: copies on %s, driver for CUDA %d, %s",
                 rank,
