@@ -207,6 +207,25 @@ def test_less_than_two_percent_is_lost_at_the_end_of_an_extent(largest: int) -> 
         assert found.count >= 2 * len(sizes)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((736, 768, 800, 804, 924), id="DeepSeek V4"),
+        pytest.param((1024, 1152, 1280), id="Gemma 3 27B"),
+        pytest.param((128, 144, 160), id="Gemma 3 27B on 8 ranks"),
+        pytest.param((12864, 13056), id="Qwen3-Next"),
+        pytest.param((1608, 1728), id="Qwen3-Next on 8 ranks"),
+        pytest.param((1216, 1280), id="Jamba"),
+    ],
+)
+def test_memory_for_blocks_of_real_models_is_cut_with_little_loss_into_many_extents(sizes: tuple[int, ...]) -> None:
+    for memory in (4 * GIB, 64 * GIB):
+        found = extents_for(memory, [size * KIB for size in sizes], 1, ranks_differ=False)
+        assert found.loss <= MAX_LOSS
+        assert found.count >= 150
+        assert max(found.places) <= 64, "a move would drop more blocks in a step than it has time for"
+
+
 def test_extents_are_as_small_as_the_sizes_allow() -> None:
     assert extents_for(8 * GIB, (8 * MIB, MIB), 1, ranks_differ=False) == Extents(1024, 8 * MIB, (8 * MIB, MIB))
     assert extents_for(8 * GIB, (8 * MIB, 7 * MIB), 2, ranks_differ=False).num_bytes == 56 * MIB
