@@ -44,7 +44,7 @@ class Scene:
         self.paged = PagedKV.from_tensors({str(i): self.memory[i] for i in range(LAYERS)}, total)
         self.segment = ArenaSegment.create(total, self.paged.layout.rank_slot_bytes)
         self.segment.pages.take_all()
-        self.copier = PageCopier(self.paged, self.segment, *self.segment.classes)
+        self.copier = PageCopier(self.paged, self.segment, self.segment.classes)
         self.arena = np.frombuffer(self.segment.memory, np.uint8).reshape(total, LAYERS, page_bytes)
         order = np.random.default_rng(0)
         ids, slots = (order.permutation(total)[:blocks] if scattered else np.arange(blocks) for _ in range(2))
@@ -133,7 +133,7 @@ def joined_layers(repeats: int) -> None:
         for scattered in (False, True):
             scene = Scene(page_bytes, blocks, scattered, inside_blocks=True)
             singles = replace(scene.paged, groups=tuple(range(layer, layer + 1) for layer in range(LAYERS)))
-            copiers = (PageCopier(singles, scene.segment, *scene.segment.classes), scene.copier)
+            copiers = (PageCopier(singles, scene.segment, scene.segment.classes), scene.copier)
             for name in ("gather", "scatter"):
                 seconds: tuple[list[float], list[float]] = ([], [])
                 for _ in range(8 * repeats + 1):

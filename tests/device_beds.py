@@ -131,7 +131,7 @@ class Bed:
         self.streams: dict[int, int] = {}
         """Thread -> the stream on which it computes; the others have the engine's."""
         if seed is None:
-            self.engine: Any = CpuTransferEngine(self.paged, self.segment, *self.segment.classes, 0)
+            self.engine: Any = CpuTransferEngine(self.paged, self.segment, self.segment.classes, 0)
             return
         # Copies are cut into pieces, and handed over, at sizes that plays reach.
         self._limits.setattr(lane, "PIECE_BYTES", 4 * self.segment.rank_slot_bytes)

@@ -19,12 +19,13 @@ from hook_time import assert_ends_within
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.memory.arena import ArenaSegment, SlotClass
+from kvpact.memory.arena import PAGE_BYTES, ArenaSegment, SlotClass
+from kvpact.memory.extents import Extents
 from kvpact.memory.prefault import HUGE_BYTES
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.threads import on_spare_cpus, start_background
-from kvpact.worker.copy import transfer_engine_for
+from kvpact.worker.copy import cpu, transfer_engine_for
 from kvpact.worker.copy.base import Job
 from kvpact.worker.copy.cpu import CpuTransferEngine, PageCopier
 from kvpact.worker.paged import CopyPlan, PagedKV, PagedLayer
@@ -104,7 +105,7 @@ class Scene:
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(layer)))
         self.paged = PagedKV.from_tensors(self.tensors, BLOCKS)
         self.segment = ArenaSegment.create(SLOTS, self.paged.layout.rank_slot_bytes)
-        self.engine = CpuTransferEngine(self.paged, self.segment, *self.segment.classes, 0)
+        self.engine = CpuTransferEngine(self.paged, self.segment, self.segment.classes, 0)
         engine = self.engine if fails is None else FaultyEngine(self.engine, fails)
         self.worker = RankTransfers(engine, self.paged.layer_index, 0, time.monotonic, layerwise=layerwise, **settings)
         self.jobs = 0
@@ -222,7 +223,7 @@ def test_large_runs_and_scattered_small_pages_give_the_same_bytes() -> None:
     tensors = {"a": torch.randn(shape).to(torch.bfloat16), "b": torch.randn((BLOCKS, 2, 4, 8))}
     paged = PagedKV.from_tensors(tensors, BLOCKS)
     segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
-    copier = PageCopier(paged, segment, *segment.classes)
+    copier = PageCopier(paged, segment, segment.classes)
     plan = CopyPlan.of([5, 6, 7, 1], [0, 1, 2, 9])
     for layer, view in enumerate(layer.view() for layer in paged.layers):
         copier.gather(layer, plan)
@@ -238,12 +239,67 @@ def test_a_copy_reaches_the_slots_of_its_class_alone() -> None:
     slot_bytes = paged.layout.rank_slot_bytes
     segment = ArenaSegment.create(SLOTS, slot_bytes)
     behind = SlotClass(range(4, SLOTS), slot_bytes, 4 * slot_bytes)
-    copier = PageCopier(paged, segment, behind)
+    copier = PageCopier(paged, segment, [behind])
     copier.gather(0, CopyPlan.of([2, 3], [4, 6], behind.slots.start))
     written = [slot for slot in range(SLOTS) if any(segment.slot_view(slot))]
     assert written == [4, 6]
     with pytest.raises(PactViolation, match="outside the memory"):
         copier.gather(0, CopyPlan.of([2], [3], behind.slots.start))
+    segment.close()
+
+
+@pytest.mark.parametrize("small_pages", [True, False])
+def test_copies_of_classes_that_share_extents_reach_their_own_slots(
+    monkeypatch: pytest.MonkeyPatch, small_pages: bool
+) -> None:
+    """By index, and as runs; a block of each class has its slots between those of the other."""
+    monkeypatch.setattr(cpu, "RUN_BYTES", 1 << 30 if small_pages else 0)
+    caches = {
+        "a": torch.randn(BLOCKS, 2, 4, 8),
+        "b": torch.randn(BLOCKS, 64, 4, 32),
+        "c": torch.randn(BLOCKS, 4, 8),
+    }
+    paged = PagedKV.from_tensors(caches, BLOCKS, (("a", "c"), ("b",)))
+    sizes = tuple(layout.rank_slot_bytes for layout in paged.layouts)
+    segment = ArenaSegment.create_extents(Extents(4, 2 * max(sizes) + PAGE_BYTES, sizes), 1)
+    worker = RankTransfers(
+        CpuTransferEngine(paged, segment, segment.classes, 0),
+        paged.layer_index,
+        0,
+        time.monotonic,
+        layerwise=True,
+        cache_groups=paged.cache_groups,
+    )
+    small, large = (one.slots.start for one in segment.classes)
+    slots = (
+        (small + 5, small + 6, small + 7, small + (2 << 24)),
+        (large + (1 << 24), large + (1 << 24) + 1, large + (3 << 24) + 1),
+    )
+    blocks = ((1, 2, 3, 7), (4, 5, 0))
+    for group, (of, to) in enumerate(zip(blocks, slots, strict=True)):
+        worker.start_saves([SaveJob(group, "r", 0, to, of, group_id=group)])
+    assert worker.drain(10)
+    assert not any(outcome.failed.ranges for outcome in worker.poll().values())
+    for group, layers in enumerate((("a", "c"), ("b",))):
+        for block, slot in zip(blocks[group], slots[group], strict=True):
+            content = b"".join(caches[layer][block].numpy().tobytes() for layer in layers)
+            assert bytes(segment.slot_view(slot)[: len(content)]) == content
+    kept = {name: cache.clone() for name, cache in caches.items()}
+    for cache in caches.values():
+        cache.zero_()
+    for group, (of, to) in enumerate(zip(blocks, slots, strict=True)):
+        worker.start_loads([LoadJob(group, "r", 0, to, of, synchronous=False, group_id=group)])
+    wrong = LoadJob(7, "r", 0, (large + 2, slots[0][0]), (8, 9), synchronous=False, group_id=1)
+    worker.start_loads([wrong])
+    assert worker.drain(10)
+    outcomes = worker.poll()
+    assert outcomes[7] == JobOutcome(RangeSet.of(), RangeSet.span(0, 2)), "one is no place, one is of another class"
+    for group, layers in enumerate((("a", "c"), ("b",))):
+        for layer in layers:
+            for block in range(BLOCKS):
+                expected = kept[layer][block] if block in blocks[group] else torch.zeros_like(kept[layer][block])
+                assert torch.equal(caches[layer][block], expected)
+    assert worker.shutdown(10)
     segment.close()
 
 
@@ -261,7 +317,7 @@ def test_slots_of_two_classes_are_taken_filled_and_read_back_each_with_its_own_l
     for number, (paged, one) in enumerate(zip((small, large), classes, strict=True)):
         before = [layer.view().copy() for layer in paged.layers]
         worker = RankTransfers(
-            CpuTransferEngine(paged, segment, one, 0), paged.layer_index, 0, time.monotonic, layerwise=True
+            CpuTransferEngine(paged, segment, [one], 0), paged.layer_index, 0, time.monotonic, layerwise=True
         )
         slots = (one.slots[-1], one.slots[0])
         segment.use(slots)
@@ -311,7 +367,7 @@ def test_layers_that_lie_inside_blocks_are_joined_and_come_back_bit_for_bit(sync
     paged = PagedKV.from_tensors({f"layer.{layer}": memory[:, layer] for layer in range(10)}, BLOCKS)
     assert paged.groups == (range(3), range(3, 6), range(6, 9), range(9, 10))
     segment = ArenaSegment.create(SLOTS, paged.layout.rank_slot_bytes)
-    engine = CpuTransferEngine(paged, segment, *segment.classes, 0)
+    engine = CpuTransferEngine(paged, segment, segment.classes, 0)
     worker = RankTransfers(engine, paged.layer_index, 0, time.monotonic, layerwise=True)
     worker.start_saves([SaveJob(1, "r", 0, (4, 5, 0), (1, 2, 7))])
     assert worker.drain(10)

@@ -34,8 +34,7 @@ def transfer_engine_for(
         segment.place_pages(huge=config.huge_pages != "off")
         segment.pages.start()
         segment.pages.wait_for_first(START_SECONDS)  # else the first prompt pays for them
-        (slot_class,) = segment.classes  # a further class has layers of its own, and an engine of its own for them
-        return CpuTransferEngine(paged, segment, slot_class, rank)
+        return CpuTransferEngine(paged, segment, segment.classes, rank)
     opener = openers.get(paged.device_type)
     if opener is None:
         raise ConfigError(

@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import PactViolation
-from kvpact.memory.arena import ArenaSegment, SlotClass
+from kvpact.index.classed_slots import MAX_PLACES
+from kvpact.index.slot_space import EXTENT_SHIFT
+from kvpact.memory.arena import PAGE_BYTES, ArenaSegment, SlotClass
 from kvpact.threads import start_background
 from kvpact.worker.copy.base import Job, require_cache_group
 from kvpact.worker.paged import Bytes, CopyPlan, PagedKV
@@ -24,49 +26,96 @@ PIECE_BYTES: Final = 32 << 20
 """A background transfer advances by so many bytes at a time: few calls; between its layers it makes way for others."""
 
 
+class Slots:
+    """The slots of one class as rows of bytes; `slice` and `rows` find those of a plan, which counts as the class does.
+
+    Where classes share extents a row begins at every page of the segment, and a slot takes several of them.
+    """
+
+    def __init__(self, segment: ArenaSegment, slot_class: SlotClass) -> None:
+        self.slot_class, size = slot_class, slot_class.slot_bytes
+        memory = np.frombuffer(segment.class_view(slot_class), np.uint8)
+        self.count = 0 if slot_class.extent_bytes else len(slot_class.slots)
+        """Slots that lie one behind the other; 0 if classes share extents."""
+        self._pages, self._extent_pages = size // PAGE_BYTES, slot_class.extent_bytes // PAGE_BYTES
+        if self.count:
+            self.bytes: Bytes = memory.reshape(-1, size)
+        else:
+            shape = ((len(memory) - size) // PAGE_BYTES + 1, size)
+            self.bytes = np.lib.stride_tricks.as_strided(memory, shape, (PAGE_BYTES, 1))
+        """`[rows, slot bytes]`."""
+
+    def slice(self, slot: int, count: int) -> slice:
+        """The rows of neighbouring slots."""
+        if self.count:
+            return slice(slot, slot + count)
+        row = (slot >> EXTENT_SHIFT) * self._extent_pages + (slot & MAX_PLACES - 1) * self._pages
+        return slice(row, row + (count - 1) * self._pages + 1, self._pages)
+
+    def rows(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """The row of each slot."""
+        if self.count:
+            return slots
+        return (slots >> EXTENT_SHIFT) * self._extent_pages + (slots & MAX_PLACES - 1) * self._pages
+
+    def has(self, slot: int, count: int) -> bool:
+        """Whether these neighbouring slots are there."""
+        if self.count:
+            return 0 <= slot <= self.count - count
+        first = self.slot_class.slots.start + slot
+        return self.slot_class.has(first) and self.slot_class.has(first + count - 1)
+
+
 class PageCopier:
     """Copies one group of layers at a time, by numpy: long runs one call each, scattered small pages by index.
 
-    For one class of slots; plans count them from its first one.
+    For one class of slots, or one for each KV cache group; plans count them from their class's first one.
     """
 
-    def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_class: SlotClass) -> None:
-        slot_bytes, self._num_slots = slot_class.slot_bytes, len(slot_class.slots)
-        if paged.rank_slot_bytes > slot_bytes:
-            raise PactViolation(
-                f"one block of this engine takes {paged.rank_slot_bytes} bytes, a slot has only {slot_bytes}"
-            )
+    def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass]) -> None:
+        each = [Slots(segment, one) for one in slot_classes]
+        for layout, slots in zip(paged.layouts, each * len(paged.layouts) if len(each) == 1 else each, strict=False):
+            if layout.rank_slot_bytes > slots.slot_class.slot_bytes:
+                raise PactViolation(
+                    f"one block of this engine takes {layout.rank_slot_bytes} bytes, a slot has only "
+                    f"{slots.slot_class.slot_bytes}"
+                )
         self._num_blocks = paged.num_blocks
-        arena = np.frombuffer(segment.class_view(slot_class), np.uint8).reshape(self._num_slots, slot_bytes)
+        of_groups = [each[paged.cache_group_of(group.start) if len(each) > 1 else 0] for group in paged.groups]
+        self._slots = of_groups
         joined = [paged.joined(group) for group in paged.groups]
         starts = [paged.layer_offsets[group.start] for group in paged.groups]
         self.pages: list[Bytes] = [layer.view() for layer in joined]
         """Of each group, `[num_blocks, chunks, chunk_bytes]`."""
         self.pieces: list[Bytes] = [
-            arena[:, start : start + layer.page_bytes].reshape(len(arena), layer.chunks, layer.chunk_bytes)
-            for layer, start in zip(joined, starts, strict=True)
+            slots.bytes[:, start : start + layer.page_bytes].reshape(-1, layer.chunks, layer.chunk_bytes)
+            for slots, layer, start in zip(of_groups, joined, starts, strict=True)
         ]
         """The same of the class's slots, in the order of their numbers."""
-        if not all(np.shares_memory(piece[0], arena[0]) for piece in self.pieces):
-            raise PactViolation("the view of a layer's slots is a copy of them")
+        for piece, slots in zip(self.pieces, of_groups, strict=True):
+            if not np.shares_memory(piece[0], slots.bytes[0]):
+                raise PactViolation("the view of a layer's slots is a copy of them")
 
     def gather(self, group: int, plan: CopyPlan) -> None:
         """Pages into slots. Raises PactViolation, and copies nothing, if one of them is not there."""
-        self._check(plan)
-        runs = ((slot, block, count) for block, slot, count in plan.runs)
-        _copy(self.pieces[group], plan.slots, self.pages[group], plan.block_ids, runs, len(plan.runs))
+        slots = self._slots[group]
+        self._check(plan, slots)
+        runs = ((slots.slice(slot, count), slice(block, block + count)) for block, slot, count in plan.runs)
+        _copy(self.pieces[group], slots.rows(plan.slots), self.pages[group], plan.block_ids, runs, len(plan.runs))
 
     def scatter(self, group: int, plan: CopyPlan) -> None:
         """Slots into pages. Raises like `gather`."""
-        self._check(plan)
-        _copy(self.pages[group], plan.block_ids, self.pieces[group], plan.slots, plan.runs, len(plan.runs))
+        slots = self._slots[group]
+        self._check(plan, slots)
+        runs = ((slice(block, block + count), slots.slice(slot, count)) for block, slot, count in plan.runs)
+        _copy(self.pages[group], plan.block_ids, self.pieces[group], slots.rows(plan.slots), runs, len(plan.runs))
 
-    def _check(self, plan: CopyPlan) -> None:
+    def _check(self, plan: CopyPlan, slots: Slots) -> None:
         for block_id, slot, count in plan.runs:
-            if not (0 <= block_id <= self._num_blocks - count and 0 <= slot <= self._num_slots - count):
+            if not (0 <= block_id <= self._num_blocks - count and slots.has(slot, count)):
                 raise PactViolation(
                     f"blocks {block_id} to {block_id + count - 1} of {self._num_blocks} and slots {slot} to "
-                    f"{slot + count - 1} of {self._num_slots} cannot be copied: outside the memory"
+                    f"{slot + count - 1} of {slots.slot_class} cannot be copied: outside the memory"
                 )
 
 
@@ -75,14 +124,14 @@ def _copy(
     to: npt.NDArray[np.intp],
     source: Bytes,
     of: npt.NDArray[np.intp],
-    runs: Iterable[tuple[int, int, int]],
+    runs: Iterable[tuple[slice, slice]],
     num_runs: int,
 ) -> None:
     if num_runs > 1 and len(of) * source[0].nbytes < RUN_BYTES * num_runs:
         target[to] = source[of]
         return
-    for first, first_source, count in runs:
-        np.copyto(target[first : first + count], source[first_source : first_source + count])
+    for rows, source_rows in runs:
+        np.copyto(target[rows], source[source_rows])
 
 
 @dataclass(slots=True, eq=False)
@@ -125,12 +174,11 @@ class CpuTransfer:
 
 
 class CpuTransferEngine:
-    """See `TransferEngine`. Copies between these layers and the slots of one class."""
+    """See `TransferEngine`. Copies between these layers and the slots of one class, or one for each KV cache group."""
 
-    def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_class: SlotClass, rank: int) -> None:
-        self._segment, self._slot_class = segment, slot_class
+    def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass], rank: int) -> None:
+        self._segment, self._slot_classes = segment, slot_classes
         self.rebind(paged)
-        self._first_slot = slot_class.slots.start
         self._changed = threading.Condition()
         # All below is guarded by _changed.
         self._urgent: list[CpuTransfer] = []
@@ -165,7 +213,7 @@ class CpuTransferEngine:
         """Of each KV cache group, the numbers of its `groups`."""
         self._block_bytes = [max(1, layout.rank_slot_bytes) for layout in paged.layouts]
         """Of each KV cache group."""
-        self.copier = PageCopier(paged, self._segment, self._slot_class)
+        self.copier = PageCopier(paged, self._segment, self._slot_classes)
         """How a group is copied; both threads call it."""
 
     def close(self, seconds: float) -> bool:
@@ -230,7 +278,7 @@ class CpuTransferEngine:
         for transfer in batch:
             try:
                 self._groups_of(transfer.job)
-                plans[transfer] = CopyPlan.of(transfer.job.block_ids, transfer.job.slots, self._first_slot)
+                plans[transfer] = self._plan(transfer.job, transfer.job.block_ids, transfer.job.slots)
             except Exception as error:
                 transfer.error = error
         for group, cache_group in enumerate(self._cache_groups):
@@ -276,6 +324,10 @@ class CpuTransferEngine:
         known = 0 <= job.group_id < len(self._block_bytes)
         return max(1, PIECE_BYTES // self._block_bytes[job.group_id]) if known else len(job.slots)
 
+    def _plan(self, job: Job, block_ids: Sequence[int], slots: Sequence[int]) -> CopyPlan:
+        slot_class = self._slot_classes[job.group_id if len(self._slot_classes) > 1 else 0]
+        return CopyPlan.of(block_ids, slots, slot_class.slots.start)
+
     def _groups_of(self, job: Job) -> list[int]:
         """The numbers of `groups` that a job copies. Raises PactViolation if there is no such KV cache group."""
         require_cache_group(job.group_id, len(self._groups_in))
@@ -292,7 +344,7 @@ class CpuTransferEngine:
         job = transfer.job
         try:
             block_ids, slots = [job.block_ids[block] for block in blocks], [job.slots[block] for block in blocks]
-            plan = CopyPlan.of(block_ids, slots, self._first_slot)
+            plan = self._plan(job, block_ids, slots)
             for group in self._groups_of(job):
                 make_way()
                 if transfer.cancelled:
