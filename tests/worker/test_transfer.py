@@ -26,7 +26,7 @@ from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.threads import on_spare_cpus, start_background
 from kvpact.worker.copy import cpu, transfer_engine_for
-from kvpact.worker.copy.base import Job
+from kvpact.worker.copy.base import Job, classes_by_group
 from kvpact.worker.copy.cpu import CpuTransferEngine, PageCopier
 from kvpact.worker.paged import CopyPlan, PagedKV, PagedLayer
 from kvpact.worker.transfer import RankTransfers
@@ -301,6 +301,17 @@ def test_copies_of_classes_that_share_extents_reach_their_own_slots(
                 assert torch.equal(caches[layer][block], expected)
     assert worker.shutdown(10)
     segment.close()
+
+
+def test_a_group_has_the_slots_of_its_size_or_the_only_ones() -> None:
+    small, large = (SlotClass(range(number << 48, number + 1 << 48), size, 0, 64) for number, size in enumerate((4, 8)))
+    assert classes_by_group([8, 4, 8], [small, large]) == [large, small, large]
+    assert classes_by_group([8, 4], [small, large]) == [large, small]
+    assert classes_by_group([4, 8], [large]) == [large, large]
+    stages = [replace(small, slot_bytes=4), replace(large, slot_bytes=4)]
+    assert classes_by_group([4, 4], stages) == stages, "where ranks differ each group has a class of its own"
+    with pytest.raises(PactViolation, match="no slots have 16 bytes, only 4, 8"):
+        classes_by_group([16, 4], [small, large])
 
 
 def test_slots_of_two_classes_are_taken_filled_and_read_back_each_with_its_own_layers() -> None:

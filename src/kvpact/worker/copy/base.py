@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import PactViolation
+from kvpact.memory.arena import SlotClass
 from kvpact.worker.paged import PagedKV
 
 Job: TypeAlias = LoadJob | SaveJob
@@ -20,6 +21,21 @@ def require_cache_group(group_id: int, count: int) -> None:
     """Raise PactViolation unless a job's KV cache group is one of `count`."""
     if not 0 <= group_id < count:
         raise PactViolation(f"blocks of KV cache group {group_id} cannot be copied: there are {count} groups")
+
+
+def classes_by_group(slot_bytes: Sequence[int], classes: Sequence[SlotClass]) -> list[SlotClass]:
+    """Of each KV cache group the class of its slots, by the bytes of one; see `kvpact.memory.extents.slot_classes`.
+
+    The only class is that of all groups. Raises PactViolation if a group has none.
+    """
+    if len(classes) == 1:
+        return [*classes] * len(slot_bytes)
+    if [one.slot_bytes for one in classes] == [*slot_bytes]:
+        return [*classes]
+    by_size = {one.slot_bytes: one for one in classes}
+    if missing := set(slot_bytes) - by_size.keys():
+        raise PactViolation(f"no slots have {min(missing)} bytes, only {', '.join(map(str, by_size))}")
+    return [by_size[size] for size in slot_bytes]
 
 
 class Transfer(Protocol):

@@ -16,7 +16,7 @@ from kvpact.index.classed_slots import MAX_PLACES
 from kvpact.index.slot_space import EXTENT_SHIFT
 from kvpact.memory.arena import PAGE_BYTES, ArenaSegment, SlotClass
 from kvpact.threads import start_background
-from kvpact.worker.copy.base import Job, require_cache_group
+from kvpact.worker.copy.base import Job, classes_by_group, require_cache_group
 from kvpact.worker.paged import Bytes, CopyPlan, PagedKV
 
 RUN_BYTES: Final = 32 << 10
@@ -69,19 +69,20 @@ class Slots:
 class PageCopier:
     """Copies one group of layers at a time, by numpy: long runs one call each, scattered small pages by index.
 
-    For one class of slots, or one for each KV cache group; plans count them from their class's first one.
+    Each KV cache group has slots of the class of its size, or of the only one; plans count them from its first one.
     """
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass]) -> None:
-        each = [Slots(segment, one) for one in slot_classes]
-        for layout, slots in zip(paged.layouts, each * len(paged.layouts) if len(each) == 1 else each, strict=False):
-            if layout.rank_slot_bytes > slots.slot_class.slot_bytes:
+        sizes = [layout.rank_slot_bytes for layout in paged.layouts]
+        each = classes_by_group(sizes, slot_classes)
+        for size, slot_class in zip(sizes, each, strict=True):
+            if size > slot_class.slot_bytes:
                 raise PactViolation(
-                    f"one block of this engine takes {layout.rank_slot_bytes} bytes, a slot has only "
-                    f"{slots.slot_class.slot_bytes}"
+                    f"one block of this engine takes {size} bytes, a slot has only {slot_class.slot_bytes}"
                 )
+        of_class = {one: Slots(segment, one) for one in each}
         self._num_blocks = paged.num_blocks
-        of_groups = [each[paged.cache_group_of(group.start) if len(each) > 1 else 0] for group in paged.groups]
+        of_groups = [of_class[each[paged.cache_group_of(group.start)]] for group in paged.groups]
         self._slots = of_groups
         joined = [paged.joined(group) for group in paged.groups]
         starts = [paged.layer_offsets[group.start] for group in paged.groups]
@@ -174,7 +175,7 @@ class CpuTransfer:
 
 
 class CpuTransferEngine:
-    """See `TransferEngine`. Copies between these layers and the slots of one class, or one for each KV cache group."""
+    """See `TransferEngine`. Copies between these layers and the slots of these classes."""
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass], rank: int) -> None:
         self._segment, self._slot_classes = segment, slot_classes
@@ -213,6 +214,9 @@ class CpuTransferEngine:
         """Of each KV cache group, the numbers of its `groups`."""
         self._block_bytes = [max(1, layout.rank_slot_bytes) for layout in paged.layouts]
         """Of each KV cache group."""
+        each = classes_by_group([layout.rank_slot_bytes for layout in paged.layouts], self._slot_classes)
+        self._first_slots = [one.slots.start for one in each]
+        """Of each KV cache group, the number of its class's first slot."""
         self.copier = PageCopier(paged, self._segment, self._slot_classes)
         """How a group is copied; both threads call it."""
 
@@ -325,8 +329,7 @@ class CpuTransferEngine:
         return max(1, PIECE_BYTES // self._block_bytes[job.group_id]) if known else len(job.slots)
 
     def _plan(self, job: Job, block_ids: Sequence[int], slots: Sequence[int]) -> CopyPlan:
-        slot_class = self._slot_classes[job.group_id if len(self._slot_classes) > 1 else 0]
-        return CopyPlan.of(block_ids, slots, slot_class.slots.start)
+        return CopyPlan.of(block_ids, slots, self._first_slots[job.group_id])
 
     def _groups_of(self, job: Job) -> list[int]:
         """The numbers of `groups` that a job copies. Raises PactViolation if there is no such KV cache group."""
@@ -344,8 +347,9 @@ class CpuTransferEngine:
         job = transfer.job
         try:
             block_ids, slots = [job.block_ids[block] for block in blocks], [job.slots[block] for block in blocks]
+            groups = self._groups_of(job)
             plan = self._plan(job, block_ids, slots)
-            for group in self._groups_of(job):
+            for group in groups:
                 make_way()
                 if transfer.cancelled:
                     return ()
