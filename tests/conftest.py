@@ -42,6 +42,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_other_caches.py",
     "tests/under_vllm/test_engine_replicas.py",
     "tests/under_vllm/test_engine_start.py",
+    "tests/under_vllm/test_mla.py",
     "tests/under_vllm/test_engine_step_hook.py",
     "tests/under_vllm/test_engine_weight_files.py",
     "tests/under_vllm/test_engine_weights.py",

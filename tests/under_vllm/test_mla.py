@@ -1,0 +1,127 @@
+"""A model with multi-head latent attention, like DeepSeek's, on two ranks: what both hold is stored once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import kvpact_transfer_config
+from forked_engine import ForkedEngine
+from kvpact.demo.engine import EngineSettings
+from kvpact.demo.phases import settle
+from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
+
+pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
+
+BLOCK = 16
+"""vLLM's CPU kernels for latent attention have no other."""
+BLOCKS, LAYERS, LATENT = 6, 3, 576
+ASKED = [[(7 * token + 11 * number + 3) % 500 + 5 for token in range(BLOCKS * BLOCK + 4)] for number in range(3)]
+SLOT_BYTES = -(-LAYERS * BLOCK * LATENT * 2 // 4096) * 4096
+"""Of the latent vectors and rotated keys of a block, in bfloat16, whatever the number of ranks."""
+
+
+@pytest.fixture(scope="module")
+def mla_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a DeepSeek V2 with three layers, no experts, and random weights."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    directory = tmp_path_factory.mktemp("mla") / "model"
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=LATENT - 64,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        first_k_dense_replace=LAYERS,
+        n_routed_experts=8,
+        max_position_embeddings=8192,
+        initializer_range=0.06,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+def start(model: Path, folder: Path, ranks: int, environment: Mapping[str, str]) -> ForkedEngine:
+    """A life of the engine on the folder's slab."""
+    transfer = kvpact_transfer_config(memory="16MiB", tiers=[f"disk://{folder / 'slabs'}?capacity=64MiB"])
+    arguments: dict[str, Any] = {
+        "tensor_parallel_size": ranks,
+        "worker_extension_cls": "kv_digest.KVDigests",
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": 1 << 24,
+    }
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    settings = EngineSettings(model, transfer, arguments, {"PYTHONPATH": path, **environment})
+    engine = ForkedEngine(settings, folder / f"engine-{ranks}.log")
+    return engine.wait_ready()
+
+
+def blocks_of(engine: ForkedEngine, folder: Path, ranks: int) -> set[str]:
+    """Digests of the blocks in the engine's KV memory, which are the same on all ranks."""
+    engine.call("collective_rpc", "write_kv_digests", None, [str(folder)])
+    said = [folder.joinpath(f"rank-{rank}").read_text() for rank in range(ranks)]
+    assert len(set(said)) == 1
+    return set(said[0].split())
+
+
+def test_two_ranks_store_once_die_and_one_rank_loads_it(mla_model: Path, tmp_path: Path) -> None:
+    """vLLM's CPU build has no prefix caching for such models, and computes the rest of a prompt by another kernel than
+    a whole one: what is compared are the bytes of the blocks, and answers that were computed in the same way."""
+    before = shared_memory()
+    engine = start(mla_model, tmp_path, 2, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    try:
+        assert [engine.generate([tokens], max_tokens=6)[0].cached_tokens for tokens in ASKED] == [0] * len(ASKED)
+        computed = blocks_of(engine, tmp_path, 2)
+        assert len(computed) > BLOCKS
+        settle(engine)
+        loaded = [[engine.generate([tokens], max_tokens=6)[0] for tokens in ASKED] for _ in range(2)]
+        for answers in loaded:
+            assert [answer.cached_tokens for answer in answers] == [BLOCKS * BLOCK] * len(ASKED)
+            assert all(one.same_answer(other) for one, other in zip(answers, loaded[0], strict=True))
+        assert len(computed & blocks_of(engine, tmp_path, 2)) >= BLOCKS, "the last prompt's, on both ranks"
+        log = engine.log.read_text()
+        assert "ranks 0 to 1 hold the same keys and values: stored once, by rank 0" in log
+        assert f"{(16 << 20) // SLOT_BYTES} slots of {SLOT_BYTES} bytes in memory" in log
+        settle(engine)
+        (storing,) = [pid for pid, name in engine.processes().items() if "TP0" in name]
+        of_vllm = named_shared_memory(engine.processes())
+        os.kill(storing, signal.SIGKILL)
+        until = time.monotonic() + 60
+        while len(engine.processes()) > 1 and time.monotonic() < until:
+            time.sleep(0.1)
+    finally:
+        engine.kill()
+    assert engine.processes() == {}
+    for path in of_vllm:
+        path.unlink(missing_ok=True)
+    assert orphaned_shared_memory(before) == set()
+    assert slabs_still_locked(tmp_path / "slabs") == []
+    engine = start(mla_model, tmp_path, 1, {"VLLM_CPU_OMP_THREADS_BIND": "0"})
+    try:
+        again = [engine.generate([tokens], max_tokens=6)[0] for tokens in ASKED]
+        assert [answer.cached_tokens for answer in again] == [BLOCKS * BLOCK] * len(ASKED)
+        assert len(computed & blocks_of(engine, tmp_path, 1)) >= BLOCKS, "what two ranks computed, bit for bit"
+        assert "hold the same keys and values" not in engine.log.read_text()
+    finally:
+        engine.kill()
