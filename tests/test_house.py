@@ -302,7 +302,7 @@ LARGER = {
     "cache.ledger.Ledger": 386,
     "contract": 525,
     "contract.ExternalCache": 22,
-    "engine.scheduler": 496,
+    "engine.scheduler": 470,
     "engine.scheduler.Scheduler": 447,
     "index.block_index.BlockIndex": 28,
     "vllm.connector.PactConnector": 36,

@@ -86,7 +86,7 @@ def warm_engine(
     conduct: JobBehavior | None = None,
 ) -> tuple[Engine, Diary]:
     """An engine whose cache holds the 4 blocks of PREFIX; its diary is empty."""
-    cache = Diary(16, 64, num_ranks=config.num_ranks, num_groups=1, asynchronous=asynchronous)
+    cache = Diary(16, 64, num_ranks=config.num_ranks, asynchronous=asynchronous)
     segments = [ByteSegment(64, 4096) for _ in range(config.num_ranks)]
     behaviour = (
         None if conduct is None else (lambda rank, job: conduct if hasattr(job, "synchronous") else JobBehavior())

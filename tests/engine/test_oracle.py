@@ -131,9 +131,9 @@ def test_recorded_instead_of_raised_a_wrong_read_changes_the_output() -> None:
 
 
 def test_out_of_the_window_nothing_is_read() -> None:
-    from kvpact.engine import KVCacheGroup
+    from kvpact.engine import GroupKind, KVCacheGroup
 
-    engine = Engine(EngineConfig(groups=(KVCacheGroup(sliding_window=20),)))
+    engine = Engine(EngineConfig(groups=(KVCacheGroup(GroupKind.WINDOW, 16, 20),)))
     request = engine.add_request(Request("r", prompt(100), 10))
     engine.step()
     engine.runner.memory[:, slots(request.block_ids[0][0])] = 0

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import Chance, outputs_of, run_with_upheaval, workload
 
-from kvpact.engine import Engine, EngineConfig, EngineQuirks, KVCacheGroup, ReferenceCache, reference_engine
+from kvpact.engine import Engine, EngineConfig, EngineQuirks, GroupKind, KVCacheGroup, ReferenceCache, reference_engine
 
 PRESETS = {**EngineQuirks.presets(), "native-ahead": EngineQuirks(async_scheduling=True)}
-GROUPS = ((KVCacheGroup(),), (KVCacheGroup(), KVCacheGroup(sliding_window=20)), (KVCacheGroup(sliding_window=40),))
+FULL, WINDOW = KVCacheGroup(GroupKind.FULL, 16), KVCacheGroup(GroupKind.WINDOW, 16, 20)
+GROUPS = ((FULL,), (FULL, WINDOW), (KVCacheGroup(GroupKind.WINDOW, 16, 40),))
 
 
 def config_for(seed: int, *, prefix_caching: bool, groups: int, small: bool) -> EngineConfig:

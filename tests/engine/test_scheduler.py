@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from workloads import outputs_of, prompt, run_with_upheaval, workload
 
-from kvpact.engine import Engine, EngineConfig, EngineQuirks, KVCacheGroup, Request, RequestStatus
+from kvpact.engine import Engine, EngineConfig, EngineQuirks, GroupKind, KVCacheGroup, Request, RequestStatus
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.identity.keys import MediaSpan, RequestIdentity
 
@@ -123,11 +123,11 @@ def test_a_request_can_be_cancelled_in_any_state(when: str) -> None:
 
 
 @pytest.mark.parametrize("preset", EngineQuirks.presets())
-@pytest.mark.parametrize("groups", [(None, 20), (40, None, 20), (24,)])
-def test_groups_and_windows_change_no_output(preset: str, groups: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize("groups", [(0, 20), (40, 0, 20), (24,)])
+def test_groups_and_windows_change_no_output(preset: str, groups: tuple[int, ...]) -> None:
     plain = Engine(EngineConfig(num_blocks=400))
     plain.run(workload(5))
-    chosen = tuple(KVCacheGroup(window) for window in groups)
+    chosen = tuple(KVCacheGroup(GroupKind.WINDOW if span else GroupKind.FULL, 16, span) for span in groups)
     config = EngineConfig(num_blocks=20 * len(groups), groups=chosen, max_tokens_per_step=64)
     engine = Engine(config, EngineQuirks.presets()[preset])
     cancelled = run_with_upheaval(engine, workload(5), 5)
@@ -137,7 +137,9 @@ def test_groups_and_windows_change_no_output(preset: str, groups: tuple[int | No
 
 
 def test_a_window_gives_its_blocks_back_and_still_hits_at_its_end() -> None:
-    config = EngineConfig(groups=(KVCacheGroup(), KVCacheGroup(sliding_window=20)), num_blocks=100)
+    config = EngineConfig(
+        groups=(KVCacheGroup(GroupKind.FULL, 16), KVCacheGroup(GroupKind.WINDOW, 16, 20)), num_blocks=100
+    )
     engine = Engine(config)
     tokens = prompt(160)
     engine.add_request(Request("first", tokens, 60))
@@ -219,8 +221,8 @@ def test_requests_that_cannot_run_are_refused() -> None:
         engine.add_request(Request("twice", prompt(5)))
     with pytest.raises(ConfigError, match="at least"):
         EngineConfig(num_blocks=1)
-    with pytest.raises(ConfigError, match="sliding window"):
-        KVCacheGroup(1)
+    with pytest.raises(ConfigError, match="do not fit"):
+        EngineConfig(groups=(KVCacheGroup(GroupKind.FULL, 24),))
 
 
 def test_the_example_in_the_documentation_runs() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvpact.contract import EngineRequest, ExternalKVMatch, JobTally, SaveJob, StepWork
 from kvpact.engine import ByteSegment, ReferenceCache
-from kvpact.engine.reference import Entry, EntryKey
+from kvpact.engine.reference_blocks import Entry, EntryKey
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey, BlockKeys, Namespace
 from kvpact.testkit.cache.conformance import CacheContext, CacheFactory, CacheUnderTest
@@ -113,9 +113,9 @@ class StoreCache(ReferenceCache):
 
     def _begin_read(self, name: str, fetch: Fetch, held: int) -> None:
         self.believed.update(dict.fromkeys(fetch.keys[:held], self.clock()))
-        fetch.start = next((i for i, key in enumerate(fetch.keys) if (key, 0) not in self.entries), held)
+        fetch.start = next((i for i, key in enumerate(fetch.keys) if EntryKey(key, 0) not in self.entries), held)
         if fetch.start < held and fetch.epoch == self.epoch_of_keys():
-            fetch.slots = self._take_slots(held - fetch.start, {(key, 0) for key in fetch.keys})
+            fetch.slots = self._take_slots(held - fetch.start, {EntryKey(key, 0) for key in fetch.keys})
         if fetch.slots:
             views = [[segment.slot_view(slot) for segment in self.segments] for slot in fetch.slots]
             self._fetches[name] = next(self._tickets), fetch
@@ -124,7 +124,7 @@ class StoreCache(ReferenceCache):
 
     def _end_read(self, fetch: Fetch, arrived: int) -> None:
         for at, slot in enumerate(fetch.slots):
-            name = fetch.keys[fetch.start + at], 0
+            name = EntryKey(fetch.keys[fetch.start + at], 0)
             if at < arrived and name not in self.entries and fetch.epoch == self.epoch_of_keys():
                 self.entries[name] = Entry(slot, stored=True)
             else:
@@ -148,7 +148,7 @@ class StoreCache(ReferenceCache):
 
     def _write(self, keys: list[BlockKey]) -> None:
         """Offer the store what it is not believed to hold of `keys`."""
-        held = [self.entries.get((key, 0)) for key in keys]
+        held = [self.entries.get(EntryKey(key, 0)) for key in keys]
         stored = [entry for entry in held if entry is not None and entry.stored]
         if len(stored) < len(keys) or not self.may_write():
             return

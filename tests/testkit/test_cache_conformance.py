@@ -93,7 +93,7 @@ class TestTwoCachesInOne(CacheConformance):
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         caches = [
-            ReferenceCache(place.block_size, slots, num_ranks=place.num_ranks, num_groups=place.num_groups)
+            ReferenceCache(place.block_size, slots, num_ranks=place.num_ranks, groups=place.groups)
             for slots in (place.num_slots, place.num_slots // 2)
         ]
         workers = []

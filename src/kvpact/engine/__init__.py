@@ -6,7 +6,7 @@ calls the cache as `contract.py` says, or as a stock vLLM release would (`Engine
 
 from kvpact._moved import renamed
 from kvpact.engine.block_pool import BlockPool
-from kvpact.engine.config import EngineConfig, KVCacheGroup
+from kvpact.engine.config import EngineConfig
 from kvpact.engine.context import EngineContext
 from kvpact.engine.counts import EngineCounts
 from kvpact.engine.engine import Engine, StepClock
@@ -19,6 +19,7 @@ from kvpact.engine.request import Request, RequestStatus
 from kvpact.engine.simulated_worker import ByteSegment, JobBehavior, SimulatedWorker
 from kvpact.engine.step_hook import agree_on_hits, apply_external_hits
 from kvpact.engine.v1_connector import V1ConnectorCache, V1ConnectorWorker
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 
 __all__ = [
     "BlockPool",
@@ -28,6 +29,8 @@ __all__ = [
     "EngineContext",
     "EngineCounts",
     "EngineQuirks",
+    "GroupKind",
+    "GroupSet",
     "JobBehavior",
     "KVCacheGroup",
     "MultiCache",

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd, lcm
 from typing import Literal
 
-from kvpact.contract import num_blocks_for
 from kvpact.errors import ConfigError
+from kvpact.identity.groups import GroupKind, KVCacheGroup
 from kvpact.identity.keys import RequestIdentity
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheGroup:
-    """Layers that keep the same tokens: all of them, or those of the last `sliding_window` tokens, the reader's
-    included."""
-
-    sliding_window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.sliding_window is not None and self.sliding_window < 2:
-            raise ConfigError(f"a sliding window spans at least 2 tokens, not {self.sliding_window}")
-
-    def first_live_token(self, position: int) -> int:
-        """The first token that the query at `position`, or any later one, still reads."""
-        return 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes are in tokens and blocks. `num_blocks` includes the null block, which no request gets.
+
+    Without `groups` there is one of full attention. A block of a group is a whole number of `block_size`, or a whole
+    part of it; matches and settlements count in blocks of `block_size` tokens. With `exact_drafts` a block of a group
+    that `drops_last` is right only for one next token; without, for any, as engines treat the layers of a draft model.
 
     `oracle` decides what each step checks: "full" all tokens of all scheduled requests; "incremental" all tokens of
     requests that start, resume or received external tokens, of other requests what the previous step wrote, and all
@@ -38,7 +27,8 @@ class EngineConfig:
 
     num_blocks: int = 256
     block_size: int = 16
-    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
+    groups: tuple[KVCacheGroup, ...] = ()
+    exact_drafts: bool = True
     num_ranks: int = 1
     num_layers: int = 1
     max_model_len: int = 1024
@@ -55,21 +45,48 @@ class EngineConfig:
     """Changes all of the engine's block hashes, as a random process seed would (H25)."""
 
     def __post_init__(self) -> None:
-        sizes = (self.num_blocks - 1, self.block_size, len(self.groups), self.num_ranks, self.num_layers)
+        if not self.groups:
+            object.__setattr__(self, "groups", (KVCacheGroup(GroupKind.FULL, max(1, self.block_size)),))
+        sizes = (self.num_blocks - 1, self.block_size, self.num_ranks, self.num_layers)
         if min(*sizes, self.max_running, self.max_tokens_per_step, self.max_model_len) < 1:
             raise ConfigError(f"an engine needs sizes of at least 1 and 2 blocks, not {self}")
         if not self.chunked_prefill and self.max_tokens_per_step < self.max_model_len:
             raise ConfigError("without chunked prefill max_tokens_per_step must be at least max_model_len")
+        for group in self.groups:
+            if gcd(group.block_size, self.block_size) != min(group.block_size, self.block_size):
+                raise ConfigError(f"blocks of {group.block_size} tokens and of {self.block_size} do not fit each other")
+
+    @property
+    def page_words(self) -> int:
+        """Digests of one block in one layer on one rank, the largest group's: one a token, or one state."""
+        return max(1 if group.kind is GroupKind.STATE else group.block_size for group in self.groups)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one block in one layer on one rank: one digest of 8 bytes a token."""
-        return self.block_size * 8
+        """Bytes of one block in one layer on one rank, the same for all groups."""
+        return self.page_words * 8
 
     @property
-    def max_blocks(self) -> int:
-        """Blocks of the longest request, in one group."""
-        return num_blocks_for(self.max_model_len, self.block_size)
+    def hash_tokens(self) -> int:
+        """Tokens of one of the engine's hashes: a whole part of every group's block."""
+        return gcd(self.block_size, *(group.block_size for group in self.groups))
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether there is one group, of full attention, whose blocks depend on no later token."""
+        return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL and not self.groups[0].drops_last
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` tokens has, in all groups."""
+        return sum(-(-num_tokens // group.block_size) for group in self.groups)
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """Tokens of the longest request that surely fits into so many blocks."""
+        whole = lcm(*(group.block_size for group in self.groups))
+        tokens = num_blocks * whole // sum(whole // group.block_size for group in self.groups)
+        while self.blocks_for(tokens) > num_blocks:
+            tokens -= 1
+        return tokens
 
 
 NO_EXTRAS = RequestIdentity()

@@ -17,7 +17,7 @@ from kvpact.engine.block_pool import NULL_BLOCK
 from kvpact.engine.config import EngineConfig
 from kvpact.engine.context import EngineContext
 from kvpact.engine.counts import EngineCounts
-from kvpact.engine.oracle import Digests, OracleViolation, WrongRead
+from kvpact.engine.oracle import Digests, OracleViolation, Tokens, WrongRead
 from kvpact.engine.output import SchedulerOutput
 from kvpact.engine.output_processor import OutputProcessor
 from kvpact.engine.quirks import EngineQuirks
@@ -79,10 +79,8 @@ class Engine:
         if cache is not None:
             if len(workers) != self.config.num_ranks:
                 raise ConfigError(f"a cache needs one worker a rank: {self.config.num_ranks}, not {len(workers)}")
-            if len(self.config.groups) > 1 and not cache.supports_kv_cache_groups:
-                raise ConfigError(
-                    f"{type(cache).__name__} knows one KV cache group; the engine has {len(self.config.groups)}"
-                )
+            if not (self.config.keeps_everything or cache.supports_kv_cache_groups):
+                raise ConfigError(f"{type(cache).__name__} knows one KV cache group, of full attention, and no more")
             for rank, worker in enumerate(self.workers):
                 worker.register_kv_caches(self.runner.pages(rank))
             cache.bind_scheduler_context(self.context)
@@ -137,11 +135,11 @@ class Engine:
 
         From now on nothing computed before may come from the external cache (H32). Without `clear_cache` running
         requests keep the keys and values in their blocks, and the engine's own prefix cache stays. With several KV
-        cache groups that raises ConfigError: their blocks may be of different weights, and the oracle knows one value
-        for each token.
+        cache groups, or another kind than full attention, that raises ConfigError: their blocks may be of different
+        weights, and the oracle knows one value for each token.
         """
-        if not clear_cache and len(self.config.groups) > 1:
-            raise ConfigError(f"{len(self.config.groups)} KV cache groups: weights change with cleared caches only")
+        if not (clear_cache or self.config.keeps_everything):
+            raise ConfigError("several KV cache groups, or windows: weights change with cleared caches only")
         if clear_cache:
             self.reset()
         self.change_weights(self.runner.weights + 1 if weights is None else weights)
@@ -296,27 +294,29 @@ class Engine:
 
     def _check_published(self) -> None:
         """P8: every published block is valid on all ranks."""
-        runner, size = self.runner, self.config.block_size
-        truths: dict[int, Digests] = {}
+        runner, layout = self.runner, self.runner.layout
+        truths: dict[int, tuple[Digests, Tokens]] = {}
         for group, published in enumerate(self.scheduler.kv.pool.published):
             for block_id in published.values():
                 request, index = self.scheduler.kv.publishers[block_id]
-                stored = runner.memory[:, block_id * size : (block_id + 1) * size]
+                stored = runner.memory[:, layout.span(group, block_id)]
                 if runner.carries_over:
                     expected = stored[0] - runner.masks[group][0]
                 else:
                     if id(request) not in truths:
-                        truths[id(request)] = runner.truth_of(request)
-                    expected = truths[id(request)][index * size : (index + 1) * size]
+                        truths[id(request)] = runner.truth_of(request), np.array(request.token_ids, np.int64)
+                    expected = layout.expected(group, index, *truths[id(request)])
                 wrong = stored != expected + runner.masks[group][:, None]
                 if wrong.any():
                     plane, offset = (int(index) for index in np.argwhere(wrong)[0])
                     rank, layer = divmod(plane, self.config.num_layers)
                     read = WrongRead(
-                        request.request_id, request.row, 0, index * size + offset, block_id, group, rank, layer,
-                        int(stored[plane, offset]),
+                        request.request_id, request.row, 0, layout.first_token(group, index) + offset, block_id, group,
+                        rank, layer, int(stored[plane, offset]),
                     )  # fmt: skip
                     raise OracleViolation(f"P8: a published block is not valid: {runner.explain(read)}")
+        if runner.memory[:, : self.config.page_words].any():
+            raise PactViolation("P4: the null block was written")
 
     def check_nothing_held(self) -> None:
         """P1 at rest: no request, no load, no reference, all blocks free. Raises PactViolation naming what is left."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpact.contract import LoadSettlement, WorkerReport, num_blocks_for
+from kvpact.engine.admission import Load
 from kvpact.engine.output import SchedulerOutput
 from kvpact.engine.request import Request, RequestStatus
-from kvpact.engine.scheduler import Load, Scheduler
+from kvpact.engine.scheduler import Scheduler
 from kvpact.errors import PactViolation
 from kvpact.ranges import BlockRange, RangeSet
 
@@ -156,12 +157,12 @@ class OutputProcessor:
         """Recompute what did not arrive; if the load may still write to its blocks, recompute all, into other
         blocks."""
         scheduler, quirks = self._scheduler, self._scheduler.quirks
-        several_groups = len(scheduler.config.groups) > 1 or scheduler.kv.has_windows
+        several_groups = len(scheduler.config.groups) > 1 or not scheduler.kv.reads_all
         trusted = quirks.trusts_sync_loads and not load.asynchronous
         if trusted and several_groups:
             return  # stock engines cannot handle this: the request continues with its blocks as they are
         if quirks.load_failure == "fail":
-            scheduler.kv.unpublish_from(request, (load.start + valid) // scheduler.config.block_size)
+            scheduler.kv.unpublish_from(request, load.start + valid)
             scheduler.end(request, RequestStatus.FAILED)
             return
         if request.status is RequestStatus.RUNNING:
@@ -171,9 +172,13 @@ class OutputProcessor:
             scheduler.kv.free(request)
             request.rewind(0)
         else:
+            reads_all = scheduler.kv.reads_all
+            valid = valid if reads_all else 0  # a shorter match needs blocks that were not loaded
             request.rewind(load.start + valid)
             scheduler.counts.external_hits += valid
-            if not (quirks.truncates_at_failure or load.spans_update):
+            if not reads_all:
+                request.capacity = load.start  # blocks between those that were loaded are still to be given
+            elif not (quirks.truncates_at_failure or load.spans_update):
                 request.loaded_ahead = [run for run in arrived if run[0] > request.num_computed_tokens]
             scheduler.kv.publish(request, request.num_computed_tokens)
         scheduler.resume(request)

@@ -6,17 +6,15 @@ below memory.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, groupby
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
 
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
     ExternalCache,
     ExternalKVMatch,
-    JobOutcome,
     JobQuery,
     JobTally,
     LoadJob,
@@ -31,9 +29,11 @@ from kvpact.engine.config import EngineConfig
 from kvpact.engine.engine import Engine
 from kvpact.engine.open_jobs import OpenJobs
 from kvpact.engine.quirks import EngineQuirks
+from kvpact.engine.reference_blocks import Entry, EntryKey, FilledBlocks, ReferencePlan, StoredBlocks, runs
 from kvpact.engine.simulated_worker import ByteSegment, Job, JobBehavior, SimulatedWorker
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.identity.epochs import Epochs
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.ranges import RangeSet
 
@@ -46,59 +46,33 @@ INQUIRY_STEPS = 16
 LOAD_STEPS = 200
 """Steps after which the engine continues without a load; its blocks are then held, as ranks may still write to them."""
 
-EntryKey = tuple[BlockKey, int]
 
+class ReferenceCache(StoredBlocks, ExternalCache):
+    """Blocks of all `groups` (by default one of full attention) in `num_slots` slots of `num_ranks` ranks.
 
-@dataclass(slots=True)
-class Entry:
-    """One block of one group: its slot, and the number of plans and saves that hold it. `stored` is set once all
-    ranks have written it."""
-
-    slot: int
-    holds: int = 0
-    stored: bool = False
-
-
-@dataclass(slots=True)
-class ReferencePlan:
-    """A promise: `entries` per block and group, from block `start` on."""
-
-    start: int
-    seen: int
-    entries: list[list[Entry]]
-    keys: list[BlockKey]
-    num_blocks: int = 0
-    """Blocks committed; 0 while the plan is open."""
-    jobs: dict[int, LoadJob] = field(default_factory=dict)
-    """Those that are not complete yet."""
-    outcomes: list[JobOutcome] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-    """The engine's blocks, held because the load is overdue."""
-
-
-class ReferenceCache(ExternalCache):
-    """Blocks of `num_groups` groups in `num_slots` slots of `num_ranks` ranks. `asynchronous` is true of all loads."""
+    Matches and settlements are in rows of `block_size` tokens. `asynchronous` is true of all loads.
+    """
 
     def __init__(
-        self, block_size: int, num_slots: int, *, num_ranks: int = 1, num_groups: int = 1, asynchronous: bool = True
+        self,
+        block_size: int,
+        num_slots: int,
+        *,
+        num_ranks: int = 1,
+        groups: GroupSet | None = None,
+        asynchronous: bool = True,
     ) -> None:
-        self.entries: OrderedDict[EntryKey, Entry] = OrderedDict()
-        self._num_slots = num_slots
-        self.free_slots = list(range(num_slots))
+        super().__init__(groups or GroupSet((KVCacheGroup(GroupKind.FULL, block_size),)), block_size, num_slots)
         self.plans: dict[str, ReferencePlan] = {}
         self.loading: dict[str, ReferencePlan] = {}
         self.late: list[ReferencePlan] = []
         """Overdue loads that the engine no longer waits for."""
-        self._block_size, self._num_ranks, self._num_groups = block_size, num_ranks, num_groups
+        self._num_ranks = num_ranks
         self._asynchronous = asynchronous
         self._keys: dict[str, BlockKeys] = {}
         self._failed_from: dict[str, int] = {}
         self._epochs = Epochs()
-        self._resets = 0
-        self._written_after: dict[int, int] = {}
-        """Engine block -> number of resets before it was last filled."""
-        self._filled: dict[str, int] = {}
-        """Request id -> number of its blocks that were filled, in part or whole, at the last check."""
+        self._filled = FilledBlocks(self._groups)
         self._loads: OpenJobs[LoadJob, ReferencePlan] = OpenJobs(num_ranks)
         self._saves: OpenJobs[SaveJob, list[tuple[EntryKey, Entry]]] = OpenJobs(num_ranks)
         self._job_ids, self._step = count(1), 0
@@ -120,20 +94,22 @@ class ReferenceCache(ExternalCache):
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`."""
         request_id, start = request.request_id, num_computed_tokens // self._block_size
-        keys = self._keys_of(request)[: (len(request.token_ids) - 1) // self._block_size]
-        keys = keys[: self._failed_from.get(request_id)]
-        self._filled[request_id] = start
+        keys = self._keys_of(request)[: self._failed_from.get(request_id)]
+        self._filled.begin(request_id, num_computed_tokens)
         plan = self.plans.get(request_id)
         if plan is None or plan.start != start:
             self._release(request_id)
-            found = self._find(keys, start)
-            if not found or not request.may_load or request_id in self.loading:
+            most = min(len(request.token_ids) - 1, len(keys) * self._block_size)
+            end = self._find(keys, num_computed_tokens, most)
+            if end <= num_computed_tokens or not request.may_load or request_id in self.loading:
                 return ExternalKVMatch(0)
-            plan = self.plans[request_id] = ReferencePlan(start, self._step, found, keys)
-            for entry in (entry for block in found for entry in block):
-                entry.holds += 1
+            pieces = self._pieces(keys, num_computed_tokens, end)
+            plan = ReferencePlan(start, end - start * self._block_size, self._step, pieces)
+            self.plans[request_id] = plan
+            for piece in pieces:
+                piece.entry.holds += 1
         plan.seen = self._step
-        return ExternalKVMatch(len(plan.entries) * self._block_size, self._asynchronous, plan)
+        return ExternalKVMatch(plan.num_tokens, self._asynchronous, plan)
 
     def _keys_of(self, request: EngineRequest) -> list[BlockKey]:
         if request.identity is None:
@@ -142,16 +118,6 @@ class ReferenceCache(ExternalCache):
             self._keys[request.request_id] = BlockKeys(b"reference", self._block_size, request.identity)
         return self._keys[request.request_id].extend(request.token_ids)
 
-    def _find(self, keys: list[BlockKey], start: int) -> list[list[Entry]]:
-        found = []
-        for key in keys[start:]:
-            block = [self.entries.get((key, group)) for group in range(self._num_groups)]
-            stored = [entry for entry in block if entry is not None and entry.stored]
-            if len(stored) < self._num_groups:
-                break
-            found.append(stored)
-        return found
-
     def commit_external_match(
         self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
     ) -> int:
@@ -159,22 +125,25 @@ class ReferenceCache(ExternalCache):
         plan = self.plans.get(request.request_id)
         if plan is None or plan is not match.query_result or self._context is None:
             return 0
-        blocks = num_blocks_for(num_tokens, self._block_size)
-        self._drop(plan.entries[blocks:])
-        del plan.entries[blocks:]
         del self.plans[request.request_id]
-        if not blocks:
+        if num_tokens < plan.num_tokens and not self._reads_all:
+            num_tokens = 0  # a shorter match needs other windows and states
+        end = plan.start * self._block_size + num_tokens
+        sizes = [group.block_size for group in self._groups.groups]
+        self._drop([piece for piece in plan.pieces if not num_tokens or piece.block * sizes[piece.group] >= end])
+        plan.pieces = [piece for piece in plan.pieces if num_tokens and piece.block * sizes[piece.group] < end]
+        if not num_tokens:
             return 0
-        plan.num_blocks, plan.seen = blocks, self._step
+        plan.num_blocks, plan.seen = num_blocks_for(num_tokens, self._block_size), self._step
         self.loading[request.request_id] = plan
-        end = plan.start + blocks
         tables = self._context.blocks_of(request.request_id)
-        self._note_filled(request.request_id, tables, end * self._block_size)
+        self._note_filled(request.request_id, tables, end)
         for group, ids in enumerate(tables):
-            for first, last in _runs(i for i in range(plan.start, end) if not self._context.get_block(ids[i]).is_null):
-                slots = tuple(plan.entries[i - plan.start][group].slot for i in range(first, last))
-                where = (next(self._job_ids), request.request_id, first, slots, tuple(ids[first:last]))
-                job = LoadJob(*where, not match.load_kv_async, group)
+            slots = {piece.block: piece.entry.slot for piece in plan.pieces if piece.group == group}
+            for first, last in runs([block for block in slots if not self._context.get_block(ids[block]).is_null]):
+                where = tuple(slots[block] for block in range(first, last))
+                place = (next(self._job_ids), request.request_id, first, where, tuple(ids[first:last]))
+                job = LoadJob(*place, not match.load_kv_async, group)
                 plan.jobs[job.job_id] = job
                 self._loads.add(job, plan)
                 self._loads_to_do.append(job)
@@ -187,65 +156,47 @@ class ReferenceCache(ExternalCache):
     def _release(self, request_id: str) -> None:
         plan = self.plans.pop(request_id, None)
         if plan is not None:
-            self._drop(plan.entries)
-
-    def _drop(self, blocks: list[list[Entry]]) -> None:
-        for entry in (entry for block in blocks for entry in block):
-            self._let_go(entry)
-
-    def _let_go(self, entry: Entry) -> None:
-        entry.holds -= 1
-        if not entry.holds and not entry.stored:
-            self.free_slots.append(entry.slot)
+            self._drop(plan.pieces)
 
     def note_computed(
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """See `ExternalCache`."""
         keys = self._keys_of(request)
-        full = min(num_computed_tokens, len(request.token_ids)) // self._block_size
         if self._context is None or not keys:
             return
-        blocks = self._context.blocks_of(request.request_id)
-        full = min(full, len(keys), self._note_filled(request.request_id, blocks, num_computed_tokens))
-        if request.request_id in self.loading or not full:
+        tables = self._context.blocks_of(request.request_id)
+        sound = self._note_filled(request.request_id, tables, num_computed_tokens)
+        if request.request_id in self.loading:
             return
-        chain = [(key, group) for key in reversed(keys[:full]) for group in range(self._num_groups)]
-        for name in chain:
+        names = [
+            {block: name for block in self._full(group, num_computed_tokens) if (name := self._name(keys, i, block))}
+            for i, group in enumerate(self._groups.groups)
+        ]
+        sizes = [group.block_size for group in self._groups.groups]
+        chain = [(-(block + 1) * sizes[i], name) for i, blocks in enumerate(names) for block, name in blocks.items()]
+        for _, name in sorted(chain, key=lambda place: place[0]):
             if name in self.entries:
                 self.entries.move_to_end(name)  # a chain's head is evicted after its tail, and not for its tail (H54)
-        for group, ids in enumerate(blocks):
-            new = (i for i in range(full) if (keys[i], group) not in self.entries)
+        for group, ids in enumerate(tables):
+            new = [
+                i for i, name in names[group].items() if name not in self.entries and (i + 1) * sizes[group] <= sound
+            ]
             wanted = [i for i in new if not self._context.get_block(ids[i]).is_null]
-            for first, last in _runs(wanted):
-                slots = self._take_slots(last - first, set(chain))
+            for first, last in runs(wanted):
+                slots = self._take_slots(last - first, {name for _, name in chain})
                 taken = ids[first : first + len(slots)]
                 job = SaveJob(next(self._job_ids), request.request_id, first, slots, tuple(taken), group)
-                saved = [((keys[i], group), Entry(slot, 1)) for i, slot in zip(job.blocks, slots, strict=True)]
+                saved = [(names[group][i], Entry(slot, 1)) for i, slot in zip(job.blocks, slots, strict=True)]
                 if saved:
                     self.entries.update(saved)
                     self._context.touch(taken)
                     self._saves.add(job, saved)
                     self._saves_to_do.append(job)
 
-    def _note_filled(self, request_id: str, groups: Sequence[Sequence[int]], num_computed_tokens: int) -> int:
-        """Length of the request's first run of blocks filled since the last reset: only these may be saved (H38)."""
-        first = self._filled.get(request_id, 0)
-        end = self._filled[request_id] = max(first, num_blocks_for(num_computed_tokens, self._block_size))
-        for ids in groups:
-            self._written_after.update(dict.fromkeys(ids[first:end], self._resets))
-        stale = (
-            next((i for i, block in enumerate(ids) if block and self._written_after.get(block) != self._resets), end)
-            for ids in groups
-        )
-        return min(stale)
-
-    def _take_slots(self, wanted: int, keep: set[EntryKey]) -> tuple[int, ...]:
-        unheld = [key for key, entry in self.entries.items() if not entry.holds and key not in keep]
-        missing = max(0, wanted - len(self.free_slots))
-        self.free_slots.extend(self.entries.pop(key).slot for key in unheld[:missing])
-        taken, self.free_slots = self.free_slots[:wanted], self.free_slots[wanted:]
-        return tuple(taken)
+    def _note_filled(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> int:
+        """Tokens of the request that are in blocks filled since the last reset: only these may be saved (H38)."""
+        return self._filled.note(request_id, tables, computed)
 
     def end_step(self) -> StepWork:
         """See `ExternalCache`."""
@@ -280,7 +231,7 @@ class ReferenceCache(ExternalCache):
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
         for load, tally, plan in self._loads.complete(report):
-            plan.outcomes.append(tally.loaded())
+            plan.outcomes.append((load.group_id, tally.loaded()))
             plan.jobs.pop(load.job_id, None)
         for save, tally, saved in self._saves.complete(report):
             self._settle_save(save, tally, saved)
@@ -299,31 +250,29 @@ class ReferenceCache(ExternalCache):
         """Settle an overdue load: its blocks stay stored, but are not promised to this request again."""
         self.late.append(self.loading.pop(request_id))
         self._failed_from[request_id] = plan.start
-        blocks = RangeSet.span(plan.start, plan.start + plan.num_blocks)
-        return LoadSettlement(request_id, RangeSet(), blocks, self._asynchronous, late=True)
+        return LoadSettlement(request_id, RangeSet(), RangeSet.of(plan.blocks), self._asynchronous, late=True)
 
     def _let_go_of(self, plan: ReferencePlan) -> None:
         """Release the plan's slots and the engine's blocks: no rank uses them any more."""
-        self._drop(plan.entries)
+        self._drop(plan.pieces)
         if self._context is not None:
             self._context.free_blocks(plan.held)
 
     def _settle(self, request_id: str, plan: ReferencePlan) -> LoadSettlement:
         del self.loading[request_id]
-        failed = RangeSet.of(*(run for outcome in plan.outcomes for run in outcome.failed.ranges))
-        everything = RangeSet.span(plan.start, plan.start + plan.num_blocks)
+        everything = RangeSet.of(plan.blocks)
+        failed = RangeSet.of(*(run for _, outcome in plan.outcomes for run in outcome.failed.ranges))
         if failed.ranges:
+            sizes = [group.block_size for group in self._groups.groups]
+            lost = min(run.start * sizes[group] for group, outcome in plan.outcomes for run in outcome.failed.ranges)
+            for piece in plan.pieces:
+                if (piece.block + 1) * sizes[piece.group] > lost:
+                    self._forget(piece.name, piece.entry)
+            if len(sizes) > 1 or not self._reads_all:
+                failed = everything  # a part of the blocks of several groups is no match
             self._failed_from[request_id] = failed.ranges[0].start
-            for block in range(failed.ranges[0].start, plan.start + plan.num_blocks):
-                for group, entry in enumerate(plan.entries[block - plan.start]):
-                    self._forget((plan.keys[block], group), entry)
         self._let_go_of(plan)
         return LoadSettlement(request_id, everything.difference(failed), failed, self._asynchronous)
-
-    def _forget(self, key: EntryKey, entry: Entry) -> None:
-        if self.entries.get(key) is entry:
-            del self.entries[key]
-        entry.stored = False
 
     def _settle_save(self, job: SaveJob, tally: JobTally, saved: list[tuple[EntryKey, Entry]]) -> None:
         done = tally.saved().done
@@ -340,12 +289,12 @@ class ReferenceCache(ExternalCache):
         self._release(request_id)
         self._keys.pop(request_id, None)
         self._failed_from.pop(request_id, None)
-        self._filled.pop(request_id, None)
+        self._filled.end(request_id)
 
     def reset(self) -> None:
         """See `ExternalCache`."""
         self._epochs.reset()
-        self._resets += 1
+        self._filled.reset()
         for request_id in list(self.plans):
             self._release(request_id)
         for key, entry in list(self.entries.items()):
@@ -361,7 +310,7 @@ class ReferenceCache(ExternalCache):
     def check(self) -> None:
         """Verify that each slot is free or one block's, and each hold a plan's or a save's; raises PactViolation."""
         plans = (*self.plans.values(), *self.loading.values(), *self.late)
-        held = [entry for plan in plans for block in plan.entries for entry in block]
+        held = [piece.entry for plan in plans for piece in plan.pieces]
         held += [entry for _, _, saved in self._saves.by_id.values() for _, entry in saved]
         holds = Counter(map(id, held))
         known = {id(entry): entry for entry in (*self.entries.values(), *held)}
@@ -375,13 +324,6 @@ class ReferenceCache(ExternalCache):
         self._epochs.name(version)
 
 
-def _runs(blocks: Iterator[int] | list[int]) -> Iterator[tuple[int, int]]:
-    """The runs of ascending numbers, half-open."""
-    for _, run in groupby(enumerate(blocks), lambda pair: pair[1] - pair[0]):
-        numbers = [number for _, number in run]
-        yield numbers[0], numbers[-1] + 1
-
-
 def reference_engine(
     config: EngineConfig | None = None,
     quirks: EngineQuirks | None = None,
@@ -392,8 +334,8 @@ def reference_engine(
 ) -> Engine:
     """An engine with a `ReferenceCache` and one `SimulatedWorker` per rank."""
     config = config or EngineConfig()
-    size, ranks, groups = config.block_size, config.num_ranks, len(config.groups)
-    cache = ReferenceCache(size, num_slots, num_ranks=ranks, num_groups=groups, asynchronous=asynchronous)
+    size, ranks, groups = config.block_size, config.num_ranks, GroupSet(config.groups)
+    cache = ReferenceCache(size, num_slots, num_ranks=ranks, groups=groups, asynchronous=asynchronous)
     segments = [ByteSegment(num_slots, config.num_layers * config.page_bytes) for _ in range(ranks)]
     workers = [SimulatedWorker(rank, segment.slot_view, conduct) for rank, segment in enumerate(segments)]
     return Engine(config, quirks, cache, workers)

@@ -77,9 +77,12 @@ class Request:
     capacity: int = field(default=0, init=False)
     """Tokens that the blocks have room for."""
     block_hashes: list[bytes] = field(default_factory=list, init=False)
-    num_published_blocks: int = field(default=0, init=False)
+    num_published_blocks: list[int] = field(default_factory=list, init=False)
+    """For each KV cache group, how many of its first blocks were published where they could be."""
+    first_kept_blocks: list[int] = field(default_factory=list, init=False)
+    """For each KV cache group, its first block that was not freed as one that is not read any more."""
     publish_at: int = field(default=0, init=False)
-    """The number of computed tokens at which the next block is complete."""
+    """The number of computed tokens from which on the next block may be complete."""
     row: int = field(default=-1, init=False)
     """The request's row in the model runner; -1 for none."""
     probe_is_open: bool = field(default=False, init=False)

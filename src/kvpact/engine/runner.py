@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from kvpact.engine import oracle
 from kvpact.engine.config import EngineConfig
+from kvpact.engine.kv_layout import KVLayout
 from kvpact.engine.oracle import Digests, WrongRead
 from kvpact.engine.output import SchedulerOutput
 from kvpact.engine.request import Request
+from kvpact.identity.groups import GroupKind
 
 NO_TOKEN = -1
 VOCABULARY_BITS = 15
@@ -27,30 +29,32 @@ Slots = npt.NDArray[np.int64]
 
 
 class ModelRunner:
-    """All ranks in lockstep. `memory` is `[ranks * layers, num_blocks * block_size]` words, 0 where nothing was
+    """All ranks in lockstep. `memory` is `[ranks * layers, num_blocks * page_words]` words, 0 where nothing was
     written."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        size, planes = config.block_size, config.num_ranks * config.num_layers
-        self.memory = np.zeros((planes, config.num_blocks * size), np.uint64)
+        planes = config.num_ranks * config.num_layers
+        self.layout = KVLayout(config)
+        self.memory = np.zeros((planes, config.num_blocks * config.page_words), np.uint64)
         self.masks = oracle.masks(config.num_ranks, config.num_layers, len(config.groups))
         self.weights = 0
         """The number of the current weights; other weights give other digests and other tokens."""
         self.carries_over = False
         """Whether the engine's own blocks may be of earlier weights; they then count as right."""
         self.wrong_reads: list[WrongRead] = []
-        self._offsets = np.arange(size, dtype=np.int64)
+        self._sizes = [group.block_size for group in config.groups]
         self._plane_masks = [mask[:, None] for mask in self.masks]
         self._past: deque[tuple[str, Digests]] = deque(maxlen=HISTORY)
-        # One row per running request: tokens, their digests, and per group the first slot of each of its blocks.
-        rows, length = config.max_running, config.max_blocks * size
+        # One row per running request: tokens, their digests, and per group the first word of each of its blocks.
+        rows, blocks = config.max_running, [-(-config.max_model_len // size) for size in self._sizes]
+        length = max(count * size for count, size in zip(blocks, self._sizes, strict=True))
         self._free_rows = list(range(rows))
         self._requests: list[Request | None] = [None] * rows
         self._tokens = np.zeros((rows, length), np.int64)
         self._extras = np.zeros((rows, length), np.uint64)
         self._truth = np.zeros((rows, length), np.uint64)
-        self._tables = np.zeros((len(config.groups), rows, config.max_blocks), np.int64)
+        self._tables = [np.zeros((rows, count), np.int64) for count in blocks]
         self._known = np.zeros(rows, np.int64)
         self._digested = np.zeros(rows, np.int64)
         self._sums = np.zeros(rows, np.uint64)
@@ -74,9 +78,9 @@ class ModelRunner:
             self._release(row)
         for request in output.started:
             self._start(request)
-        for request, first in output.grown:
+        for request, start in output.grown:
             if request.row >= 0 and request.block_ids:
-                self._copy_tables(request, first)
+                self._copy_tables(request, start)
 
     def zero(self, block_ids: list[int]) -> None:
         """Clear new blocks, as engines do; what a worker loaded into them before is lost (H93)."""
@@ -103,7 +107,7 @@ class ModelRunner:
         """Use other weights from now on. Running requests keep their blocks, as in vLLM; what they compute on top of
         them differs from what the old or the new weights would have computed alone."""
         self.weights = weights
-        self.carries_over = True
+        self.carries_over = self.config.keeps_everything  # else caches are cleared: see `Engine.update_weights`
         for row, request in enumerate(self._requests):
             if request is not None and request.row == row:
                 self._go_on_from(row, request.num_scheduled_tokens)
@@ -114,10 +118,9 @@ class ModelRunner:
         size, own = self.config.block_size, min(request.num_own_tokens, request.num_computed_tokens)
         positions = np.arange(own, dtype=np.int64)
         truth = self._truth[row, :own].copy()
-        for group in reversed(range(len(self._tables))):
-            there = self._tables[group, row, positions // size] > 0
-            slots = self._slots(group, np.full(own, row), positions)
-            truth[there] = (self.memory[0, slots] - self.masks[group, 0])[there]
+        there = self._tables[0][row, positions // size] > 0
+        slots = self._slots(0, np.full(own, row), positions)
+        truth[there] = (self.memory[0, slots] - self.masks[0, 0])[there]
         if (truth != self._truth[row, :own]).any():
             self._truth[row, :own] = truth
             self._go_on_from(row, request.num_computed_tokens + request.num_inflight_external_tokens)
@@ -136,9 +139,10 @@ class ModelRunner:
         self._truth[row, start:end] = truth
 
     def _copy_tables(self, request: Request, first: int) -> None:
-        size = self.config.block_size
         for group, blocks in enumerate(request.block_ids):
-            self._tables[group, request.row, first : len(blocks)] = [block * size for block in blocks[first:]]
+            start = first // self._sizes[group]
+            ids = np.array(blocks[start:], np.int64)
+            self._tables[group][request.row, start : len(blocks)] = self.layout.first_word(group, ids)
 
     def _release(self, row: int) -> None:
         request = self._requests[row]
@@ -158,16 +162,21 @@ class ModelRunner:
         if max(output.counts) == 1:
             ends = starts + 1
             self._digest(rows, starts)
+            self._read_states(rows, starts)
             self._write(rows, starts)
         else:
             counts = np.array(output.counts, np.int64)
             ends = starts + counts
             self._digest(rows, ends - 1)
+            self._read_states(rows, starts)
             every = np.repeat(rows, counts)
             first = np.repeat(starts - np.cumsum(counts) + counts, counts)
             self._write(every, first + np.arange(len(every), dtype=np.int64))
+        self._write_states(rows, ends)
         self._read(output, rows, starts, ends)
-        return self._sample(rows, ends)
+        sampled = self._sample(rows, ends)
+        self._write_next(rows, ends)
+        return sampled
 
     def _digest(self, rows: Slots, positions: Slots) -> None:
         """Digest the token that a request may have got since the last step."""
@@ -183,14 +192,48 @@ class ModelRunner:
             self._digested[rows] = positions + 1
 
     def _slots(self, group: int, rows: Slots, positions: Slots) -> Slots:
-        size = self.config.block_size
-        slots: Slots = self._tables[group, rows, positions // size] + positions % size
-        return slots
+        """Where tokens are in memory; where `positions` are states' last tokens, those."""
+        blocks, offsets = np.divmod(positions, self._sizes[group])
+        slots: Slots = self._tables[group][rows, blocks]
+        return slots if self.layout.is_state[group] else slots + offsets
+
+    def _following(self, group: int, rows: Slots, positions: Slots) -> Digests:
+        """What the next tokens add to what is written for `positions`; 0 where the next token is not known."""
+        following = np.minimum(positions + 1, self._tokens.shape[1] - 1)
+        added = self.layout.next_tokens(group, positions, self._tokens[rows, following])
+        return np.where(positions + 1 < self._known[rows], added, np.uint64(0))
+
+    def _words(self, group: int, rows: Slots, positions: Slots) -> Digests:
+        """What belongs to the tokens at `positions`, without mask."""
+        words: Digests = self._truth[rows, positions]
+        return words + self._following(group, rows, positions) if self.layout.depends_on_next[group] else words
 
     def _write(self, rows: Slots, positions: Slots) -> None:
-        truth = self._truth[rows, positions]
         for group, mask in enumerate(self._plane_masks):
-            self.memory[:, self._slots(group, rows, positions)] = truth + mask
+            if not self.layout.is_state[group]:
+                self.memory[:, self._slots(group, rows, positions)] = self._words(group, rows, positions) + mask
+
+    def _write_next(self, rows: Slots, ends: Slots) -> None:
+        """Layers of a draft model write for the last token when the next one is sampled."""
+        for group in np.flatnonzero(self.layout.depends_on_next).tolist():
+            words = self._words(group, rows, ends - 1) + self._plane_masks[group]
+            self.memory[:, self._slots(group, rows, ends - 1)] = words
+
+    def _write_states(self, rows: Slots, ends: Slots) -> None:
+        for group, mask in enumerate(self._plane_masks):
+            if self.layout.is_state[group]:
+                self.memory[:, self._slots(group, rows, ends - 1)] = self._truth[rows, ends - 1] + mask
+
+    def _read_states(self, rows: Slots, starts: Slots) -> None:
+        """Check the states from which the step computes, before it overwrites them."""
+        rows, starts = rows[starts > 0], starts[starts > 0]
+        for group in np.flatnonzero(self.layout.is_state).tolist() if len(rows) else ():
+            slots = self._slots(group, rows, starts - 1)[:, None]
+            truth = self._truth[rows, starts - 1][:, None]
+            for plane in range(len(self.memory)):
+                wrong = self.memory[plane][slots] != truth + self.masks[group, plane]
+                if wrong.any():
+                    self._note(group, plane, rows, slots, wrong, starts - 1)
 
     def _read(self, output: SchedulerOutput, rows: Slots, starts: Slots, ends: Slots) -> None:
         if self.config.oracle == "full":
@@ -204,41 +247,45 @@ class ModelRunner:
             self.check_rows(rows[whole], starts[whole], ends[whole])
             rows, starts = rows[~whole], starts[~whole]
         before = np.maximum(starts - 1, 0)
-        truth = self._truth[rows, before]
         for group, mask in enumerate(self._plane_masks):
-            wrong = self.memory[:, self._slots(group, rows, before)] != truth + mask
-            if wrong.any():
+            wrong = self.memory[:, self._slots(group, rows, before)] != self._words(group, rows, before) + mask
+            if wrong.any() and not self.layout.is_state[group]:
                 self.check_rows(rows, starts, starts + 1)
                 return
 
     def check_rows(self, rows: Slots, starts: Slots, ends: Slots) -> None:
-        """Check all that the queries `starts[i] <= q < ends[i]` of each row read; wrong reads are appended to
+        """Check all tokens that the queries `starts[i] <= q < ends[i]` of each row read; wrong reads are appended to
         `wrong_reads`."""
-        if not len(rows):
-            return
-        size = self.config.block_size
-        blocks = -(-int(ends.max()) // size)
-        positions = np.arange(blocks * size, dtype=np.int64)
-        truth = self._truth[rows, : blocks * size]
-        for group, settings in enumerate(self.config.groups):
+        for number, group in enumerate(self.config.groups if len(rows) else ()):
+            if self.layout.is_state[number]:
+                continue
+            positions = np.arange(-(-int(ends.max()) // group.block_size) * group.block_size, dtype=np.int64)
+            expected = self._truth[rows, : len(positions)]
             read = positions < ends[:, None]
-            if settings.sliding_window is not None:
-                read &= positions > starts[:, None] - settings.sliding_window
-            slots = (self._tables[group, rows, :blocks, None] + self._offsets).reshape(len(rows), -1)
+            if group.kind is not GroupKind.FULL:
+                first = np.array([group.first_read(start) for start in starts.tolist()], np.int64)
+                read &= positions >= first[:, None]
+            if self.layout.depends_on_next[number]:
+                every, places = rows[:, None], np.broadcast_to(positions, read.shape)
+                expected = expected + self._following(number, every, places)
+            slots = self._slots(number, rows[:, None], positions[None, :])
             for plane in range(len(self.memory)):
-                wrong = (self.memory[plane][slots] != truth + self.masks[group, plane]) & read
+                wrong = (self.memory[plane][slots] != expected + self.masks[number, plane]) & read
                 if wrong.any():
-                    self._note(group, plane, rows, slots, wrong)
+                    self._note(number, plane, rows, slots, wrong)
 
-    def _note(self, group: int, plane: int, rows: Slots, slots: Slots, wrong: npt.NDArray[np.bool_]) -> None:
+    def _note(
+        self, group: int, plane: int, rows: Slots, slots: Slots, wrong: npt.NDArray[np.bool_], at: Slots | None = None
+    ) -> None:
+        """Note the first wrong word of each row; `at` has its token where there is one word a row."""
         rank, layer = divmod(plane, self.config.num_layers)
         for index in np.flatnonzero(wrong.any(axis=1)).tolist():
-            position = int(np.argmax(wrong[index]))
-            slot = int(slots[index, position])
+            place = int(np.argmax(wrong[index]))
+            slot, position = int(slots[index, place]), place if at is None else int(at[index])
             row = int(rows[index])
             request = self._requests[row]
             if request is not None:
-                block, stored = slot // self.config.block_size, int(self.memory[plane, slot])
+                block, stored = slot // self.config.page_words, int(self.memory[plane, slot])
                 self.wrong_reads.append(
                     WrongRead(request.request_id, row, request.epoch, position, block, group, rank, layer, stored)
                 )

@@ -7,11 +7,10 @@ results; `quirks.py` lists how an engine may differ from the contract.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import count
 
 from kvpact.contract import ExternalCache, ExternalKVMatch
+from kvpact.engine.admission import Admission, Load, rewritten
 from kvpact.engine.config import EngineConfig
 from kvpact.engine.counts import EngineCounts
 from kvpact.engine.kv_cache import KVCacheManager, LocalHit
@@ -20,31 +19,6 @@ from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.request import Request, RequestStatus
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.metrics import EndReason
-
-
-@dataclass(slots=True)
-class Load:
-    """A committed match until its settlement: `num_tokens` after the request's first `start` tokens.
-
-    `void` is set when the request no longer uses it (cancelled, preempted, reset): its blocks are then kept only until
-    no rank writes to them any more.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-    asynchronous: bool
-    void: bool = False
-    spans_update: bool = False
-    """Whether the weights changed since it was committed."""
-
-
-class Admission(Enum):
-    """The result of an attempt to admit a waiting request."""
-
-    ADMITTED = auto()
-    SKIPPED = auto()
-    BLOCKED = auto()
 
 
 class Scheduler:
@@ -70,6 +44,7 @@ class Scheduler:
         self._arrivals = count()
         self._released_rows: list[int] = []
         self._by_priority = config.policy == "priority"
+        self._aligns = self.kv.has_states and config.chunked_prefill
         self._encoder_budget = 0
 
     # Requests
@@ -77,7 +52,7 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ConfigError if it could never run here, or if its id is in use."""
         tokens = request.stop_at
-        blocks = -(-tokens // self.config.block_size) * len(self.config.groups)
+        blocks = self.config.blocks_for(tokens)
         usable = self.config.num_blocks - 1 - self.quirks.keeps_free_blocks
         if tokens > self.config.max_model_len or blocks > usable:
             raise ConfigError(
@@ -220,15 +195,15 @@ class Scheduler:
             if tokens <= 0:
                 index += 1
                 continue
+            if tokens > 1 and self._aligns:
+                tokens = self.kv.aligned(start, tokens, len(request.token_ids))
             end = start + tokens
             if end > request.capacity:
-                blocks = request.capacity // self.config.block_size
                 budget += self._make_room(request, end, output)
                 if request.status is not RequestStatus.RUNNING:
                     break
                 index = running.index(request) if output.preempted else index
-                output.grown.append((request, blocks))
-                output.new_block_ids += [block for ids in request.block_ids for block in ids[blocks:]]
+                output.grown.append((request, start))
             requests.append(request)  # `output.add`, spelled out: this is the hottest line of the engine
             starts.append(start)
             counts.append(tokens)
@@ -258,7 +233,7 @@ class Scheduler:
     def _make_room(self, request: Request, num_tokens: int, output: SchedulerOutput) -> int:
         """Grow the request, preempting the least important running requests, possibly itself; returns budget freed."""
         given_back = 0
-        while not self.kv.grow(request, num_tokens):
+        while (new := self.kv.grow(request, request.num_scheduled_tokens, num_tokens)) is None:
             victim = max(self.running, key=self._rank) if self._by_priority else self.running[-1]
             if victim is request and self._reclaim(request):
                 continue
@@ -269,6 +244,7 @@ class Scheduler:
             output.preempted.append(victim)
             if victim is request:
                 break
+        output.new_block_ids += new or ()
         return given_back
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
@@ -309,38 +285,42 @@ class Scheduler:
         match = self._probe(request, local)
         if match is None:
             return Admission.SKIPPED
-        hit, external = self._rewrite(request, hit, match)
+        hit, external = rewritten(self.quirks, request, hit, match, shortens=self.kv.reads_all)
         local, asynchronous = hit.num_tokens, match.load_kv_async and external > 0
         known = len(request.token_ids)
         if request.encoder_ready_step > self.step:
             return self._decline(request, match, "encoder transfer", Admission.SKIPPED)
         tokens = 0
         if not asynchronous:
-            tokens = min(known - local - external, budget)
+            tokens = self._part(local + external, known, budget)
             obstacle = self._obstacle(request, known - local - external, budget)
             if obstacle is not None:
                 skip = obstacle == "encoder budget" and self.quirks.skips_over_encoder
                 return self._decline(request, match, obstacle, Admission.SKIPPED if skip else Admission.BLOCKED)
-        end = local + external + tokens
-        live = local + external if self.quirks.windows_follow_loads else local
-        if not self._allocate(request, hit, end, live):
+        new = self._allocate(request, hit, local + external + tokens, external)
+        if new is None:
             return self._decline(request, match, "no blocks", Admission.BLOCKED)
         self._encoder_budget -= request.encoder_tokens
         taken = self._commit(request, match, local, external, asynchronous)
         if taken < external and not asynchronous:
-            tokens = min(known - local - taken, budget)
-        self.counts.local_hits += local
-        output.new_block_ids += [
-            block for ids in request.block_ids for block in ids[local // self.config.block_size :] if block
-        ]
+            tokens = self._part(local + taken, known, budget)
         request.num_computed_tokens = local
         request.num_inflight_external_tokens = taken
         if asynchronous and taken:
+            self.counts.local_hits += local
+            output.new_block_ids += new
             request.num_scheduled_tokens = local
             request.status = RequestStatus.WAITING_FOR_LOAD
             return Admission.ADMITTED
         if asynchronous:
-            tokens = min(known - local, budget, request.capacity - local)
+            tokens = min(self._part(local, known, budget), request.capacity - local)
+        more = self.kv.grow(request, local + taken, local + taken + tokens) if taken < external else []
+        if more is None:  # no blocks to compute what was to be loaded
+            self.kv.free(request)
+            request.rewind(0)
+            return Admission.BLOCKED
+        self.counts.local_hits += local
+        output.new_block_ids += new + more
         if self.quirks.trusts_sync_loads:
             request.num_computed_tokens = local + taken
             request.num_inflight_external_tokens = 0
@@ -353,15 +333,20 @@ class Scheduler:
             tokens = self._up_to_loaded(request, tokens)
         if not self.config.chunked_prefill and tokens > budget:
             return Admission.BLOCKED
-        tokens = min(tokens, budget)
         start = request.num_scheduled_tokens
-        blocks = request.capacity // self.config.block_size
-        while not self.kv.grow(request, start + tokens, self.quirks.keeps_free_blocks if self.running else 0):
+        tokens = self._part(start, start + tokens, budget)
+        keep_free = self.quirks.keeps_free_blocks if self.running else 0
+        while (new := self.kv.grow(request, start, start + tokens, keep_free)) is None:
             if not self._reclaim(request):
                 return Admission.BLOCKED
-        output.new_block_ids += [block for ids in request.block_ids for block in ids[blocks:]]
+        output.new_block_ids += new
         self._run(request, output, start, tokens)
         return Admission.ADMITTED
+
+    def _part(self, start: int, known: int, budget: int) -> int:
+        """How many of a prompt's tokens from `start` on one step computes."""
+        tokens = min(known - start, budget)
+        return self.kv.aligned(start, tokens, known) if self._aligns else tokens
 
     def _run(self, request: Request, output: SchedulerOutput, start: int, tokens: int) -> None:
         request.status = RequestStatus.RUNNING
@@ -382,7 +367,8 @@ class Scheduler:
             self.counts.pending_probes += 1
             return None
         room = len(request.token_ids) - 1 - local
-        if not 0 <= match.num_tokens <= room:
+        whole = self.kv.reads_all or (local + match.num_tokens) % self.kv.group_set.alignment == 0
+        if not 0 <= match.num_tokens <= room or (match.num_tokens and not whole):
             raise PactViolation(
                 f"P6: request {request.request_id} of {len(request.token_ids)} tokens, {local} of them computed, was "
                 f"promised {match.num_tokens} more; at most {room} leave one to compute"
@@ -390,18 +376,6 @@ class Scheduler:
         self.counts.positive_probes += match.num_tokens > 0
         self.counts.promised += match.num_tokens
         return match
-
-    def _rewrite(self, request: Request, hit: LocalHit, match: ExternalKVMatch) -> tuple[LocalHit, int]:
-        """The match as the engine uses it: some quirks change the number without telling the cache."""
-        quirks, external = self.quirks, match.num_tokens
-        if not request.may_load and not quirks.loads_unwilling_requests:
-            external = 0
-        external -= external % quirks.rounds_match_to_tokens
-        if external <= quirks.local_tail_tokens:
-            external = 0
-        if hit.num_tokens + external <= quirks.drops_hit_within_tokens:
-            return LocalHit(0, tuple(() for _ in hit.blocks)), 0
-        return hit, external
 
     def _obstacle(self, request: Request, tokens: int, budget: int) -> str | None:
         quirks = self.quirks
@@ -415,15 +389,15 @@ class Scheduler:
             return "encoder budget"
         return None
 
-    def _allocate(self, request: Request, hit: LocalHit, end: int, live: int) -> bool:
+    def _allocate(self, request: Request, hit: LocalHit, end: int, external: int) -> list[int] | None:
         keep_free = self.quirks.keeps_free_blocks if self.running else 0
         if self.quirks.admits_only_whole_prompts:
-            whole = -(-len(request.token_ids) // self.config.block_size) - -(-end // self.config.block_size)
-            keep_free += whole * len(self.config.groups)
-        while not self.kv.admit(request, hit, end, live, keep_free):
+            keep_free += self.config.blocks_for(len(request.token_ids)) - self.config.blocks_for(end)
+        follows = self.quirks.windows_follow_loads
+        while (new := self.kv.admit(request, hit, end, external, keep_free, follows_load=follows)) is None:
             if not self._reclaim(request):
-                return False
-        return True
+                return None
+        return new
 
     def _reclaim(self, wanting: Request) -> bool:
         """If no other request runs, free the loaded blocks of a queued request, so that no request waits forever."""
@@ -451,7 +425,7 @@ class Scheduler:
         accepted = self.cache.commit_external_match(request, match, external, tuple(request.block_ids[0]))
         if self.quirks.ignores_commit_answer:
             accepted = external
-        elif not 0 <= accepted <= external:
+        elif not 0 <= accepted <= external or (accepted not in (0, external) and not self.kv.reads_all):
             raise PactViolation(
                 f"request {request.request_id}: {external} tokens were committed, the cache accepts {accepted}"
             )

@@ -5,7 +5,6 @@ Part of `CacheConformance`.
 
 from __future__ import annotations
 
-from kvpact.engine import KVCacheGroup
 from kvpact.testkit.cache.engine_harness import prompt
 from kvpact.testkit.cache.factory import (
     CacheSuite,
@@ -25,8 +24,6 @@ DOCUMENT = prompt(6)
 
 PROMPTS = [prompt(8, seed=seed) for seed in range(6)]
 """More blocks than the cache has room for in memory."""
-
-TWO_GROUPS = (KVCacheGroup(), KVCacheGroup(sliding_window=10))
 
 CHAIN = ("promised_tokens", "committed_tokens", "loaded_tokens", "used_tokens")
 """Counts of which each may be at most the one before it."""
@@ -217,11 +214,3 @@ class BoundChecks(CacheSuite):
             require(agrees, f"the cache counts {count:g} {name}, the engine {most}")
         chain = [counts[name] for name in CHAIN if name in counts]
         require(chain == sorted(chain, reverse=True), f"promised, committed, loaded, used: {chain} must not grow")
-
-    # Several groups
-
-    @kept_in_every_mode("P4", "P7", "P9", stored=DOCUMENT, groups=TWO_GROUPS, num_slots=32, prefix_caching=False)
-    def test_several_kv_cache_groups_are_loaded_together(self, scene: CacheHarness) -> None:
-        """Full attention and a sliding window: the blocks of both are saved, promised and loaded, each in its own."""
-        request, match = promised(scene, "again", DOCUMENT)
-        require_used(scene, request, match.num_tokens)

@@ -19,6 +19,7 @@ from kvpact.engine import (
     Engine,
     EngineConfig,
     EngineQuirks,
+    GroupSet,
     JobBehavior,
     KVCacheGroup,
     OracleViolation,
@@ -29,7 +30,8 @@ from kvpact.engine import (
 from kvpact.engine.simulated_worker import Job
 from kvpact.errors import PactViolation
 from kvpact.ranges import RangeSet
-from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
+from kvpact.testkit.cache.group_blocks import GroupBlocks, StoredBlock
+from kvpact.testkit.cache.job_monitor import EverStored
 from kvpact.testkit.cache.monitor import ContractMonitor
 from kvpact.testkit.cache.subjects import CacheContext, CacheFactory, made_for
 from kvpact.testkit.catalogue import TITLES
@@ -60,7 +62,8 @@ class HarnessSettings:
     max_running: int = 16
     prefix_caching: bool = True
     priority: bool = False
-    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
+    groups: tuple[KVCacheGroup, ...] = ()
+    """By default one of full attention, of `block_size`; else a block of each is a multiple or a part of that."""
     write_queue_bytes: int = 1 << 30
     timeout: float = 60.0
     quirks: EngineQuirks | None = None
@@ -68,8 +71,17 @@ class HarnessSettings:
     def __str__(self) -> str:
         return (
             f"a {self.mode} engine of {self.ranks} ranks with {self.num_blocks - 1} blocks of {self.block_size} tokens "
-            f"and a cache of {self.num_slots} slots{self._ways()}"
+            f"and a cache of {self.num_slots} slots{self._groups()}{self._ways()}"
         )
+
+    def _groups(self) -> str:
+        """The KV cache groups, for the script."""
+        said = [
+            f"{group.kind} in blocks of {group.block_size}" + (f" over {group.span} tokens" if group.span else "")
+            + (" that depend on the next token" if group.drops_last else "")
+            for group in self.groups
+        ]  # fmt: skip
+        return f", with {len(said)} KV cache groups: {'; '.join(said)}" if said else ""
 
     def _ways(self) -> str:
         """The engine's differences from its mode, for the script."""
@@ -151,7 +163,7 @@ class EngineHarness:
             block_size=settings.block_size,
             num_slots=settings.num_slots,
             num_ranks=settings.ranks,
-            num_groups=len(settings.groups),
+            groups=GroupSet(config.groups),
             slot_bytes=config.page_bytes,
             clock=self.clock,
             directory=directory,
@@ -160,12 +172,12 @@ class EngineHarness:
             write_queue_bytes=settings.write_queue_bytes,
         )
         self.subject = made_for(factory, self.place)
-        if len(settings.groups) > 1 and not self.subject.cache.supports_kv_cache_groups:
+        if not (config.keeps_everything or self.subject.cache.supports_kv_cache_groups):
             self.subject.close()
-            raise NotObservable("the cache knows one KV cache group (`supports_kv_cache_groups`)")
+            raise NotObservable("the cache knows one KV cache group, of full attention (`supports_kv_cache_groups`)")
         self.monitor = ContractMonitor(
             cache=self.subject.cache,
-            block_size=settings.block_size,
+            kinds=GroupBlocks(self.place.groups, settings.block_size),
             num_ranks=settings.ranks,
             clock=self.clock,
             timeout=settings.timeout,

@@ -133,7 +133,9 @@ class CacheHarness(EngineHarness):
     def room(self) -> int:
         """Tokens that the cache promises of a new prompt that just fits; they become fewer if room is lost."""
         blocks = min(self.settings.num_slots, self.settings.num_blocks - 3 - self.quirks.keeps_free_blocks)
-        tokens = [7_000_000 + position for position in range(blocks * self.settings.block_size + 1)]
+        whole = self.engine.config.tokens_in(blocks)
+        whole -= whole % self.engine.scheduler.kv.group_set.alignment
+        tokens = [7_000_000 + position for position in range(whole + 1)]
         self.serve("room", tokens)
         promised = self.promised_tokens("room-probe", tokens)
         self.settle()

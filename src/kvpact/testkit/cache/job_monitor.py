@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from kvpact.contract import JobOutcome, LoadJob, LoadSettlement, SaveJob, SchedulerContext
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.ranges import BlockRange
+from kvpact.testkit.cache.group_blocks import GroupBlocks, StoredBlock
 from kvpact.testkit.results import Broken, require
 
 MONITOR_NAMESPACE = bytes(32)
-
-StoredBlock = tuple[BlockKey, int]
-"""A block's content, and its KV cache group."""
 
 EverStored = dict[str, dict[StoredBlock, int]]
 """Word of the epoch ("" for the first) -> blocks that caches over one store have stored, and in which save."""
@@ -27,7 +25,7 @@ class Job:
     """One job and each rank's report of it: blocks done, blocks failed."""
 
     job: LoadJob | SaveJob
-    contents: tuple[StoredBlock, ...]
+    contents: tuple[StoredBlock | None, ...]
     said: dict[int, tuple[set[int], set[int]]] = field(default_factory=dict)
     taken_back: dict[int, set[int]] = field(default_factory=dict)
     """Blocks that a rank reports as failed now and reported as done before: either may count in this report."""
@@ -57,8 +55,11 @@ class Promise:
 
 @dataclass(slots=True)
 class Commit:
-    """A committed match: `blocks` of its request, into `block_ids`, one sequence per KV cache group."""
+    """A committed match: the tokens from `start` to `end` of its request, in the rows `blocks`; `block_ids` has one
+    sequence per KV cache group."""
 
+    start: int
+    end: int
     blocks: BlockRange
     asynchronous: bool
     block_ids: tuple[tuple[int, ...], ...]
@@ -83,7 +84,7 @@ class Known:
 class JobMonitor:
     """The jobs of one cache. All caches ever made for its place share `ever_stored`."""
 
-    block_size: int
+    kinds: GroupBlocks
     num_ranks: int
     own_workers: bool = False
     """Whether the cache brings its own workers, whose reports the kit does not judge."""
@@ -100,7 +101,7 @@ class JobMonitor:
     _late: list[Job] = field(default_factory=list)
     """Loads settled as late, until no rank can write to their blocks."""
     _context: SchedulerContext | None = None
-    _contents: dict[int, BlockKey] = field(default_factory=dict)
+    _contents: dict[int, StoredBlock] = field(default_factory=dict)
     """The engine's block -> its last computed content, also for requests that have ended."""
 
     def __post_init__(self) -> None:
@@ -108,15 +109,31 @@ class JobMonitor:
         self._of_epoch = self.ever_stored.setdefault("", dict(self.stored))
         self._saves = max((save for stored in self.ever_stored.values() for save in stored.values()), default=0)
 
+    def _tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+        if self._context is not None and request_id in self._requests:
+            return tuple(tuple(blocks) for blocks in self._context.blocks_of(request_id))
+        return ()
+
+    def _note_groups(self, name: str, keys: list[BlockKey], computed: int) -> None:
+        for group, table in enumerate(self._tables(name)):
+            full, others = self.kinds.full(group, table, computed)
+            for block in others:
+                self._contents.pop(table[block], None)
+            for block in full:
+                content = self.kinds.content(keys, group, block)
+                if content is not None:
+                    self._contents[table[block]] = content
+
     def _take_load(self, job: LoadJob) -> None:
         name = job.request_id
         commit = self.commits.get(name)
         if commit is None:
             raise Broken(f"a load is ordered for {name}, for which nothing is committed", protects=("P1", "P4"))
         blocks = job.blocks
+        allowed = self.kinds.within(min(job.group_id, len(self.kinds.groups) - 1), commit.start, commit.end)
         require(
-            commit.blocks.start <= blocks.start and blocks.end <= commit.blocks.end,
-            f"a load of {_named(blocks)} is ordered for {name}; {_named(commit.blocks)} were committed",
+            allowed.start <= blocks.start and blocks.end <= allowed.end,
+            f"a load of {_named(blocks)}{_of(job)} is ordered for {name}; {_named(allowed)} were committed",
             "P4 H04 H03",
         )
         if job.group_id < len(commit.block_ids):
@@ -127,26 +144,29 @@ class JobMonitor:
                 f"{job.block_ids}; its own are {wanted}",
                 "P4 H03",
             )
+        require(all(job.block_ids), f"a load of {_named(blocks)}{_of(job)} of {name} goes into the null block", "P4")
         require(
             job.synchronous is not commit.asynchronous,
             f"the load of {name} was promised as {'a' if commit.asynchronous else ''}synchronous and ordered otherwise",
             "P5",
         )
-        contents = tuple((commit.keys[block], job.group_id) for block in blocks)
+        contents = tuple(self.kinds.content(commit.keys, job.group_id, block) for block in blocks)
         entry = self._jobs[job.job_id] = Job(job, contents)
         commit.jobs.append(entry)
 
     def _take_save(self, job: SaveJob) -> None:
         known = self._requests.get(job.request_id)
         keys = known.keys.keys if known is not None and known.keys is not None else []
-        computed = min((known.computed if known is not None else 0) // self.block_size, len(keys))
-        content = [self._contents.get(block_id) for block_id in job.block_ids] if not job.group_id else []
+        content = [self._contents.get(block_id) for block_id in job.block_ids]
+        if not self.kinds.keeps_everything:
+            self._take_group_save(job, content, [self.kinds.content(keys, job.group_id, i) for i in job.blocks])
+            return
+        computed = min((known.computed if known is not None else 0) // self.kinds.row_size, len(keys))
         if job.blocks.end > computed and len(content) == len(job.blocks) and (known is None or content == [
-            *keys[job.blocks.start : job.blocks.end]
+            (key, 0) for key in keys[job.blocks.start : job.blocks.end]
         ]):  # fmt: skip
             # Blocks of a request that has ended or was preempted: saved late, by their content.
-            contents = tuple((key, 0) for key in content if key is not None)
-            self._jobs[job.job_id] = Job(job, contents if len(contents) == len(content) else ())
+            self._jobs[job.job_id] = Job(job, tuple(content) if None not in content else ())
             return
         require(
             job.blocks.end <= computed or not len(job.blocks) or known is None,
@@ -157,14 +177,31 @@ class JobMonitor:
         contents = tuple((keys[block], job.group_id) for block in job.blocks) if known is not None else ()
         self._jobs[job.job_id] = Job(job, contents)
 
+    def _take_group_save(
+        self, job: SaveJob, there: list[StoredBlock | None], named: list[StoredBlock | None]
+    ) -> None:  # fmt: skip
+        """Of several groups, what is in the engine's blocks counts, and must be what their numbers say."""
+        wrong = [
+            block
+            for block, content, name in zip(job.blocks, there, named, strict=True)
+            if content is None or (content != name and job.request_id in self._requests)
+        ]
+        require(
+            not wrong,
+            f"a save of {_named(job.blocks)}{_of(job)} of {job.request_id} is ordered; the engine's blocks do not hold "
+            f"what belongs into {wrong}: it is not computed, of another group, or a state of another boundary",
+            "P8 H29 H30",
+        )
+        self._jobs[job.job_id] = Job(job, tuple(there))
+
     def _require_covered(self, name: str, commit: Commit, when: str) -> None:
         for group, table in enumerate(commit.block_ids):
             covered = {block for entry in commit.jobs if entry.job.group_id == group for block in entry.job.blocks}
-            missing = [b for b in commit.blocks if table[b] and b not in covered]
+            missing = [b for b in self.kinds.loaded(group, commit.start, commit.end) if table[b] and b not in covered]
             require(
                 not missing,
                 f"{_named(commit.blocks)} were committed for {name}; no load of block "
-                f"{missing[:1]} is ordered in {when}",
+                f"{missing[:1]} of group {group} is ordered in {when}",
                 "P5 H05",
             )
 
@@ -189,7 +226,7 @@ class JobMonitor:
         if isinstance(entry.job, LoadJob) or entry.void:
             return
         for block, content in zip(entry.job.blocks, entry.contents, strict=False):
-            if all(block in entry.said.get(rank, _SILENT)[0] for rank in range(self.num_ranks)):
+            if content and all(block in entry.said.get(rank, _SILENT)[0] for rank in range(self.num_ranks)):
                 self._saves += 1
                 self.stored[content] = self._of_epoch[content] = self._saves
 
@@ -217,12 +254,20 @@ class JobMonitor:
             if settlement.late:
                 self._late.append(entry)
                 continue
-            self._judge(name, entry, loaded)
+            here = self.kinds.arrived(entry.job.group_id, entry.job.blocks, committed, loaded)
+            self._judge(name, entry, here)
+            self._contents.update(
+                (block_id, content)
+                for block, block_id, content in zip(entry.job.blocks, entry.job.block_ids, entry.contents, strict=True)
+                if block in here and content is not None and not self.kinds.keeps_everything
+            )
             self._jobs.pop(entry.job.job_id, None)
         require(
             not (settlement.late and loaded), f"blocks {sorted(loaded)} of {name} are settled as loaded, and late", "P7"
         )
         hull = set(range(min(named), max(named) + 1)) if named else set()
+        if not self.kinds.keeps_everything:  # one failed block of any group fails the whole match
+            hull = committed if named else set()
         lost = [b for b in sorted(failed - hull) if self._all_said(commit, b) and not self.own_workers]
         require(
             not lost or settlement.late,
@@ -234,15 +279,25 @@ class JobMonitor:
             known = self._requests.get(name)
             if known is not None:
                 known.failed_from = min(failed) if known.failed_from is None else min(known.failed_from, min(failed))
-            for content, save in commit.copies.items():  # a block saved again meanwhile is another copy
-                if (
-                    not settlement.late
-                    and content[0] in commit.keys[min(failed) :]
-                    and self.stored.get(content) == save
-                ):
+            for content in () if settlement.late else self._lost(commit, min(failed)):
+                save = commit.copies.get(content)
+                if save is not None and self.stored.get(content) == save:  # else it was saved again meanwhile
                     del self.stored[content]
 
+    def _lost(self, commit: Commit, first_failed: int) -> set[StoredBlock]:
+        """What may not be promised again: all from the first failed block on; of several groups, what ranks named."""
+        if self.kinds.keeps_everything:
+            return {(key, 0) for key in commit.keys[first_failed:]}
+        return {
+            content
+            for entry in commit.jobs
+            for block, content in zip(entry.job.blocks, entry.contents, strict=True)
+            if content is not None and any(block in failed for _, failed in entry.said.values())
+        }
+
     def _all_said(self, commit: Commit, block: int) -> bool:
+        if not self.kinds.keeps_everything:
+            return all(entry.all_said(self.num_ranks) for entry in commit.jobs)
         return all(
             block in entry.said.get(rank, _SILENT)[0]
             for entry in commit.jobs
@@ -276,6 +331,10 @@ class JobMonitor:
 
 def _named(blocks: BlockRange) -> str:
     return f"blocks {blocks.start} to {blocks.end - 1}"
+
+
+def _of(job: LoadJob | SaveJob) -> str:
+    return f" of group {job.group_id}" if job.group_id else ""
 
 
 _SILENT: tuple[set[int], set[int]] = (set(), set())

@@ -27,13 +27,13 @@ from kvpact.contract import (
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.keys import BlockKeys
 from kvpact.ranges import BlockRange
+from kvpact.testkit.cache.group_blocks import StoredBlock
 from kvpact.testkit.cache.job_monitor import (
     MONITOR_NAMESPACE,
     Commit,
     JobMonitor,
     Known,
     Promise,
-    StoredBlock,
 )
 from kvpact.testkit.results import Broken, require
 
@@ -88,7 +88,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         if known is None:
             known = self._requests[request.request_id] = Known(None)
         if known.keys is None and request.identity is not None:
-            known.keys = BlockKeys(MONITOR_NAMESPACE, self.block_size, request.identity)
+            known.keys = BlockKeys(MONITOR_NAMESPACE, self.kinds.key_tokens, request.identity)
         return known
 
     # Promises
@@ -133,7 +133,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         )
 
     def _promise(self, request: EngineRequest, known: Known, computed: int, match: ExternalKVMatch) -> None:
-        name, tokens, size = request.request_id, match.num_tokens, self.block_size
+        name, tokens, size = request.request_id, match.num_tokens, self.kinds.row_size
         before = self.open.get(name)
         if before is not None and (before.computed, before.num_tokens) == (computed, tokens):
             return
@@ -156,32 +156,41 @@ class ContractMonitor(JobMonitor, ExternalCache):
             f"request {name} is promised blocks {first} to {end - 1}; its load of {known.failed_from} failed before",
             "P9 H09",
         )
-        groups = range(len(self._tables(name)) or 1) if self.cache.supports_kv_cache_groups else range(1)
-        # The cache's own workers may learn of saves from `StepWork.extra`: the oracle verifies those.
-        for block in range(first, min(end, len(keys))) if not self.own_workers else ():
-            content = [(keys[block], group) for group in groups]
-            if not any(self._is_stored(one) for one in content):
-                require(
-                    self._forgotten.isdisjoint(content),
-                    f"request {name} is promised block {block}, which was stored before the last reset",
-                    "P13 H32",
-                )
-                raise Broken(
-                    f"request {name} is promised block {block}, which not all ranks have reported as saved "
-                    "(or which was dropped since)",
-                    protects=("P8", "H26"),
-                )
-        contents = [(key, group) for key in keys[:end] for group in groups]
+        contents = []
+        for group in range(len(self.kinds.groups)):
+            blocks = self.kinds.promised(group, computed, computed + tokens)
+            found = [(block, self.kinds.content(keys, group, block)) for block in blocks]
+            contents += [content for _, content in found if content is not None]
+            # The cache's own workers may learn of saves from `StepWork.extra`: the oracle verifies those.
+            for block, content in found if not self.own_workers else ():
+                self._require_stored(name, f"block {block}" + (f" of group {group}" if group else ""), content)
         copies = {content: self.stored[content] for content in contents if content in self.stored}
         self.open[name] = Promise(computed, tokens, copies)
 
+    def _require_stored(self, name: str, block: str, content: StoredBlock | None) -> None:
+        """A promised block must be stored; one that the request does not reach holds tokens that it does not have."""
+        if content is None and self.kinds.keeps_everything:
+            return
+        require(
+            content is not None,
+            f"request {name} is promised {block}'s predecessor, whose last token depends on one that is not there",
+            "P8",
+        )
+        if content is None or self._is_stored(content):
+            return
+        require(
+            content not in self._forgotten,
+            f"request {name} is promised {block}, which was stored before the last reset",
+            "P13 H32",
+        )
+        raise Broken(
+            f"request {name} is promised {block}, which not all ranks have reported as saved "
+            "(or which was dropped since)",
+            protects=("P8", "H26"),
+        )
+
     def _is_stored(self, content: StoredBlock) -> bool:
         return content in self.stored or (self.has_neighbours and content in self._of_epoch)
-
-    def _tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
-        if self._context is not None and request_id in self._requests:
-            return tuple(tuple(blocks) for blocks in self._context.blocks_of(request_id))
-        return ()
 
     def commit_external_match(
         self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
@@ -199,12 +208,11 @@ class ContractMonitor(JobMonitor, ExternalCache):
         )
         known = self._know(request)
         if accepted and known.keys is not None:
-            start = promise.computed // self.block_size
-            end = num_blocks_for(promise.computed + accepted, self.block_size)
-            keys = list(known.keys.extend(request.token_ids)[:end])
-            self.commits[name] = Commit(
-                BlockRange(start, end - start), match.load_kv_async, tables, keys, promise.copies
-            )
+            tokens = promise.computed, promise.computed + accepted
+            start, end = tokens[0] // self.kinds.row_size, num_blocks_for(tokens[1], self.kinds.row_size)
+            keys = list(known.keys.extend(request.token_ids)[: end if self.kinds.keeps_everything else None])
+            rows = BlockRange(start, end - start)
+            self.commits[name] = Commit(*tokens, rows, match.load_kv_async, tables, keys, promise.copies)
             if not match.load_kv_async:
                 self._new_sync.append(name)
         return accepted
@@ -225,10 +233,12 @@ class ContractMonitor(JobMonitor, ExternalCache):
         known.computed = num_computed_tokens
         if known.keys is not None:
             keys = known.keys.extend(request.token_ids)
-            noted = tuple(block_ids()[: min(num_computed_tokens // self.block_size, len(keys))])
-            if noted != known.noted:
+            if not self.kinds.keeps_everything:
+                self._note_groups(request.request_id, keys, num_computed_tokens)
+            noted = tuple(block_ids()[: min(num_computed_tokens // self.kinds.row_size, len(keys))])
+            if noted != known.noted and self.kinds.keeps_everything:
                 known.noted = noted
-                self._contents.update(zip(noted, keys, strict=False))
+                self._contents.update(zip(noted, ((key, 0) for key in keys), strict=False))
         self._timed(self.cache.note_computed, request, num_computed_tokens, block_ids)
 
     def end_step(self) -> StepWork:

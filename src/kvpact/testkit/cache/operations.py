@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from kvpact.engine.config import NO_EXTRAS
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.cache.engine_harness import HarnessSettings
+from kvpact.testkit.cache.group_blocks import StoredBlock
 from kvpact.testkit.cache.harness import CacheHarness
-from kvpact.testkit.cache.job_monitor import EverStored, StoredBlock
+from kvpact.testkit.cache.job_monitor import EverStored
 from kvpact.testkit.cache.subjects import CacheFactory
 from kvpact.testkit.faults import Crash, Fault, Operation
-from kvpact.testkit.results import Broken
+from kvpact.testkit.results import Broken, NotObservable
 from kvpact.testkit.trace import TRACE_LINES, Trace
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -104,6 +105,14 @@ class Operations:
         self.scene = self._open()
 
     def _open(self) -> CacheHarness:
+        """The engine and a new cache; of a cache that knows no groups, an engine with one of full attention."""
+        try:
+            return self._opened()
+        except NotObservable:
+            self.settings = replace(self.settings, groups=())
+            return self._opened()
+
+    def _opened(self) -> CacheHarness:
         return CacheHarness(
             self.factory,
             Path(self._folder.name),
@@ -143,7 +152,7 @@ class Operations:
             return
         self._names += 1
         blocks = self.settings.num_blocks - 1 - self.scene.quirks.keeps_free_blocks
-        room = blocks * self.settings.block_size // len(self.settings.groups)
+        room = self.scene.engine.config.tokens_in(blocks)
         shared = min(shared, room // 2)
         tail = 1 + tail % max(1, room // 4)
         outputs = 1 + outputs % max(1, room // 4 - 1)
@@ -191,6 +200,7 @@ class Operations:
 
     def update_weights(self, to: int = 1, clear: int = 1) -> None:
         """Put other weights in place, perhaps earlier ones."""
+        clear = clear or not self.scene.engine.config.keeps_everything  # else the oracle would need a value for each
         if self.scene.update_weights(to, clear_cache=bool(clear)):
             self.figures.counts["weight updates" if clear else "weight updates while requests run on"] += 1
 

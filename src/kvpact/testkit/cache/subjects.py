@@ -5,13 +5,14 @@ Owns the description of the place and the factories of kvpact's own caches. Runs
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvpact._moved import renamed
 from kvpact.cache.cache import PactCache
@@ -20,6 +21,7 @@ from kvpact.config import load_config
 from kvpact.contract import ExternalCache, ExternalCacheWorker
 from kvpact.engine import ReferenceCache
 from kvpact.errors import TierError
+from kvpact.identity.groups import GroupKind, GroupSet
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.testkit.faults import Faults, FaultyTier
@@ -47,7 +49,8 @@ __getattr__ = renamed(__name__, CachePlace="CacheContext")
 class CacheContext:
     """What a cache is made for: the engine's sizes, the room it may take, and the kit's clock.
 
-    `block_size` is in tokens, `slot_bytes` what one rank copies of one block. The cache gives its jobs slots below
+    `block_size` is in tokens, `slot_bytes` what one rank copies of one block, at most; the blocks of `groups` may be of
+    other sizes. The cache gives its jobs slots below
     `num_slots` and keeps no more blocks than that in memory. Two caches made for one `directory` and one `weights` are
     the same engine before and after a restart; other weights, other content. Caches of one `shared_directory` are on
     engines that share a store, if the cache has such a thing.
@@ -56,7 +59,7 @@ class CacheContext:
     block_size: int
     num_slots: int
     num_ranks: int
-    num_groups: int
+    groups: GroupSet
     slot_bytes: int
     clock: Callable[[], float]
     directory: Path
@@ -66,6 +69,11 @@ class CacheContext:
     """Decides the faults of tiers made by `queue`."""
     write_queue_bytes: int = 1 << 30
     queues: list[SteppedExecutor] = field(default_factory=list)
+
+    @property
+    def num_groups(self) -> int:
+        """How many KV cache groups the engine has."""
+        return len(self.groups.groups)
 
     def queue(self, tier: Tier) -> TierExecutor:
         """An executor for a cache's tier that the kit can stall and make fail."""
@@ -106,6 +114,15 @@ def made_for(factory: CacheFactory, place: CacheContext) -> CacheUnderTest:
     return CacheUnderTest(made) if isinstance(made, ExternalCache) else made
 
 
+KNOWS_GROUPS = "groups" in inspect.signature(PactCache).parameters
+
+
+def _named(groups: GroupSet) -> GroupSet:
+    """The groups with digests, as layer names give them."""
+    named: list[dict[str, Any]] = [{"digest": bytes([number + 1]) * 32} for number in range(len(groups.groups))]
+    return GroupSet(tuple(replace(group, **named[i]) for i, group in enumerate(groups.groups)))
+
+
 EVERYTHING = 1 << 20
 """A lazy cache's window, large enough for every free block."""
 
@@ -134,6 +151,9 @@ def pact_cache(
     if shared:
         store = DictionaryStore(_records_at(place.shared_directory), place.faults)
         tiers.append(place.queue(SharedTier(store, namespace, place.num_ranks * slot_bytes)))
+    only = place.groups.groups[0]
+    is_plain = place.num_groups == 1 and only.kind is GroupKind.FULL and not only.drops_last
+    groups: dict[str, Any] = {} if is_plain or not KNOWS_GROUPS else {"groups": _named(place.groups)}
     # The scene's clock does not show whether a load is worth its time.
     defaults = {"plan_lifetime": 0.05, "prepare_deadline": 0.5, "load_deadline": 0.5, "recompute_if_faster": False}
     cache = PactCache(
@@ -144,6 +164,7 @@ def pact_cache(
         tiers=tiers,
         clock=place.clock,
         lazy_window=lazy_window,
+        **groups,
     )
 
     def held() -> Mapping[str, int]:
@@ -205,7 +226,7 @@ def reference_cache(place: CacheContext, *, asynchronous: bool = True) -> CacheU
         place.block_size,
         place.num_slots,
         num_ranks=place.num_ranks,
-        num_groups=place.num_groups,
+        groups=place.groups,
         asynchronous=asynchronous,
     )
 
