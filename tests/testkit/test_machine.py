@@ -19,7 +19,9 @@ from kvpact.testkit.results import Broken
 
 STEPS = 20_000
 SHARED = ["shared", "disk and shared, second use"]
+MEMORY = ["memory", "memory, asynchronous"]
 LAZY = ["lazy", "lazy, asynchronous, disk"]
+REFERENCE = ["reference", "reference, synchronous"]
 SHORT_RUN_STEPS, LONG_RUN_STEPS = 30_000, 2_000_000
 
 
@@ -146,4 +148,4 @@ def test_a_soak_that_fails_names_the_seed_and_the_calls(monkeypatch: pytest.Monk
 
 
 def test_the_soak_goes_through_every_configuration() -> None:
-    assert [*SUBJECTS] == ["memory", "memory, asynchronous", "disk", "disk, asynchronous", *SHARED, *LAZY]
+    assert [*SUBJECTS] == [*MEMORY, "disk", "disk, asynchronous", *SHARED, *LAZY, *REFERENCE]

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from kvpact.engine import EngineQuirks
+from kvpact.engine import EngineQuirks, GroupKind, GroupSet, KVCacheGroup
 from kvpact.testkit.cache.engine_harness import HarnessSettings
+from kvpact.testkit.cache.group_blocks import row_size
 from kvpact.testkit.cache.operations import BrokenPlay, Call, Figures, perform
 from kvpact.testkit.cache.subjects import CacheFactory
 
@@ -79,6 +80,21 @@ WAYS: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 """Differences of engines from their mode: exits and rewrites between a match and its commit, and later events."""
 
+BLOCK_SIZE = 4
+"""Tokens of a row of the engines; blocks of KV cache groups are twice or half as large too."""
+
+GROUPS: st.SearchStrategy[list[tuple[GroupKind, int, int, bool]]] = st.lists(
+    st.tuples(
+        st.sampled_from((GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE, GroupKind.CHUNK)),
+        st.sampled_from((BLOCK_SIZE, BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE // 2)),
+        st.sampled_from((10, 7, 16, 24, 5)),
+        st.sampled_from((False, False, False, True)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+"""KV cache groups: kind, tokens of a block, span, and whether each block depends on the token after it."""
+
 SIZES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "ranks": st.sampled_from((2, 1, 2, 3)),
@@ -88,19 +104,30 @@ SIZES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "max_running": st.sampled_from((8, 2)),
         "prefix_caching": st.sampled_from((True, True, False)),
         "priority": st.sampled_from((False, False, True)),
+        "groups": st.none() | GROUPS,
         "ways": st.none()
         | st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in WAYS}),
     }
 )
-"""Engines: small, so that everything is scarce; half of them differ from their mode."""
+"""Engines: small, so that everything is scarce; half of them differ from their mode, and half have other groups than
+one of full attention."""
 
 
 def engine_settings(mode: str, sizes: dict[str, Any]) -> HarnessSettings:
     """An engine of `mode` with some `SIZES`."""
     others = {**sizes}
     ways = others.pop("ways")
+    if drawn := others.pop("groups"):
+        groups = GroupSet(tuple(_group(number, *parts) for number, parts in enumerate(drawn)))
+        others |= {"groups": groups.groups, "block_size": row_size(groups)}
+        others |= {name: others[name] * len(drawn) for name in ("num_slots", "num_blocks")}
     quirks = replace(EngineQuirks.presets()[mode], **ways) if ways else None
     return HarnessSettings(mode, quirks=quirks, **others)
+
+
+def _group(number: int, kind: GroupKind, block_size: int, span: int, drops_last: bool) -> KVCacheGroup:
+    has_span = kind in (GroupKind.WINDOW, GroupKind.CHUNK)
+    return KVCacheGroup(kind, block_size, has_span * span, drops_last and kind is not GroupKind.STATE)
 
 
 @st.composite

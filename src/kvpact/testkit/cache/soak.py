@@ -24,6 +24,7 @@ from kvpact.testkit.cache.subjects import (
     pact_cache_with_all,
     pact_cache_with_disk,
     pact_cache_with_shared,
+    reference_cache,
 )
 
 CALLS = 400
@@ -41,8 +42,10 @@ SUBJECTS: Mapping[str, CacheFactory] = {
     "disk and shared, second use": partial(pact_cache_with_all, sync_load_budget=0, admit="second-use"),
     "lazy": partial(pact_cache, save="lazy"),
     "lazy, asynchronous, disk": partial(lazy_pact_cache, disk_slots=DISK_SLOTS, sync_load_budget=0),
+    "reference": reference_cache,
+    "reference, synchronous": partial(reference_cache, asynchronous=False),
 }
-"""Configurations of kvpact's own cache; a soak uses them in turn."""
+"""Configurations of kvpact's own cache, and of the engine's; a soak uses them in turn."""
 
 
 class SoakFailure(Exception):
