@@ -14,6 +14,7 @@ from kvpact.contract import ExternalCache
 from kvpact.testkit.cache.checks_bounds import BoundChecks
 from kvpact.testkit.cache.checks_epochs import EpochChecks
 from kvpact.testkit.cache.checks_failures import FailureChecks
+from kvpact.testkit.cache.checks_groups import GroupChecks
 from kvpact.testkit.cache.checks_promises import PromiseChecks
 from kvpact.testkit.cache.subjects import CacheContext, CacheFactory, CacheUnderTest
 from kvpact.testkit.results import Check, ConformanceReport
@@ -31,7 +32,7 @@ __all__ = [
 __getattr__ = renamed(__name__, CachePlace="CacheContext")
 
 
-class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks):
+class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks, GroupChecks):
     """Inherit this class and define how your cache is made: the whole pact is checked on the embedded engine.
 
         class TestMyCache(CacheConformance):
