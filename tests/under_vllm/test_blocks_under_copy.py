@@ -168,7 +168,7 @@ def test_h94_cascade_attention_is_refused_where_a_held_block_counts_as_shared(
     config = vllm_config(tmp_path / "model", {}, 4096, {})
     config.model_config.disable_cascade_attn = disabled
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
     monkeypatch.setattr(checks, "COUNTS_HELD_BLOCKS", counts)
     if counts and not disabled:
         with pytest.raises(ConfigError, match="leave --no-disable-cascade-attn out"):

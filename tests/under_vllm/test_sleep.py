@@ -87,7 +87,7 @@ def test_sleep_mode_is_refused_where_nobody_would_say_that_it_begins(
     config.model_config.enable_sleep_mode = True
     config.parallel_config.worker_cls = worker
     spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
     monkeypatch.setattr(checks, "TELLS_OF_SLEEP", told)
     if worker == BASE_WORKERS["cuda"] and not told:
         with pytest.raises(ConfigError, match=r"--worker-cls kvpact\.vllm\.worker\.KvpactWorker, or leave"):

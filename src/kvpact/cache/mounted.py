@@ -18,6 +18,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import SupportsStepLookup
 from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.base_weights import BaseWeights
+from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment
@@ -44,6 +45,7 @@ class MountedCache:
         block_size: int,
         metrics: Metrics,
         budget: StepBudget,
+        groups: GroupSet | None = None,
     ) -> None:
         """`hellos` in the ranks' order; `known` is the namespace without the `weights`, which are None without tiers.
 
@@ -70,6 +72,7 @@ class MountedCache:
             clock=time.monotonic,
             metrics=metrics,
             budget=budget,
+            groups=groups,
         )
         self.cache = self.opened.cache
         if tiers is not None:

@@ -14,6 +14,7 @@ from kvpact.cache.cache import PactCache
 from kvpact.config import KvpactConfig
 from kvpact.contract import CacheSpec, ExternalCache
 from kvpact.errors import ConfigError
+from kvpact.identity.groups import GroupSet
 from kvpact.memory.arena import Arena
 from kvpact.metrics import Metrics, Snapshot
 from kvpact.tiers.executor import TierExecutor
@@ -62,6 +63,7 @@ def open_cache(
     clock: Callable[[], float],
     metrics: Metrics,
     budget: StepBudget,
+    groups: GroupSet | None = None,
 ) -> OpenCache:
     """The cache that `config` names; the arguments are those of `PactCache`. Raises ConfigError if it cannot open."""
     if config.cache is None:
@@ -83,6 +85,7 @@ def open_cache(
         slot_bytes=arena.rank_slot_bytes,
         namespace=namespace,
         clock=clock,
+        num_groups=len(groups.groups) if groups is not None else 1,
     )
     cache = _find_factory(config.cache)(spec)
     if not isinstance(cache, ExternalCache):

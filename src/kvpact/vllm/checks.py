@@ -20,18 +20,18 @@ from kvpact.vllm.compat.configuration import (
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER
 from kvpact.vllm.compat.releases import SERIES, is_known
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
+from kvpact.vllm.groups import EngineGroups, engine_groups
 from kvpact.worker.segment import Sharing
 from kvpact.worker.worker import RankInfo
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Layouts in which a block's content depends on its tokens alone and every block of a request stays in place."""
 
+def check_engine(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
+    """The engine's KV cache groups.
 
-def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ConfigError if this engine's settings break a promise; warn of those that only cost speed or safety
-    margins."""
+    Raises ConfigError if its settings break a promise; warns of those that only cost speed or safety margins.
+    """
     import vllm
 
     release = str(vllm.__version__)
@@ -69,19 +69,17 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(
             f"context parallelism of {context_parallel} is not supported; blocks are then split over ranks"
         )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            f"the model has {len(groups)} KV cache groups; kvpact serves one: add --disable-hybrid-kv-cache-manager"
-        )
-    spec = type(groups[0].kv_cache_spec).__name__
-    if spec not in SUPPORTED_SPECS:
-        raise ConfigError(f"KV cache of kind {spec} is not supported; kvpact serves {', '.join(SUPPORTED_SPECS)}")
+    return engine_groups(vllm_config, kv_cache_config)
 
 
-def check_settings(config: KvpactConfig, vllm_config: Any) -> None:
+def check_settings(config: KvpactConfig, vllm_config: Any, groups: EngineGroups | None = None) -> None:
     """Raise ConfigError for settings of kvpact that exclude each other, or settings of the engine."""
     check_cache(config)
+    if config.match_at == "step" and groups is not None and groups.several:
+        raise ConfigError(
+            'match_at="step" is for models with one KV cache group of full attention: what a step finds late has no '
+            'blocks in the others; set "match_at": "schedule"'
+        )
     if config.save == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
             'save="lazy" follows the engine\'s own prefix cache, which is off: add --enable-prefix-caching, or set '
@@ -113,7 +111,7 @@ def log_like_vllm() -> None:
         ours.propagate = False
 
 
-def worker_place(vllm_config: Any, kv_cache_config: Any) -> RankInfo:
+def worker_place(vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> RankInfo:
     """This worker's rank and number of ranks; pipeline stages are counted before tensor-parallel ranks.
 
     Of tensor-parallel ranks that hold the same keys and values, the first tells the others where it stores them.
@@ -128,5 +126,12 @@ def worker_place(vllm_config: Any, kv_cache_config: Any) -> RankInfo:
         rank=rank,
         world_size=ranks,
         num_blocks=int(kv_cache_config.num_blocks),
-        sharing=Sharing(rank, ranks, same_kv, get_tp_group().broadcast_object) if same_kv > 1 else None,
+        sharing=Sharing(
+            rank,
+            ranks,
+            same_kv,
+            get_tp_group().broadcast_object if same_kv > 1 else None,
+            stages=int(parallel.pipeline_parallel_size),
+        ),
+        groups=groups.layers if groups.several else (),
     )

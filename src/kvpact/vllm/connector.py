@@ -31,6 +31,7 @@ from kvpact.vllm.compat.layouts import wanted_layout
 from kvpact.vllm.compat.objects import failed_requests, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.context import VllmContext
+from kvpact.vllm.groups import GroupsHooks
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.kv_memory import KVMemoryHooks
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PactConnector(KVMemoryHooks, KVConnectorBase_V1):
+class PactConnector(KVMemoryHooks, GroupsHooks, KVConnectorBase_V1):
     """The connector. `kv_connector_extra_config` holds kvpact's settings (`kvpact.config.KvpactConfig`)."""
 
     _of_engine: ClassVar[WeakValueDictionary[str, PactConnector]] = WeakValueDictionary()
@@ -68,8 +69,8 @@ class PactConnector(KVMemoryHooks, KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         log_like_vllm()
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
-        check_engine(vllm_config, kv_cache_config)
-        check_settings(config, vllm_config)
+        self._groups = check_engine(vllm_config, kv_cache_config)
+        check_settings(config, vllm_config, self._groups)
         logger.info("kvpact: the %s's half is told %s", role.name.lower(), config.described())
         self.metrics = Metrics()
         self.guard = Guard(self.metrics)
@@ -82,9 +83,11 @@ class PactConnector(KVMemoryHooks, KVConnectorBase_V1):
         """Blocks that the step's end found invalid; vLLM asks for them after the requests."""
         if role == KVConnectorRole.SCHEDULER:
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
-            self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard)
+            self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard, self._groups)
         else:
-            self._worker = CacheWorker(config, worker_place(vllm_config, kv_cache_config), {"cuda": open_cuda})
+            self._worker = CacheWorker(
+                config, worker_place(vllm_config, kv_cache_config, self._groups), {"cuda": open_cuda}
+            )
             if config.match_at == "step":
                 self.before_update_states = self._find_hits
 

@@ -6,12 +6,15 @@ For any connector, not only kvpact's: see `scheduler_context`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
 
 from kvpact.block_refs import BlockRefs, count_more, cursor_lost, no_such_block, no_such_request, not_free
 from kvpact.contract import KVCacheBlockView
+from kvpact.identity.groups import GroupSet
+from kvpact.vllm.compat.group_tables import StateBlocks
 from kvpact.vllm.compat.scheduler import (
     BlockTables,
     StepBlockTables,
@@ -26,22 +29,24 @@ NOT_ADMITTED = frozenset({"WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "P
 """vLLM's states of a request that the scheduler may still admit. One that waits for its load has been admitted."""
 
 
-def scheduler_context(offered: Any, policy: str = "fcfs") -> VllmContext:
+def scheduler_context(offered: Any, policy: str = "fcfs", groups: GroupSet | None = None) -> VllmContext:
     """The context over what vLLM offers a connector's scheduler half.
 
     `offered` is the argument of `bind_kv_cache_manager` or, before vLLM 0.30, of `bind_gpu_block_pool`; `policy` is
-    `vllm_config.scheduler_config.policy`. The connector passes on three of its hooks, as the first thing in each of
-    them: `on_new_request`, `update_state_after_alloc` and `build_connector_meta`.
+    `vllm_config.scheduler_config.policy`; `groups` are needed where there are several. The connector passes on three of
+    its hooks, as the first thing in each of them: `on_new_request`, `update_state_after_alloc` and
+    `build_connector_meta`.
     """
-    pool, tables = pool_and_tables(offered)
-    return VllmContext(pool, tables, policy)
+    pool, tables = pool_and_tables(offered, groups)
+    return VllmContext(pool, tables, policy, groups)
 
 
 class VllmContext:
     """A `SchedulerContext` on vLLM 0.26 to 0.33. docs/scheduler-context.md lists what is approximate."""
 
-    def __init__(self, block_pool: Any, tables: BlockTables, policy: str) -> None:
+    def __init__(self, block_pool: Any, tables: BlockTables, policy: str, groups: GroupSet | None = None) -> None:
         self.tables = tables
+        self._states = StateBlocks(groups, block_pool.null_block.block_id if groups is not None else 0)
         self._pool = block_pool
         self._by_priority = policy == "priority"
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -100,6 +105,13 @@ class VllmContext:
         """The number of blocks held through this context now."""
         return self._holds.total
 
+    def saving(self, scheduler_output: Any, computed: Mapping[str, int]) -> AbstractContextManager[None]:
+        """Within, `blocks_of` shows of state-space layers only the states that this step leaves at the end of blocks.
+
+        `computed` has the tokens of each request after the step. Call it in `build_connector_meta`.
+        """
+        return self._states.saving(scheduler_output, computed, self.tables)
+
     # Queues
 
     def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
@@ -131,7 +143,7 @@ class VllmContext:
     def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
         """See `SchedulerContext`; empty sequences for a request without blocks. PactViolation for an unknown
         request."""
-        tables = tuple(tuple(group) for group in self.tables.get_block_ids(request_id))
+        tables = self._states.shown(request_id, self.tables.get_block_ids(request_id))
         request = self._requests.get(request_id)
         over = request is None or request.is_finished()
         if over and (not any(tables) or isinstance(self.tables, StepBlockTables)):  # which hear of its end too late

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from kvpact.identity.keys import Namespace
 from kvpact.vllm.quantization import quantization
+
+if TYPE_CHECKING:
+    from kvpact.vllm.groups import EngineGroups
 
 FORMAT = "1"
 """Version of a slot's content; it rises when the meaning of the bytes changes."""
@@ -27,12 +30,15 @@ def architecture_digest(hf_config: Any) -> str:
     return blake3(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def engine_namespace(vllm_config: Any, workers: Mapping[str, str], same_kv: int = 1) -> Namespace:
+def engine_namespace(
+    vllm_config: Any, workers: Mapping[str, str], same_kv: int = 1, groups: EngineGroups | None = None
+) -> Namespace:
     """Everything two engines must agree on to share KV bytes, except the weights.
 
     `workers` has the facts of all ranks, by name; `same_kv` tensor-parallel ranks hold the same bytes, of which a slot
-    has one copy, so that their number decides nothing. Block keys are always made with this namespace, so that they are
-    the same whether the weights were known at once or later.
+    has one copy, so that their number decides nothing. One group of full attention is not named: its blocks hold what
+    they do with vLLM's hybrid manager off. Block keys are always made with this namespace, so that they are the same
+    whether the weights were known at once or later.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return Namespace(
@@ -46,5 +52,6 @@ def engine_namespace(vllm_config: Any, workers: Mapping[str, str], same_kv: int 
             "tensor_parallel": str(parallel.tensor_parallel_size // same_kv),
             "pipeline_parallel": str(parallel.pipeline_parallel_size),
             **workers,
+            **({"kv_cache_groups": groups.digest} if groups is not None and groups.several else {}),
         }
     )

@@ -35,6 +35,7 @@ class KVMemoryHooks:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV memory is there, or has moved. Raises ConfigError if the configuration does not fit the machine."""
+        kv_caches = self._without_guests(kv_caches)
         if self.cache_worker.memory is None:
             self.cache_worker.register_kv_caches(kv_caches)
             self._pages = self._pages_of(kv_caches)
@@ -75,6 +76,12 @@ class KVMemoryHooks:
             logger.error("kvpact: %s. This engine goes on without a cache", error)
             if self.cache_worker.notices is not None:
                 self.cache_worker.notices.weights_change()  # what is stored is promised to nobody
+
+    def _without_guests(self, kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The layers of the KV cache groups: without those that read and write another layer's memory."""
+        named = {name for group in self.cache_worker.place.groups for name in group}
+        owned = {id(tensor) for name, tensor in kv_caches.items() if name in named}
+        return {name: tensor for name, tensor in kv_caches.items() if name in named or id(tensor) not in owned}
 
     def _pages_of(self, kv_caches: Mapping[str, Any]) -> Mapping[str, str]:
         return layer_pages(kv_caches, self.cache_worker.place.num_blocks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvpact.contract import LoadJob, LoadSettlement, num_blocks_for
 from kvpact.vllm.hit_accounting import HitCredit
@@ -39,8 +40,10 @@ class CommittedLoad:
 class CommittedLoads:
     """All committed loads of one engine, by request."""
 
-    def __init__(self, credit: HitCredit, block_size: int) -> None:
+    def __init__(self, credit: HitCredit, block_size: int, *, whole_requests: bool) -> None:
+        """With `whole_requests`, of several KV cache groups, a load is used or lost as a whole."""
         self._credit, self._block_size = credit, block_size
+        self.whole_requests = whole_requests
         self._loads: dict[str, CommittedLoad] = {}
         self._ordered: list[CommittedLoad] = []
         """The loads ordered in the running step."""
@@ -54,13 +57,18 @@ class CommittedLoads:
     # The scheduler's step
 
     def admit(
-        self, view: VllmRequest, answer: OfferedMatch, num_tokens: int, block_ids: Sequence[int], epochs: int
+        self, view: VllmRequest, answer: OfferedMatch, num_tokens: int, tables: Sequence[Sequence[int]], epochs: int
     ) -> CommittedLoad:
-        """The engine relies on `num_tokens` tokens of the match, in these of its blocks."""
+        """The engine relies on `num_tokens` tokens of the match, in these of its blocks, one sequence per group."""
         start, synchronous = answer.start_block, not answer.match.load_kv_async
-        end = start + num_blocks_for(num_tokens, self._block_size)
-        order = UnorderedLoad(view.request_id, tuple(block_ids[start:end]), synchronous)
-        load = self._loads[view.request_id] = CommittedLoad(view, order, tuple(block_ids[start:]), epochs)
+        if self.whole_requests:
+            blocks = tuple(chain.from_iterable(tables))
+            named = blocks if synchronous else ()
+        else:
+            blocks = tuple(tables[0][start:])
+            named = blocks[: num_blocks_for(num_tokens, self._block_size)]
+        order = UnorderedLoad(view.request_id, named, synchronous)
+        load = self._loads[view.request_id] = CommittedLoad(view, order, blocks, epochs)
         self._credit.admit(view.request, num_tokens, synchronous=synchronous)
         return load
 
@@ -69,7 +77,7 @@ class CommittedLoads:
         self._ordered.append(load)
         self.ordered_at = self.ordered_at or changes
         if (used := load.view.adapter_in_use) is not None:
-            self._adapters[load.view.request_id] = AdapterUsed(*used, load.order.block_ids)
+            self._adapters[load.view.request_id] = AdapterUsed(*used, load.order.block_ids or load.block_ids)
 
     def fail(self, load: CommittedLoad, order: UnorderedLoad | None = None) -> None:
         """The workers will report the load as failed; nothing that its request computes until then is stored."""
@@ -124,12 +132,20 @@ class CommittedLoads:
                     del self._loads[request_id]
         return spoilt
 
+    def lost(self, request_id: str) -> None:
+        """The engine has been told that nothing was loaded for the request, which begins again in other blocks."""
+        self._credit.load_failed(request_id, 0)
+        if self.is_distrusted(request_id):
+            del self._loads[request_id]
+
     def settle(self, settlement: LoadSettlement, epochs: int, *, is_alive: bool) -> None:
         """A load is settled; if its weights have changed meanwhile, the next report tells the engine that it failed."""
         request_id = settlement.request_id
         load = self._loads.get(request_id)
         if load is not None and not load.is_broken:
-            if is_alive and load.is_stale(settlement, epochs):
+            if is_alive and load.is_stale(settlement, epochs) and self.whole_requests:
+                load.is_broken = load.view.load_broken = True  # vLLM takes no word of it any more
+            elif is_alive and load.is_stale(settlement, epochs):
                 block_ids = load.job.block_ids if load.job is not None else load.block_ids
                 self.fail(load, UnorderedLoad(request_id, block_ids, synchronous=True))
             else:
@@ -139,3 +155,5 @@ class CommittedLoads:
     def request_finished(self, request_id: str) -> None:
         """No step will run with the blocks that were loaded for this request."""
         self._adapters.pop(request_id, None)
+        if self.whole_requests and self.is_distrusted(request_id):
+            del self._loads[request_id]

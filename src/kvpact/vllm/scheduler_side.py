@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 from kvpact.cache.budget import Turn
@@ -22,7 +21,10 @@ from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.compat.configuration import runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
+from kvpact.vllm.computed import blocks_of, note_computed
 from kvpact.vllm.context import VllmContext, scheduler_context
+from kvpact.vllm.groups import EngineGroups, fit_to_groups, require_groups
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_accounting import HitCredit
 from kvpact.vllm.identity import engine_namespace
@@ -38,19 +40,22 @@ from kvpact.wire import StepMessage, WorkerHandshake
 class SchedulerSide:
     """The scheduler's half. It has no cache and returns no hit until the workers' handshakes have arrived."""
 
-    def __init__(self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard) -> None:
-        self._config = config
+    def __init__(
+        self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard, groups: EngineGroups
+    ) -> None:
+        self._config = fit_to_groups(config, groups)
+        self._groups = groups
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics = metrics
         self._budget = guard.budget
-        self._block_size = int(vllm_config.cache_config.block_size)
+        self._block_size = groups.groups.block_size if groups.several else int(vllm_config.cache_config.block_size)
         self._identities = RequestIdentities(vllm_config)
         self.mounted: MountedCache | None = None
         self.context: VllmContext | None = None
         self._requests: dict[str, VllmRequest] = {}
         self.credit = HitCredit()
-        self._loads = CommittedLoads(self.credit, self._block_size)
+        self._loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
         self._late = LateLoads()
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
@@ -92,21 +97,24 @@ class SchedulerSide:
         self.mounted = MountedCache(
             self._config,
             hellos,
-            engine_namespace(self._vllm_config, facts_of_slots(hellos), ranks // with_slots),
+            engine_namespace(self._vllm_config, facts_of_slots(hellos), ranks // with_slots, self._groups),
             base_weights(self._vllm_config, self._config.model_id) if self._config.tiers else None,
             self._identities.adapters,
             seal=self._seal,
             block_size=self._block_size,
             metrics=self._metrics,
             budget=self._budget,
+            groups=self._groups.groups if self._groups.several else None,
         )
+        require_groups(self.mounted.cache, self._groups)
         self._stats = StatsCollector(self.mounted.opened.observe)
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
 
     def bind_scheduler_context(self, offered: Any) -> None:
         """vLLM offers its KV cache manager, or, before 0.30, its block pool alone."""
-        self.context = scheduler_context(offered, str(self._vllm_config.scheduler_config.policy))
+        policy = str(self._vllm_config.scheduler_config.policy)
+        self.context = scheduler_context(offered, policy, self._groups.groups if self._groups.several else None)
         if self.mounted is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
 
@@ -158,6 +166,9 @@ class SchedulerSide:
         view.was_answered = match is not None
         if match is None:
             return None, False
+        if match.load_kv_async and self._groups.several and not TAKES_FAILED_REQUESTS:
+            cache.abort_external_match(request.request_id, match, "asynchronous")  # if it failed, nobody could say so
+            return 0, False
         if match.num_tokens:
             view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
         return match.num_tokens, match.load_kv_async
@@ -167,7 +178,7 @@ class SchedulerSide:
 
         The engine cannot be refused here, so if the commit goes wrong the workers report those blocks as not loaded.
         """
-        (block_ids,) = blocks.get_block_ids()
+        tables = blocks.get_block_ids()
         if self.context is not None:
             self.context.update_state_after_alloc(request, blocks)
         view, mounted = self._view(request), self.mounted
@@ -175,11 +186,11 @@ class SchedulerSide:
         if answer is None or mounted is None:
             return
         epochs = mounted.weights.epochs
-        load = self._loads.admit(view, answer, num_tokens, block_ids, epochs) if num_tokens else None
+        load = self._loads.admit(view, answer, num_tokens, tables, epochs) if num_tokens else None
         try:
             if not mounted.may_serve():
                 raise KvpactError("the last reset of the cache failed; nothing is loaded")
-            mounted.cache.commit_external_match(view, answer.match, num_tokens, block_ids)
+            mounted.cache.commit_external_match(view, answer.match, num_tokens, tables[0])
         except Exception:
             if load is not None:
                 self._loads.fail(load)
@@ -202,11 +213,7 @@ class SchedulerSide:
         if scheduled:
             mounted.weights.engine_computes()
         mounted.use_late_tiers()
-        for request_id, num_tokens in scheduled.items():
-            view = self._requests.get(request_id)
-            if view is not None and not self._loads.is_distrusted(request_id):
-                computed = view.request.num_computed_tokens + num_tokens
-                mounted.cache.note_computed(view, computed, partial(self._block_ids, request_id))
+        note_computed(mounted.cache, scheduler_output, self._requests, self._loads, self.context)
         if mounted.step_lookup is not None:
             self._look_up(scheduler_output, mounted.step_lookup)
         work = mounted.cache.end_step()
@@ -248,16 +255,10 @@ class SchedulerSide:
         if self.mounted is not None:
             self.mounted.cache.abandon_step(self._ranks)
 
-    def _block_ids(self, request_id: str) -> Sequence[int]:
-        if self.context is None:
-            raise PactViolation("vLLM computes requests before it offered its block pool to the connector")
-        (block_ids,) = self.context.blocks_of(request_id)
-        return block_ids
-
     def _block_ids_or_none(self, request_id: str) -> Sequence[int]:
-        """A request's blocks; none if it has none, or has ended."""
+        """A request's blocks, of the first group; none if it has none, or has ended."""
         try:
-            return self._block_ids(request_id)
+            return blocks_of(self.context, request_id)
         except (PactViolation, KeyError, ValueError):
             return ()
 
@@ -276,7 +277,7 @@ class SchedulerSide:
         if not (says_something or invalid_block_ids or failed_requests or overdue):
             return
         for request_id in failed_requests:
-            self.credit.load_failed(request_id, 0)
+            self._loads.lost(request_id)
         self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over from the last step
         if invalid_block_ids:
             spoilt = self._loads.spoilt_by(invalid_block_ids)

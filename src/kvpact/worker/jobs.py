@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpact.contract import JobOutcome, JobQuery, LoadJob, SaveJob
+from kvpact.errors import StepLoadLost
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.wire import UnorderedLoad
 from kvpact.worker.copy.base import Job
@@ -33,9 +34,16 @@ class EndedLoads:
 class RankJobs:
     """What was ordered of one rank, what became of it, and what the engine has not been told yet."""
 
-    def __init__(self, *, stores: bool) -> None:
-        """`stores` is false of a rank that owes no copy of a save, because another one stores the same bytes."""
+    def __init__(self, *, stores: bool = True, whole_requests: bool = False) -> None:
+        """`stores` is false of a rank that owes no copy of a save, because another one stores the same bytes.
+
+        With `whole_requests` a request's asynchronous load is one job for each KV cache group, or more, and arrives or
+        is lost as a whole: its blocks have no common numbering by which an engine could keep a part.
+        """
         self._stores = stores
+        self._whole_requests = whole_requests
+        self._torn: set[str] = set()
+        """Requests some of whose jobs have failed while others are still open."""
         self.open: dict[int, Job] = {}
         """What was ordered and has not ended."""
         self.left: set[int] = set()
@@ -84,9 +92,32 @@ class RankJobs:
         if len(self._ended) > ENDED_JOBS:
             del self._ended[next(iter(self._ended))]
         if isinstance(job, LoadJob) and not left:  # else the engine has been told
+            if self._whole_requests and not job.synchronous:
+                self._end_part(job.request_id, failed=bool(outcome.failed.ranges))
+                return
             self.report_invalid(job.block_ids[block - job.start_block] for block in outcome.failed.blocks())
             if not job.synchronous:
                 self._unreported.arrived.add(job.request_id)
+
+    def _end_part(self, request_id: str, *, failed: bool) -> None:
+        """One of a request's asynchronous loads has ended; the last one ends all."""
+        if failed:
+            self._torn.add(request_id)
+        if not self._parts_of(request_id):
+            self._unreported.arrived.add(request_id)
+            if request_id in self._torn:
+                self._torn.remove(request_id)
+                self._unreported.lost.add(request_id)
+
+    def _parts_of(self, request_id: str) -> list[int]:
+        """The request's asynchronous loads that have not ended and for which the engine still waits."""
+        return [
+            number
+            for number, job in self.open.items()
+            if isinstance(job, LoadJob)
+            and job.request_id == request_id
+            and not (job.synchronous or number in self.left)
+        ]
 
     def fail(self, job: Job) -> None:
         """The job ends without a copy, even if it never began."""
@@ -106,7 +137,8 @@ class RankJobs:
         """
         job = self.open.get(job_id)
         if isinstance(job, LoadJob) and job_id not in self.left and not job.synchronous:
-            self.left.add(job_id)
+            self.left.update(self._parts_of(job.request_id) if self._whole_requests else [job_id])
+            self._torn.discard(job.request_id)
             self._unreported.arrived.add(job.request_id)
             self.report_invalid(spoilt or ())
             if spoilt is None:
@@ -129,13 +161,23 @@ class RankJobs:
             self.report_invalid(load.block_ids)
             if not load.synchronous:
                 self._unreported.arrived.add(load.request_id)
+                if self._whole_requests:
+                    self._unreported.lost.add(load.request_id)
 
     def report_invalid(self, block_ids: Iterable[int]) -> None:
         """The engine must not use what these blocks hold."""
         self._unreported.invalid_blocks.update(block_ids)
 
     def ended_loads(self) -> EndedLoads:
-        """What the engine has not been told of its loads (H08)."""
+        """What the engine has not been told of its loads (H08).
+
+        With `whole_requests`, raises StepLoadLost if a request that is computed already has not all of its blocks.
+        """
+        if self._whole_requests and self._unreported.invalid_blocks:
+            raise StepLoadLost(
+                "blocks of a request could not be copied into the engine's, and it is computed already; the engine "
+                "takes no word of that for a model with several KV cache groups"
+            )
         ended, self._unreported = self._unreported, EndedLoads()
         return ended
 

@@ -82,7 +82,7 @@ class CacheWorker(ExternalCacheWorker):
         """Request -> the load of all that was found for the step, and the token at which its first block begins."""
         self._step_loads: tuple[LoadJob, ...] = ()
         """Loads of what this step does not compute: found by this side, and not to be lost."""
-        self.jobs = RankJobs(stores=sharing.stores)
+        self.jobs = RankJobs(stores=sharing.stores, whole_requests=len(place.groups) > 1)
         """What was ordered, and what the engine has not been told of it."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:

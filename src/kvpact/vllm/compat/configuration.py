@@ -59,6 +59,22 @@ def runs_encoder_with_adapters(lora_config: Any) -> bool:
     return bool(getattr(lora_config, "enable_tower_connector_lora", False))
 
 
+def speculates(vllm_config: Any) -> bool:
+    """Whether several tokens of a request may be computed of which only some are kept."""
+    return getattr(vllm_config, "speculative_config", None) is not None
+
+
+def drops_draft_blocks(vllm_config: Any) -> bool:
+    """Whether a draft model keeps of a token what depends on the token after it (EAGLE, MTP)."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and bool(speculative.use_eagle())
+
+
+def hit_alignment(kv_cache_config: Any) -> int:
+    """Tokens of which vLLM wants a hit to be a multiple; 1 before 0.32, where whole blocks of each group are meant."""
+    return int(getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 1)
+
+
 def draft_model(vllm_config: Any) -> tuple[Any, Any] | None:
     """The configurations of the draft model and of its loading; None without one."""
     speculative = getattr(vllm_config, "speculative_config", None)

@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvpact.identity.groups import GroupSet
+
 _TRANSFER_RESULTS: Any = getattr(base, "KVConnectorTransferResults", None)
 
 TAKES_FAILED_REQUESTS = _TRANSFER_RESULTS is not None
@@ -47,10 +49,15 @@ class BlockTables(Protocol):
 
 
 class StepBlockTables:
-    """The requests' block tables, rebuilt from each step's output before the workers get it."""
+    """The requests' block tables, rebuilt from each step's output before the workers get it.
 
-    def __init__(self) -> None:
-        self.num_kv_cache_groups = 1
+    Of several `groups`, blocks that the layers of a group do not read any more are shown as `null_block`: vLLM has
+    given them back, or will, and tells nobody.
+    """
+
+    def __init__(self, groups: GroupSet | None = None, null_block: int = 0) -> None:
+        self.num_kv_cache_groups = len(groups.groups) if groups is not None else 1
+        self._groups, self._null_block = groups, null_block
         self._tables: dict[str, tuple[list[int], ...]] = {}
 
     def note_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
@@ -73,15 +80,25 @@ class StepBlockTables:
             else:
                 for table, blocks in zip(self._tables[request_id], added, strict=True):
                     table.extend(blocks)
+        if self._groups is not None:
+            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                self._forget_unread(self._tables[request_id], self._groups, computed)
+
+    def _forget_unread(self, tables: tuple[list[int], ...], groups: GroupSet, computed: int) -> None:
+        for table, group in zip(tables, groups.groups, strict=True):
+            unread = min(len(table), group.first_read(computed) // group.block_size)
+            table[:unread] = [self._null_block] * unread
 
     def get_block_ids(self, request_id: str) -> tuple[Sequence[int], ...]:
         """See `BlockTables`."""
         return self._tables.get(request_id, ((),) * self.num_kv_cache_groups)
 
 
-def pool_and_tables(offered: Any) -> tuple[Any, BlockTables]:
+def pool_and_tables(offered: Any, groups: GroupSet | None = None) -> tuple[Any, BlockTables]:
     """The block pool and the block tables in what vLLM offers: its KV cache manager, or its block pool alone."""
-    return (offered.block_pool, offered) if hasattr(offered, "block_pool") else (offered, StepBlockTables())
+    if hasattr(offered, "block_pool"):
+        return offered.block_pool, offered
+    return offered, StepBlockTables(groups, offered.null_block.block_id if groups is not None else 0)
 
 
 def is_free(block: Any) -> bool:

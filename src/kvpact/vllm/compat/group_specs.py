@@ -1,0 +1,59 @@
+"""Fields of vLLM's KV cache specifications and groups that only some releases or models have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+CONTENT = (
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "kv_quant_mode",
+    "cache_dtype_str",
+    "compress_ratio",
+    "tokens_per_state",
+    "model_version",
+    "shapes",
+    "dtypes",
+    "mamba_type",
+)
+"""Fields of specifications that decide what a block's bytes mean. What is left out places pages in memory, counts
+blocks, or sets when they are freed."""
+
+
+def content_of(spec: Any) -> dict[str, str]:
+    """Those of `CONTENT` that a specification has."""
+    return {name: str(value) for name in CONTENT if (value := getattr(spec, name, None)) is not None}
+
+
+def layer_specs(spec: Any) -> Sequence[Any]:
+    """The specifications of a group's layers where these differ in size, else the group's own."""
+    layers = getattr(spec, "kv_cache_specs", None)
+    return list(layers.values()) if layers else [spec]
+
+
+def window_reach(spec: Any) -> int:
+    """The window, and the tokens before it that are kept for draft models of several modules, from 0.32 on."""
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def state_mode(spec: Any) -> str:
+    """When the states of state-space layers are kept: "none", "align", or "all" before 0.32."""
+    return str(spec.mamba_cache_mode)
+
+
+def is_computed_again(spec: Any) -> bool:
+    """Whether vLLM computes the layers' last window again after each hit, from 0.32 on."""
+    return bool(getattr(spec, "bounded_replay", False))
+
+
+def is_draft_group(group: Any) -> bool:
+    """Whether vLLM has marked a group as that of a draft model."""
+    return bool(getattr(group, "is_eagle_group", False))
+
+
+def is_handed_out(group: Any) -> bool:
+    """Whether connectors may copy a group's blocks, and they lie on the device; from 0.30 on there are others."""
+    return bool(getattr(group, "enable_kv_transfer", True)) and not getattr(group, "host_resident", False)

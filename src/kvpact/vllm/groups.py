@@ -1,0 +1,199 @@
+"""vLLM's KV cache groups as kvpact's: what each one keeps of a prefix, and which models cannot be served.
+
+Owns the meaning of vLLM's KV cache specifications, by the name of their class, and the digest under which a group's
+blocks are known. A specification that is not named here is refused: docs/vllm-hybrid.md says what each release has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
+from kvpact.config import KvpactConfig
+from kvpact.contract import ExternalCache
+from kvpact.errors import ConfigError
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
+from kvpact.vllm.compat.configuration import drops_draft_blocks, hit_alignment, speculates
+from kvpact.vllm.compat.group_specs import (
+    content_of,
+    is_computed_again,
+    is_draft_group,
+    is_handed_out,
+    layer_specs,
+    state_mode,
+    window_reach,
+)
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
+
+FORMAT = "1"
+"""Version of a group's digest."""
+
+NO_LIMIT = 1 << 62
+"""Bytes that one step may wait for."""
+
+Span = Callable[[Any], int]
+
+
+def _no_span(spec: Any) -> int:
+    return 0
+
+
+KINDS: dict[str, tuple[GroupKind, Span]] = {
+    # One of these with a window or a chunk of its own has it from vLLM's hybrid manager being off: it keeps all blocks.
+    "FullAttentionSpec": (GroupKind.FULL, _no_span),
+    "TQFullAttentionSpec": (GroupKind.FULL, _no_span),
+    "MLAAttentionSpec": (GroupKind.FULL, _no_span),
+    "SlidingWindowSpec": (GroupKind.WINDOW, window_reach),
+    "SlidingWindowMLASpec": (GroupKind.WINDOW, window_reach),
+    "ChunkedLocalAttentionSpec": (GroupKind.CHUNK, lambda spec: int(spec.attention_chunk_size)),
+    "MambaSpec": (GroupKind.STATE, _no_span),
+}
+"""Class of a specification -> what its layers read of earlier tokens, and how many tokens that reaches back."""
+
+UNSERVED = {
+    "CrossAttentionSpec": "its keys and values come from an encoder's input, which no token of the prompt names",
+    "EncoderOnlyAttentionSpec": "an encoder keeps nothing that a later request could read",
+    "SinkFullAttentionSpec": "its sink blocks belong to no request",
+    "RSWASpec": "it drops blocks from the middle of a prefix",
+    "HiddenStateCacheSpec": "it holds hidden states that another connector takes out",
+    "CircularBufferSpec": "its one block a request is overwritten all the time",
+    "KpoolTailSpec": "vLLM itself does not keep it for other requests",
+    "HiSparseHotSpec": "it mirrors blocks that lie in host memory; leave HiSparse off",
+    "HiSparseResidentSpec": "it mirrors blocks that lie in host memory; leave HiSparse off",
+}
+"""Class of a specification -> why its blocks are not stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroups:
+    """An engine's groups, as vLLM numbers them, and the layers of each."""
+
+    groups: GroupSet
+    layers: tuple[tuple[str, ...], ...]
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more to a request than the one block table of all layers."""
+        return len(self.layers) > 1 or self.groups.chain is None
+
+    @property
+    def state_sizes(self) -> dict[int, int]:
+        """The groups of state-space layers -> tokens of a block."""
+        members = enumerate(self.groups.groups)
+        return {number: group.block_size for number, group in members if group.kind is GroupKind.STATE}
+
+    @property
+    def digest(self) -> str:
+        """For the namespace: equal for equal groups in the same order."""
+        return blake3(b"".join(group.digest for group in self.groups.groups)).hexdigest()[:32]
+
+
+def engine_groups(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
+    """The groups of an engine. Raises ConfigError, which says what would be right, for what cannot be served."""
+    members = kv_cache_config.kv_cache_groups
+    specs = [layer_specs(one.kv_cache_spec) for one in members]
+    dropping = _dropping(vllm_config, members, specs)
+    groups = tuple(
+        _group(one, own, drops_last=number in dropping)
+        for number, (one, own) in enumerate(zip(members, specs, strict=True))
+    )
+    if any(group.kind is GroupKind.STATE for group in groups) and speculates(vllm_config):
+        raise ConfigError(
+            "the model has state-space layers, and with speculative decoding vLLM does not say which block holds the "
+            "state of which token: leave --speculative-config out"
+        )
+    layers = tuple(tuple(one.layer_names) for one in members)
+    return EngineGroups(GroupSet(groups, hit_alignment(kv_cache_config)), layers)
+
+
+def _dropping(vllm_config: Any, members: Sequence[Any], specs: Sequence[Sequence[Any]]) -> set[int]:
+    """The groups whose last block is volatile. vLLM takes all for such, if none is marked; draft models have no
+    state-space layers."""
+    if not drops_draft_blocks(vllm_config):
+        return set()
+    marked = {number for number, one in enumerate(members) if is_draft_group(one)}
+    every = {number for number, own in enumerate(specs) if type(own[0]).__name__ != "MambaSpec"}
+    return marked or every
+
+
+def _group(member: Any, specs: Sequence[Any], *, drops_last: bool) -> KVCacheGroup:
+    found = {_read(spec) for spec in specs}
+    if len(found) > 1:
+        shown = ", ".join(sorted(f"{kind} of {span} tokens" if span else str(kind) for kind, span in found))
+        raise ConfigError(f"the layers of one KV cache group differ: {shown}; add --disable-hybrid-kv-cache-manager")
+    if not is_handed_out(member):
+        raise ConfigError(f"vLLM does not hand out the KV cache of {member.layer_names[:1]}...; leave HiSparse off")
+    ((kind, span),) = found
+    block_size = int(member.kv_cache_spec.block_size)
+    return KVCacheGroup(kind, block_size, span, drops_last, _digest(member, specs, kind, span))
+
+
+def _read(spec: Any) -> tuple[GroupKind, int]:
+    name = type(spec).__name__
+    if name in UNSERVED:
+        raise ConfigError(
+            f"KV cache of kind {name} is not supported: {UNSERVED[name]}; serve this model without kvpact"
+        )
+    if name not in KINDS:
+        raise ConfigError(f"KV cache of kind {name} is not supported; kvpact serves {', '.join(KINDS)}")
+    if is_computed_again(spec):
+        raise ConfigError(
+            f"the model's {name} is computed again after each hit and not kept: add --no-swa-bounded-replay"
+        )
+    kind, span = KINDS[name]
+    if kind is GroupKind.STATE and (mode := state_mode(spec)) != "align":
+        raise ConfigError(
+            f'the model keeps its states in mode "{mode}", where no block holds the state at its end: add '
+            "--enable-prefix-caching and, before vLLM 0.33, --mamba-cache-mode align"
+        )
+    return kind, span(spec)
+
+
+def _digest(member: Any, specs: Sequence[Any], kind: GroupKind, span: int) -> bytes:
+    """32 bytes over the group's layers, in order, and what a block of theirs holds; not over how many blocks exist."""
+    fields = [content_of(spec) for spec in specs]
+    distinct = fields if len(specs) == len(member.layer_names) else fields[:1]
+    words = [FORMAT, str(kind), int(member.kv_cache_spec.block_size), span, list(member.layer_names), distinct]
+    return blake3(json.dumps(words, sort_keys=True).encode()).digest()
+
+
+class GroupsHooks(SupportsHMA):
+    """A connector with which vLLM leaves its hybrid KV cache manager on."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """What the connector does at a request's end."""
+        raise NotImplementedError
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, whatever the number of groups."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+
+def require_groups(cache: ExternalCache, groups: EngineGroups) -> None:
+    """Raise ConfigError if the cache does not keep the blocks of all of the engine's groups."""
+    if groups.several and not cache.supports_kv_cache_groups:
+        raise ConfigError(
+            f"the model has {len(groups.layers)} KV cache group(s), not all of full attention, and "
+            f"{type(cache).__name__} keeps one: add --disable-hybrid-kv-cache-manager"
+        )
+
+
+def fit_to_groups(config: KvpactConfig, groups: EngineGroups) -> KvpactConfig:
+    """The settings for an engine with these groups, whose failed loads vLLM accepts in one way or none.
+
+    Where a request can be reported as lost, from 0.30 on, all its loads are asynchronous, and such a failure costs the
+    hit. Earlier no failure can be reported: then all loads are synchronous, from memory that was verified.
+    """
+    if not groups.several:
+        return config
+    return config.model_copy(update={"sync_load_budget": 0 if TAKES_FAILED_REQUESTS else NO_LIMIT})
+
+
+__all__ = ["EngineGroups", "GroupsHooks", "engine_groups", "fit_to_groups", "require_groups"]

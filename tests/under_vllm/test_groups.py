@@ -1,0 +1,276 @@
+"""KV cache groups as kvpact takes them in: kinds, names, refusals, block tables, and loads that are lost whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+import torch
+from vllm.v1 import kv_cache_interface as vllm
+
+from kvpact.config import load_config
+from kvpact.contract import JobOutcome, LoadJob
+from kvpact.errors import ConfigError, StepLoadLost
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
+from kvpact.ranges import BlockRange, RangeSet
+from kvpact.testkit.vllm.played_engine import vllm_config
+from kvpact.vllm.checks import check_settings
+from kvpact.vllm.compat.group_tables import StateBlocks
+from kvpact.vllm.compat.scheduler import StepBlockTables
+from kvpact.vllm.groups import engine_groups, fit_to_groups
+from kvpact.vllm.identity import engine_namespace
+from kvpact.wire import UnorderedLoad
+from kvpact.worker.jobs import RankJobs
+
+SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 4, "head_size": 16, "dtype": torch.bfloat16}
+FULL = vllm.FullAttentionSpec(**SHAPE)
+WINDOW = vllm.SlidingWindowSpec(**SHAPE, sliding_window=40)
+CHUNK = vllm.ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
+STATE = vllm.MambaSpec(block_size=16, shapes=((8, 8),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+PLAIN: Any = SimpleNamespace(speculative_config=None)
+
+
+def draft(*, eagle: bool) -> Any:
+    """The configuration of an engine with speculative decoding."""
+    return SimpleNamespace(speculative_config=SimpleNamespace(use_eagle=lambda: eagle))
+
+
+def model(*specs: Any, marked: Sequence[int] = (), num_blocks: int = 10, **more: Any) -> Any:
+    """vLLM's configuration of groups with two layers each."""
+    groups = [
+        vllm.KVCacheGroupSpec([f"layer.{number}.{one}" for one in "ab"], spec, is_eagle_group=number in marked)
+        for number, spec in enumerate(specs)
+    ]
+    config = vllm.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return replace(config, **more)
+
+
+def test_each_kind_of_group_is_taken_in() -> None:
+    uniform = vllm.UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"layer.4.a": WINDOW, "layer.4.b": replace(WINDOW, num_kv_heads=2)}
+    )
+    found = engine_groups(PLAIN, model(FULL, WINDOW, CHUNK, STATE, uniform))
+    assert [(group.kind, group.span, group.drops_last) for group in found.groups.groups] == [
+        (GroupKind.FULL, 0, False),
+        (GroupKind.WINDOW, 40, False),
+        (GroupKind.CHUNK, 64, False),
+        (GroupKind.STATE, 0, False),
+        (GroupKind.WINDOW, 40, False),
+    ]
+    assert found.several
+    assert found.groups.chain == 0
+    assert found.layers[1] == ("layer.1.a", "layer.1.b")
+    assert found.groups.block_size == found.groups.alignment == 16
+    assert len({group.digest for group in found.groups.groups}) == 5
+
+
+def test_one_group_of_full_attention_is_no_several() -> None:
+    """So is a model whose windows vLLM keeps whole, because its hybrid manager is off."""
+    for spec in (FULL, replace(FULL, sliding_window=40)):
+        assert not engine_groups(PLAIN, model(spec)).several
+    assert engine_groups(PLAIN, model(WINDOW)).several
+
+
+def test_hits_are_aligned_as_the_release_says() -> None:
+    large = replace(FULL, block_size=48)
+    assert engine_groups(PLAIN, model(FULL, large)).groups.alignment == 48
+    if "cache_hit_alignment_tokens" in vllm.KVCacheConfig.__dataclass_fields__:
+        aligned = model(FULL, WINDOW, cache_hit_alignment_tokens=64)
+        assert engine_groups(PLAIN, aligned).groups.alignment == 64
+
+
+def test_a_draft_models_last_block_is_volatile() -> None:
+    def dropping(config: Any, *specs: Any, marked: Sequence[int] = ()) -> list[int]:
+        groups = engine_groups(config, model(*specs, marked=marked)).groups.groups
+        return [number for number, group in enumerate(groups) if group.drops_last]
+
+    assert dropping(draft(eagle=True), FULL, WINDOW, marked=[1]) == [1]
+    assert dropping(draft(eagle=True), FULL, WINDOW) == [0, 1]
+    assert dropping(draft(eagle=True), FULL) == [0]
+    assert dropping(draft(eagle=False), FULL, WINDOW, marked=[1]) == []
+
+
+def test_digests_name_what_a_block_holds_and_nothing_else() -> None:
+    def digest(*specs: Any, **more: Any) -> str:
+        return engine_groups(PLAIN, model(*specs, **more)).digest
+
+    base = digest(FULL, WINDOW)
+    assert digest(FULL, WINDOW, num_blocks=99) == base
+    assert digest(FULL, replace(WINDOW, page_size_padded=1 << 20)) == base
+    others = [
+        digest(WINDOW, FULL),
+        digest(FULL, replace(WINDOW, sliding_window=41)),
+        digest(FULL, replace(WINDOW, num_kv_heads=2)),
+        digest(FULL, replace(WINDOW, dtype=torch.float16)),
+        digest(replace(FULL, block_size=32), replace(WINDOW, block_size=32)),
+        digest(FULL, WINDOW, WINDOW),
+        digest(FULL, FULL),
+    ]
+    assert len({base, *others}) == 1 + len(others)
+
+
+def test_groups_are_in_the_namespace_and_one_of_full_attention_changes_nothing(tmp_path: Path) -> None:
+    config = vllm_config(tmp_path / "model", {}, 4096, {})
+    before = engine_namespace(config, {"layers": "same"}).digest
+    hybrid_off, hybrid_on, other = (
+        engine_namespace(config, {"layers": "same"}, engine_groups(PLAIN, model(*specs))).digest
+        for specs in ([FULL], [FULL, WINDOW], [WINDOW, FULL])
+    )
+    assert hybrid_off == before
+    assert len({before, hybrid_on, other}) == 3
+
+
+def subclass(name: str, base: Any) -> Any:
+    """A specification of a class of this name."""
+    made = type(name, (type(base),), {})
+    fields = {name: getattr(base, name) for name in type(base).__dataclass_fields__ if hasattr(base, name)}
+    return made(**fields)
+
+
+@pytest.mark.parametrize(
+    ("specs", "config", "message"),
+    [
+        (
+            [subclass("CrossAttentionSpec", FULL)],
+            PLAIN,
+            "CrossAttentionSpec is not supported: its keys and values",
+        ),
+        ([subclass("EncoderOnlyAttentionSpec", FULL)], PLAIN, "EncoderOnlyAttentionSpec is not supported: an encoder"),
+        ([FULL, subclass("SinkFullAttentionSpec", FULL)], PLAIN, "SinkFullAttentionSpec is not supported: its sink"),
+        ([FULL, subclass("SomebodysSpec", FULL)], PLAIN, "SomebodysSpec is not supported; kvpact serves FullAtt"),
+        ([FULL, replace(STATE, mamba_cache_mode="none")], PLAIN, "add --enable-prefix-caching and, before vLLM 0.33"),
+        ([FULL, STATE], draft(eagle=False), "leave --speculative-config out"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(specs: Sequence[Any], config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_groups(config, model(*specs))
+
+
+def test_the_step_hook_is_refused_for_several_groups(tmp_path: Path) -> None:
+    config, settings = vllm_config(tmp_path / "model", {}, 4096, {}), load_config({"match_at": "step"}, {})
+    check_settings(settings, config, engine_groups(PLAIN, model(FULL)))
+    with pytest.raises(ConfigError, match='set "match_at": "schedule"'):
+        check_settings(settings, config, engine_groups(PLAIN, model(FULL, WINDOW)))
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_loads_of_groups_are_such_as_can_fail(monkeypatch: pytest.MonkeyPatch, takes: bool) -> None:
+    monkeypatch.setattr("kvpact.vllm.groups.TAKES_FAILED_REQUESTS", takes)
+    config = load_config({}, {})
+    assert fit_to_groups(config, engine_groups(PLAIN, model(FULL))) is config
+    budget = fit_to_groups(config, engine_groups(PLAIN, model(FULL, WINDOW))).sync_load_budget
+    assert budget == 0 if takes else budget > 1 << 60
+
+
+# Block tables
+
+GROUPS = GroupSet((KVCacheGroup(GroupKind.FULL, 16), KVCacheGroup(GroupKind.WINDOW, 16, 40)))
+STATES = GroupSet((KVCacheGroup(GroupKind.FULL, 16), KVCacheGroup(GroupKind.STATE, 16)))
+
+
+def step(request_id: str, computed: int, added: tuple[list[int], ...] | None) -> Any:
+    cached = SimpleNamespace(
+        req_ids=[request_id], new_block_ids=[added], resumed_req_ids=set(), num_computed_tokens=[computed]
+    )
+    return SimpleNamespace(
+        finished_req_ids=set(), preempted_req_ids=None, scheduled_new_reqs=[], scheduled_cached_reqs=cached
+    )
+
+
+def test_blocks_that_left_a_window_are_not_shown_before_0_30() -> None:
+    """vLLM gives them to other requests, and tells connectors nothing."""
+    tables = StepBlockTables(GROUPS)
+    tables.note_blocks("r", ([1, 2, 3, 4], [5, 6, 7, 8]))
+    tables.note_step(step("r", 64, ([9], [10])))
+    assert tables.get_block_ids("r") == ([1, 2, 3, 4, 9], [0, 6, 7, 8, 10])
+    tables.note_step(step("r", 80, None))
+    assert tables.get_block_ids("r") == ([1, 2, 3, 4, 9], [0, 0, 7, 8, 10])
+
+
+class Tables:
+    """The tables of one request."""
+
+    def get_block_ids(self, request_id: str) -> tuple[Sequence[int], ...]:
+        """As `BlockTables`."""
+        return [1, 2, 3], [4, 0, 5]
+
+
+def shown(step: Any, computed: int) -> tuple[tuple[int, ...], ...]:
+    blocks = StateBlocks(STATES, 0)
+    assert blocks.shown("r", Tables().get_block_ids("r")) == ((1, 2, 3), (4, 0, 5))
+    with blocks.saving(step, {"r": computed}, Tables()):
+        return blocks.shown("r", Tables().get_block_ids("r"))
+
+
+def test_only_states_at_the_end_of_blocks_are_shown_to_be_saved() -> None:
+    """Without word of vLLM, before 0.30, that is where a step ends."""
+    assert shown(SimpleNamespace(), 48) == ((1, 2, 3), (0, 0, 5))
+    assert shown(SimpleNamespace(), 47) == ((1, 2, 3), (0, 0, 0))
+    assert shown(SimpleNamespace(), 16) == ((1, 2, 3), (4, 0, 0))
+
+
+def test_states_are_saved_from_the_blocks_that_vllm_offers() -> None:
+    """The table may name another block by then, and one with the state of a token inside a block is none to save."""
+    offered = SimpleNamespace(boundary_state_offloads={"r": [(1, 9, 32), (1, 5, 40)], "other": [(1, 4, 16)]})
+    assert shown(SimpleNamespace(kv_connector_block_state=offered), 41) == ((1, 2, 3), (0, 9, 0))
+
+
+# Loads that are lost whole
+
+
+def part(number: int, group: int, *, synchronous: bool = False) -> LoadJob:
+    return LoadJob(number, "r", 0, (number, number + 10), (number * 2, number * 2 + 1), synchronous, group)
+
+
+def outcome(done: int) -> JobOutcome:
+    return JobOutcome(RangeSet.of(BlockRange(0, done)), RangeSet.of(BlockRange(done, 2 - done)))
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_h08_a_load_of_groups_arrives_once_and_as_a_whole(failing: int | None) -> None:
+    jobs = RankJobs(whole_requests=True)
+    jobs.order([part(1, 0), part(2, 1)])
+    jobs.end(1, outcome(1 if failing == 0 else 2))
+    assert not jobs.ended_loads().arrived
+    jobs.end(2, outcome(1 if failing == 1 else 2))
+    ended = jobs.ended_loads()
+    assert ended.arrived == {"r"}
+    assert ended.lost == (set() if failing is None else {"r"})
+    assert not ended.invalid_blocks
+    assert not jobs.ended_loads().arrived
+
+
+def test_h08_an_overdue_part_of_a_load_ends_the_wait_for_all_parts() -> None:
+    jobs = RankJobs(whole_requests=True)
+    jobs.order([part(1, 0), part(2, 1)])
+    jobs.leave_overdue(1, None)
+    ended = jobs.ended_loads()
+    assert ended.arrived == ended.lost == {"r"}
+    for number in (2, 1):
+        jobs.end(number, outcome(2))
+    assert not jobs.ended_loads().arrived
+    assert all(len(one.failed) == 2 for one in jobs.report().values())
+
+
+def test_a_load_of_groups_that_was_never_ordered_is_lost() -> None:
+    jobs = RankJobs(whole_requests=True)
+    jobs.report_broken([UnorderedLoad("r", (), synchronous=False)])
+    ended = jobs.ended_loads()
+    assert ended.arrived == ended.lost == {"r"}
+
+
+def test_no_answer_is_computed_over_blocks_that_did_not_arrive() -> None:
+    """vLLM takes no word of single blocks where there are several groups."""
+    jobs = RankJobs(whole_requests=True)
+    jobs.order([part(1, 0, synchronous=True)])
+    jobs.end(1, outcome(1))
+    with pytest.raises(StepLoadLost, match="several KV cache groups"):
+        jobs.ended_loads()
