@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpact.cache.cache import PactCache
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.worker.copy.base import Job
@@ -99,13 +100,15 @@ class PactAdapter(ConnectorAdapter):
         if side.cache is None:
             return {}
         cache = side.cache
-        return {
-            "open plans": len(cache.ledger.open_plans()),
-            "leases": cache.ledger.leases_held,
-            "pinned blocks": cache.index.pinned_count,
-            **cache.under_way,
-            "protected engine blocks": side.context.touched_blocks if side.context is not None else 0,
-        }
+        counts = {"protected engine blocks": side.context.touched_blocks if side.context is not None else 0}
+        if isinstance(cache, PactCache):
+            counts |= {
+                "open plans": len(cache.ledger.open_plans()),
+                "leases": cache.ledger.leases_held,
+                "pinned blocks": cache.index.pinned_count,
+                **cache.under_way,
+            }
+        return counts
 
     def quiet(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The connector saves nothing."""

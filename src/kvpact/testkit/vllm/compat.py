@@ -18,7 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvpact.identity.groups import GroupKind
 from kvpact.testkit.device.played import PlayedDevice
+from kvpact.testkit.vllm.model_groups import LayerGroup, group_config
 from kvpact.testkit.vllm.rank_group import RankGroup
 
 
@@ -103,6 +105,13 @@ class EngineSettings:
     """What vLLM does with a request whose load failed: "recompute" or "fail"."""
     load_format: str = "dummy"
     """vLLM's setting for loading the model's weights, of which there are none."""
+    groups: tuple[LayerGroup, ...] = ()
+    """The model's KV cache groups, on one pipeline stage; empty for one with `layers` layers of full attention."""
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """All groups, in vLLM's order, which is also that of their layers."""
+        return self.groups or (LayerGroup(layers=self.layers),)
 
     @property
     def rank_heads(self) -> int:
@@ -149,7 +158,13 @@ def _model_of(settings: EngineSettings) -> Any:
 
 def layer_names(settings: EngineSettings) -> list[str]:
     """The attention layers in forward order, as vLLM names them."""
-    return [f"model.layers.{layer}.self_attn.attn" for layer in range(settings.layers)]
+    return [f"model.layers.{layer}.self_attn.attn" for layer in range(sum(one.layers for one in settings.layer_groups))]
+
+
+def group_of_layers(settings: EngineSettings) -> dict[str, int]:
+    """Layer -> the number of its KV cache group."""
+    numbers = [number for number, group in enumerate(settings.layer_groups) for _ in range(group.layers)]
+    return dict(zip(layer_names(settings), numbers, strict=True))
 
 
 def layers_of_worker(settings: EngineSettings, worker: int) -> list[str]:
@@ -196,6 +211,8 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], mode
     # The CPU platform forces this off, because it has one stream; the simulated engine has more.
     vllm_config.scheduler_config.async_scheduling = settings.overlap
     vllm_config.cache_config.num_gpu_blocks = settings.num_blocks
+    if any(group.kind is GroupKind.STATE for group in settings.groups):
+        vllm_config.cache_config.mamba_cache_mode = "align"
     return vllm_config
 
 
@@ -215,19 +232,11 @@ def _draft_config(settings: EngineSettings) -> Any:
 
 
 def make_kv_cache_config(settings: EngineSettings, worker: int | None = None) -> Any:
-    """One group of full-attention layers: all of them, or those of one worker."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
-
-    spec = (MLAAttentionSpec if settings.latent else FullAttentionSpec)(
-        block_size=settings.block_size,
-        num_kv_heads=settings.rank_heads,
-        head_size=settings.head_size,
-        dtype=torch.float16,
-    )
+    """The model's groups: with all of their layers, or with those of one worker."""
     names = layer_names(settings) if worker is None else layers_of_worker(settings, worker)
-    group = KVCacheGroupSpec(names, spec)
-    config = KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+    numbers, groups = group_of_layers(settings), settings.layer_groups
+    members = [(group, [name for name in names if numbers[name] == number]) for number, group in enumerate(groups)]
+    config = group_config(settings, members)
     if settings.latent and hasattr(config, "kv_tp_replicas"):
         config.kv_tp_replicas = settings.ranks
     return config

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvpact.identity.groups import GroupKind
 from kvpact.testkit.vllm import compat
 from kvpact.testkit.vllm.compat import EngineSettings, RequestSettings
 from kvpact.testkit.vllm.observed import Observed
@@ -234,7 +235,7 @@ class VllmEngine:
 
     def wrong_published(self) -> list[str]:
         """Descriptions of blocks in the engine's prefix cache whose content does not match their hash."""
-        from vllm.v1.core.kv_cache_utils import get_block_hash
+        from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
         size = self.settings.block_size
         owners: dict[bytes, list[tuple[str, int, TokenChain]]] = {}
@@ -248,19 +249,23 @@ class VllmEngine:
                 owners.setdefault(bytes(block_hash), []).append((request_id, block, chain))
         wrong = []
         for block in self.scheduler.kv_cache_manager.block_pool.blocks:
-            candidates = owners.get(bytes(get_block_hash(block.block_hash)), []) if block.block_hash is not None else []
-            found = [self._content_fault(block.block_id, index, chain) for _, index, chain in candidates]
+            if block.block_hash is None:
+                continue
+            candidates = owners.get(bytes(get_block_hash(block.block_hash)), [])
+            group = get_group_id(block.block_hash)
+            found = [self._content_fault(block.block_id, index, chain, group) for _, index, chain in candidates]
             if found and all(found):
                 request_id, index, _ = candidates[0]
                 wrong.append(f"block {block.block_id} is published as block {index} of {request_id}, {found[0]}")
         return wrong
 
-    def _content_fault(self, block_id: int, index: int, chain: TokenChain) -> str:
-        """Describe how `block_id` differs from block `index` of these tokens; "" if it does not."""
-        size = self.settings.block_size
-        digests = chain.digests(index * size, (index + 1) * size)
+    def _content_fault(self, block_id: int, index: int, chain: TokenChain, group: int) -> str:
+        """Describe how `block_id` differs from block `index` of a group of these tokens; "" if it does not."""
+        size, numbers = self.settings.block_size, compat.group_of_layers(self.settings)
+        is_state = self.settings.layer_groups[group].kind is GroupKind.STATE
+        digests = chain.digests((index + 1) * size - 1 if is_state else index * size, (index + 1) * size)
         for rank in self.ranks:
-            for layer in rank.layers:
+            for layer in (name for name in rank.layers if numbers[name] == group):
                 if (offset := rank.memory.first_wrong([block_id], digests, layer)) is not None:
                     found = rank.memory.describe(block_id, offset, layer, iter(rank.known.items()))
                     return f"but its slot {offset} holds ({layer}, rank {rank.rank}) {found}"

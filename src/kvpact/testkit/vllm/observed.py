@@ -32,6 +32,7 @@ class Commit:
     request_id: str
     num_tokens: int
     block_ids: tuple[int, ...]
+    """Those of the first KV cache group."""
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Observed:
         def noted_commit(request: Any, blocks: Any, num_tokens: int) -> None:
             if num_tokens:
                 journal(f"    vLLM takes {num_tokens} tokens for {request.request_id}")
-                (block_ids,) = blocks.get_block_ids()
+                block_ids, *_ = blocks.get_block_ids()
                 self.commits.append(Commit(self.steps, request.request_id, num_tokens, tuple(block_ids)))
             commit(request, blocks, num_tokens)
 

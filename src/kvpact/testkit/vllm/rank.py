@@ -6,17 +6,20 @@ layers make the connector's calls, so that their order is vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from kvpact.engine.oracle import Digests
+from kvpact.identity.groups import GroupKind, KVCacheGroup
 from kvpact.testkit.device.played import OnDevice
 from kvpact.testkit.vllm.compat import (
     EngineSettings,
     acting_as,
+    group_of_layers,
     layers_of_worker,
     make_worker_connector,
 )
@@ -29,7 +32,8 @@ class RankRequest:
 
     chain: TokenChain
     num_prompt_tokens: int
-    block_ids: list[int]
+    tables: list[list[int]]
+    """Block ids, one table per KV cache group."""
     num_computed_tokens: int
 
 
@@ -60,6 +64,8 @@ class Rank:
         self.settings = settings
         self.rank = rank
         self.layers = layers_of_worker(settings, rank)
+        self._groups = group_of_layers(settings)
+        self._kinds = [KVCacheGroup(one.kind, settings.block_size, one.span) for one in settings.layer_groups]
         row_bytes = 2 * settings.head_size * (1 if settings.latent else 2)
         shape = PageShape(
             settings.num_blocks,
@@ -133,8 +139,8 @@ class Rank:
         for new in scheduler_output.scheduled_new_reqs:
             prompt = list(new.prompt_token_ids)
             chain = TokenChain(identities[new.req_id], prompt)
-            (block_ids,) = new.block_ids
-            self.requests[new.req_id] = RankRequest(chain, len(prompt), list(block_ids), new.num_computed_tokens)
+            tables = [list(table) for table in new.block_ids]
+            self.requests[new.req_id] = RankRequest(chain, len(prompt), tables, new.num_computed_tokens)
             self.known[new.req_id] = chain
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -145,10 +151,10 @@ class Rank:
                 request.chain.tokens.extend(cached.all_token_ids[request_id][len(request.chain.tokens) :])
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                (block_ids,) = new_blocks
-                request.block_ids = list(block_ids)
+                request.tables = [list(table) for table in new_blocks]
             elif new_blocks is not None:
-                request.block_ids.extend(new_blocks[0])
+                for table, added in zip(request.tables, new_blocks, strict=True):
+                    table.extend(added)
 
     def _attend(self, scheduled: dict[str, int], layer_name: str) -> None:
         """A layer's attention: at once, or when the device's computing stream gets there."""
@@ -158,19 +164,41 @@ class Rank:
             self.device.driver.launch(partial(self._compute, scheduled, layer_name))
 
     def _compute(self, scheduled: dict[str, int], layer_name: str) -> None:
-        """Read the keys and values of all computed tokens, write those of the tokens that are scheduled."""
-        size = self.settings.block_size
+        """Read what the layer reads of the computed tokens, write for the tokens that are scheduled."""
+        number = self._groups[layer_name]
+        group = self._kinds[number]
         for request_id, count in scheduled.items():
             request = self.requests[request_id]
             computed = request.num_computed_tokens
-            wrong = self.memory.first_wrong(request.block_ids, request.chain.digests(0, computed), layer_name)
-            if wrong is not None:
-                block_id = request.block_ids[wrong // size]
-                found = self.memory.describe(block_id, wrong % size, layer_name, iter(self.known.items()))
-                self.wrong.append(WrongSlot(request_id, wrong, block_id, layer_name, self.rank, found))
             # Draft tokens have no digest: nothing is written for them, and none of them is ever accepted.
             known = min(computed + count, len(request.chain.tokens))
-            self.memory.write(request.block_ids, computed, request.chain.digests(computed, known), layer_name)
+            table = request.tables[number]
+            if group.kind is GroupKind.STATE:
+                self._advance_state(request_id, request, table, known, layer_name)
+                continue
+            first = group.first_read(computed)
+            self._check(request_id, table, request.chain.digests(first, computed), layer_name, first)
+            self.memory.write(table, computed, request.chain.digests(computed, known), layer_name)
+
+    def _advance_state(
+        self, request_id: str, request: RankRequest, table: Sequence[int], known: int, layer_name: str
+    ) -> None:
+        """Read the state of the computed tokens and write that of the `known` ones, each in the block that they end."""
+        size, computed = self.settings.block_size, request.num_computed_tokens
+        if computed:
+            where = [table[(computed - 1) // size]]
+            self._check(request_id, where, request.chain.digests(computed - 1, computed), layer_name, 0)
+        where = [table[(known - 1) // size]]
+        self.memory.write(where, 0, request.chain.digests(known - 1, known), layer_name)
+
+    def _check(self, request_id: str, table: Sequence[int], digests: Digests, layer_name: str, start: int) -> None:
+        """Note the first slot from `start` on that does not hold what it should."""
+        size = self.settings.block_size
+        wrong = self.memory.first_wrong(table, digests, layer_name, start)
+        if wrong is not None:
+            block_id = table[wrong // size]
+            found = self.memory.describe(block_id, wrong % size, layer_name, iter(self.known.items()))
+            self.wrong.append(WrongSlot(request_id, wrong, block_id, layer_name, self.rank, found))
 
     def _sample(self, request_id: str, count: int) -> list[int]:
         """The next token if this step computed the last known one; a wrong one if attention read wrong slots."""

@@ -1,0 +1,21 @@
+"""The embedded engine's reference cache behind a connector under vLLM: `"cache": "kvpact.testkit.vllm.reference:make"`.
+
+With it a connector's hooks are judged for several KV cache groups whatever kvpact's own cache does.
+"""
+
+from __future__ import annotations
+
+from kvpact.contract import CacheSpec
+from kvpact.engine.reference import ReferenceCache
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
+
+
+def make(spec: CacheSpec) -> ReferenceCache:
+    """The cache. Its loads are asynchronous where vLLM takes word of one that fails."""
+    return ReferenceCache(
+        spec.block_size,
+        spec.num_slots,
+        num_ranks=spec.num_ranks,
+        num_groups=spec.num_groups,
+        asynchronous=TAKES_FAILED_REQUESTS,
+    )

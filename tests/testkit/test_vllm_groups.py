@@ -1,0 +1,45 @@
+"""Models with several KV cache groups on vLLM's real schedulers: a connector's hooks, whatever kvpact's cache does."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from kvpact.testkit.results import Verdict, as_text
+from kvpact.testkit.vllm.driver import VllmDriver
+from kvpact.testkit.vllm.releases import RELEASES, installed_release, run_on_release
+from kvpact.testkit.vllm.scenarios_groups import GROUPS
+from kvpact.worker.jobs import RankJobs
+
+CONNECTOR = "kvpact.vllm:PactConnector"
+CONFIG = {"memory": "4MiB", "model_id": "testkit", "cache": "kvpact.testkit.vllm.reference:make"}
+NAMES = [scenario.name for scenario in GROUPS]
+ENDS = [release for release in RELEASES if release != installed_release()][:: len(RELEASES) - 2]
+
+
+def test_groups_are_served_on_the_installed_release() -> None:
+    report = VllmDriver(CONNECTOR, CONFIG).run(NAMES)
+    assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        pytest.param(one, marks=pytest.mark.proof if one in ENDS else pytest.mark.soak)
+        for one in RELEASES
+        if one != installed_release()
+    ],
+)
+@pytest.mark.timeout(900)
+def test_groups_are_served_on_other_releases(release: str) -> None:
+    report = run_on_release(release, CONNECTOR, CONFIG, NAMES)
+    assert not report.broken, as_text(report)
+    unseen = {check.name for check in report.checks if check.verdict is Verdict.NOT_OBSERVABLE}
+    assert unseen == (set() if RELEASES[release].failed_requests else {"a_load_of_groups_fails"}), as_text(report)
+
+
+def test_a_load_that_arrives_once_for_each_group_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the scenario would miss if it could not fail."""
+    built = RankJobs.__init__
+    monkeypatch.setattr(RankJobs, "__init__", lambda self, whole_requests: built(self, whole_requests=False))
+    report = VllmDriver(CONNECTOR, CONFIG).run(["a_load_of_groups_fails"])
+    assert report.broken, as_text(report)
