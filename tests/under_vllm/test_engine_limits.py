@@ -1,4 +1,5 @@
-"""What the README says of models: those with sliding windows run, those with state-space layers are refused."""
+"""What the README says of models: those with sliding windows run, state-space layers without prefix caching are
+refused."""
 
 from __future__ import annotations
 
@@ -64,25 +65,39 @@ def state_space_model(tiny_model: Path, tmp_path: Path) -> Path:
     return save(MambaForCausalLM(config), tmp_path / "states", tiny_model)
 
 
-@pytest.mark.proof
-def test_a_model_with_sliding_windows_is_served_with_vllms_hybrid_manager_off(
-    window_model: Path, tmp_path: Path
+GROUPED = {"cache": "kvpact.testkit.vllm.reference:make"}
+"""A cache that keeps all groups, whatever kvpact's own does."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "hybrid"),
+    [
+        pytest.param(GROUPED, True, marks=pytest.mark.proof),
+        pytest.param({}, False, marks=pytest.mark.soak),
+    ],
+    ids=["by KV cache groups", "with vLLM's hybrid manager off"],
+)
+def test_a_model_with_sliding_windows_is_served(
+    window_model: Path, tmp_path: Path, settings: dict[str, str], hybrid: bool
 ) -> None:
     """What is loaded gives the answer of the engine's own prefix hit, bit by bit."""
     asked = [prompt(2_100 + seed, BLOCKS) for seed in range(2)]
-    settings = EngineSettings(window_model, kvpact_transfer_config(memory="64MiB"), BLOCK_BY_BLOCK)
-    with ForkedEngine(settings, tmp_path / "engine.log") as engine:
+    arguments = {**BLOCK_BY_BLOCK, **({} if hybrid else {"disable_hybrid_kv_cache_manager": True})}
+    transfer = kvpact_transfer_config(memory="64MiB", **settings)
+    with ForkedEngine(EngineSettings(window_model, transfer, arguments), tmp_path / "engine.log") as engine:
         engine.wait_ready()
         cold = engine.generate(asked)
         local = engine.generate(asked)
         engine.reset_prefix_cache()
         loaded = engine.generate(asked)
+        external = engine.metrics()["vllm:external_prefix_cache_hits"]
     assert [output.cached_tokens for output in cold] == [0, 0]
     for outputs in (local, loaded):
         assert [output.cached_tokens for output in outputs] == [BLOCKS * BLOCK] * 2
+    assert external == 2 * BLOCKS * BLOCK
     assert all(one.same_answer(other) for one, other in zip(loaded, local, strict=True))
     assert local[0].logprobs != local[1].logprobs
-    assert "Turning off hybrid kv cache manager" in engine.log.read_text()
+    assert "Turning off hybrid kv cache manager" not in engine.log.read_text()
 
 
 @pytest.mark.soak
@@ -91,4 +106,4 @@ def test_a_model_with_state_space_layers_is_refused(state_space_model: Path, tmp
     log = tmp_path / "engine.log"
     with pytest.raises(EngineError), ForkedEngine(settings, log) as engine:
         engine.wait_ready()
-    assert "KV cache of kind MambaSpec is not supported; kvpact serves" in log.read_text()
+    assert "add --enable-prefix-caching and, before vLLM 0.33, --mamba-cache-mode align" in log.read_text()
