@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.cache import PactCache
@@ -66,6 +67,7 @@ def open_cache(
     groups: GroupSet | None = None,
 ) -> OpenCache:
     """The cache that `config` names; the arguments are those of `PactCache`. Raises ConfigError if it cannot open."""
+    several: dict[str, Any] = {} if groups is None else {"groups": groups}
     if config.cache is None:
         own = PactCache(
             config,
@@ -76,6 +78,7 @@ def open_cache(
             clock=clock,
             metrics=metrics,
             budget=budget,
+            **several,
         )
         return OpenCache(own, own.observe, arena, own)
     spec = CacheSpec(
