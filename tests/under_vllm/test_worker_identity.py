@@ -24,11 +24,14 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from kvpact.errors import ConfigError
 from kvpact.identity.keys import Namespace
+from kvpact.memory.arena import SegmentAddress
 from kvpact.testkit.vllm.played_engine import MODEL, PlayedEngine, PlayedLayer, answer, make_prompt, vllm_config
 from kvpact.tiers.disk.slab import Superblock
 from kvpact.vllm.checks import check_engine
+from kvpact.vllm.compat.configuration import ranks_with_same_kv
 from kvpact.vllm.compat.objects import rotary_modules
-from kvpact.vllm.worker_identity import facts_of_ranks, layer_pages, worker_facts
+from kvpact.vllm.worker_identity import facts_of_ranks, facts_of_slots, layer_pages, worker_facts
+from kvpact.wire import WorkerHandshake
 
 HEAD = 64
 POSITIONS = 4096
@@ -302,6 +305,47 @@ def test_h33_ranks_count_in_their_order() -> None:
     assert facts_of_ranks([other, one]) == {"attention": "CPU_ATTN amx | CPU_ATTN vec"}
     assert facts_of_ranks([one, one, other]) == {"attention": "2 x CPU_ATTN vec | CPU_ATTN amx"}
     assert facts_of_ranks([one, {}]) != facts_of_ranks([one]) != facts_of_ranks([one, one])
+
+
+def test_h33_a_rank_that_shares_anothers_slots_counts_only_where_it_differs() -> None:
+    address = SegmentAddress(1, 2, 3, 4096, 5, 6, "boot", "pid")
+    one, other = {"attention": "CPU_MLA"}, {"attention": "AMX_MLA"}
+
+    def facts(*ranks: dict[str, str], same_kv: int) -> dict[str, str]:
+        first_of = [rank - rank % same_kv for rank in range(len(ranks))]
+        places = [None if first == rank else first for rank, first in enumerate(first_of)]
+        said = zip(places, ranks, strict=True)
+        return facts_of_slots(
+            [WorkerHandshake(rank, address, facts=own, slots_of=of) for rank, (of, own) in enumerate(said)]
+        )
+
+    assert facts(*[one] * 8, same_kv=8) == facts(one, same_kv=1) == {"attention": "CPU_MLA"}
+    assert facts(one, other, same_kv=2) == facts(one, other, same_kv=1) != facts(one, one, same_kv=2)
+    assert facts(one, one, other, other, same_kv=2) == {"attention": "CPU_MLA | AMX_MLA"}, "stages"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "config", "expected"),
+    [
+        (["MLAAttentionSpec"], {}, 4),
+        (["MLAAttentionSpec", "SlidingWindowMLASpec"], {}, 4),
+        (["MLAAttentionSpec"], {"kv_tp_replicas": 4}, 4),
+        (["MLAAttentionSpec"], {"kv_tp_replicas": 1}, 1),
+        (["MLAAttentionSpec"], {"kv_tp_replicas": 2}, 1),
+        (["MLAAttentionSpec", "FullAttentionSpec"], {}, 1),
+        (["FullAttentionSpec"], {"kv_tp_replicas": 4}, 1),
+        ([], {}, 1),
+    ],
+)
+def test_ranks_have_the_same_kv_where_all_layers_are_latent_and_vllm_agrees(
+    kinds: list[str], config: dict[str, int], expected: int
+) -> None:
+    specs = [type(kind, (), {})() for kind in kinds]
+    of_layers = SimpleNamespace(kv_cache_specs={str(number): spec for number, spec in enumerate(specs)})
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=4))
+    for groups in (specs, [of_layers] if specs else []):
+        cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in groups], **config)
+        assert ranks_with_same_kv(engine, cache) == expected
 
 
 def test_h33_the_description_of_many_ranks_fits_in_a_slab_and_their_order_still_counts() -> None:
