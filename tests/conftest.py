@@ -32,6 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 ENGINES = (
     "tests/demo/test_demo.py",
     "tests/testkit/test_conformance_command.py",
+    "tests/under_vllm/test_engine_company.py",
     "tests/under_vllm/test_engine_documents.py",
     "tests/under_vllm/test_engine_faults.py",
     "tests/under_vllm/test_engine_fleet.py",
