@@ -193,7 +193,7 @@ MODELS = {
         by_layer_types,
         (*ATTENTION, "sliding_window", "layer_types"),
         {"num_hidden_layers": 24},
-        "huggingface.co/openai/gpt-oss-20b, config.json",
+        "github.com/ParagEkbote/hf-model-inspector, model_inspection_report.md on openai/gpt-oss-20b",
     ),
     "llama-4-scout": Model(
         "llama4.Llama4TextConfig", by_layer_types, (*ATTENTION, "attention_chunk_size", "layer_types")
@@ -228,7 +228,7 @@ MODELS = {
         latents,
         LATENT,
         {"num_hidden_layers": 27},
-        "huggingface.co/deepseek-ai/DeepSeek-V2-Lite, config.json",
+        "arXiv:2405.04434, appendix B.1",
     ),
 }
 
