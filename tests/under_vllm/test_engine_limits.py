@@ -97,12 +97,17 @@ def test_a_model_with_sliding_windows_is_served(
     assert external == 2 * BLOCKS * BLOCK
     assert all(one.same_answer(other) for one, other in zip(loaded, local, strict=True))
     assert local[0].logprobs != local[1].logprobs
-    assert "Turning off hybrid kv cache manager" not in engine.log.read_text()
+    log = engine.log.read_text()
+    assert "Turning off hybrid kv cache manager" not in log
+    assert ("kv cache group sizes (128, 128, 128, 128)" in log) == hybrid
 
 
 @pytest.mark.soak
-def test_a_model_with_state_space_layers_is_refused(state_space_model: Path, tmp_path: Path) -> None:
-    settings = EngineSettings(state_space_model, kvpact_transfer_config(memory="64MiB"), BLOCK_BY_BLOCK)
+def test_a_model_with_state_space_layers_is_refused_without_prefix_caching(
+    state_space_model: Path, tmp_path: Path
+) -> None:
+    arguments = {**BLOCK_BY_BLOCK, "enable_prefix_caching": False}
+    settings = EngineSettings(state_space_model, kvpact_transfer_config(memory="64MiB"), arguments)
     log = tmp_path / "engine.log"
     with pytest.raises(EngineError), ForkedEngine(settings, log) as engine:
         engine.wait_ready()
