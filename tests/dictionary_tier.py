@@ -102,7 +102,10 @@ class DictionaryTier(Tier):
             record = self.records.get((self.namespace, key))
         if record is None:
             return False
-        if len(record.payload) == self.slot_bytes:
+        size = sum(piece.nbytes for piece in buffer)
+        if record.header.length != size:
+            return False
+        if len(record.payload) == size:
             fill(buffer, record.payload)
             if payload_digest(buffer) == record.header.digest:
                 return True
@@ -128,9 +131,7 @@ class DictionaryTier(Tier):
         now = time.time()
         parent = keys[block - 1] if block else b""
         digest = payload_digest([memoryview(payload)])
-        header = RecordHeader(
-            self.namespace, keys[block], parent, block, self.slot_bytes, digest, now, now, epoch=epoch
-        )
+        header = RecordHeader(self.namespace, keys[block], parent, block, len(payload), digest, now, now, epoch=epoch)
         with self._lock:
             if self._closed or self.lookup(keys) != block:
                 return False

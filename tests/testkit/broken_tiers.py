@@ -295,6 +295,57 @@ class HalfAnswersThreads(DictionaryTier):
         return True
 
 
+class ServesANeighbour(DictionaryTier):
+    """T9: reads the loose blocks that it finds one after another into the buffers, also where one is missing."""
+
+    def get_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        found = [key for key in keys if self.lookup([key])]
+        arrived = super().get_each(found, buffers[: len(found)], on_progress)
+        return arrived + [False] * (len(keys) - len(found))
+
+
+class CountsLooseHoles(DictionaryTier):
+    """T9: takes a loose block for there if a later one is, as in a chain."""
+
+    def get_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        arrived = super().get_each(keys, buffers, on_progress)
+        return [any(arrived[index:]) for index in range(len(keys))]
+
+
+class ChainsLooseBlocks(DictionaryTier):
+    """T9: stores loose blocks as a chain, so that one takes along those that came with it."""
+
+    def put_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> list[bool]:
+        stored = self.put(keys, 0, buffers, epoch)
+        return [index < stored for index in range(len(keys))]
+
+
+class ServesAnySize(DictionaryTier):
+    """T10: fills the buffer with as much of a record as fits."""
+
+    def _read(self, key: BlockKey, buffer: BlockBuffer) -> bool:
+        record = self.records.get((self.namespace, key))
+        if record is not None and record.header.length > sum(piece.nbytes for piece in buffer):
+            copy_out(record, buffer)
+            return True
+        return super()._read(key, buffer)
+
+
+class StoresNoEmptyBlocks(DictionaryTier):
+    """T10: takes a block of no bytes for none."""
+
+    def put(
+        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> int:
+        return super().put(keys, start, [buffer for buffer in buffers if any(map(len, buffer))], epoch)
+
+
 def store_unasked(tier: DictionaryTier, keys: Sequence[BlockKey], block: int, buffer: BlockBuffer) -> None:
     """Store one block, whatever stands before it and however full the tier is."""
     payload = bytearray().join(buffer)

@@ -57,6 +57,11 @@ BROKEN = [
     (broken_tiers.ClosesWhenAllIsDone, "H56", "an operation has not ended after"),
     (broken_tiers.WaitsAtTheEnd, "H64", "the process would not end before ThreadPoolExecutor"),
     (broken_tiers.HalfAnswersThreads, "T8", "was served and is not what was stored"),
+    (broken_tiers.ServesANeighbour, "T9", "loose block 0 was served and is not what was stored: byte 0 of"),
+    (broken_tiers.CountsLooseHoles, "T9", "loose block 0 was served and is not what was stored: nothing was written"),
+    (broken_tiers.ChainsLooseBlocks, "T9", r"loose blocks held after a restart: \[0, 1, 3\], not \[0, 1, 3, 5\]"),
+    (broken_tiers.ServesAnySize, "T10", "loose block 0 of 8192 bytes is served as one of 0"),
+    (broken_tiers.StoresNoEmptyBlocks, "T10", "blocks 0 to 2 of 0 bytes stored: 0, not 3"),
 ]
 
 

@@ -18,7 +18,7 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.faults import Chances, Crash, Fault, FaultPlan, Faults, FaultyTier, Operation
-from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
+from kvpact.testkit.sample_blocks import CANARY, LOOSE, Document, content, document, empty_buffers, filled_buffers
 from kvpact.tiers.executor import GetDone, TierExecutor
 
 SLOT = 256
@@ -137,6 +137,27 @@ def test_silent_damage_is_what_a_check_must_see(operation: Operation) -> None:
     found = b"".join(b"".join(buffer) for buffer in buffers)
     right = b"".join(content(key, SLOT) for key in DOCUMENT.keys)
     assert (int.from_bytes(found) ^ int.from_bytes(right)).bit_count() == 1
+
+
+def test_the_faults_of_loose_blocks_are_those_of_chains() -> None:
+    tier = faulty()
+    keys = LOOSE.keys
+    assert tier.put_each(keys, filled_buffers(keys, SLOT)) == [True] * 6 == tier.lookup_each(keys)
+    tier.faults.arm(Operation.GET, Fault.DAMAGE)
+    buffers = empty_buffers(6, SLOT)
+    assert tier.get_each(keys, buffers).count(False) == 1, "it is found, and dropped"
+    assert tier.lookup_each(keys).count(False) == 1
+    tier.faults.arm(Operation.GET, Fault.SILENT_DAMAGE)
+    arrived = tier.get_each(keys, buffers)
+    wrong = [b"".join(buffer) != content(key, SLOT) for key, buffer in zip(keys, buffers, strict=True)]
+    assert [one for one, there in zip(wrong, arrived, strict=True) if there].count(True) == 1
+    tier.faults.arm(Operation.PUT, Fault.PARTIAL)
+    tier.clear()
+    stored = tier.put_each(keys, filled_buffers(keys, SLOT))
+    assert stored == tier.lookup_each(keys) != [True] * 6
+    tier.faults.arm(Operation.GET, Fault.ERROR)
+    with pytest.raises(OSError, match="Input/output error"):
+        tier.get_each(keys, buffers)
 
 
 def test_a_hanging_read_waits_until_it_is_released() -> None:

@@ -280,6 +280,35 @@ class FaultyTier(Tier):
             _flip(buffers[count], chance)
         return put(count if fault is Fault.PARTIAL else len(buffers))
 
+    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
+        fault, chance = self._begin(Operation.LOOKUP, keys, 0)
+        held = self.tier.lookup_each(keys)
+        return [there and chance.random() < 0.5 for there in held] if fault is Fault.PARTIAL else held
+
+    def get_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        def get(count: int) -> list[bool]:
+            return self.tier.get_each(keys[:count], buffers[:count], on_progress) + [False] * (len(keys) - count)
+
+        fault, chance, count = self._halfway(Operation.GET, _name(keys, 0), len(keys), get)
+        arrived = get(count if fault is Fault.PARTIAL else len(keys))
+        if fault is Fault.SILENT_DAMAGE and any(arrived[count : count + 1]):
+            _flip(buffers[count], chance)
+        elif fault is Fault.DAMAGE and any(arrived[count : count + 1]):
+            self.tier.delete([keys[count]])
+            arrived[count] = False
+        return arrived
+
+    def put_each(
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
+    ) -> list[bool]:
+        def put(count: int) -> list[bool]:
+            return self.tier.put_each(keys[:count], buffers[:count], epoch) + [False] * (len(keys) - count)
+
+        fault, _, count = self._halfway(Operation.PUT, _name(keys, 0), len(keys), put)
+        return put(count if fault is Fault.PARTIAL else len(keys))
+
     def delete(self, keys: Iterable[BlockKey]) -> int:
         doomed = list(keys)
         self._begin(Operation.DELETE, doomed, 0)
@@ -359,5 +388,5 @@ def _fail(fault: Fault, chance: Random) -> None:
 
 
 def _flip(buffer: BlockBuffer, chance: Random) -> None:
-    piece = chance.choice(buffer)
+    piece = chance.choice([piece for piece in buffer if piece.nbytes] or [memoryview(bytearray(1))])
     piece[chance.randrange(piece.nbytes)] ^= 1 << chance.randrange(8)

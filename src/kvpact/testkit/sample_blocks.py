@@ -52,6 +52,16 @@ DOCUMENT = document("document", 8)
 BRANCH = DOCUMENT.branch("branch", 3, 6)
 DOCUMENTS = (DOCUMENT, BRANCH, document("alone", 7), DOCUMENT.branch("twig", 6, 9))
 
+LOOSE = Document("loose blocks", tuple(document(f"loose block {number}", 1).keys[0] for number in range(6)))
+"""Blocks that form no chain, of several sizes: see `size_of`."""
+
+_QUARTERS = dict(zip(LOOSE.keys, (4, 2, 0, 4, 1, 4), strict=True))
+
+
+def size_of(key: BlockKey, slot_bytes: int) -> int:
+    """Bytes of a sample block where the largest has `slot_bytes`."""
+    return slot_bytes * _QUARTERS.get(key, 4) // 4
+
 
 @lru_cache(maxsize=4096)
 def content(key: BlockKey, nbytes: int) -> bytes:

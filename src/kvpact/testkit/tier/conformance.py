@@ -15,6 +15,7 @@ from kvpact.testkit.faults import Crash, Faults
 from kvpact.testkit.tier.checks_bounds import BoundChecks
 from kvpact.testkit.tier.checks_faults import FaultChecks
 from kvpact.testkit.tier.checks_lives import LifeChecks
+from kvpact.testkit.tier.checks_loose import LooseChecks
 from kvpact.testkit.tier.checks_promises import PromiseChecks
 from kvpact.testkit.tier.context import Damage, StoreContext
 from kvpact.testkit.tier.harness import TierHarness
@@ -27,7 +28,7 @@ ROOMY_BLOCKS = 64
 """Blocks of room where nothing is to be evicted; no check stores as many."""
 
 
-class TierConformance(PromiseChecks, FaultChecks, BoundChecks, LifeChecks):
+class TierConformance(PromiseChecks, LooseChecks, FaultChecks, BoundChecks, LifeChecks):
     """Inherit this class and define how your tier is opened: every promise of `Tier` is checked.
 
         class TestMyTier(TierConformance):

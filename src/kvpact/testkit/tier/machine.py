@@ -16,12 +16,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpact.testkit.faults import Crash, Fault, Operation
 from kvpact.testkit.results import require
-from kvpact.testkit.sample_blocks import DOCUMENTS, Document
+from kvpact.testkit.sample_blocks import DOCUMENTS, LOOSE, Document, size_of
 from kvpact.testkit.tier.context import Damage
 from kvpact.testkit.tier.harness import TierHarness
 from kvpact.testkit.tier.monitor import expect
 
-ALL_KEYS = {key for wanted in DOCUMENTS for key in wanted.keys}
+ALL_KEYS = {key for wanted in (*DOCUMENTS, LOOSE) for key in wanted.keys}
+
+LOOSE_DAMAGE = (Damage.FLIPPED, Damage.GARBAGE, Damage.SHORT)
+
+SOME_LOOSE = st.lists(st.integers(0, len(LOOSE) - 1), min_size=1, max_size=4, unique=True)
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -57,7 +61,7 @@ class TierMachine(RuleBasedStateMachine):
         """After an event that may have lost blocks: make the blocks held now the model, if all of them may be held."""
         self.scene.faults.disarm()
         with self.scene.script.paused():
-            held = self.tier.prefixes(DOCUMENTS)
+            held = self.tier.prefixes(DOCUMENTS) | {LOOSE.keys[block] for block in self.tier.held_loose()}
         if not self.tier.tier.exclusive:  # only scan sees blocks after a hole, which may become reachable again
             held |= {header.key for header in self.tier.tier.scan()}
         unexpected = len(held - may_be_held)
@@ -95,6 +99,38 @@ class TierMachine(RuleBasedStateMachine):
         else:
             row = next((block for block in range(start, end) if wanted.keys[block] not in self.stored), max(start, end))
             expect("blocks served", arrived, row - start)
+
+    @rule(blocks=SOME_LOOSE)
+    def put_each(self, blocks: list[int]) -> None:
+        wanted = {LOOSE.keys[block] for block in blocks}
+        before = set(self.stored)
+        try:
+            stored = self.tier.put_each(blocks)
+        except Crash:
+            self.bury(before | wanted)
+            return
+        if self.faulty or not self.roomy:
+            self.take_over(before | wanted)
+        else:
+            expect("loose blocks stored", stored.count(True), len(blocks))
+            self.stored |= wanted
+
+    @rule(blocks=SOME_LOOSE)
+    def get_each(self, blocks: list[int]) -> None:
+        arrived = self.tier.get_each(blocks)
+        if self.faulty:
+            self.take_over(self.stored)
+        else:
+            right = [LOOSE.keys[block] in self.stored for block in blocks]
+            require(arrived == right, f"of loose blocks {blocks} arrive {arrived}, not {right}")
+
+    @rule(block=st.integers(0, len(LOOSE) - 1))
+    def delete_loose(self, block: int) -> None:
+        with self.dropping() as before:
+            self.stored.discard(LOOSE.keys[block])
+            dropped = self.tier.delete(LOOSE, block)
+            if not self.faulty:
+                expect("loose blocks dropped", dropped, len(before - self.stored))
 
     @rule(wanted=st.sampled_from(DOCUMENTS), block=st.integers(0, 6))
     def delete(self, wanted: Document, block: int) -> None:
@@ -163,7 +199,7 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = self.scene.bury(self.tier)
         self.take_over(may_be_held)
 
-    @precondition(lambda self: not self.faulty and any(map(self.prefix, DOCUMENTS)))
+    @precondition(lambda self: not self.faulty and len(self.stored) > 1 and any(map(self.prefix, DOCUMENTS)))
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
         wanted = data.draw(st.sampled_from([wanted for wanted in DOCUMENTS if self.prefix(wanted)]), label="document")
@@ -176,6 +212,19 @@ class TierMachine(RuleBasedStateMachine):
             self.tier.get(wanted)
             self.take_over(self.stored)
 
+    def _loose_with_payload(self) -> list[int]:
+        """The stored loose blocks whose payload can be damaged."""
+        slot = self.place.slot_bytes
+        return [block for block, key in enumerate(LOOSE.keys) if key in self.stored and 2 * size_of(key, slot) >= slot]
+
+    @precondition(lambda self: not self.faulty and len(self.stored) > 1 and self._loose_with_payload())
+    @rule(data=st.data())
+    def damage_loose(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self._loose_with_payload()), label="loose block")
+        if self.scene.damage(self.tier, LOOSE, block, data.draw(st.sampled_from(LOOSE_DAMAGE), label="how")):
+            self.tier.get_each([block])
+            self.take_over(self.stored)
+
     def may_happen(self, how: Damage) -> bool:
         """Whether the model knows what must be held then: a tier may detect a header's damage only on a restart."""
         return how is not Damage.HEADER or self.scene.suite.reopens
@@ -186,8 +235,13 @@ class TierMachine(RuleBasedStateMachine):
             return
         for wanted in DOCUMENTS:
             expect(f"lookup of {wanted.name}", self.tier.tier.lookup(wanted.keys), self.prefix(wanted))
+        for block, held in enumerate(self.tier.tier.lookup_each(LOOSE.keys)):
+            right = LOOSE.keys[block] in self.stored
+            require(held == right, f"lookup_each says {held} of loose block {block}, which is {right}")
         self.tier.check_accounts(*DOCUMENTS)
-        require(len(self.stored) <= self.capacity_blocks, f"{len(self.stored)} blocks, room for {self.capacity_blocks}")
+        slot = self.place.slot_bytes
+        nbytes, room = sum(size_of(key, slot) for key in self.stored), self.capacity_blocks * slot
+        require(nbytes <= room, f"{len(self.stored)} blocks of {nbytes} bytes in all are held, with room for {room}")
 
 
 def run_histories(scene: TierHarness, directory: Path, capacity_blocks: int, examples: int, steps: int) -> None:

@@ -5,17 +5,25 @@ Owns the verification of every byte that a tier serves. Decides no check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.testkit.faults import Crash
 from kvpact.testkit.results import require
-from kvpact.testkit.sample_blocks import Document, content, empty_buffers, filled_buffers, first_difference
+from kvpact.testkit.sample_blocks import (
+    LOOSE,
+    Document,
+    content,
+    empty_buffers,
+    filled_buffers,
+    first_difference,
+    size_of,
+)
 from kvpact.testkit.tier.context import StoreContext
 from kvpact.testkit.trace import Trace
-from kvpact.tiers.base import BlockBuffer, Progress, Tier
+from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier
 
 Result = TypeVar("Result")
 
@@ -85,6 +93,53 @@ class MonitoredTier:
             require(not wrong, f"block {block} of {wanted.name} was served and is not what was stored: {wrong}")
         return arrived
 
+    def lookup_each(self, blocks: Sequence[int]) -> list[bool]:
+        """`Tier.lookup_each`, of some of the `LOOSE` blocks."""
+        held = self.tier.lookup_each([LOOSE.keys[block] for block in blocks])
+        return self._answer(f"lookup_each({LOOSE.name} {_numbers(blocks)})", held, blocks)
+
+    def put_each(self, blocks: Sequence[int]) -> list[bool]:
+        """`Tier.put_each` of some of the `LOOSE` blocks, with their own content."""
+        keys = [LOOSE.keys[block] for block in blocks]
+        words = f"put_each({LOOSE.name} {_numbers(blocks)})"
+        try:
+            stored = self.tier.put_each(keys, [self.filled([key])[0] for key in keys])
+        except Crash:
+            self.say(f"{words}: the process died")
+            raise
+        return self._answer(words, stored, blocks)
+
+    def get_each(
+        self,
+        blocks: Sequence[int],
+        *,
+        buffers: Sequence[BlockBuffer] | None = None,
+        on_progress: Progress | None = None,
+    ) -> list[bool]:
+        """`Tier.get_each` of some of the `LOOSE` blocks. Raises Broken if an arrived block has other content."""
+        keys = [LOOSE.keys[block] for block in blocks]
+        buffers = buffers or [empty_buffers(1, self._size(key), self._ranks)[0] for key in keys]
+        arrived = self.tier.get_each(keys, buffers, on_progress)
+        self._answer(f"get_each({LOOSE.name} {_numbers(blocks)})", arrived, blocks)
+        for there, block, key, buffer in zip(arrived, blocks, keys, buffers, strict=True):
+            wrong = first_difference(buffer, content(key, self._size(key))) if there else ""
+            require(not wrong, f"loose block {block} was served and is not what was stored: {wrong}")
+        return arrived
+
+    def _answer(self, words: str, each: list[bool], blocks: Sequence[int]) -> list[bool]:
+        there = [block for block, is_there in zip(blocks, each, strict=False) if is_there]
+        self.say(f"{words} -> {_numbers(there)}")
+        require(len(each) == len(blocks), f"asked about {len(blocks)} loose blocks it answers about {len(each)}")
+        return each
+
+    def held_loose(self, blocks: Sequence[int] = range(len(LOOSE))) -> set[int]:
+        """Loose blocks that `lookup_each` names and `get_each` serves. Raises Broken if those are not the same."""
+        held = self.lookup_each(blocks)
+        arrived = self.get_each(blocks)
+        for block, said, came in zip(blocks, held, arrived, strict=True):
+            require(said == came, f"lookup_each says {said} of loose block {block}, get_each {came}")
+        return {block for block, there in zip(blocks, arrived, strict=True) if there}
+
     def delete(self, wanted: Document, *blocks: int) -> int:
         """`Tier.delete` of some blocks; 0 if the tier refuses."""
         words = f"delete({wanted.name}, {', '.join(f'block {block}' for block in blocks)})"
@@ -135,12 +190,17 @@ class MonitoredTier:
         return empty_buffers(count, self.place.slot_bytes, pieces or self._ranks)
 
     def filled(self, keys: Sequence[BlockKey], pieces: int | None = None) -> list[BlockBuffer]:
-        """Buffers with the content of `keys`."""
-        return filled_buffers(keys, self.place.slot_bytes, pieces or self._ranks)
+        """Buffers with the content of `keys`, each of its block's size."""
+        return [filled_buffers([key], self._size(key), pieces or self._ranks)[0] for key in keys]
+
+    def _size(self, key: BlockKey) -> int:
+        return size_of(key, self.place.slot_bytes)
 
     def check_accounts(self, *documents: Document) -> None:
-        """Raises Broken unless the tier's own figures agree with what it serves of `documents`, all that was stored."""
-        held = self.within_reach(documents)
+        """Raises Broken unless the tier's own figures agree with what it holds of `documents` and `LOOSE`, all that was
+        stored."""
+        loose = {key for key, there in zip(LOOSE.keys, self.tier.lookup_each(LOOSE.keys), strict=True) if there}
+        held = self.within_reach(documents) | loose
         headers = {header.key: header for header in self.tier.scan()}
         capacity = self.tier.capacity()
         say = f"{len(held)} blocks can be looked up"
@@ -149,27 +209,37 @@ class MonitoredTier:
         if self.tier.exclusive:  # a shared store may have blocks whose chain another engine has dropped
             require(headers.keys() == held, f"{say}, scan names {len(headers)}")
             require(capacity.blocks == len(held), f"{say}, capacity() counts {capacity.blocks}")
-            least = len(held) * self.place.slot_bytes
+            least = sum(map(self._size, held))
             require(
                 capacity.used_bytes >= least, f"{say}, that is {least} bytes; capacity() says {capacity.used_bytes}"
             )
         bound = capacity.capacity_bytes or capacity.used_bytes
         require(capacity.used_bytes <= bound, f"{capacity.used_bytes} bytes are used of {bound}")
         for wanted in documents:
-            for block, key in enumerate(wanted.keys[: self.tier.lookup(wanted.keys)]):
-                header = headers[key]
-                right = {
-                    "namespace": self.place.namespace.digest,
-                    "parent": wanted.keys[block - 1] if block else b"",
-                    "depth": block,
-                    "length": self.place.slot_bytes,
-                    "digest": self.place.seal.payload_digest([memoryview(content(key, self.place.slot_bytes))]),
-                }
-                found = {name: getattr(header, name) for name in right}
-                wrong = [
-                    f"{name} is {found[name]!r} and not {right[name]!r}" for name in right if found[name] != right[name]
-                ]
-                require(not wrong, f"scan's header of block {block} of {wanted.name}: {'; '.join(wrong)}")
+            for block in range(self.tier.lookup(wanted.keys)):
+                self._check_header(headers, wanted, block, block, wanted.keys[block - 1] if block else b"")
+        for block in range(len(LOOSE)):
+            if LOOSE.keys[block] in loose:
+                self._check_header(headers, LOOSE, block, 0, b"")
+
+    def _check_header(
+        self, headers: Mapping[BlockKey, RecordHeader], wanted: Document, block: int, depth: int, parent: BlockKey
+    ) -> None:
+        header = headers[key := wanted.keys[block]]
+        right = {
+            "namespace": self.place.namespace.digest,
+            "parent": parent,
+            "depth": depth,
+            "length": self._size(key),
+            "digest": self.place.seal.payload_digest([memoryview(content(key, self._size(key)))]),
+        }
+        found = {name: getattr(header, name) for name in right}
+        wrong = [f"{name} is {found[name]!r} and not {right[name]!r}" for name in right if found[name] != right[name]]
+        require(not wrong, f"scan's header of block {block} of {wanted.name}: {'; '.join(wrong)}")
+
+
+def _numbers(blocks: Sequence[int]) -> str:
+    return ", ".join(map(str, blocks)) or "none"
 
 
 def expect(what: str, found: int, right: int) -> None:
