@@ -131,7 +131,7 @@ class RedisConformance(TierConformance):
         group = group_name(place.namespace, place.seal)
         name = record_name(group, key)
         others = [other.name for other in store.names(group) if key_of(other.name) and other.name != name]
-        record, other = (_record(store, one, place) for one in (name, others[0]))
+        record, other = (_record(store, one) for one in (name, others[0]))
         if how is Damage.GONE:
             store.remove([name])
         else:
@@ -144,8 +144,8 @@ def _open(url: str) -> RedisStore:
     return open_redis(parse_tier_url(url))
 
 
-def _record(store: RecordStore, name: str, place: StoreContext) -> bytes:
-    record = bytearray(HEADER_BYTES + place.slot_bytes)
+def _record(store: RecordStore, name: str) -> bytes:
+    record = bytearray(store.size(name) or 0)
     assert store.read([name], [[memoryview(record)]]) == [True]
     return bytes(record)
 
