@@ -17,6 +17,7 @@ from device_beds import BLOCKS, HYBRIDS, SLOTS, Bed
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork
 from kvpact.errors import ConfigError
+from kvpact.index.slot_space import CLASS_SHIFT
 from kvpact.memory.arena import PAGE_BYTES
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.device.played import OnDevice, PlayedDevice
@@ -311,7 +312,11 @@ def test_groups_are_copied_where_the_memory_is_when_it_is_back(on_device: bool) 
     rank = Rank("states", on_device=on_device)
     for state in rank.tensors["layer.2.recurrent"]:
         state[3] = 5
-    rank.run(SaveJob(1, "r", 0, (0,), (3,), group_id=2))
+    hello = rank.worker.hello()
+    assert hello is not None
+    slot = hello.slot_classes[2] << CLASS_SHIFT
+    assert (slot == 0) == on_device, "on a device all slots are of one class"
+    rank.run(SaveJob(1, "r", 0, (slot,), (3,), group_id=2))
     rank.worker.suspend()
     if rank.device is not None:
         rank.device.unmap()
@@ -320,7 +325,7 @@ def test_groups_are_copied_where_the_memory_is_when_it_is_back(on_device: bool) 
     if rank.device is not None:
         rank.device.map(*(tensor for one in fresh.values() for tensor in (one if isinstance(one, list) else [one])))
     rank.worker.memory.resume(rank.seen(fresh))
-    assert rank.run(LoadJob(2, "r", 0, (0,), (6,), synchronous=True, group_id=2)) == {
+    assert rank.run(LoadJob(2, "r", 0, (slot,), (6,), synchronous=True, group_id=2)) == {
         2: JobOutcome(RangeSet.span(0, 1))
     }
     if rank.device is not None:
