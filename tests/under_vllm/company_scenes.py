@@ -94,11 +94,13 @@ def ngram_speculation(model: Path) -> tuple[Thrice, int, Held]:
     return thrice, int(engine.metric("vllm:spec_decode_num_accepted_tokens")), engine.close()
 
 
-def eagle_speculation(model: Path, draft: Path, folder: Path) -> tuple[Thrice, list[Said], list[Pages], Held]:
+def eagle_speculation(
+    model: Path, draft: Path, folder: Path
+) -> tuple[Thrice, list[Said], list[Pages], list[Said], Held]:
     """Answers with guesses of this model.
 
     Beside them a prompt twice, nothing of it in the engine's own prefix cache, and what then lay in its blocks, by
-    layer; the last one is the draft model's.
+    layer; the last one is the draft model's. At last a prompt that begins like that one, loaded and computed.
     """
     guesses = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 3}
     engine = CompanyEngine(model, kvpact=on_disk(folder), speculative_config=guesses)
@@ -110,7 +112,10 @@ def eagle_speculation(model: Path, draft: Path, folder: Path) -> tuple[Thrice, l
         engine.forget()
     thrice = engine.ask_thrice(prompt(2, BLOCKS), max_tokens=40)
     assert engine.metric("vllm:spec_decode_num_drafts") > 0
-    return thrice, answers, pages, engine.close()
+    goes_on = [*prompt(1, BLOCKS, tail=0), *prompt(3, 0, tail=17)]
+    salts: list[dict[str, Any]] = [{}, {"cache_salt": f"nobody had {time.time_ns()}"}]
+    otherwise = [engine.ask({"prompt_token_ids": goes_on, **salt}) for salt in salts]
+    return thrice, answers, pages, otherwise, engine.close()
 
 
 def structured_outputs(model: Path) -> tuple[list[Thrice], list[str], Held]:

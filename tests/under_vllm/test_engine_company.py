@@ -133,12 +133,16 @@ def test_eagle_speculation_loads_the_draft_models_layer_as_well(company: Company
     """It is computed after the forward pass. After a restart with another draft model nothing is found."""
     drafts = [company.make("draft", company.folder / f"draft {seed}", company.model, seed) for seed in (1, 2)]
     for draft, found in ((drafts[0], 0), (drafts[0], BLOCKS), (drafts[1], 0)):
-        seen, answers, (before, after), held = company.play("eagle_speculation", company.model, draft, company.folder)
+        seen, answers, (before, after), (loaded, computed), held = company.play(
+            "eagle_speculation", company.model, draft, company.folder
+        )
         assert_served(seen, found)
         assert [answer.cached_blocks for answer in answers] == [found, BLOCKS]
         assert answers[0].tokens == answers[1].tokens
         assert len(before) == 5, "four layers and the draft model's"
         assert before == after
+        assert [loaded.cached_blocks, computed.cached_blocks] == [BLOCKS, 0]
+        assert loaded.tokens == computed.tokens
         assert held == NOTHING
 
 

@@ -71,6 +71,14 @@ def test_the_first_runner_starts_loads_before_or_after_the_forward_pass(release:
         assert order == ["bind_connector_metadata", "start_load_kv", "yield", "wait_for_save"]
 
 
+def test_with_speculation_the_first_runner_asks_for_results_before_the_step_is_saved(release: str) -> None:
+    """The draft model runs in between: `CacheWorker.poll` waits for its layer's loads."""
+    step = part(release, "v1/worker/kv_connector_model_runner_mixin.py", "_get_kv_connector_output")
+    assert re.search(r"not defer_finalize\)?:\s+kv_connector.wait_for_save\(\)", ast.unparse(step))
+    later = part(release, "v1/worker/kv_connector_model_runner_mixin.py", "finalize_kv_connector")
+    assert those(calls(later), "wait_for_save", "get_transfer_results", "get_finished") == ["wait_for_save"]
+
+
 def test_the_second_runner_starts_loads_before_or_after_the_forward_pass(release: str) -> None:
     active = part(release, "v1/worker/gpu/kv_connector.py", "ActiveKVConnector")
     before, after = function(active, "pre_forward"), function(active, "post_forward")

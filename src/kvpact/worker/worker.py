@@ -313,10 +313,14 @@ class CacheWorker(ExternalCacheWorker):
                 self.jobs.recall((job.job_id,))
 
     def poll(self) -> EndedLoads:
-        """The step is over: take in what the transfer threads finished, and tell what the engine must know of it."""
+        """The step is over: take in what the transfer threads finished, and tell what the engine must know of it.
+
+        With speculation a draft model is still to run, and `end_forward` comes after it: loads are waited for here.
+        """
         self._check_adapters()
         if self._segment is not None:
             self._segment.pages.step_ended()
+        self.wait_for_loads()
         self._take_in_ended()
         for job in self._synchronous:
             if not self._is_ordered(job):
