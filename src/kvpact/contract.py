@@ -1,8 +1,7 @@
 """The pact: what a scheduler and an external KV cache promise each other.
 
 Owns the types that cross the border and the two abstract classes an author implements: `ExternalCache` in the
-scheduler's process, `ExternalCacheWorker` beside each rank's KV memory. Holds no behaviour beyond combining
-reports. Needs nothing but the standard library and the range algebra.
+scheduler's process, `ExternalCacheWorker` beside each rank's KV memory. Holds no behaviour beyond combining reports.
 
 The life of a match (the table is in `ledger.py`): the scheduler *prepares* it (the answer stays loadable from then on),
 then either *commits* it, for the number of tokens it finally chose, or *aborts* it. A committed match is settled by the
@@ -18,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvpact._moved import renamed
 from kvpact.errors import WeightsVersionRefused
+from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import BlockKey, RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet, hull
 
@@ -296,7 +296,8 @@ class CacheSpec:
 
     `block_size` is in tokens; one rank copies at most `slot_bytes` of one block; the cache gives its jobs slots below
     `num_slots`. `namespace` is a digest (32 bytes) of all that gives a block's bytes their meaning but the weights:
-    enough for a cache that ends with the engine, as a reset announces other weights. `clock` (seconds) never goes back.
+    enough for a cache that ends with the engine, as a reset announces other weights. `clock`: seconds, never goes back.
+    `groups`: None for one of full attention.
     """
 
     block_size: int
@@ -305,7 +306,7 @@ class CacheSpec:
     slot_bytes: int
     namespace: bytes
     clock: Callable[[], float]
-    num_groups: int = 1
+    groups: GroupSet | None = None
 
 
 class ExternalCache(ABC):

@@ -73,6 +73,7 @@ class MountedCache:
             metrics=metrics,
             budget=budget,
             groups=groups,
+            classes=hellos[0].slot_classes,
         )
         self.cache = self.opened.cache
         if tiers is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.cache import PactCache
@@ -65,9 +64,9 @@ def open_cache(
     metrics: Metrics,
     budget: StepBudget,
     groups: GroupSet | None = None,
+    classes: Sequence[int] = (),
 ) -> OpenCache:
     """The cache that `config` names; the arguments are those of `PactCache`. Raises ConfigError if it cannot open."""
-    several: dict[str, Any] = {} if groups is None else {"groups": groups}
     if config.cache is None:
         own = PactCache(
             config,
@@ -78,7 +77,8 @@ def open_cache(
             clock=clock,
             metrics=metrics,
             budget=budget,
-            **several,
+            groups=groups,
+            classes=classes,
         )
         return OpenCache(own, own.observe, arena, own)
     spec = CacheSpec(
@@ -88,7 +88,7 @@ def open_cache(
         slot_bytes=arena.rank_slot_bytes,
         namespace=namespace,
         clock=clock,
-        num_groups=len(groups.groups) if groups is not None else 1,
+        groups=groups,
     )
     cache = _find_factory(config.cache)(spec)
     if not isinstance(cache, ExternalCache):

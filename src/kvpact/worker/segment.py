@@ -75,7 +75,8 @@ class Sharing:
 def open_segment(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sharing, device_type: str) -> ArenaSegment:
     """The memory with this rank's slots, for blocks of each of these KV cache groups.
 
-    Copies of other devices than a CPU reach slots of one class only, which then has room for the largest block.
+    Copies of other devices than a CPU, and caches of other authors, know slots of one class only, which then has room
+    for the largest block.
     Raises ConfigError if `memory` does not fit in this machine, or if the rank that has the slots cannot share them.
     """
     if place.tell_others is None:
@@ -102,7 +103,7 @@ def open_segment(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sha
 
 def _create(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sharing, device_type: str) -> ArenaSegment:
     sizes = place.classes_of([sum(layout.layer_page_bytes) for layout in layouts])[1]
-    if len(sizes) == 1 or device_type != "cpu":
+    if len(sizes) == 1 or device_type != "cpu" or config.cache is not None:
         return ArenaSegment.create(slots_for(config.memory, max(sizes), place.pieces), max(sizes), place.pieces)
     extents = extents_for(config.memory, sizes, place.pieces, ranks_differ=place.stages > 1)
     return ArenaSegment.create_extents(extents, place.pieces)

@@ -313,10 +313,7 @@ class CacheWorker(ExternalCacheWorker):
                 self.jobs.recall((job.job_id,))
 
     def poll(self) -> EndedLoads:
-        """The step is over: take in what the transfer threads finished, and tell what the engine must know of it.
-
-        With speculation a draft model is still to run, and `end_forward` comes after it: loads are waited for here.
-        """
+        """The model has run, perhaps its draft model not yet: what has ended, and what the engine must know of it."""
         self._check_adapters()
         if self._segment is not None:
             self._segment.pages.step_ended()

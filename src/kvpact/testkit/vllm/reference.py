@@ -16,6 +16,6 @@ def make(spec: CacheSpec) -> ReferenceCache:
         spec.block_size,
         spec.num_slots,
         num_ranks=spec.num_ranks,
-        num_groups=spec.num_groups,
+        groups=spec.groups,
         asynchronous=TAKES_FAILED_REQUESTS,
     )
