@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from broken_caches import BROKEN_GROUPS, made_of
 
-from kvpact.engine import ReferenceCache
+from kvpact.engine import GroupKind, KVCacheGroup, ReferenceCache
 from kvpact.testkit.cache.conformance import run_conformance
-from kvpact.testkit.cache.operations import Figures
+from kvpact.testkit.cache.operations import Call, Figures, HarnessSettings, perform
 from kvpact.testkit.cache.random_plays import random_play
 from kvpact.testkit.cache.subjects import reference_cache
 from kvpact.testkit.results import Verdict
@@ -19,6 +19,25 @@ def test_a_mistake_with_groups_is_found_by_its_check(kind: type[ReferenceCache])
     for factory, verdict in ((made_of(kind), Verdict.BROKEN), (reference_cache, Verdict.KEPT)):
         (found,) = run_conformance(factory, only=f"^{check}$", modes=("native", "vllm-0.32")).checks
         assert found.verdict is verdict, found
+
+
+def test_a_state_is_saved_though_its_last_token_is_named_a_step_later() -> None:
+    """An engine that schedules ahead computes a token before it knows it: the save of the next step is right."""
+
+    class SavesLater(ReferenceCache):
+        """A state is saved in the step after the one that ends at its boundary, too."""
+
+        def _full(self, group: KVCacheGroup, computed: int) -> range:
+            return (
+                super()._full(group, computed - 1) if group.kind is GroupKind.STATE else super()._full(group, computed)
+            )
+
+    groups = (KVCacheGroup(GroupKind.FULL, 4), KVCacheGroup(GroupKind.STATE, 4))
+    settings = HarnessSettings("vllm-0.32", groups=groups, num_slots=48)
+    calls = [Call.of("arrive", shared=5, tail=1, outputs=9), Call.of("step", times=14)]
+    figures = Figures()
+    assert perform(made_of(SavesLater), settings, calls, figures=figures) is None
+    assert figures.counts["finished"] >= 1
 
 
 @pytest.mark.proof

@@ -76,6 +76,8 @@ class Known:
     computed: int = 0
     noted: tuple[int, ...] = ()
     """The engine's blocks that were full when the request was last computed."""
+    unnamed: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Group and number of a block that is full before its last token is known to the scheduler -> the engine's."""
     failed_from: int | None = None
     asked_since: float | None = None
 
@@ -115,13 +117,18 @@ class JobMonitor:
         return ()
 
     def _note_groups(self, name: str, keys: list[BlockKey], computed: int) -> None:
+        known = self._requests[name]
+        before, known.unnamed = known.unnamed, {}
         for group, table in enumerate(self._tables(name)):
             full, others = self.kinds.full(group, table, computed)
             for block in others:
                 self._contents.pop(table[block], None)
-            for block in full:
+            late = {block for (of, block), there in before.items() if of == group and [there] == [*table[block:][:1]]}
+            for block in late.union(full).difference(others):
                 content = self.kinds.content(keys, group, block)
-                if content is not None:
+                if content is None:
+                    known.unnamed[group, block] = table[block]
+                else:
                     self._contents[table[block]] = content
 
     def _take_load(self, job: LoadJob) -> None:
