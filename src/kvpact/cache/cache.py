@@ -92,7 +92,7 @@ class PactCache(ExternalCache):
         """Tokens that the engine computes in the running step, and blocks that its commits load into."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), arena.num_ranks
-        sides = Sides(groups, index, classes) if groups is not None and groups.sides else None
+        sides = Sides(groups, index, classes) if groups is not None and not groups.is_plain else None
         root = groups.chain_digest if groups is not None else NO_GROUPS
         requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))

@@ -189,7 +189,8 @@ class Offloader:
         if self._context is not None:
             self._context.touch(held)
         pin, leaving = self.index.pin(keys[-1]), run.leaving.intersection(held)
-        self.jobs.order_save(run.request_id, run.start, reservation.slots, held, keys, pin, now, leaving)
+        chain = self.side_saves.sides.groups.chain or 0 if self.side_saves is not None else 0
+        self.jobs.order_save(run.request_id, run.start, reservation.slots, held, keys, pin, now, leaving, chain)
         return len(held)
 
     def check(self) -> None:

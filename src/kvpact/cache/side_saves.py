@@ -85,7 +85,7 @@ class SideSaves:
             end = min(computed // size, len(table))
             new = [
                 block
-                for block in self._wanted(state, number, range(first // size, end), known)
+                for block in self._wanted(state, number, range(first // size, end), computed, known)
                 if not self.sides.is_null(table[block])
                 and groups.row_of(number, block) < sound_rows
                 and self.tags.same_prefix([table[block]], 0, state.tag)
@@ -99,11 +99,13 @@ class SideSaves:
         name = self.sides.key(state, number, block)
         return name is not None and name not in self.index and self.sides.parent(state, number, block) in self.index
 
-    def _wanted(self, state: RequestState, number: int, new: range, known: int) -> Sequence[int]:
+    def _wanted(self, state: RequestState, number: int, new: range, computed: int, known: int) -> Sequence[int]:
         """Those of a group's new blocks that a later request may need: all of them, or those where windows end."""
         group, size = self.sides.groups.groups[number], self.sides.groups.block_size
-        if group.kind in (GroupKind.FULL, GroupKind.STATE):
+        if group.kind is GroupKind.FULL:
             return new
+        if group.kind is GroupKind.STATE:  # a step leaves the state of its end, and what it was begun with
+            return [block for block in new if (block + 1) * group.block_size == computed]
         ends = [known - 1, *(rows * size for rows in state.branches)]
         whole = [end - end % self.sides.groups.alignment for end in ends if end > 0]
         last = range(max(new.start, group.needed(whole[0]).start if whole else 0), new.stop)

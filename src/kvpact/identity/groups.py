@@ -133,6 +133,11 @@ class GroupSet:
             return bytes(KEY_BYTES)
         return blake3(b"".join(group.digest for group in self.groups)).digest()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a match needs its blocks of one group with full attention, and nothing else."""
+        return not self.sides and not any(group.drops_last for group in self.groups)
+
     def row_of(self, number: int, block: int) -> int:
         """The row of the chain in which a group's block ends."""
         return ((block + 1) * self.groups[number].block_size - 1) // self.block_size

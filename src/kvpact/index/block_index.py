@@ -127,10 +127,9 @@ class BlockIndex(Rows):
 
     @property
     def waiting_slots(self) -> int:
-        """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends."""
-        if isinstance(self.space, PlainSlots):
-            return self.usable_slots - self.free_slots - len(self)
-        return self._state.count(CANCELLED) + self._state.count(DOOMED)
+        """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends. O(n)."""
+        states = self._state[: self.usable_slots] if type(self.space) is PlainSlots else self._state
+        return states.count(CANCELLED) + states.count(DOOMED)
 
     def entries(self) -> Iterator[StoredBlock]:
         """The held blocks of chains in the order in which they would be evicted if nothing were pinned. O(n log n)."""

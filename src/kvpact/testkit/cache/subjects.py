@@ -5,7 +5,6 @@ Owns the description of the place and the factories of kvpact's own caches. Runs
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from kvpact.config import load_config
 from kvpact.contract import ExternalCache, ExternalCacheWorker
 from kvpact.engine import ReferenceCache
 from kvpact.errors import TierError
-from kvpact.identity.groups import GroupKind, GroupSet
+from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.testkit.faults import Faults, FaultyTier
@@ -114,9 +113,6 @@ def made_for(factory: CacheFactory, place: CacheContext) -> CacheUnderTest:
     return CacheUnderTest(made) if isinstance(made, ExternalCache) else made
 
 
-KNOWS_GROUPS = "groups" in inspect.signature(PactCache).parameters
-
-
 def _named(groups: GroupSet) -> GroupSet:
     """The groups with digests, as layer names give them."""
     named: list[dict[str, Any]] = [{"digest": bytes([number + 1]) * 32} for number in range(len(groups.groups))]
@@ -151,9 +147,6 @@ def pact_cache(
     if shared:
         store = DictionaryStore(_records_at(place.shared_directory), place.faults)
         tiers.append(place.queue(SharedTier(store, namespace, place.num_ranks * slot_bytes)))
-    only = place.groups.groups[0]
-    is_plain = place.num_groups == 1 and only.kind is GroupKind.FULL and not only.drops_last
-    groups: dict[str, Any] = {} if is_plain or not KNOWS_GROUPS else {"groups": _named(place.groups)}
     # The scene's clock does not show whether a load is worth its time.
     defaults = {"plan_lifetime": 0.05, "prepare_deadline": 0.5, "load_deadline": 0.5, "recompute_if_faster": False}
     cache = PactCache(
@@ -164,7 +157,7 @@ def pact_cache(
         tiers=tiers,
         clock=place.clock,
         lazy_window=lazy_window,
-        **groups,
+        groups=_named(place.groups),
     )
 
     def held() -> Mapping[str, int]:
