@@ -297,7 +297,6 @@ class CacheSpec:
     `block_size` is in tokens; one rank copies at most `slot_bytes` of one block; the cache gives its jobs slots below
     `num_slots`. `namespace` is a digest (32 bytes) of all that gives a block's bytes their meaning but the weights:
     enough for a cache that ends with the engine, as a reset announces other weights. `clock`: seconds, never goes back.
-    `groups`: None for one of full attention.
     """
 
     block_size: int
@@ -306,7 +305,7 @@ class CacheSpec:
     slot_bytes: int
     namespace: bytes
     clock: Callable[[], float]
-    groups: GroupSet | None = None
+    groups: GroupSet | None = None  # one of full attention
 
 
 class ExternalCache(ABC):

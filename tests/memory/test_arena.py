@@ -20,12 +20,8 @@ import pytest
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.memory import arena as arena_module
 from kvpact.memory import limits
-from kvpact.memory.arena import (
-    Arena,
-    ArenaSegment,
-    SegmentAddress,
-    SlotLayout,
-)
+from kvpact.memory.arena import Arena, ArenaSegment, SegmentAddress
+from kvpact.memory.layout import SlotLayout
 
 MIB = 1 << 20
 PIECE = 2 * 4096

@@ -236,7 +236,7 @@ def outcome(done: int) -> JobOutcome:
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_h08_a_load_of_groups_arrives_once_and_as_a_whole(failing: int | None) -> None:
-    jobs = RankJobs(whole_requests=True)
+    jobs = RankJobs(stores=True, whole_requests=True)
     jobs.order([part(1, 0), part(2, 1)])
     jobs.end(1, outcome(1 if failing == 0 else 2))
     assert not jobs.ended_loads().arrived
@@ -249,7 +249,7 @@ def test_h08_a_load_of_groups_arrives_once_and_as_a_whole(failing: int | None) -
 
 
 def test_h08_an_overdue_part_of_a_load_ends_the_wait_for_all_parts() -> None:
-    jobs = RankJobs(whole_requests=True)
+    jobs = RankJobs(stores=True, whole_requests=True)
     jobs.order([part(1, 0), part(2, 1)])
     jobs.leave_overdue(1, None)
     ended = jobs.ended_loads()
@@ -261,7 +261,7 @@ def test_h08_an_overdue_part_of_a_load_ends_the_wait_for_all_parts() -> None:
 
 
 def test_a_load_of_groups_that_was_never_ordered_is_lost() -> None:
-    jobs = RankJobs(whole_requests=True)
+    jobs = RankJobs(stores=True, whole_requests=True)
     jobs.report_broken([UnorderedLoad("r", (), synchronous=False)])
     ended = jobs.ended_loads()
     assert ended.arrived == ended.lost == {"r"}
@@ -269,7 +269,7 @@ def test_a_load_of_groups_that_was_never_ordered_is_lost() -> None:
 
 def test_no_answer_is_computed_over_blocks_that_did_not_arrive() -> None:
     """vLLM takes no word of single blocks where there are several groups."""
-    jobs = RankJobs(whole_requests=True)
+    jobs = RankJobs(stores=True, whole_requests=True)
     jobs.order([part(1, 0, synchronous=True)])
     jobs.end(1, outcome(1))
     with pytest.raises(StepLoadLost, match="several KV cache groups"):

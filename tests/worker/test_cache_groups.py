@@ -18,7 +18,7 @@ from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork
 from kvpact.errors import ConfigError
 from kvpact.index.slot_space import CLASS_SHIFT
-from kvpact.memory.arena import PAGE_BYTES
+from kvpact.memory.layout import PAGE_BYTES
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.device.played import OnDevice, PlayedDevice
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine

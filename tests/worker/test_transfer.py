@@ -19,8 +19,9 @@ from hook_time import assert_ends_within
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.memory.arena import PAGE_BYTES, ArenaSegment, SlotClass
+from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.memory.extents import Extents
+from kvpact.memory.layout import PAGE_BYTES
 from kvpact.memory.prefault import HUGE_BYTES
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine

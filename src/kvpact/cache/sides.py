@@ -25,7 +25,7 @@ from kvpact.ranges import BlockRange
 
 logger = logging.getLogger(__name__)
 
-NAMES_PER_SLOT, MOST_NAMES = 64, 1 << 20
+NAMES_PER_SLOT, MAX_NAMES = 64, 1 << 20
 """Rows of a chain without bytes: for each slot of the side groups' blocks, and at most."""
 
 Runs = list[tuple[SideBlocks, tuple[int, ...]]]
@@ -203,7 +203,7 @@ def index_of(arena: Arena, groups: GroupSet | None, classes: Sequence[int]) -> B
         space = arena.slot_space(0)
         chain = classes[groups.chain] if groups is not None and groups.chain is not None and classes else 0
     else:
-        space = arena.slot_space(min(MOST_NAMES, NAMES_PER_SLOT * arena.num_slots * max(1, *arena.places)))
+        space = arena.slot_space(min(MAX_NAMES, NAMES_PER_SLOT * arena.num_slots * max(1, *arena.places)))
         chain = len(arena.places)
     return BlockIndex(space.num_rows, space=space, classes=len(space.free), chain_class=chain)
 

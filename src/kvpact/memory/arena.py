@@ -14,13 +14,13 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.index.classed_slots import ClassedSlots
 from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots, PlainSlotsAndNames, SlotSpace
 from kvpact.memory import numa
 from kvpact.memory.extents import Extents
+from kvpact.memory.layout import PAGE_BYTES
 from kvpact.memory.limits import require_available
 from kvpact.memory.mapping import boot_id, map_aligned, pid_namespace
 from kvpact.memory.prefault import HUGE_BYTES, PageTaker
@@ -31,9 +31,6 @@ logger = logging.getLogger(__name__)
 MEMFD = "kvpact-arena"
 """The name that arenas have in /proc."""
 
-PAGE_BYTES = 4096
-"""Alignment of every slot piece, in bytes: O_DIRECT and page mapping need it."""
-
 NOTICE_BYTES = PAGE_BYTES
 """The end of each segment, after all slots: what a rank reports of its weights (`kvpact.identity.notices`)."""
 
@@ -41,23 +38,6 @@ USABLE_BYTES = 8
 """The end of that page: the number of slots that are usable now, plus 1; 0 if all are and always were."""
 
 _PLACE = (1 << EXTENT_SHIFT) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SlotLayout:
-    """The layout of one rank's piece of a slot: layer by layer, in the order of registration, in bytes."""
-
-    layer_page_bytes: tuple[int, ...]
-
-    @property
-    def rank_slot_bytes(self) -> int:
-        """Bytes of one rank's piece, rounded up to whole memory pages."""
-        return -(-sum(self.layer_page_bytes) // PAGE_BYTES) * PAGE_BYTES
-
-    @property
-    def layer_offsets(self) -> tuple[int, ...]:
-        """The offset of each layer's page in the piece."""
-        return tuple(accumulate(self.layer_page_bytes, initial=0))[:-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterator
 from typing import Self
 
-from kvpact.memory.arena import PAGE_BYTES, ArenaSegment, SegmentAddress
+from kvpact.memory.arena import ArenaSegment, SegmentAddress
+from kvpact.memory.layout import PAGE_BYTES
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class EndedLoads:
 class RankJobs:
     """What was ordered of one rank, what became of it, and what the engine has not been told yet."""
 
-    def __init__(self, *, stores: bool = True, whole_requests: bool = False) -> None:
+    def __init__(self, *, stores: bool, whole_requests: bool) -> None:
         """`stores` is false of a rank that owes no copy of a save, because another one stores the same bytes.
 
         With `whole_requests` a request's asynchronous load is one job for each KV cache group, or more, and arrives or

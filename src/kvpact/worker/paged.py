@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.memory.arena import SlotLayout
+from kvpact.memory.layout import SlotLayout
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 

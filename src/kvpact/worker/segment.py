@@ -14,8 +14,9 @@ from typing import TypeAlias
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError, KvpactError
-from kvpact.memory.arena import ArenaSegment, SlotLayout
+from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.extents import extents_for, slot_classes, slots_for
+from kvpact.memory.layout import SlotLayout
 from kvpact.memory.shared_slots import SharedSlots
 from kvpact.units import format_size
 from kvpact.wire import LentSegment, decode, encode
@@ -66,6 +67,10 @@ class Sharing:
     def classes_of(self, group_bytes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See `slot_classes`."""
         return slot_classes([SlotLayout((each,)).rank_slot_bytes for each in group_bytes], ranks_differ=self.stages > 1)
+
+    def classes_in(self, segment: ArenaSegment, group_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Of each KV cache group the class of its slots in this segment."""
+        return self.classes_of(group_bytes)[0] if segment.unit == "extent" else (0,) * len(group_bytes)
 
     def step_budget(self, config: KvpactConfig) -> int:
         """Bytes that a step may load of what it finds; where another rank reads, that one sees to it."""

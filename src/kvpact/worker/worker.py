@@ -110,16 +110,11 @@ class CacheWorker(ExternalCacheWorker):
         """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
         if self._segment is None or self.memory is None:
             return None
-        sizes = self.memory.group_bytes
+        sizes, segment, sharing = self.memory.group_bytes, self._segment, self._sharing
         return WorkerHandshake(
-            self.place.rank,
-            self._segment.address(),
-            self.has_step_hook,
-            self.watches_weights,
-            group_bytes=sizes,
-            slot_classes=self._sharing.classes_of(sizes)[0] if len(self._segment.classes) > 1 else (0,) * len(sizes),
-            slots_of=self._sharing.slots_of,
-        )
+            self.place.rank, segment.address(), self.has_step_hook, self.watches_weights, group_bytes=sizes,
+            slot_classes=sharing.classes_in(segment, sizes), slots_of=sharing.slots_of,
+        )  # fmt: skip
 
     # Before the step
 

@@ -14,7 +14,8 @@ from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import PactViolation
 from kvpact.index.classed_slots import MAX_PLACES
 from kvpact.index.slot_space import EXTENT_SHIFT
-from kvpact.memory.arena import PAGE_BYTES, ArenaSegment, SlotClass
+from kvpact.memory.arena import ArenaSegment, SlotClass
+from kvpact.memory.layout import PAGE_BYTES
 from kvpact.threads import start_background
 from kvpact.worker.copy.base import Job, classes_by_group, require_cache_group
 from kvpact.worker.paged import Bytes, CopyPlan, PagedKV
