@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvpact.cache.cache import PactCache
 from kvpact.config import load_config
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, SimulatedWorker
 from kvpact.engine.engine import StepClock
 from kvpact.engine.simulated_worker import Job
-from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
+from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.memory.extents import Extents
@@ -20,14 +21,7 @@ SLOT_BYTES = 4096
 
 def group_set(config: EngineConfig) -> GroupSet:
     """The engine's groups as the cache is told of them."""
-    return GroupSet(
-        tuple(
-            KVCacheGroup(GroupKind.WINDOW, config.block_size, group.sliding_window, digest=bytes([number]) * 32)
-            if group.sliding_window is not None
-            else KVCacheGroup(GroupKind.FULL, config.block_size, digest=bytes([number]) * 32)
-            for number, group in enumerate(config.groups)
-        )
-    )
+    return GroupSet(tuple(replace(group, digest=bytes([number]) * 32) for number, group in enumerate(config.groups)))
 
 
 def pact_engine(
@@ -54,7 +48,7 @@ def pact_engine(
     cache = PactCache(
         load_config({"plan_lifetime": 0.05, **settings}, {}),
         namespace=Namespace({"model": "oracle"}).digest,
-        block_size=config.block_size,
+        block_size=group_set(config).block_size,
         arena=Arena(segments),
         tiers=tiers,
         clock=clock,

@@ -7,25 +7,29 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kinds import random_groups
 from pact import SLOT_BYTES, pact_engine
 from test_pact_cache import PRESETS, nothing_held
 from workloads import Chance, outputs_of, prompt, run_with_upheaval, workload
 
 from dictionary_tier import DictionaryTier
 from kvpact.cache.cache import PactCache
-from kvpact.engine import Engine, EngineConfig, EngineQuirks, KVCacheGroup, Request
+from kvpact.engine import Engine, EngineConfig, EngineQuirks, Request
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import Namespace
 from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from kvpact.tiers.base import Tier
 from kvpact.tiers.shared.tier import SharedTier
 
+FULL, WINDOW, CHUNK, STATE = GroupKind
 SETS = (
-    (KVCacheGroup(), KVCacheGroup(sliding_window=20)),
-    (KVCacheGroup(sliding_window=40), KVCacheGroup(), KVCacheGroup(sliding_window=20)),
-    (KVCacheGroup(sliding_window=40),),
-    (KVCacheGroup(), KVCacheGroup()),
-    (KVCacheGroup(sliding_window=40), KVCacheGroup(sliding_window=17)),
+    (KVCacheGroup(FULL, 16), KVCacheGroup(WINDOW, 16, 20)),
+    (KVCacheGroup(WINDOW, 16, 40), KVCacheGroup(FULL, 16), KVCacheGroup(WINDOW, 16, 20)),
+    (KVCacheGroup(WINDOW, 16, 40),),
+    (KVCacheGroup(FULL, 16), KVCacheGroup(FULL, 16)),
+    (KVCacheGroup(WINDOW, 16, 40), KVCacheGroup(WINDOW, 16, 17)),
+    (KVCacheGroup(FULL, 16), KVCacheGroup(CHUNK, 16, 40), KVCacheGroup(WINDOW, 8, 30)),
 )
 
 
@@ -43,10 +47,10 @@ def test_a_prompt_that_was_seen_is_loaded(groups: tuple[KVCacheGroup, ...]) -> N
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10_000),
-    groups=st.sampled_from(SETS),
+    groups=st.one_of(st.sampled_from(SETS), st.integers(0, 10_000).map(lambda seed: random_groups(seed, 16))),
     small=st.booleans(),
     prefix_caching=st.booleans(),
     upheaval=st.booleans(),
@@ -66,13 +70,15 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
     classed: bool,
 ) -> None:
     config = EngineConfig(
-        num_blocks=(14 if small else 60) * len(groups),
+        num_blocks=(14 if small else 60) * 2 * len(groups),
         num_ranks=1 + seed % 2,
         num_layers=1 + seed // 2 % 2,
         max_tokens_per_step=(48, 512)[seed % 2],
         prefix_caching=prefix_caching,
         policy=("fcfs", "priority")[seed % 2],
+        block_size=GroupSet(groups).block_size,
         groups=groups,
+        exact_drafts=False,
     )
     plain = Engine(
         EngineConfig(num_blocks=1000, num_ranks=config.num_ranks, num_layers=config.num_layers, groups=groups)
