@@ -85,6 +85,24 @@ def memory_of(layout: str, device: str = "cpu") -> tuple[dict[str, Any], PagedKV
     return tensors, PagedKV.from_tensors(tensors, BLOCKS, groups)
 
 
+LIMITS = [
+    (module, name, getattr(module, name))
+    for module, name in (
+        (round_trip, "LIMIT_SECONDS"),
+        (lane, "PIECE_BYTES"),
+        (engine, "MAX_ENTRIES_AT_ONCE"),
+        (bounce, "PART_BYTES"),
+        (pinned, "CHUNK_BYTES"),
+    )
+]
+
+
+def undo_limits() -> None:
+    """All as it was when this file was loaded: beds may be open at the same time, and end in any order."""
+    for module, name, value in LIMITS:
+        setattr(module, name, value)
+
+
 class PlayedKernel:
     """Loads by a kernel, which reads host memory in stream order."""
 
@@ -216,7 +234,7 @@ class Bed:
             self.driver.finish()
 
     def close(self) -> None:
-        self._limits.undo()
+        undo_limits()
         self._second.shutdown()
         assert self.engine.close(10)
         if self.bounce is not None:
@@ -301,7 +319,7 @@ class CudaBed:
     def close(self) -> None:
         self._second.shutdown()
         assert self.engine.close(10)
-        self._limits.undo()
+        undo_limits()
         self.segment.close()
 
     def play(self, seed: int, steps: int = 40) -> list[str]:
