@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -103,6 +104,27 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
     engine.step()
     engine.check_nothing_held()
     nothing_held(cast(PactCache, engine.cache))
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (KVCacheGroup(FULL, 16, drops_last=True),),
+        (KVCacheGroup(FULL, 16), KVCacheGroup(FULL, 16)),
+        (KVCacheGroup(FULL, 16), KVCacheGroup(FULL, 32, drops_last=True)),
+    ],
+)
+def test_h05_a_match_of_full_attention_may_be_cut_anywhere(groups: tuple[KVCacheGroup, ...]) -> None:
+    """An engine that rounds a match to its own number of tokens, and counts on what it commits."""
+    quirks = replace(PRESETS["vllm-0.32"], rounds_match_to_tokens=70)
+    engine = pact_engine(EngineConfig(groups=groups, prefix_caching=False, exact_drafts=False), quirks)
+    cache = cast(PactCache, engine.cache)
+    for name in ("first", "second"):
+        engine.add_request(Request(name, prompt(200), 4))
+        engine.run()
+    assert outputs_of(engine)["first"] == outputs_of(engine)["second"]
+    assert cache.ledger.totals.used_tokens == 140
+    nothing_held(cache)
 
 
 class Life:

@@ -93,6 +93,9 @@ class Loads:
         """The engine takes less than was promised: pins on what that needs; None if memory does not have it."""
         rows = plan.blocks.start + num_blocks_for(num_tokens, self.block_size)
         end = plan.blocks.start * self.block_size + num_tokens
+        if sides.reads_all:
+            plan.slots = PlanSlots(plan.slots.chain, sides.first_of(plan.slots.sides, end))
+            return ()
         found = sides.longest(state, rows, plan.blocks.start, self.index.is_held)
         if found != rows or end % self.block_size or not sides.may_end_at(end):
             return None

@@ -156,6 +156,20 @@ class Sides:
                     self.index.touch(name)
         return tuple(runs), pins
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether any part of a match is one, because each group keeps all blocks of it."""
+        return all(group.kind is GroupKind.FULL for group in self.groups.groups)
+
+    def first_of(self, runs: Sequence[SideBlocks], num_tokens: int) -> tuple[SideBlocks, ...]:
+        """What a match of so many tokens needs of the runs of a longer one, where each group keeps all blocks."""
+        ends = [self.groups.groups[run.group].needed(num_tokens).end - run.start for run in runs]
+        return tuple(
+            SideBlocks(run.group, run.start, run.keys[:end], run.slots[:end])
+            for run, end in zip(runs, ends, strict=True)
+            if end > 0
+        )
+
     def may_end_at(self, num_tokens: int) -> bool:
         """Whether a match may be cut to end there: a state is of use at the end of its block alone."""
         return not any(num_tokens % group.block_size for group in self.groups.groups if group.kind is GroupKind.STATE)
