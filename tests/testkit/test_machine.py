@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvpact.contract import ExternalCache
+from kvpact.identity.groups import GroupKind, KVCacheGroup
 from kvpact.testkit.cache import random_plays
 from kvpact.testkit.cache.conformance import CacheContext, CacheUnderTest
 from kvpact.testkit.cache.machine import PactMachine
@@ -149,3 +150,9 @@ def test_a_soak_that_fails_names_the_seed_and_the_calls(monkeypatch: pytest.Monk
 
 def test_the_soak_goes_through_every_configuration() -> None:
     assert [*SUBJECTS] == [*MEMORY, "disk", "disk, asynchronous", *SHARED, *LAZY, *REFERENCE]
+
+
+def test_a_cache_of_several_full_groups_has_the_room_of_a_new_one() -> None:
+    groups = (KVCacheGroup(GroupKind.FULL, 4),) * 3
+    settings = HarnessSettings(num_slots=48, num_blocks=42, groups=groups)
+    assert perform(pact_cache, settings, []) is None

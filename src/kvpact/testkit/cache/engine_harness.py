@@ -175,6 +175,7 @@ class EngineHarness:
             write_queue_bytes=settings.write_queue_bytes,
         )
         self.subject = made_for(factory, self.place)
+        config = replace(config, exact_drafts=settings.exact_drafts and self.subject.exact_drafts)
         if not (config.keeps_everything or self.subject.cache.supports_kv_cache_groups):
             self.subject.close()
             raise NotObservable("the cache knows one KV cache group, of full attention (`supports_kv_cache_groups`)")

@@ -132,7 +132,8 @@ class CacheHarness(EngineHarness):
 
     def room(self) -> int:
         """Tokens that the cache promises of a new prompt that just fits; they become fewer if room is lost."""
-        blocks = min(self.settings.num_slots, self.settings.num_blocks - 3 - self.quirks.keeps_free_blocks)
+        reserve = 1 + 2 * self.place.num_groups + self.quirks.keeps_free_blocks
+        blocks = min(self.settings.num_slots, self.settings.num_blocks - reserve)
         whole = self.engine.config.tokens_in(blocks)
         whole -= whole % self.engine.scheduler.kv.group_set.alignment
         tokens = [7_000_000 + position for position in range(whole + 1)]
