@@ -3,15 +3,14 @@ refused."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
+from model_families import gemma_like, save_model
+from transformers import MambaConfig, MambaForCausalLM
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
@@ -21,40 +20,12 @@ from kvpact.demo.model import TINY_SHAPE
 pytestmark = pytest.mark.engine
 
 BLOCKS = 6
-WINDOW = 2 * BLOCK
-"""Tokens; a prompt is three times as long."""
-
-
-def save(model: PreTrainedModel, directory: Path, tiny_model: Path) -> Path:
-    """The model, with the tokenizer of the tiny one."""
-    model.to(torch.bfloat16).save_pretrained(directory)
-    for file in tiny_model.glob("*token*"):
-        shutil.copy(file, directory)
-    return directory
+"""Three windows long."""
 
 
 @pytest.fixture
 def window_model(tiny_model: Path, tmp_path: Path) -> Path:
-    """Like Gemma 3: layers with a sliding window, and one in four with full attention."""
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=TINY_SHAPE.vocabulary,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-        query_pre_attn_scalar=64,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        max_position_embeddings=8192,
-        initializer_range=0.06,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    return save(Gemma3ForCausalLM(config), tmp_path / "windows", tiny_model)
+    return gemma_like(tmp_path / "windows", tiny_model)
 
 
 @pytest.fixture
@@ -62,7 +33,7 @@ def state_space_model(tiny_model: Path, tmp_path: Path) -> Path:
     config = MambaConfig(
         vocab_size=TINY_SHAPE.vocabulary, hidden_size=64, num_hidden_layers=2, bos_token_id=0, eos_token_id=0
     )
-    return save(MambaForCausalLM(config), tmp_path / "states", tiny_model)
+    return save_model(MambaForCausalLM(config), tmp_path / "states", tiny_model)
 
 
 GROUPED = {"cache": "kvpact.testkit.vllm.reference:make"}

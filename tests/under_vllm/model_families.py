@@ -1,0 +1,72 @@
+"""Tiny models with random weights of families that keep several KV cache groups."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    PreTrainedModel,
+)
+
+from engines import BLOCK
+from kvpact.demo.model import TINY_SHAPE
+
+WINDOW = 2 * BLOCK
+"""Tokens of a window, or of a chunk."""
+
+SHAPE = {
+    "vocab_size": TINY_SHAPE.vocabulary,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.06,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def save_model(model: PreTrainedModel, directory: Path, tokenizer: Path) -> Path:
+    """The model, with the tokenizer of the tiny one."""
+    model.to(torch.bfloat16).save_pretrained(directory)
+    for file in tokenizer.glob("*token*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+def gemma_like(directory: Path, tokenizer: Path) -> Path:
+    """Like Gemma 3: layers with a sliding window, and one in four with full attention."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(**SHAPE, query_pre_attn_scalar=64, sliding_window=WINDOW, layer_types=kinds)
+    return save_model(Gemma3ForCausalLM(config), directory, tokenizer)
+
+
+def gpt_oss_like(directory: Path, tokenizer: Path) -> Path:
+    """Like GPT-OSS: windows in every other layer, attention sinks, experts."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = GptOssConfig(**SHAPE, **experts, sliding_window=WINDOW, layer_types=kinds)
+    return save_model(GptOssForCausalLM(config), directory, tokenizer)
+
+
+def llama4_like(directory: Path, tokenizer: Path) -> Path:
+    """Like Llama 4: attention within chunks, and one layer in four with full attention."""
+    torch.manual_seed(0)
+    kinds = ["chunked_attention"] * 3 + ["full_attention"]
+    experts = {"num_local_experts": 2, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 512}
+    config = Llama4TextConfig(**SHAPE, **experts, attention_chunk_size=WINDOW, layer_types=kinds)
+    return save_model(Llama4ForCausalLM(config), directory, tokenizer)
