@@ -40,6 +40,8 @@ def test_groups_are_served_on_other_releases(release: str) -> None:
 def test_a_load_that_arrives_once_for_each_group_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the scenario would miss if it could not fail."""
     built = RankJobs.__init__
-    monkeypatch.setattr(RankJobs, "__init__", lambda self, whole_requests: built(self, whole_requests=False))
+    monkeypatch.setattr(
+        RankJobs, "__init__", lambda self, stores, whole_requests: built(self, stores=stores, whole_requests=False)
+    )
     report = VllmDriver(CONNECTOR, CONFIG).run(["a_load_of_groups_fails"])
     assert report.broken, as_text(report)
