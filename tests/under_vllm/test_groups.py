@@ -120,7 +120,7 @@ def test_groups_are_in_the_namespace_and_one_of_full_attention_changes_nothing(t
     config = vllm_config(tmp_path / "model", {}, 4096, {})
     before = engine_namespace(config, {"layers": "same"}).digest
     hybrid_off, hybrid_on, other = (
-        engine_namespace(config, {"layers": "same"}, engine_groups(PLAIN, model(*specs))).digest
+        engine_namespace(config, {"layers": "same"}, groups=engine_groups(PLAIN, model(*specs))).digest
         for specs in ([FULL], [FULL, WINDOW], [WINDOW, FULL])
     )
     assert hybrid_off == before
