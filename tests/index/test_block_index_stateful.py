@@ -260,7 +260,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = BlockIndex(NUM_SLOTS, self.model.usable)
         assert self.index.restore(reversed(table)) == []
         for side in self.model.known().values():
-            if side.is_side and side.held:
+            if side.is_side:
                 for block in side.lineage():
                     block.last_use = max(block.last_use, side.last_use)
         self.model.blocks = list(held.values())
