@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -321,6 +322,13 @@ def sizes(name: str, path: Path) -> Iterator[tuple[str, int, int]]:
             public = sum(isinstance(part, ast.FunctionDef) and not part.name.startswith("_") for part in node.body)
             by_lines = lines > CLASS_LINES or public <= PUBLIC_METHODS
             yield f"{name}.{node.name}", *((lines, CLASS_LINES) if by_lines else (public, PUBLIC_METHODS))
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports each by its name alone."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert len(files) > 100
+    assert [name for name, count in Counter(file.name for file in files).items() if count > 1] == []
 
 
 def test_files_and_classes_are_small_and_the_exceptions_only_shrink() -> None:

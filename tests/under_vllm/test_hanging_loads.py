@@ -16,6 +16,9 @@ from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_
 from kvpact.vllm.compat import late_loads
 
 DEADLINE = 0.3
+"""Seconds."""
+SOON = 5.0
+"""Seconds: long for an engine on a busy machine, short for a copy that hangs."""
 BLOCKS = 6
 
 
@@ -33,7 +36,7 @@ class HangingCopies:
     def _slow_scatter(self, layer: int, plan: Any) -> None:
         if layer == 1:
             self.hung.set()
-            self.go_on.wait(30.0)
+            self.go_on.wait(60.0)
         self._scatter(layer, plan)
         if layer == 1 and self.garbage:
             for pages in self._copier.pages:
@@ -105,13 +108,14 @@ def test_h07_h10_a_load_that_hangs_costs_its_request_the_deadline_and_no_other_a
     hangs = engine.add(prompt)
     step_until(engine, copies.hung.is_set)
     other, other_prompt = engine.add(make_prompt(2, 3)), make_prompt(2, 3)
-    assert step_until(engine, lambda: other.finish_reason) < DEADLINE, "others are served meanwhile"
-    assert step_until(engine, lambda: hangs.finish_reason) < 2 * DEADLINE
+    step_until(engine, lambda: other.finish_reason)
+    assert not engine.counts["overdue_loads"], "others are served meanwhile"
+    assert step_until(engine, lambda: hangs.finish_reason) < SOON
     assert hangs.said == answer(prompt, 3)
     assert other.said == answer(other_prompt, 3)
     assert free - engine.pool.get_num_free_blocks() == BLOCKS - local, "what the copy may write is nobody's"
     behind = engine.add(prompt)
-    assert step_until(engine, lambda: behind.finish_reason) < DEADLINE
+    step_until(engine, lambda: behind.finish_reason, SOON)
     assert behind.said == hangs.said
     come_to_rest(engine, copies)
     assert engine.counts["overdue_loads"] == 1
@@ -158,7 +162,7 @@ def test_h07_h10_two_loads_behind_one_copy_that_hangs(
         engine.generate(prompt)
     engine.forget()
     played = [engine.add(prompt) for prompt in prompts]
-    assert step_until(engine, lambda: all(one.finish_reason for one in played)) < 2 * DEADLINE
+    assert step_until(engine, lambda: all(one.finish_reason for one in played)) < SOON
     assert [one.said for one in played] == [answer(prompt, 3) for prompt in prompts]
     come_to_rest(engine, copies)
     assert engine.counts["overdue_loads"] == 3
@@ -199,7 +203,7 @@ def test_h07_h10_a_load_within_the_step_that_hangs_costs_the_step_its_deadline(
     engine.forget()
     free = engine.pool.get_num_free_blocks()
     hangs = engine.add(prompt)
-    assert step_until(engine, lambda: hangs.finish_reason) < 2 * DEADLINE
+    assert step_until(engine, lambda: hangs.finish_reason) < SOON
     assert hangs.said == answer(prompt, 3)
     assert hangs.cached_tokens == 0
     assert free - engine.pool.get_num_free_blocks() == BLOCKS, "what the copy may write is nobody's"
