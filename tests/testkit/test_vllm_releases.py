@@ -1,5 +1,10 @@
 """`PactConnector` on the other releases: each from its wheel's Python files, in its own process."""
 
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
@@ -51,3 +56,14 @@ def test_every_scenario_is_kept(release: str) -> None:
         if unseen == NOT_THERE.get(release, set()):
             break
     assert unseen == NOT_THERE.get(release, set()), as_text(report)
+
+
+def test_the_other_process_finds_kvpact_and_an_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder inside kvpact on its path would hide the engine: kvpact has a package named `vllm` too."""
+    started: list[dict[str, Any]] = []
+    failed = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(subprocess, "run", lambda *_args, **named: started.append(named) or failed)
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        run_on_release(installed_release(), "kvpact.vllm:PactConnector")
+    first, *_ = started[0]["env"]["PYTHONPATH"].split(os.pathsep)
+    assert Path(first, "kvpact", "__init__.py").is_file()

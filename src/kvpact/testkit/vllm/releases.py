@@ -107,7 +107,7 @@ def run_on_release(
 
     Raises ConfigError if the release is not available, TimeoutError after `seconds`, RuntimeError if the process dies.
     """
-    path = [str(Path(__file__).parents[2]), *(entry for entry in sys.path if entry)]
+    path = [str(Path(__file__).parents[3]), *(entry for entry in sys.path if entry)]
     if release != installed_release():
         path.insert(0, str(fetch_release(release, folder)))
     environment = {
