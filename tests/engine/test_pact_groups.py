@@ -47,6 +47,22 @@ def test_a_prompt_that_was_seen_is_loaded(groups: tuple[KVCacheGroup, ...]) -> N
     nothing_held(cache)
 
 
+@pytest.mark.parametrize(("span", "promised"), [(80, 192), (64, 0), (192, 0), (193, 192)])
+@pytest.mark.parametrize("other", [(), (KVCacheGroup(CHUNK, 16, 32),)])
+def test_between_two_chunks_of_all_layers_there_is_nothing_to_load(
+    span: int, promised: int, other: tuple[KVCacheGroup, ...]
+) -> None:
+    """No layer reads a block of an earlier chunk: a match that ends there is of no blocks, and is not promised."""
+    engine = pact_engine(EngineConfig(groups=(KVCacheGroup(CHUNK, 16, span), *other), prefix_caching=False))
+    cache = cast(PactCache, engine.cache)
+    for name in ("first", "second"):
+        engine.add_request(Request(name, prompt(200), 4))
+        engine.run()
+    assert outputs_of(engine)["first"] == outputs_of(engine)["second"]
+    assert cache.ledger.totals.used_tokens == promised
+    nothing_held(cache)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @settings(max_examples=12)
 @given(

@@ -7,12 +7,14 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from kvpact.testkit.results import Verdict, as_text
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.releases import RELEASES, installed_release, run_on_release
+from kvpact.testkit.vllm.scenarios_divergent import DIVERGENT
 from kvpact.testkit.vllm.scenarios_groups import GROUPS
+from kvpact.vllm.connector import PactConnector
 from kvpact.worker.jobs import RankJobs
 
 CONNECTOR = "kvpact.vllm:PactConnector"
 CONFIG = {"memory": "4MiB", "model_id": "testkit", "cache": "kvpact.testkit.vllm.reference:make"}
-NAMES = [scenario.name for scenario in GROUPS]
+NAMES = [scenario.name for scenario in (*GROUPS, *DIVERGENT)]
 ENDS = [release for release in RELEASES if release != installed_release()][:: len(RELEASES) - 2]
 
 
@@ -34,7 +36,16 @@ def test_groups_are_served_on_other_releases(release: str) -> None:
     report = run_on_release(release, CONNECTOR, CONFIG, NAMES)
     assert not report.broken, as_text(report)
     unseen = {check.name for check in report.checks if check.verdict is Verdict.NOT_OBSERVABLE}
-    assert unseen == (set() if RELEASES[release].failed_requests else {"a_load_of_groups_fails"}), as_text(report)
+    offers = RELEASES[release]
+    missing = {"a_load_of_groups_fails": offers.failed_requests, "states_lag_behind_the_attention": offers.agreed_hits}
+    assert unseen == {name for name, is_there in missing.items() if not is_there}, as_text(report)
+
+
+def test_what_one_group_alone_has_must_not_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM's offer of divergent hits would do: of a window, blocks are missing that nobody loads."""
+    monkeypatch.setattr(PactConnector, "supports_divergent_local_hybrid_hits", True)
+    report = VllmDriver(CONNECTOR, CONFIG).run(["one_group_alone_is_evicted"])
+    assert report.broken, as_text(report)
 
 
 def test_a_load_that_arrives_once_for_each_group_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

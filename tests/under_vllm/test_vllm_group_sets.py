@@ -86,6 +86,15 @@ def test_hits_are_aligned_as_the_release_says() -> None:
         assert engine_groups(PLAIN, aligned).groups.alignment == 64
 
 
+def test_states_beside_other_layers_are_refused_where_local_hits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 takes the longest hit of any group, and no connector can tell it otherwise."""
+    monkeypatch.setattr("kvpact.vllm.groups.LOCAL_HITS_AGREE", False)
+    with pytest.raises(ConfigError, match=r"use 0\.28 or later"):
+        engine_groups(PLAIN, model(FULL, STATE))
+    assert engine_groups(PLAIN, model(STATE)).several
+    assert engine_groups(PLAIN, model(FULL, WINDOW, CHUNK)).several
+
+
 def test_a_draft_models_last_block_is_volatile() -> None:
     def dropping(config: Any, *specs: Any, marked: Sequence[int] = ()) -> list[int]:
         groups = engine_groups(config, model(*specs, marked=marked)).groups.groups

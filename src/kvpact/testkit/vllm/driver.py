@@ -24,6 +24,7 @@ from kvpact.testkit.vllm.harness import FOLDER, FOLDER_PREFIX, ConnectorUnderTes
 from kvpact.testkit.vllm.random_ops import WALKS
 from kvpact.testkit.vllm.scenarios import Scenario
 from kvpact.testkit.vllm.scenarios_context import CONTEXTS
+from kvpact.testkit.vllm.scenarios_divergent import DIVERGENT
 from kvpact.testkit.vllm.scenarios_exits import EXITS
 from kvpact.testkit.vllm.scenarios_groups import GROUPS
 from kvpact.testkit.vllm.scenarios_loads import LOADS
@@ -57,11 +58,12 @@ class VllmDriver:
         self.subject = ConnectorUnderTest(module, name, config or {}, adapter, timeout)
 
     def scenarios(self, names: Sequence[str] | None = None) -> list[Scenario]:
-        """All scenarios of models with one KV cache group, or those of these names, also of `GROUPS`.
+        """All scenarios of models with one KV cache group, or those of these names, also of `GROUPS` and
+        `DIVERGENT`.
 
         Raises KeyError for an unknown one.
         """
-        by_name = {scenario.name: scenario for scenario in (*SCENARIOS, *GROUPS)}
+        by_name = {scenario.name: scenario for scenario in (*SCENARIOS, *GROUPS, *DIVERGENT)}
         return list(SCENARIOS) if names is None else [by_name[name] for name in names]
 
     def run(self, names: Sequence[str] | None = None) -> ConformanceReport:

@@ -18,6 +18,7 @@ from kvpact.testkit.vllm.observed import Observed
 from kvpact.testkit.vllm.oracle import VOCABULARY, TokenChain, continuation
 from kvpact.testkit.vllm.rank import Rank
 from kvpact.testkit.vllm.rank_group import CollectiveNotPossible
+from kvpact.vllm.compat.scheduler import group_of
 
 IDLE_SECONDS = 0.001
 """Seconds of pause after a step that computed nothing, so that a connector's threads can run."""
@@ -165,11 +166,13 @@ class VllmEngine:
             lambda: bool(self._guarded("reset_prefix_cache", self.scheduler.reset_prefix_cache)), seconds=10.0
         )
 
-    def evict_computed(self) -> None:
-        """Evict every block from the engine's own prefix cache, held or not."""
-        self.journal("evict everything from the engine's own prefix cache")
+    def evict_computed(self, group: int | None = None) -> None:
+        """Evict every block, or those of one KV cache group, from the engine's own prefix cache, held or not."""
+        of_group = "everything" if group is None else f"the blocks of group {group}"
+        self.journal(f"evict {of_group} from the engine's own prefix cache")
         pool = self.scheduler.kv_cache_manager.block_pool
-        pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+        published = [block for block in pool.blocks if block.block_hash is not None]
+        pool.evict_blocks({one.block_id for one in published if group in (None, group_of(one.block_hash))})
 
     def new_weights(self) -> None:
         """Make the model compute other keys and values."""

@@ -6,7 +6,7 @@ objects, so that a release between two of these is served too. Tests compare the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,8 @@ class Release:
     """A connector can ask for a layout with all layers of a block side by side."""
     counts_held_blocks: bool = False
     """A block used as often as there are running requests counts as one that all of them share."""
+    agreed_hits: bool = True
+    """With a connector, tokens count as computed only if every KV cache group has them, states included."""
     tells_of_sleep: bool = False
     """A worker's connector is told before KV memory goes away for a sleep, and when it is there again."""
     loads_after_forward: bool = True
@@ -39,7 +41,7 @@ _BEFORE_0_30 = Release(
 )
 
 RELEASES = {
-    "0.26.0": _BEFORE_0_30,
+    "0.26.0": replace(_BEFORE_0_30, agreed_hits=False),
     "0.28.0": _BEFORE_0_30,
     "0.30.0": Release(counts_held_blocks=True, hits_by_source=False),
     "0.32.0": Release(),

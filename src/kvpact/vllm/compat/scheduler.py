@@ -27,6 +27,9 @@ COUNTS_HELD_BLOCKS = any(
 """Whether vLLM takes a block that is used as often as there are running requests for one that all of them share: up to
 0.30. A block held through a context counts one use more (H94); this affects only cascade attention."""
 
+LOCAL_HITS_AGREE = hasattr(base.KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
+"""Whether vLLM takes for computed only what every KV cache group has, where a model with state-space layers has a
+connector: from 0.28 on. Earlier it takes what the group with the longest hit has."""
 
 TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 """Whether vLLM tells a worker's connector that KV memory goes away, and when it is there again: from 0.33 on."""
