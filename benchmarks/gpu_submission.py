@@ -52,8 +52,9 @@ class NoDriver:
 def copies_of(layout: str, page_bytes: int, num_blocks: int, driver: NoDriver) -> DeviceCopies:
     kv = Shape(layout, page_bytes, LAYERS).paged(1 << 40, num_blocks, None)
     slot_class = SlotClass(range(num_blocks), kv.layout.rank_slot_bytes)
-    segment: Any = SimpleNamespace(classes=(slot_class,), address_of=lambda _: 1 << 44)
-    return DeviceCopies(kv, segment, driver, lambda: 1, max(1, (256 << 20) // slot_class.slot_bytes), None)
+    segment: Any = SimpleNamespace(classes=(slot_class,), mapped_at=1 << 44)
+    pinned_bytes = max(1, (256 << 20) // slot_class.slot_bytes) * slot_class.slot_bytes
+    return DeviceCopies(kv, segment, driver, lambda: 1, pinned_bytes, None)
 
 
 def timed(work: Any, rounds: int) -> float:

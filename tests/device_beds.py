@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from kvpact.config import load_config
 from kvpact.contract import LoadJob
 from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.extents import Extents, slot_classes
+from kvpact.memory.layout import PAGE_BYTES
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import Page, Play
 from kvpact.worker import round_trip
@@ -61,6 +64,15 @@ def states(device: str = "cpu") -> dict[str, Any]:
     return made
 
 
+def of_three_sizes(device: str = "cpu") -> dict[str, Any]:
+    """Layers of three groups side by side in their blocks, each in memory of its own, and of whole pages or less."""
+    large = torch.zeros((BLOCKS, 3, 2 * PAGE_BYTES), dtype=torch.uint8, device=device)
+    middle = torch.zeros((BLOCKS, 2, PAGE_BYTES), dtype=torch.uint8, device=device)
+    small = torch.zeros((2, BLOCKS, 4, 2, 8), dtype=torch.uint8, device=device)
+    made = {f"layer.{2 * n}": large[:, n] for n in range(3)}
+    return made | {"layer.1": middle[:, 0], "layer.5": middle[:, 1], "layer.3": small}
+
+
 LAYOUTS: dict[str, Callable[..., dict[str, Any]]] = {
     "one by one": one_by_one,
     "inside blocks": inside_blocks,
@@ -78,11 +90,45 @@ HYBRIDS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[tuple[str, ...], .
 """Of models with several, and the layers of each."""
 
 
+SIZED = {
+    "of three sizes": (
+        of_three_sizes,
+        (
+            ("layer.0", "layer.2", "layer.4"),
+            ("layer.1", "layer.5"),
+            ("layer.3",),
+            ("layer.6.of another rank",),
+        ),
+    )
+}
+"""The same for models whose slots are of several classes, which share extents."""
+
+EXTENT_PAGES = 6
+"""One slot of the largest size of `of_three_sizes`, six of its smallest, and three of the one between; or a page more,
+which is lost to two of them."""
+
+
 def memory_of(layout: str, device: str = "cpu") -> tuple[dict[str, Any], PagedKV]:
     """The tensors of a layout, and how they are seen."""
-    make, groups = HYBRIDS[layout] if layout in HYBRIDS else (LAYOUTS[layout], ())
+    make, groups = {**HYBRIDS, **SIZED}.get(layout) or (LAYOUTS[layout], ())
     tensors = make(device)
     return tensors, PagedKV.from_tensors(tensors, BLOCKS, groups)
+
+
+def segment_for(layout: str, paged: PagedKV, seed: int = 3) -> ArenaSegment:
+    """`SLOTS` slots, or as many extents."""
+    if layout not in SIZED:
+        return ArenaSegment.create(SLOTS, paged.rank_slot_bytes)
+    classes = slot_classes([one.rank_slot_bytes for one in paged.layouts], ranks_differ=False)[1]
+    extent_pages = EXTENT_PAGES + (seed // 2) % 2
+    return ArenaSegment.create_extents(Extents(SLOTS, extent_pages * PAGE_BYTES, classes), 1)
+
+
+def pinned_bytes(segment: ArenaSegment, seed: int = 0) -> int:
+    """Of a piece that is pinned: three slots; two extents, or less than one, whose slots then lie across borders."""
+    if segment.unit == "slot":
+        return PINNED_SLOTS * segment.rank_slot_bytes
+    return 2 * segment.classes[0].extent_bytes if seed % 2 else 5 * PAGE_BYTES
 
 
 LIMITS = [
@@ -140,7 +186,7 @@ class Bed:
         # A played device takes its time, and a machine that runs tests does too.
         self._limits.setattr(round_trip, "LIMIT_SECONDS", 5.0)
         self.tensors, self.paged = memory_of(layout)
-        self.segment = ArenaSegment.create(SLOTS, self.paged.rank_slot_bytes)
+        self.segment = segment_for(layout, self.paged, seed or 0)
         self.views = [layer.view() for layer in self.paged.layers]
         self.driver: HostileDriver | None = None
         self.bounce: Any = None
@@ -163,18 +209,22 @@ class Bed:
             self._limits.setattr(bounce, "PART_BYTES", largest * 3 // 2 + 1)
             self.bounce = bounce.BounceBuffer(self.driver)
         else:
-            self._pin_slots(self.driver)
+            self._pin_slots(self.driver, pinned_bytes(self.segment, seed))
         self.streams = {self._second.submit(self._second_stream, self.driver).result(): self.driver.create_stream()}
         self.copies = copies.DeviceCopies(
-            self.paged, self.segment, self.driver, self.current_stream, PINNED_SLOTS, self._kernel(seed)
+            self.paged,
+            self.segment,
+            self.driver,
+            self.current_stream,
+            pinned_bytes(self.segment, seed),
+            self._kernel(seed),
         )
         self.engine = engine.CudaTransferEngine(self.copies, 0, self.bounce)
 
-    def _pin_slots(self, driver: HostileDriver) -> None:
-        slot_bytes = self.segment.rank_slot_bytes
-        for slot in range(0, SLOTS, PINNED_SLOTS):
-            count = min(PINNED_SLOTS, SLOTS - slot)
-            driver.register(self.segment.mapped_at + slot * slot_bytes, count * slot_bytes)
+    def _pin_slots(self, driver: HostileDriver, chunk_bytes: int) -> None:
+        num_bytes = len(self.segment.memory)
+        for start in range(0, num_bytes, chunk_bytes):
+            driver.register(self.segment.mapped_at + start, min(chunk_bytes, num_bytes - start))
 
     @staticmethod
     def _second_stream(driver: HostileDriver) -> int:
@@ -252,7 +302,8 @@ class Bed:
         self.streams = {}
         play = Play(self, seed + 1)
         play.begin(10)
-        self.engine.load([LoadJob(1 << 20, "last", 0, tuple(range(SLOTS)), tuple(range(SLOTS)), synchronous=True)])
+        slots = tuple(islice(self.segment.classes[-1].numbers(range(SLOTS)), SLOTS))
+        self.engine.load([LoadJob(1 << 20, "last", 0, slots, tuple(range(SLOTS)), synchronous=True)])
         if not self.engine.close(5):
             return ["the copies do not end"]
         return [*self.driver.violations, *(["copies are under way after the end"] if self.driver.busy_streams else [])]
@@ -266,8 +317,8 @@ class CudaBed:
 
         self._limits = pytest.MonkeyPatch()
         self.tensors, self.paged = memory_of(layout, "cuda:0")
-        self.segment = ArenaSegment.create(SLOTS, self.paged.rank_slot_bytes)
-        self._limits.setattr(pinned, "CHUNK_BYTES", PINNED_SLOTS * self.segment.rank_slot_bytes)
+        self.segment = segment_for(layout, self.paged)
+        self._limits.setattr(pinned, "CHUNK_BYTES", pinned_bytes(self.segment))
         self._limits.setattr(lane, "PIECE_BYTES", 4 * self.segment.rank_slot_bytes)
         self._limits.setattr(engine, "MAX_ENTRIES_AT_ONCE", 40)
         self.engine: Any = open_cuda(load_config({"gpu": "unproven"}, {}), self.paged, self.segment, 0)

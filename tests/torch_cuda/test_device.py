@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from device_beds import BLOCKS, SLOTS, Bed
+from device_beds import BLOCKS, SIZED, SLOTS, Bed, pinned_bytes
 from kvpact.config import KvpactConfig, load_config
 from kvpact.errors import ConfigError
 from kvpact.memory import numa
@@ -33,6 +33,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 device_module = pytest.importorskip("kvpact.torch_cuda.device")
 open_cuda = device_module.open_cuda
+
+ONE_CLASS_AND_SEVERAL = ("inside blocks", *SIZED)
+"""Layouts by how many classes their slots have."""
 
 TRUSTING = load_config({"gpu": "unproven"}, {})
 
@@ -63,18 +66,18 @@ class PlayedCuda(HostileDriver):
 
 
 @pytest.fixture
-def bed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
-    """Memory as on a GPU; the bed's own copies are the CPU's, and not used."""
-    made = Bed("inside blocks", None)
-    storage = made.tensors["layer.0"].untyped_storage()
-    monkeypatch.setattr(PlayedCuda, "kv_memory", [(storage.data_ptr(), storage.nbytes())])
+def bed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
+    """Memory as on a GPU, in the layout of the parameter; the bed's own copies are the CPU's, and not used."""
+    made = Bed(getattr(request, "param", "inside blocks"), None)
+    storages = (tensor.untyped_storage() for tensor in made.tensors.values())
+    monkeypatch.setattr(PlayedCuda, "kv_memory", [*{(one.data_ptr(), one.nbytes()) for one in storages}])
     monkeypatch.setattr(PlayedCuda, "opened", [])
     monkeypatch.setattr(device_module, "CudaDriver", PlayedCuda)
     monkeypatch.setattr(
         device_module.torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=COMPUTING_STREAM)
     )
     monkeypatch.setattr(device_module, "kernel_for", lambda driver: None)
-    monkeypatch.setattr(pinned, "CHUNK_BYTES", 3 * made.segment.rank_slot_bytes)
+    monkeypatch.setattr(pinned, "CHUNK_BYTES", pinned_bytes(made.segment))
     made.paged = replace(made.paged, device_type="cuda", tensors=(SimpleNamespace(device=torch.device("cuda:2")),))
     yield made
     made.close()
@@ -109,6 +112,7 @@ def test_rocm_and_others_are_refused_by_name(bed: Bed, monkeypatch: pytest.Monke
     assert PlayedCuda.opened == []
 
 
+@pytest.mark.parametrize("bed", ONE_CLASS_AND_SEVERAL, indirect=True)
 def test_what_is_opened_serves_and_leaves_nothing(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         opened = transfer_engine_for(TRUSTING, bed.paged, bed.segment, 0, {"cuda": open_cuda})
@@ -127,7 +131,9 @@ def test_what_is_opened_serves_and_leaves_nothing(bed: Bed, caplog: pytest.LogCa
     assert driver.violations == []
 
 
-@pytest.mark.parametrize("most", [0, 6])
+@pytest.mark.parametrize(
+    ("bed", "most"), [("inside blocks", 0), *((layout, 6) for layout in ONE_CLASS_AND_SEVERAL)], indirect=["bed"]
+)
 def test_where_memory_cannot_be_pinned_a_buffer_serves_with_one_warning(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most: int
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from device_beds import LAYERS, LAYOUTS, SLOTS, Bed
+from device_beds import LAYERS, LAYOUTS, SIZED, SLOTS, Bed
 from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.worker import round_trip
@@ -32,6 +32,21 @@ def test_blocks_go_out_and_back_and_are_left_as_they_were(bed: Bed) -> None:
     for layer in range(LAYERS):
         assert (bed.views[layer] == layer + 1).all()
     assert not any(bed.segment.slot_view(slot)[0] for slot in range(SLOTS))
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+def test_each_class_of_slots_is_tried_where_classes_share_extents(seed: int | None, spoilt: int) -> None:
+    (layout,) = SIZED
+    bed = Bed(layout, seed)
+    require_round_trip(bed.engine, bed.paged, bed.segment, 4)
+    assert not any(bed.segment.memory), "the slots are left empty"
+    engine = FaultyEngine(bed.engine, lambda job, block: job.group_id == spoilt)
+    with pytest.raises(ConfigError, match="out of the KV memory failed: injected"):
+        require_round_trip(engine, bed.paged, bed.segment, 4)
+    with pytest.raises(ConfigError, match="2 usable blocks are too few"):
+        require_round_trip(bed.engine, bed.paged, bed.segment, 2)
+    bed.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from device_beds import BEDS, BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SLOTS, Bed, CudaBed, bed_named
+from device_beds import BEDS, BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed, CudaBed, bed_named
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.testkit.device.plays import Page, page
 from kvpact.worker.copy.base import Transfer
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *HYBRIDS])
+@pytest.mark.parametrize("layout", [*LAYOUTS, *HYBRIDS, *SIZED])
 @pytest.mark.parametrize("name", BEDS)
 def test_what_is_loaded_was_saved_whatever_is_copied_when(name: str, layout: str) -> None:
     """The hostile device has more seeds in `cuda/test_engine.py`."""

@@ -12,8 +12,9 @@ import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.index.classed_slots import ClassedSlots
@@ -26,6 +27,10 @@ from kvpact.memory.mapping import boot_id, map_aligned, pid_namespace
 from kvpact.memory.prefault import HUGE_BYTES, PageTaker
 from kvpact.units import format_size
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 logger = logging.getLogger(__name__)
 
 MEMFD = "kvpact-arena"
@@ -36,6 +41,8 @@ NOTICE_BYTES = PAGE_BYTES
 
 USABLE_BYTES = 8
 """The end of that page: the number of slots that are usable now, plus 1; 0 if all are and always were."""
+
+Numbers = TypeVar("Numbers", int, "npt.NDArray[np.int64]")
 
 _PLACE = (1 << EXTENT_SHIFT) - 1
 
@@ -77,7 +84,13 @@ class SlotClass:
         """Whether this is the number of one of its slots."""
         return slot in self.slots and (not self.extent_bytes or not self.places or slot & _PLACE < self.places)
 
-    def start_of(self, slot: int) -> int:
+    def numbers(self, pieces: Iterable[int]) -> Iterator[int]:
+        """Of its slots in these extents; of these slots, counted from 0, if they lie one behind the other."""
+        for piece in pieces:
+            first = self.slots.start + (piece << EXTENT_SHIFT if self.extent_bytes else piece)
+            yield from range(first, first + self.places)
+
+    def start_of(self, slot: Numbers) -> Numbers:
         """Where in the segment a slot of this class begins; also for an array of numbers."""
         number = slot - self.slots.start
         if self.extent_bytes:

@@ -51,7 +51,7 @@ class OpenedDevice(CudaTransferEngine):
                     segment,
                     self._driver,
                     lambda: int(torch.cuda.current_stream(device).cuda_stream),
-                    self._pinned.chunk_slots[0],
+                    self._pinned.chunk_bytes[0],
                     kernel_for(self._driver),
                 )
                 super().__init__(copies, rank, bounce)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.units import format_size
-from kvpact.worker.copy.base import Transfer, TransferEngine
+from kvpact.worker.copy.base import Transfer, TransferEngine, group_classes
 from kvpact.worker.paged import PagedKV
 
 logger = logging.getLogger(__name__)
@@ -34,40 +35,52 @@ ATTEMPTS: Final = 3
 
 
 def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, usable_slots: int) -> None:
-    """Copy a pattern into blocks of each KV cache group and out again.
+    """Copy a pattern into blocks of each KV cache group and out again, by slots of the group's class.
 
-    `usable_slots` slots, from number 0 on, may be used; three for each block. Raises ConfigError if it does not come
-    back, or not in `LIMIT_SECONDS`.
+    The first `usable_slots` slots may be used, or the slots of as many extents; three for each block. Raises
+    ConfigError if there are fewer, or it does not come back, or not in `LIMIT_SECONDS`.
     """
-    count = min(MAX_BLOCKS, usable_slots // 3, paged.num_blocks - 1)
-    if count < 1:
-        raise ConfigError(f"memory: {usable_slots} usable blocks are too few to try the device's copies: 3 are needed")
-    for group_id, layout in enumerate(paged.layouts):
+    for group_id, (layout, slot_class) in enumerate(
+        zip(paged.layouts, group_classes(paged, segment.classes), strict=True)
+    ):
         block_bytes = sum(layout.layer_page_bytes)
-        if block_bytes:
-            _try_group(engine, paged, segment, count, group_id, block_bytes)
+        if not block_bytes:
+            continue
+        slots = list(islice(slot_class.numbers(range(usable_slots)), 3 * MAX_BLOCKS))
+        count = min(len(slots) // 3, paged.num_blocks - 1)
+        if count < 1:
+            raise ConfigError(
+                f"memory: {len(slots)} usable blocks are too few to try the device's copies: 3 are needed"
+            )
+        _try_group(engine, paged, segment, slots[: 3 * count], group_id, block_bytes)
 
 
 def _try_group(
-    engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, count: int, group_id: int, block_bytes: int
+    engine: TransferEngine,
+    paged: PagedKV,
+    segment: ArenaSegment,
+    slots: Sequence[int],
+    group_id: int,
+    block_bytes: int,
 ) -> None:
-    """The trial of one KV cache group, with `count` blocks of `block_bytes`."""
-    (slot_class,) = segment.classes
-    slots = np.frombuffer(segment.class_view(slot_class), np.uint8).reshape(-1, slot_class.slot_bytes)
+    """The trial of one KV cache group, with blocks of `block_bytes`, three of these slots for each."""
+    count = len(slots) // 3
     blocks = tuple(range(1, 2 * count, 2)) if 2 * count <= paged.num_blocks else tuple(range(1, count + 1))
-    kept, pattern, back = (tuple(range(part * count, (part + 1) * count)) for part in range(3))
-    slots[pattern[0] : pattern[-1] + 1] = np.random.default_rng(count).integers(
-        0, 256, (count, slots.shape[1]), np.uint8
-    )
+    kept, pattern, back = (tuple(slots[part * count : (part + 1) * count]) for part in range(3))
+    views = {slot: np.frombuffer(segment.slot_view(slot), np.uint8)[:block_bytes] for slot in slots}
+    random = np.random.default_rng(count)
+    for slot in pattern:
+        views[slot][:] = random.integers(0, 256, block_bytes, np.uint8)
     trial = _Trial(engine, blocks, group_id)
     trial.save(kept)
     seconds = _best_of_attempts(trial, pattern, back)
     trial.load(kept)
-    wrong = [number for number in range(count) if (slots[pattern[number]] != slots[back[number]])[:block_bytes].any()]
-    slots[: 3 * count] = 0
+    wrong = sum((views[one] != views[other]).any() for one, other in zip(pattern, back, strict=True))
+    for view in views.values():
+        view[:] = 0
     if wrong:
         raise ConfigError(
-            f"the copies of this {paged.device_type} device cannot be used: {len(wrong)} of {count} blocks came back "
+            f"the copies of this {paged.device_type} device cannot be used: {wrong} of {count} blocks came back "
             "with other bytes; please report this with what `kvpact doctor --gpu` says"
         )
     if seconds > LIMIT_SECONDS:

@@ -77,21 +77,20 @@ class Sharing:
         return config.sync_load_budget if self.stores else maxsize
 
 
-def open_segment(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sharing, device_type: str) -> ArenaSegment:
+def open_segment(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sharing) -> ArenaSegment:
     """The memory with this rank's slots, for blocks of each of these KV cache groups.
 
-    Copies of other devices than a CPU, and caches of other authors, know slots of one class only, which then has room
-    for the largest block.
+    Caches of other authors know slots of one class only, which then has room for the largest block.
     Raises ConfigError if `memory` does not fit in this machine, or if the rank that has the slots cannot share them.
     """
     if place.tell_others is None:
-        return _create(config, layouts, place, device_type)
+        return _create(config, layouts, place)
     pages = tuple(size for layout in layouts for size in layout.layer_page_bytes)
     if not place.stores:
         return _borrow(pages, place, place.tell_others(b""))
     message = b""
     try:
-        segment = _create(config, layouts, place, device_type)
+        segment = _create(config, layouts, place)
         segment.sharers = place.same_kv
         message = encode(LentSegment(segment.address(), pages))
     finally:
@@ -106,9 +105,9 @@ def open_segment(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sha
     return segment
 
 
-def _create(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sharing, device_type: str) -> ArenaSegment:
+def _create(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sharing) -> ArenaSegment:
     sizes = place.classes_of([sum(layout.layer_page_bytes) for layout in layouts])[1]
-    if len(sizes) == 1 or device_type != "cpu" or config.cache is not None:
+    if len(sizes) == 1 or config.cache is not None:
         return ArenaSegment.create(slots_for(config.memory, max(sizes), place.pieces), max(sizes), place.pieces)
     extents = extents_for(config.memory, sizes, place.pieces, ranks_differ=place.stages > 1)
     return ArenaSegment.create_extents(extents, place.pieces)

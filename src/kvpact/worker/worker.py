@@ -89,7 +89,7 @@ class CacheWorker(ExternalCacheWorker):
         """Set up the arena segment for these layers. Raises ConfigError if it does not fit, or they are no pages."""
         assert self.memory is None, "set up once; see `KVMemory.resume`"
         paged = PagedKV.from_tensors(dict(kv_caches), self.place.num_blocks, self.place.groups)
-        self._segment = open_segment(self._config, paged.layouts, self._sharing, paged.device_type)
+        self._segment = open_segment(self._config, paged.layouts, self._sharing)
         self.notices = NoticeWriter(self._segment.notice)
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
         engine = transfer_engine_for(self._config, paged, self._segment, self.place.rank, self._openers)

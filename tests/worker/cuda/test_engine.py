@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from device_beds import BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SLOTS, Bed
+from device_beds import BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact.testkit.device.plays import page
@@ -24,6 +24,7 @@ def test_the_cpus_engine_gives_back_what_was_saved(layout: str) -> None:
 BEDS = [(layout, seed, False) for layout in LAYOUTS for seed in range(12)]
 BEDS += [(layout, seed, True) for layout in LAYOUTS for seed in range(4)]
 BEDS += [(layout, seed, seed % 2 > 0) for layout in HYBRIDS for seed in range(6)]
+BEDS += [(layout, seed, seed % 5 == 1) for layout in SIZED for seed in range(8)]
 """Seed, and whether a bounce buffer is used."""
 
 

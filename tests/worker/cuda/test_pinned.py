@@ -55,7 +55,7 @@ def segment() -> Iterator[ArenaSegment]:
 def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegment) -> None:
     driver, told = Limited(), []
     slots = chunked(3 * SLOT_BYTES + 100, driver, segment)
-    assert (slots.chunk_slots, slots.usable) == ([3], 0)
+    assert (slots.chunk_bytes, slots.usable) == ([3 * SLOT_BYTES], 0)
     slots.start(told.append)
     assert slots.wait_for_first(5)
     assert told == [3, 6, 9, 10]
@@ -81,7 +81,7 @@ def test_each_class_of_slots_is_pinned_in_chunks_of_its_own() -> None:
     slots = chunked(3 * 8192, driver, segment)
     slots.start(told.append)
     assert slots.wait_for_first(5)
-    assert slots.chunk_slots == [3, 5]
+    assert slots.chunk_bytes == [3 * 8192, 5 * 4096]
     assert told == [3, 4, 9]
     start = segment.mapped_at
     assert driver.registered == [(start, 3 * 8192), (start + 3 * 8192, 8192), (start + 4 * 8192, 5 * 4096)]
@@ -99,6 +99,18 @@ def test_classes_that_share_extents_are_pinned_extent_by_extent() -> None:
     assert told == [2, 4, 5]
     sizes = [2 * 3 * 4096, 2 * 3 * 4096, 3 * 4096]
     assert [size for _, size in driver.registered] == sizes, "memory of two classes was pinned twice"
+    slots.close()
+    segment.close()
+
+
+def test_an_extent_that_is_too_large_is_pinned_in_several_chunks() -> None:
+    segment = ArenaSegment.create_extents(Extents(2, 5 * 4096, (4096, 5 * 4096)), 1)
+    driver, told = Limited(), []
+    slots = chunked(2 * 4096, driver, segment)
+    slots.start(told.append)
+    assert slots.wait_for_first(5)
+    assert told == [0, 0, 1, 1, 2], "an extent is usable when all of it is pinned"
+    assert [size for _, size in driver.registered] == 5 * [2 * 4096]
     slots.close()
     segment.close()
 

@@ -43,7 +43,8 @@ def test_what_is_loaded_is_what_was_saved_in_as_few_entries_as_the_layout_allows
     storage = tensors["layer.0"].untyped_storage()
     driver.add_device_memory(storage.data_ptr(), storage.nbytes())
     driver.register(segment.mapped_at, 4 * segment.rank_slot_bytes)
-    engine = CudaTransferEngine(DeviceCopies(paged, segment, driver, lambda: COMPUTING_STREAM, 4, None), 0, None)
+    copies = DeviceCopies(paged, segment, driver, lambda: COMPUTING_STREAM, len(segment.memory), None)
+    engine = CudaTransferEngine(copies, 0, None)
 
     def end(transfers: Any) -> int:
         """Entries that it took, by then."""

@@ -64,10 +64,9 @@ class _PlayedEngine(CudaTransferEngine):
     """Pins all slots while it is open."""
 
     def __init__(self, driver: HostileDriver, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
-        (slot_class,) = segment.classes
-        self._driver, self._pinned_at = driver, segment.address_of(slot_class)
-        driver.register(self._pinned_at, slot_class.end - slot_class.offset)
-        copies = DeviceCopies(paged, segment, driver, lambda: COMPUTING_STREAM, len(slot_class.slots), None)
+        self._driver, self._pinned_at = driver, segment.mapped_at
+        driver.register(self._pinned_at, len(segment.memory))
+        copies = DeviceCopies(paged, segment, driver, lambda: COMPUTING_STREAM, len(segment.memory), None)
         super().__init__(copies, rank, None)
 
     def close(self, seconds: float) -> bool:

@@ -1,7 +1,8 @@
 """Random steps of an engine over a `TransferEngine`: what is loaded is what was saved, whatever the device does when.
 
-Owns the truth of every block and slot, and to which KV cache group a block belongs. The same play runs over any device:
-what computes is put into the computing stream by the bed, and what a kernel saw there is compared at the end.
+Owns the truth of every block and slot, to which KV cache group a block belongs, and of which class the slots of an
+extent are. The same play runs over any device: what computes is put into the computing stream by the bed, and what a
+kernel saw there is compared at the end.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpact.contract import LoadJob, SaveJob
-from kvpact.memory.arena import ArenaSegment
-from kvpact.worker.copy.base import Job, TransferEngine
+from kvpact.memory.arena import ArenaSegment, SlotClass
+from kvpact.worker.copy.base import Job, TransferEngine, group_classes
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.transfer import RankTransfers
 
@@ -26,6 +27,9 @@ Page = npt.NDArray[np.uint8]
 
 END_SECONDS = 20.0
 """By then a play's last copies have ended, or never will."""
+
+MOVES = 0.3
+"""How likely a save is to find that its class has got an extent of another one, where classes share extents."""
 
 HALVES = 0.3
 """How likely a step with loads is to compute in two halves, each on a thread and a stream of its own."""
@@ -80,6 +84,11 @@ class Play:
         self._groups = bed.paged.cache_groups
         self._names = _names_of(bed.paged)
         self._forward = [one.start for one in bed.paged.in_forward_order(range(n, n + 1) for n in self._names)]
+        self._classes = group_classes(bed.paged, bed.segment.classes)
+        """Of each KV cache group, that of its slots."""
+        with_bytes = [one for one in dict.fromkeys(self._classes) if one.slot_bytes]
+        self._extents = [with_bytes[number % len(with_bytes)] for number in range(bed.segment.num_slots)]
+        """Of each extent the class of its slots; of each slot, where these have one class."""
         self._worker = RankTransfers(
             bed.engine, bed.paged.layer_index, 0, time.monotonic, layerwise=True, cache_groups=self._groups
         )
@@ -170,8 +179,11 @@ class Play:
         return job
 
     def _save(self, group_id: int, blocks: Sequence[int]) -> None:
-        free = [slot for slot in range(self.bed.segment.num_slots) if slot not in self._held_slots]
-        slots = self._some(free, len(blocks))
+        slot_class = self._classes[group_id]
+        if slot_class.extent_bytes and blocks and self._random.random() < MOVES:
+            self._move_extent(slot_class)
+        own = slot_class.numbers(number for number, owner in enumerate(self._extents) if owner == slot_class)
+        slots = self._some([slot for slot in own if slot not in self._held_slots], len(blocks))
         if not slots:
             return
         self._next_job += 1
@@ -181,6 +193,19 @@ class Play:
             self._contents[slot] = group_id
         self._hold(job)
         self._worker.start_saves([job])
+
+    def _move_extent(self, to: SlotClass) -> None:
+        """An extent none of whose slots is being copied is the class's from now on; what it held is forgotten."""
+        extents = [
+            number
+            for number, owner in enumerate(self._extents)
+            if owner != to and self._held_slots.isdisjoint(owner.numbers([number]))
+        ]
+        if extents:
+            number = self._random.choice(extents)
+            for slot in self._extents[number].numbers([number]):
+                self._slots.pop(slot, None)
+            self._extents[number] = to
 
     def _hold(self, job: Job) -> None:
         self._jobs[job.job_id] = job

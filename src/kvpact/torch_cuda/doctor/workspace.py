@@ -117,7 +117,7 @@ def workspace(bench: Bench, shape: Shape, num_bytes: int) -> Iterator[Workspace]
     slot_bytes = paged.layout.rank_slot_bytes
     chunk_slots = max(1, CHUNK_BYTES // slot_bytes)
     with pinned_segment(bench.driver, 2 * count, slot_bytes, chunk_slots) as segment:
-        copies = DeviceCopies(paged, segment, bench.driver, bench.computing_stream, chunk_slots, None)
+        copies = DeviceCopies(paged, segment, bench.driver, bench.computing_stream, chunk_slots * slot_bytes, None)
         places = [scattered(count, 2 * count, seed) for seed in (1, 2)]
         yield Workspace(paged, segment, copies, *places)
         bench.synchronize()

@@ -38,6 +38,16 @@ def classes_by_group(slot_bytes: Sequence[int], classes: Sequence[SlotClass]) ->
     return [by_size[size] for size in slot_bytes]
 
 
+def group_classes(paged: PagedKV, classes: Sequence[SlotClass]) -> list[SlotClass]:
+    """Of each KV cache group on this rank the class of its slots. Raises PactViolation if they are too small."""
+    sizes = [layout.rank_slot_bytes for layout in paged.layouts]
+    each = classes_by_group(sizes, classes)
+    for size, slot_class in zip(sizes, each, strict=True):
+        if size > slot_class.slot_bytes:
+            raise PactViolation(f"one block of this engine takes {size} bytes, a slot has only {slot_class.slot_bytes}")
+    return each
+
+
 class Transfer(Protocol):
     """The copies of one job."""
 

@@ -17,7 +17,7 @@ from kvpact.index.slot_space import EXTENT_SHIFT
 from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.memory.layout import PAGE_BYTES
 from kvpact.threads import start_background
-from kvpact.worker.copy.base import Job, classes_by_group, require_cache_group
+from kvpact.worker.copy.base import Job, group_classes, require_cache_group
 from kvpact.worker.paged import Bytes, CopyPlan, PagedKV
 
 RUN_BYTES: Final = 32 << 10
@@ -74,13 +74,7 @@ class PageCopier:
     """
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass]) -> None:
-        sizes = [layout.rank_slot_bytes for layout in paged.layouts]
-        each = classes_by_group(sizes, slot_classes)
-        for size, slot_class in zip(sizes, each, strict=True):
-            if size > slot_class.slot_bytes:
-                raise PactViolation(
-                    f"one block of this engine takes {size} bytes, a slot has only {slot_class.slot_bytes}"
-                )
+        each = group_classes(paged, slot_classes)
         of_class = {one: Slots(segment, one) for one in each}
         self._num_blocks = paged.num_blocks
         of_groups = [of_class[each[paged.cache_group_of(group.start)]] for group in paged.groups]
@@ -215,7 +209,7 @@ class CpuTransferEngine:
         """Of each KV cache group, the numbers of its `groups`."""
         self._block_bytes = [max(1, layout.rank_slot_bytes) for layout in paged.layouts]
         """Of each KV cache group."""
-        each = classes_by_group([layout.rank_slot_bytes for layout in paged.layouts], self._slot_classes)
+        each = group_classes(paged, self._slot_classes)
         self._first_slots = [one.slots.start for one in each]
         """Of each KV cache group, the number of its class's first slot."""
         self.copier = PageCopier(paged, self._segment, self._slot_classes)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from kvpact.errors import PactViolation
+from kvpact.index.classed_slots import MAX_PLACES
 from kvpact.memory.arena import ArenaSegment
-from kvpact.worker.copy.base import Job, require_cache_group
+from kvpact.worker.copy.base import Job, group_classes, require_cache_group
 from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, CudaError, Driver
-from kvpact.worker.cuda.entries import NO_ENTRIES, Entries, Indexes, runs_of
+from kvpact.worker.cuda.entries import NO_ENTRIES, Entries, Indexes, Runs, runs_of
 from kvpact.worker.paged import GROUPS, PagedKV, join_adjacent
 
 logger = logging.getLogger(__name__)
@@ -64,21 +64,22 @@ class DeviceCopies:
         segment: ArenaSegment,
         driver: Driver,
         current_stream: Callable[[], int],
-        pinned_slots: int,
+        pinned_bytes: int,
         kernel: Kernel | None,
     ) -> None:
-        """`current_stream()` is the stream on which the caller computes; `pinned_slots` slots were pinned together."""
-        (slot_class,) = segment.classes
+        """`current_stream()` is the stream on which the caller computes; `pinned_bytes` bytes were pinned together.
+
+        Raises PactViolation for slots that are too small.
+        """
         self.driver, self.current_stream = driver, current_stream
         self.events = Events(driver)
         self.error: CudaError | None = None
         """Why nothing is copied any more."""
         self._kernel = kernel
-        self._first_slot, self._num_slots = slot_class.slots.start, len(slot_class.slots)
+        self._segment, self._pinned_bytes = segment, pinned_bytes
+        self._classes = group_classes(paged, segment.classes)
+        """Of each KV cache group, that of its slots."""
         self._num_blocks = paged.num_blocks
-        self._runs_in = partial(
-            runs_of, arena_address=segment.address_of(slot_class), slot_class=slot_class, pinned_slots=pinned_slots
-        )
         self.rebind(paged)
 
     def rebind(self, paged: PagedKV) -> None:
@@ -89,9 +90,13 @@ class DeviceCopies:
         """Layers that arrive together, in forward order."""
         self._cache_groups = [paged.cache_group_of(group.start) for group in self.groups]
         """Of each of `groups`, its KV cache group."""
-        self._by_group = [self._runs_in(paged, arriving[group]) for group in self.groups]
+        self._by_group = [
+            self._runs_in(paged, arriving[group], cache_group)
+            for group, cache_group in zip(self.groups, self._cache_groups, strict=True)
+        ]
         self._whole = [
-            self._runs_in(paged, join_adjacent(paged.layers, group, len(group))) for group in paged.cache_groups
+            self._runs_in(paged, join_adjacent(paged.layers, group, len(group)), number)
+            for number, group in enumerate(paged.cache_groups)
         ]
         """Of each KV cache group."""
         self._entries_per_block = [0] * len(paged.cache_groups)
@@ -99,24 +104,33 @@ class DeviceCopies:
             self._entries_per_block[cache_group] += sum(len(one.sizes) for one in runs)
         self._block_bytes = [max(1, layout.rank_slot_bytes) for layout in paged.layouts]
 
+    def _runs_in(self, paged: PagedKV, groups: Sequence[range], cache_group: int) -> list[Runs]:
+        return runs_of(paged, groups, self._segment, self._classes[cache_group], self._pinned_bytes)
+
     def note_error(self, error: Exception) -> None:
         """The device refused a call: nothing is copied from now on. Most such errors are for good."""
         if self.error is None and isinstance(error, CudaError):
             self.error = error
 
-    def places(self, block_ids: Sequence[int], slots: Sequence[int]) -> tuple[Indexes, Indexes]:
-        """Block ids, and slots counted from their class's first. Raises PactViolation if one of them is not there."""
+    def places(self, block_ids: Sequence[int], slots: Sequence[int], group_id: int = 0) -> tuple[Indexes, Indexes]:
+        """Block ids, and where in the segment these slots of a KV cache group begin, in bytes.
+
+        Raises PactViolation if one of them is not there, or the slot is not of the group's class.
+        """
         if len(block_ids) != len(slots):
             raise PactViolation(f"each block needs one slot, not {len(block_ids)} blocks and {len(slots)} slots")
-        blocks, places = np.asarray(block_ids, np.int64), np.asarray(slots, np.int64) - self._first_slot
-        _require_within(blocks, self._num_blocks, "blocks")
-        _require_within(places, self._num_slots, "slots")
-        return blocks, places
+        slot_class = self._classes[group_id]
+        blocks, numbers = np.asarray(block_ids, np.int64), np.asarray(slots, np.int64)
+        _require_within(blocks, range(self._num_blocks), "blocks")
+        _require_within(numbers, slot_class.slots, "slots")
+        if slot_class.extent_bytes and slot_class.places:
+            _require_within(numbers & MAX_PLACES - 1, range(slot_class.places), "places in an extent")
+        return blocks, slot_class.start_of(numbers)
 
     def require(self, job: Job) -> None:
         """Raise PactViolation if a job names a KV cache group, a block or a slot that is not there."""
         require_cache_group(job.group_id, len(self._whole))
-        self.places(job.block_ids, job.slots)
+        self.places(job.block_ids, job.slots, job.group_id)
 
     def entries_of(self, job: Job) -> int:
         """How many entries a job has if none of its blocks are adjacent, over all `groups`; 0 for an unknown one."""
@@ -131,12 +145,12 @@ class DeviceCopies:
     def all_layers(self, block_ids: Sequence[int], slots: Sequence[int], group_id: int = 0) -> Entries:
         """What copies these blocks of a KV cache group as a whole. Raises PactViolation like `require`."""
         require_cache_group(group_id, len(self._whole))
-        blocks, places = self.places(block_ids, slots)
+        blocks, places = self.places(block_ids, slots, group_id)
         return Entries.joined([one.entries(blocks, places) for one in self._whole[group_id]])
 
     def by_group(self, wanted: Mapping[int, Places]) -> list[Entries]:
         """What copies these blocks of each KV cache group, for each of `groups`. Raises PactViolation like `places`."""
-        places = {cache_group: self.places(*some) for cache_group, some in wanted.items()}
+        places = {cache_group: self.places(*some, cache_group) for cache_group, some in wanted.items()}
         return [
             Entries.joined([one.entries(*places[cache_group]) for one in runs]) if cache_group in places else NO_ENTRIES
             for cache_group, runs in zip(self._cache_groups, self._by_group, strict=True)
@@ -160,9 +174,11 @@ class DeviceCopies:
             self.driver.copy_batch(piece.host, piece.device, piece.sizes, AccessOrder.STREAM, stream)
 
 
-def _require_within(numbers: Indexes, count: int, what: str) -> None:
-    if len(numbers) and (numbers.min() < 0 or numbers.max() >= count):
-        raise PactViolation(f"{what} {numbers.min()} to {numbers.max()} cannot be copied: there are {count}")
+def _require_within(numbers: Indexes, there: range, what: str) -> None:
+    if len(numbers) and (numbers.min() < there.start or numbers.max() >= there.stop):
+        raise PactViolation(
+            f"{what} {numbers.min()} to {numbers.max()} cannot be copied: there are {len(there)} from {there.start} on"
+        )
 
 
 def _arrivals(groups: Sequence[range]) -> list[Sequence[range]]:

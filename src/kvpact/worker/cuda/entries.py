@@ -1,7 +1,7 @@
 """What a load or a save copies, as entries of a batch: device address, host address and size of each run of bytes.
 
-Owns the arithmetic from blocks and slots to addresses, vectorised; calls no driver. Runs that are adjacent on both
-sides become one entry, which never crosses the border of two pinned pieces of host memory.
+Owns the arithmetic from blocks, and where slots begin, to addresses, vectorised; calls no driver. Runs that are
+adjacent on both sides become one entry, which never crosses the border of two pinned pieces of host memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvpact.errors import PactViolation
-from kvpact.memory.arena import SlotClass
+from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.worker.cuda.driver import Addresses
 from kvpact.worker.paged import PagedKV
 
@@ -62,20 +61,20 @@ NO_ENTRIES: Final = Entries(*(np.empty(0, np.uint64) for _ in range(3)))
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of bytes of one block in some layers, and their pieces of a slot, for one class of slots.
-
-    All in bytes; the caller counts slots from their class's first.
-    """
+    """The runs of bytes of one block in some layers, and their pieces of a slot of one class. All in bytes."""
 
     device: Indexes
     """Addresses of the runs of block 0."""
     host: Indexes
-    """Addresses of their pieces of the first slot."""
+    """Addresses of their pieces of a slot where the segment begins."""
     sizes: Indexes
     block_stride: int
     slot_bytes: int
-    pinned_slots: int
-    """Slots that were pinned together: an entry stays within as many, counted from 0."""
+    segment_address: int
+    pinned_bytes: int
+    """Bytes that were pinned together: an entry stays within as many, counted from the segment's beginning."""
+    cuts: bool
+    """Whether a slot may lie across a border of two such pieces."""
 
     @property
     def joins_blocks(self) -> bool:
@@ -83,32 +82,48 @@ class Runs:
         return len(self.sizes) == 1 and int(self.sizes[0]) == self.block_stride == self.slot_bytes
 
     def entries(self, block_ids: Indexes, slots: Indexes) -> Entries:
-        """Copies between `block_ids[i]` and `slots[i]`, which the caller has found to be there."""
+        """Copies between `block_ids[i]` and the slot that begins `slots[i]` bytes behind the segment's beginning.
+
+        The caller has found both to be there.
+        """
         sizes = np.tile(self.sizes, len(slots))
         if self.joins_blocks and len(slots) > 1:
-            goes_on = (np.diff(block_ids) == 1) & (np.diff(slots) == 1) & (slots[1:] % self.pinned_slots != 0)
+            goes_on = (
+                (np.diff(block_ids) == 1) & (np.diff(slots) == self.slot_bytes) & (slots[1:] % self.pinned_bytes != 0)
+            )
             starts = np.flatnonzero(np.concatenate(([True], ~goes_on)))
             sizes = np.diff(np.append(starts, len(slots))) * self.slot_bytes
             block_ids, slots = block_ids[starts], slots[starts]
         device = (block_ids[:, None] * self.block_stride + self.device).ravel()
-        host = (slots[:, None] * self.slot_bytes + self.host).ravel()
+        host = (slots[:, None] + self.host).ravel()
+        if self.cuts:
+            device, host, sizes = self._cut(device, host, sizes)
         return Entries(device.astype(np.uint64), host.astype(np.uint64), sizes.astype(np.uint64))
+
+    def _cut(self, device: Indexes, host: Indexes, sizes: Indexes) -> tuple[Indexes, Indexes, Indexes]:
+        """The same runs; one that lies across a border becomes several."""
+        starts = host - self.segment_address
+        first, last = starts // self.pinned_bytes, (starts + sizes - 1) // self.pinned_bytes
+        counts = last - first + 1
+        run = np.repeat(np.arange(len(counts)), counts)
+        piece = first[run] + np.arange(len(run)) - (np.cumsum(counts) - counts)[run]
+        begins = np.maximum(starts[run], piece * self.pinned_bytes)
+        ends = np.minimum((starts + sizes)[run], (piece + 1) * self.pinned_bytes)
+        skipped = begins - starts[run]
+        return device[run] + skipped, host[run] + skipped, ends - begins
 
 
 def runs_of(
-    paged: PagedKV, groups: Sequence[range], arena_address: int, slot_class: SlotClass, pinned_slots: int
+    paged: PagedKV, groups: Sequence[range], segment: ArenaSegment, slot_class: SlotClass, pinned_bytes: int
 ) -> list[Runs]:
     """For all layers of `groups`, each of adjacent layers; one for each distance between blocks that they have.
 
-    `arena_address` is where this process has mapped the class's first slot. Raises PactViolation for slots too small.
+    All are of one KV cache group, whose slots are of this class. See `Runs` for `pinned_bytes`.
     """
-    if paged.rank_slot_bytes > slot_class.slot_bytes:
-        raise PactViolation(
-            f"one block of this engine takes {paged.rank_slot_bytes} bytes, a slot has only {slot_class.slot_bytes}"
-        )
+    cuts = bool(pinned_bytes % max(1, slot_class.extent_bytes or slot_class.slot_bytes))
     runs: dict[int, list[tuple[int, int, int]]] = {}
     for group in groups:
-        layer, piece = paged.joined(group), arena_address + paged.layer_offsets[group.start]
+        layer, piece = paged.joined(group), segment.mapped_at + paged.layer_offsets[group.start]
         runs.setdefault(layer.block_stride, []).extend(
             (layer.address + chunk * layer.chunk_stride, piece + chunk * layer.chunk_bytes, layer.chunk_bytes)
             for chunk in range(layer.chunks)
@@ -116,5 +131,7 @@ def runs_of(
     made = []
     for block_stride, found in runs.items():
         device, host, sizes = np.array(found, np.int64).T
-        made.append(Runs(device, host, sizes, block_stride, slot_class.slot_bytes, pinned_slots))
+        made.append(
+            Runs(device, host, sizes, block_stride, slot_class.slot_bytes, segment.mapped_at, pinned_bytes, cuts)
+        )
     return made

@@ -23,7 +23,8 @@ from kvpact.worker.cuda.driver import CudaError, Driver
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 256 << 20
-"""Bytes of a registration: 25 ms. One of 512 GiB fails (vllm#51081); Linux 6.11 to 6.13 take at most 2 GiB."""
+"""Bytes of a registration: 25 ms; fewer, so that it has whole slots, or a slot that is larger. One of 512 GiB fails
+(vllm#51081); Linux 6.11 to 6.13 take at most 2 GiB."""
 
 FIRST_BYTES: Final = 4 << 30
 """An engine waits for these at its start, at most `FIRST_SECONDS`."""
@@ -39,29 +40,29 @@ RAISE_THE_LIMIT: Final = "raise the limit on locked memory (ulimit -l, or memloc
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Slots of one class that are pinned together."""
+    """Memory that is pinned together."""
 
     start: int
     """Where in the segment it begins, in bytes."""
     num_bytes: int
     usable: int
-    """All slots with lower numbers are pinned when this is."""
+    """All slots with lower numbers (extents, where there are some) are pinned when this is."""
 
 
 class PinnedSlots:
     """Pins the slots of a segment, class by class: slots with numbers below `usable` are pinned now.
 
-    Classes that share extents are pinned extent by extent, and `usable` is a number of extents.
+    Where classes share extents, `usable` is a number of extents. Several are pinned together, or one in several chunks.
     """
 
     def __init__(self, driver: Driver, segment: ArenaSegment) -> None:
         self._driver, self._segment = driver, segment
-        self.chunk_slots = [max(1, min(len(one.slots), CHUNK_BYTES // one.slot_bytes)) for one in segment.pieces]
-        """Of each class, slots (extents, where there are some) pinned together: no copy goes over the border of two."""
+        self.chunk_bytes = [_chunk_bytes(one, segment.unit) for one in segment.pieces]
+        """Of each class, or of the extents, bytes pinned together: no copy goes over the border of two."""
         self._chunks = [
             chunk
-            for one, count in zip(segment.pieces, self.chunk_slots, strict=True)
-            for chunk in _chunks_of(one, count)
+            for one, num_bytes in zip(segment.pieces, self.chunk_bytes, strict=True)
+            for chunk in _chunks_of(one, num_bytes)
         ]
         self._done = 0
         """Chunks that are pinned."""
@@ -153,12 +154,20 @@ class PinnedSlots:
         )
 
 
-def _chunks_of(slot_class: SlotClass, most: int) -> Iterator[Chunk]:
-    """Its slots, `most` at a time."""
-    slots = slot_class.slots
-    for first in slots[::most]:
-        count = min(most, slots.stop - first)
-        yield Chunk(slot_class.start_of(first), count * slot_class.slot_bytes, first + count)
+def _chunk_bytes(pieces: SlotClass, unit: str) -> int:
+    """Of whole slots, or of whole extents; where an extent is too large, it is pinned in several chunks."""
+    count = CHUNK_BYTES // pieces.slot_bytes
+    if not count and unit == "extent":
+        return CHUNK_BYTES
+    return max(1, min(len(pieces.slots), count)) * pieces.slot_bytes
+
+
+def _chunks_of(pieces: SlotClass, chunk_bytes: int) -> Iterator[Chunk]:
+    """Their memory, so many bytes at a time."""
+    size = len(pieces.slots) * pieces.slot_bytes
+    for start in range(0, size, chunk_bytes):
+        end = min(size, start + chunk_bytes)
+        yield Chunk(pieces.offset + start, end - start, pieces.slots.start + end // pieces.slot_bytes)
 
 
 @contextlib.contextmanager
