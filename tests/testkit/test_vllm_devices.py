@@ -9,10 +9,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from kvpact.index.classed_slots import ClassedSlots
+from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.device.played import PlayedDevice
 from kvpact.testkit.results import ConformanceReport, Verdict, as_text
 from kvpact.testkit.vllm.driver import VllmDriver
-from kvpact.testkit.vllm.harness import Harness
+from kvpact.testkit.vllm.harness import Harness, prompt
+from kvpact.testkit.vllm.model_groups import GEMMA
 from kvpact.testkit.vllm.scenarios import Scenario
 from kvpact.worker.paged import GROUPS
 from model_shapes import LAYOUTS, MODELS, Model, entries_per_block
@@ -28,9 +31,12 @@ class Devices:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> None:
         self._seed = seed
         self._devices: list[PlayedDevice] = []
+        self.segments: list[ArenaSegment] = []
+        """Opened so far."""
         monkeypatch.setattr("kvpact.vllm.connector.open_cuda", self._open)
 
     def _open(self, config: Any, paged: Any, segment: Any, rank: int) -> Any:
+        self.segments.append(segment)
         return self._devices[rank].open(config, paged, segment, rank)
 
     def of_rank(self, rank: int) -> PlayedDevice:
@@ -131,4 +137,31 @@ def test_4096_tokens_of_llama_3_8b_are_loaded_in_as_many_copies_as_is_written(
             assert devices.entries == [before + copies]
 
     check(config, situation)
+    assert devices.violations == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_of_two_sizes_divide_a_devices_memory_among_them(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for the blocks of about four prompts, so that extents move between the classes meanwhile."""
+    devices = Devices(monkeypatch, seed=ranks)
+    moved: list[int] = []
+    obtain = ClassedSlots.obtain
+
+    def counted(space: ClassedSlots, *arguments: Any) -> int:
+        moved.append(obtain(space, *arguments))
+        return moved[-1]
+
+    monkeypatch.setattr(ClassedSlots, "obtain", counted)
+
+    def situation(harness: Harness) -> None:
+        settings = {"groups": GEMMA, "heads": 4, "head_size": 64, "ranks": ranks, "device": devices.of_rank}
+        with harness.engine(**settings, num_blocks=101) as engine:
+            for seed in range(8):
+                (stored,) = harness.store(engine, prompt(seed, 3 + seed % 4 * 3))
+                harness.load(engine, f"again{seed}", stored)
+                harness.serve(engine, f"longer{seed}", [*stored, *prompt(9, 2)])
+
+    check({**SYNCHRONOUS, "memory": "2MiB"}, situation)
+    assert {segment.unit for segment in devices.segments} == {"extent"}
+    assert any(moved)
     assert devices.violations == []
