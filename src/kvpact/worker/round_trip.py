@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BLOCKS: Final = 64
 
+TRIAL_SLOTS: Final = 3
+"""For each block: what it held, the pattern, and what came back of it."""
+
 DEADLINE_SECONDS: Final = 10.0
 """For each copy: one that takes longer is counted as one that never ends."""
 
@@ -37,7 +40,7 @@ ATTEMPTS: Final = 3
 def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, usable_slots: int) -> None:
     """Copy a pattern into blocks of each KV cache group and out again, by slots of the group's class.
 
-    The first `usable_slots` slots may be used, or the slots of as many extents; three for each block. Raises
+    The first `usable_slots` slots may be used, or the slots of as many extents; `TRIAL_SLOTS` for each block. Raises
     ConfigError if there are fewer, or it does not come back, or not in `LIMIT_SECONDS`.
     """
     for group_id, (layout, slot_class) in enumerate(
@@ -46,13 +49,13 @@ def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSeg
         block_bytes = sum(layout.layer_page_bytes)
         if not block_bytes:
             continue
-        slots = list(islice(slot_class.numbers(range(usable_slots)), 3 * MAX_BLOCKS))
-        count = min(len(slots) // 3, paged.num_blocks - 1)
+        slots = list(islice(slot_class.numbers(range(usable_slots)), TRIAL_SLOTS * MAX_BLOCKS))
+        count = min(len(slots) // TRIAL_SLOTS, paged.num_blocks - 1)
         if count < 1:
             raise ConfigError(
-                f"memory: {len(slots)} usable blocks are too few to try the device's copies: 3 are needed"
+                f"memory: {len(slots)} usable blocks are too few to try the device's copies: {TRIAL_SLOTS} are needed"
             )
-        _try_group(engine, paged, segment, slots[: 3 * count], group_id, block_bytes)
+        _try_group(engine, paged, segment, slots[: TRIAL_SLOTS * count], group_id, block_bytes)
 
 
 def _try_group(
@@ -64,9 +67,9 @@ def _try_group(
     block_bytes: int,
 ) -> None:
     """The trial of one KV cache group, with blocks of `block_bytes`, three of these slots for each."""
-    count = len(slots) // 3
+    count = len(slots) // TRIAL_SLOTS
     blocks = tuple(range(1, 2 * count, 2)) if 2 * count <= paged.num_blocks else tuple(range(1, count + 1))
-    kept, pattern, back = (tuple(slots[part * count : (part + 1) * count]) for part in range(3))
+    kept, pattern, back = (tuple(slots[part * count : (part + 1) * count]) for part in range(TRIAL_SLOTS))
     views = {slot: np.frombuffer(segment.slot_view(slot), np.uint8)[:block_bytes] for slot in slots}
     random = np.random.default_rng(count)
     for slot in pattern:

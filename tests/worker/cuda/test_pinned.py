@@ -115,6 +115,31 @@ def test_an_extent_that_is_too_large_is_pinned_in_several_chunks() -> None:
     segment.close()
 
 
+def test_an_engine_waits_longer_for_the_extents_that_its_trial_needs() -> None:
+    segment = ArenaSegment.create_extents(Extents(8, 2 * 4096, (4096, 2 * 4096)), 1)
+    slots = chunked(2 * 4096, Limited(seconds=0.05), segment)
+    slots.start(lambda usable: None)
+    assert not slots.wait_for_first(0.001)
+    assert 3 <= slots.usable < 8, "three slots of the larger class"
+    slots.close()
+    segment.close()
+
+
+def test_what_an_engine_has_waited_for_was_told(segment: ArenaSegment) -> None:
+    """Else a start may find that no slot is usable, although all are pinned."""
+    told = []
+
+    def tell(usable: int) -> None:
+        time.sleep(0.02)
+        told.append(usable)
+
+    slots = chunked(SLOTS * SLOT_BYTES, Limited(), segment)
+    slots.start(tell)
+    assert slots.wait_for_first(5)
+    assert told == [SLOTS]
+    slots.close()
+
+
 def test_pages_are_taken_before_the_driver_pins_them() -> None:
     """Else the driver stalls other calls while the kernel looks for memory."""
     segment = ArenaSegment.create(4, HUGE_BYTES)

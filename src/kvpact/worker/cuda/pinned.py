@@ -19,6 +19,7 @@ from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.threads import start_background
 from kvpact.units import format_size
 from kvpact.worker.cuda.driver import CudaError, Driver
+from kvpact.worker.round_trip import TRIAL_SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ FIRST_BYTES: Final = 4 << 30
 """An engine waits for these at its start, at most `FIRST_SECONDS`."""
 
 FIRST_SECONDS: Final = 1.0
+
+EXTENT_SECONDS: Final = 20.0
+"""For the extents that the trial at the start needs: as a slot may have tens of MiB, and an extent many slots."""
 
 MIN_SHARE: Final = 0.5
 """Of the slots. If fewer can be pinned, all of them are worth more by way of a bounce buffer: that costs a copy by one
@@ -64,6 +68,10 @@ class PinnedSlots:
             for one, num_bytes in zip(segment.pieces, self.chunk_bytes, strict=True)
             for chunk in _chunks_of(one, num_bytes)
         ]
+        self._least = max(
+            (-(-TRIAL_SLOTS // one.places) for one in segment.classes if one.extent_bytes and one.places), default=0
+        )
+        """Extents in which each class has as many slots as a trial needs."""
         self._done = 0
         """Chunks that are pinned."""
         self.error: CudaError | None = None
@@ -88,9 +96,14 @@ class PinnedSlots:
         self._thread = start_background("kvpact-pin", lambda: self._run(told))
 
     def wait_for_first(self, seconds: float = FIRST_SECONDS) -> bool:
-        """Wait until as much is pinned as an engine needs to begin, or nothing more will be; at most `seconds`."""
+        """Wait until as much is pinned as an engine needs to begin, or nothing more will be; at most `seconds`.
+
+        Longer only until the trial at the start has slots of each class. Returns whether as much is pinned.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: self.pinned_bytes >= FIRST_BYTES or self._ended, seconds)
+            enough = self._changed.wait_for(lambda: self.pinned_bytes >= FIRST_BYTES or self._ended, seconds)
+            self._changed.wait_for(lambda: self.usable >= self._least or self._ended, EXTENT_SECONDS)
+            return enough
 
     def suffice(self) -> bool:
         """End the start: whether to go on with the slots that are pinned, and will be. Says so if they are not all."""
@@ -127,10 +140,10 @@ class PinnedSlots:
                 self._segment.pages.take(chunk.start, chunk.num_bytes)
                 with _alone(self._segment):
                     self._driver.register(self._segment.mapped_at + chunk.start, chunk.num_bytes)
+                told(chunk.usable)
                 with self._changed:
                     self._done += 1
                     self._changed.notify_all()
-                told(chunk.usable)
         except CudaError as error:
             self._stop(error)
         else:
