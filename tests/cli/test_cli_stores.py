@@ -209,6 +209,14 @@ def test_tiers_and_why_read_what_an_engine_counted(tmp_path: Path) -> None:
     assert "7 of 10 lookups hit" in kvpact("why", stats).stdout
     assert "computes faster" in kvpact("why", stats).stdout
     assert kvpact("why", tmp_path / "none").exit_code == 2
+    (tmp_path / "stats-1.json").write_text(json.dumps(counts | {"lookups": 30}))
+    rows = json.loads(kvpact("tiers", "--stats", stats, "--json").stdout)["engine"]
+    assert [Path(row["stats"]).name for row in rows] == ["stats.json", "stats-1.json"]
+    shown = "".join(kvpact("tiers", "--stats", stats).stdout.split())
+    assert shown.count("seesthem:") == 2
+    first, second = kvpact("why", stats).stdout.splitlines()
+    assert "stats.json: 7 of 10" in first
+    assert "stats-1.json: 27 of 30" in second
 
 
 def refusal(*arguments: object) -> str:

@@ -46,8 +46,11 @@ class MountedCache:
         metrics: Metrics,
         budget: StepBudget,
         groups: GroupSet | None = None,
+        replica: int = 0,
     ) -> None:
         """`hellos` in the ranks' order; `known` is the namespace without the `weights`, which are None without tiers.
+
+        `replica` is the number of this engine in a server of several.
 
         Raises ConfigError for settings that no cache can have, and if the weights cannot be identified.
         """
@@ -83,7 +86,7 @@ class MountedCache:
         adapters.bind(LoadedAdapters(notices))
         if not all(hello.watches_weights for hello in hellos):
             logger.warning(BLIND)
-        self._stats_file = StatsFile(config.stats_file) if config.stats_file else None
+        self._stats_file = StatsFile(config.stats_file, replica) if config.stats_file else None
         logger.info(
             "kvpact: %d slots of %d bytes in memory, %d tier(s) below, namespace %s",
             arena.num_slots,

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
+from kvpact.cache.stats_file import stats_files
 from kvpact.cli.screen import age, console, print_json, progress, table
 from kvpact.cli.slabs import show_damage
 from kvpact.errors import ConfigError, TierError
@@ -203,18 +204,16 @@ def _the_one(names: set[str], wanted: str, place: object) -> str:
 
 
 def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: bool) -> bool:
-    """Print the state of tiers: as they answer now, and by an engine's stats file; returns whether all work."""
-    counts = _read_stats(stats_file) if stats_file else {}
+    """Print the state of tiers: as they answer now, and by the stats file of each engine; returns whether all work."""
+    files = stats_files(stats_file) if stats_file else []
+    engines = {file: _count_tiers(_read_stats(file)) for file in files}
     rows = [_probe(url) for url in urls]
-    engine = [
-        _as_counted(counts, name) for name in TIER_LABELS if counts.get(series("capacity_blocks", name)) is not None
-    ]
-    engine = [row for row in engine if any(value for key, value in row.items() if key != "tier")]
     if as_json:
+        engine = [row | {"stats": str(file)} for file, counted in engines.items() for row in counted]
         print_json({"now": rows, "engine": engine})
     else:
         output = console()
-        if not rows and not engine:
+        if not rows and not any(engines.values()):
             output.print(
                 "no tiers are configured; name a URL, a file with --config, or an engine's stats_file with --stats"
             )
@@ -223,12 +222,14 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
             for row in rows:
                 asked.add_row(*row.values())
             output.print(asked)
-        if engine:
-            output.print("as the engine sees them:" if rows else f"as the engine of {stats_file} sees them:")
-            counted = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
-            for row in engine:
-                counted.add_row(*map(str, row.values()))
-            output.print(counted)
+        for file, counted in engines.items():
+            if counted:
+                of_it = f" of {file}" if len(engines) > 1 or not rows else ""
+                output.print(f"as the engine{of_it} sees them:")
+                shown = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
+                for row in counted:
+                    shown.add_row(*map(str, row.values()))
+                output.print(shown)
     return all(row["state"] == "works" for row in rows)
 
 
@@ -264,6 +265,13 @@ def _trouble_with(directory: Path) -> str:
     return "" if os.access(place, os.R_OK | os.W_OK | os.X_OK) else f"{place} cannot be read and written by this user"
 
 
+def _count_tiers(counts: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The tiers of which the engine with these counts has counted anything."""
+    tiers = [name for name in TIER_LABELS if counts.get(series("capacity_blocks", name)) is not None]
+    found = [_as_counted(counts, name) for name in tiers]
+    return [row for row in found if any(value for key, value in row.items() if key != "tier")]
+
+
 def _as_counted(counts: Mapping[str, float], name: str) -> dict[str, Any]:
     def of(metric: str) -> float:
         return counts.get(series(metric, name), 0)
@@ -294,7 +302,11 @@ def _read_stats(path: Path) -> dict[str, float]:
 
 
 def explain(stats_file: Path) -> str:
-    """The text of `kvpact why`: how many look-ups hit, and why most of the others did not."""
+    """The text of `kvpact why`: how many look-ups hit, and why most of the others did not; a line for each engine."""
     from kvpact.metrics import Metrics, explain_misses
 
-    return explain_misses({**Metrics().snapshot(), **_read_stats(stats_file)})
+    files = stats_files(stats_file)
+    texts = [explain_misses({**Metrics().snapshot(), **_read_stats(file)}) for file in files]
+    if len(files) == 1:
+        return texts[0]
+    return "\n".join(f"{file}: {text}" for file, text in zip(files, texts, strict=True))

@@ -19,7 +19,7 @@ from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.metrics import Metrics
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
-from kvpact.vllm.compat.configuration import runs_second_runner
+from kvpact.vllm.compat.configuration import replica_number, runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
 from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact.vllm.computed import blocks_of, note_computed
@@ -105,6 +105,7 @@ class SchedulerSide:
             metrics=self._metrics,
             budget=self._budget,
             groups=self._groups.groups if self._groups.several else None,
+            replica=replica_number(parallel),
         )
         require_groups(self.mounted.cache, self._groups)
         self._stats = StatsCollector(self.mounted.opened.observe)

@@ -24,6 +24,11 @@ def split_context(parallel_config: Any) -> dict[str, int]:
     return {name: size for name in SPLIT_CONTEXT if (size := getattr(parallel_config, name, 1)) > 1}
 
 
+def replica_number(parallel_config: Any) -> int:
+    """The engine's number among those of its data-parallel server, from 0: the label `engine` of vLLM's metrics."""
+    return int(getattr(parallel_config, "data_parallel_index", None) or 0)
+
+
 def moves_experts(vllm_config: Any) -> bool:
     """Whether the engine moves experts between ranks while it runs."""
     return bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
