@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -54,9 +55,14 @@ def test_steps_that_are_late_leave_the_counts_to_others_for_a_while() -> None:
 
 def test_every_count_has_a_series_on_the_endpoint() -> None:
     registry = CollectorRegistry()
+    modes = set()
 
     def on(kind: type) -> object:
-        return lambda **arguments: kind(registry=registry, **arguments)
+        def made(**arguments: Any) -> object:
+            modes.add((kind, arguments.get("multiprocess_mode")))
+            return kind(registry=registry, **arguments)
+
+        return made
 
     types = {kind: on(kind) for kind in (Counter, Gauge, Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
@@ -74,3 +80,4 @@ def test_every_count_has_a_series_on_the_endpoint() -> None:
     assert 'vllm:kvpact_misses_total{engine="0",model_name="m",reason="no_room"} 4.0' in page
     assert 'vllm:kvpact_used_tokens_total{engine="0",model_name="m"} 128.0' in page
     assert 'vllm:kvpact_leases_held{engine="0",model_name="m"} 1.0' in page
+    assert modes == {(Counter, None), (Gauge, "mostrecent")}, "or each of several API servers shows a gauge of its own"

@@ -27,6 +27,7 @@ from kvpact.errors import ConfigError
 from kvpact.metrics import Metrics
 from kvpact.torch_cuda.device import open_cuda
 from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm, worker_place
+from kvpact.vllm.compat.configuration import replica_number
 from kvpact.vllm.compat.layouts import wanted_layout
 from kvpact.vllm.compat.objects import failed_requests, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
@@ -71,7 +72,8 @@ class PactConnector(KVMemoryHooks, GroupsHooks, KVConnectorBase_V1):
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
         self._groups = check_engine(vllm_config, kv_cache_config)
         check_settings(config, vllm_config, self._groups)
-        logger.info("kvpact: the %s's half is told %s", role.name.lower(), config.described())
+        engine = replica_number(vllm_config.parallel_config)
+        logger.info("kvpact: engine %d: the %s's half is told %s", engine, role.name.lower(), config.described())
         self.metrics = Metrics()
         self.guard = Guard(self.metrics)
         self._scheduler: SchedulerSide | None = None

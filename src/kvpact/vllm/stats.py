@@ -27,6 +27,10 @@ SLOW_STEP_SECONDS = 1e-3
 _GAUGES = frozenset(series(m.name, label) for m in METRICS if m.kind == "gauge" for label in m.label_values)
 
 
+_ONE_OF_SEVERAL_SERVERS = {"multiprocess_mode": "mostrecent"}
+"""Of API servers that share an endpoint each hears of an engine now and then: the page shows the last value of all."""
+
+
 @dataclass
 class PactStats(KVConnectorStats):
     """The counts since the last statistics; gauges as they are. `data` is series name -> value."""
@@ -118,6 +122,7 @@ class PactPromMetrics(KVConnectorPromMetrics):
                 name=f"vllm:kvpact_{metric.name}",
                 documentation=f"{metric.unit} {metric.meaning}",
                 labelnames=[*labelnames, *extra],
+                **(_ONE_OF_SEVERAL_SERVERS if metric.kind == "gauge" else {}),
             )
             for engine, values in per_engine_labelvalues.items():
                 for label in metric.label_values:
