@@ -182,6 +182,38 @@ def test_what_arenas_of_other_engines_may_still_take_is_not_available(monkeypatc
     ArenaSegment.create(3, 4 * MIB).close()
 
 
+OTHER_ENGINE = textwrap.dedent(
+    """
+    import sys
+    from kvpact.memory import arena
+    arena.MEMFD = "kvpact-arena-of-two"
+    segment = arena.ArenaSegment.create(int(sys.argv[1]), 4 << 20)
+    print("made", flush=True)
+    sys.stdin.read()
+    """
+)
+
+
+def test_a_second_process_that_wants_more_than_the_first_leaves_is_told_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each wants two thirds of what this machine has; neither takes a page of it."""
+    monkeypatch.setattr(arena_module, "MEMFD", "kvpact-arena-of-two")
+    slots = limits.available_memory_bytes() * 2 // 3 // (4 * MIB)
+    command = [sys.executable, "-c", OTHER_ENGINE, str(slots)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout
+        assert first.stdout.readline() == b"made\n"
+        with pytest.raises(
+            ConfigError,
+            match=rf"wants \d\S+ \(1 x {slots} blocks of 4MiB\), other engines here \(1 arenas\) may take \d\S+ more, "
+            r"this machine or its container has \d\S+ available; set `memory` below that, for each engine",
+        ):
+            ArenaSegment.create(slots, 4 * MIB)
+        first.kill()
+    ArenaSegment.create(slots, 4 * MIB).close()
+
+
 def test_a_python_without_memfd_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(ConfigError, match="memfd_create"):
