@@ -86,10 +86,12 @@ class Server:
             except OSError:
                 time.sleep(0.2)
 
-    def ask(self, tokens: list[int], *, stream: bool = False, max_tokens: int = 6) -> Answer:
-        """Complete `tokens`, greedily."""
+    def ask(self, tokens: list[int], *, stream: bool = False, max_tokens: int = 6, engine: int | None = None) -> Answer:
+        """Complete `tokens`, greedily, on the data-parallel replica `engine`, by default on one that vLLM chooses."""
         asked: dict[str, Any] = {"model": self.model, "prompt": tokens, "max_tokens": max_tokens, "temperature": 0}
         asked |= {"logprobs": 3}
+        if engine is not None:
+            asked["extra_headers"] = {"X-data-parallel-rank": str(engine)}
         if not stream:
             whole = self.client.completions.create(**asked)
             return _answer([whole])
@@ -108,23 +110,26 @@ class Server:
             for _ in zip(range(chunks), stream, strict=False):
                 pass
 
-    def metrics(self) -> dict[str, float]:
-        """The metrics page: each sample by its name, and with kvpact's labels by `name{value}`; engines are summed."""
+    def metrics(self, engine: int | None = None) -> dict[str, float]:
+        """The metrics page: each sample by its name, and with kvpact's labels by `name{value}`; engines are summed, or
+        only the replica `engine` counts."""
         with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=20) as page:
             families = text_string_to_metric_families(page.read().decode())
         found: dict[str, float] = defaultdict(float)
         for sample in (sample for family in families for sample in family.samples):
-            if not sample.name.endswith("_created"):
+            if not sample.name.endswith("_created") and (engine is None or sample.labels.get("engine") == str(engine)):
                 value = sample.labels.get("tier") or sample.labels.get("reason")
                 found[f"{sample.name}{{{value}}}" if value else sample.name] += sample.value
         return found
 
-    def wait_for(self, what: Callable[[dict[str, float]], bool], seconds: float = 30.0) -> dict[str, float]:
+    def wait_for(
+        self, what: Callable[[dict[str, float]], bool], seconds: float = 30.0, *, engine: int | None = None
+    ) -> dict[str, float]:
         """The metrics page once `what` is true of it. vLLM updates it with its steps, so short prompts are asked."""
         deadline = time.monotonic() + seconds
-        while not what(seen := self.metrics()):
+        while not what(seen := self.metrics(engine)):
             assert time.monotonic() < deadline, {name: value for name, value in seen.items() if "kvpact" in name}
-            self.ask([1, 2, 3], max_tokens=1)
+            self.ask([1, 2, 3], max_tokens=1, engine=engine)
         return seen
 
     def stop(self) -> int:

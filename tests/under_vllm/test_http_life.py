@@ -5,11 +5,13 @@ The model is called by its name on the hub, without a revision, and lies in a hu
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,14 +24,21 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from documents import block_with, filled_in
 from engines import BLOCK, prompt
 from hub_cache import add_commit
+from kvpact.cache.stats_file import stats_files
 from kvpact.demo.engine import CORES, one_core_each
+from kvpact.metrics import series
+from kvpact.tiers.disk.inspection import scan_directory
 from leftovers import slabs_still_locked
 from servers.http_server import Answer, Server
+from slab_scenes import files_in
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 MODEL = "kvpact-tests/tiny"
 BLOCKS = 3
+SEEN_S = 2.5
+"""Seconds in which engines see what others have stored: they look every second."""
+
 PROMPTS = [prompt(1_300 + number, BLOCKS) for number in range(4)]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
@@ -168,3 +177,52 @@ def test_two_ranks_of_kvpact_serve_are_killed_and_vllm_serve_answers_the_same_fr
         CORES: one_core_each(2),
     }
     second_life(start([*house.command("vllm serve"), *ranks], **environment), answers)
+
+
+def ask_replicas(server: Server, prompts: Sequence[list[int]]) -> list[list[Answer]]:
+    """Each prompt answered by each of the two replicas."""
+    return [[server.ask(tokens, engine=engine) for tokens in prompts] for engine in (0, 1)]
+
+
+def store_on_each(server: Server) -> list[Answer]:
+    """Replica 0 computes the first two prompts, replica 1 the others; the answers of local prefix hits."""
+    local = []
+    for engine, prompts in enumerate((PROMPTS[:2], PROMPTS[2:])):
+        assert [server.ask(tokens, engine=engine).cached_tokens for tokens in prompts] == [0, 0]
+        local += [server.ask(tokens, engine=engine) for tokens in prompts]
+        seen = server.wait_for(
+            lambda metrics: metrics["vllm:kvpact_written_blocks_total{disk}"] == 2 * BLOCKS, engine=engine
+        )
+        assert seen["vllm:kvpact_hook_errors_total"] == 0
+    return local
+
+
+@pytest.mark.proof
+@pytest.mark.both_cores
+def test_h59_two_replicas_are_killed_and_both_find_what_both_stored(house: House, start: Callable[..., Server]) -> None:
+    """`--data-parallel-size 2` as a user types it; the second time with one API server, to be ready sooner."""
+    stats = house.directory / "stats.json"
+    of_two = {CORES: one_core_each(2), "KVPACT_STATS_FILE": str(stats)}
+    command = [*house.command("kvpact serve"), "--data-parallel-size", "2"]
+    server = start(command, **of_two)
+    answers = store_on_each(server)
+    time.sleep(SEEN_S)
+    everywhere = [[BLOCKS * BLOCK] * len(PROMPTS)] * 2
+    found = ask_replicas(server, PROMPTS)
+    assert [[answer.cached_tokens for answer in one] for one in found] == everywhere
+    assert all(one.same_as(other) for of_one in found for one, other in zip(of_one, answers, strict=True))
+    assert len({slab.in_use_by for slab in scan_directory(house.disk)}) == 2
+    counts = stats_files(stats)
+    server.kill()
+    assert [path.name for path in counts] == ["stats.json", "stats-1.json"]
+    written = [json.loads(path.read_text())[series("written_blocks", "disk")] for path in counts]
+    assert written == [2 * BLOCKS] * 2
+    assert slabs_still_locked(house.disk) == []
+    again = start([*command, "--api-server-count", "1"], **of_two)
+    time.sleep(SEEN_S)
+    found = ask_replicas(again, PROMPTS)
+    assert [[answer.cached_tokens for answer in one] for one in found] == everywhere
+    assert all(one.same_as(other) for of_one in found for one, other in zip(of_one, answers, strict=True))
+    assert files_in(house.disk) <= 1 << 30
+    assert [slab.blocks for slab in scan_directory(house.disk)] == [2 * BLOCKS] * 2
+    assert again.stop() == 0
