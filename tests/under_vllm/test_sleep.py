@@ -19,7 +19,6 @@ from kvpact.testkit.results import Verdict
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import Harness, prompt
-from kvpact.testkit.vllm.oracle import OracleMemory
 from kvpact.testkit.vllm.played_engine import vllm_config
 from kvpact.testkit.vllm.scenarios import Scenario
 from kvpact.vllm import checks
@@ -42,7 +41,7 @@ def move(engine: VllmEngine, shape: Any = None) -> None:
         with rank.acting():
             connector.unregister_kv_caches()
             connector.unregister_kv_caches()
-            rank.memory = OracleMemory(rank.layers, rank.memory.shape, rank.rank)
+            rank.memory = rank.new_memory()
             tensors = dict(rank.memory.tensors)
             connector.register_kv_caches({name: shape(one) if shape else one for name, one in tensors.items()})
             connector.restore_kv_caches()

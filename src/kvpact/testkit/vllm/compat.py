@@ -20,8 +20,16 @@ from typing import Any
 
 from kvpact.identity.groups import GroupKind
 from kvpact.testkit.device.played import PlayedDevice
-from kvpact.testkit.vllm.model_groups import LayerGroup, group_config
+from kvpact.testkit.vllm.model_groups import (
+    LayerGroup,
+    group_config,
+    group_of_layers,
+    layer_names,
+    layers_of_worker,
+    plan_of,
+)
 from kvpact.testkit.vllm.rank_group import RankGroup
+from kvpact.testkit.vllm.real_models import RealModel, layout_named
 
 
 def _choose_platform() -> None:
@@ -48,6 +56,8 @@ ATTENTION_HEADS = 4
 """Heads of the simulated model that ask; as many as there are ranks, if those are more."""
 MAX_MODEL_LEN = 8192
 """Tokens of the longest request."""
+REAL_MODEL_LEN = 2 * MAX_MODEL_LEN
+"""The same for a real model, whose windows and chunks are longer."""
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -57,7 +67,7 @@ MODEL = {
     "num_key_value_heads": HEADS,
     "num_hidden_layers": 2,
     "vocab_size": 32_000,
-    "max_position_embeddings": MAX_MODEL_LEN,
+    "max_position_embeddings": REAL_MODEL_LEN,
     "torch_dtype": "float16",
 }
 """`config.json` of the simulated model."""
@@ -107,11 +117,18 @@ class EngineSettings:
     """vLLM's setting for loading the model's weights, of which there are none."""
     groups: tuple[LayerGroup, ...] = ()
     """The model's KV cache groups, on one pipeline stage; empty for one with `layers` layers of full attention."""
+    model: RealModel | None = None
+    """A real model on one rank, instead of all that says what the layers are; `block_size` is then the model's."""
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """All groups, in vLLM's order, which is also that of their layers."""
         return self.groups or (LayerGroup(layers=self.layers),)
+
+    @property
+    def model_layout(self) -> str:
+        """How a real model's layers lie in memory, from vLLM 0.30 on."""
+        return self.kv_layout or "LBNHC"
 
     @property
     def rank_heads(self) -> int:
@@ -139,7 +156,7 @@ def _model_directory(attention_heads: int) -> str:
 
 
 @cache
-def _model_config(attention_heads: int) -> Any:
+def _model_config(attention_heads: int, max_model_len: int) -> Any:
     """One `ModelConfig` for all engines of the process: making it takes seconds."""
     from vllm.config import ModelConfig
 
@@ -147,32 +164,13 @@ def _model_config(attention_heads: int) -> Any:
         model=_model_directory(attention_heads),
         skip_tokenizer_init=True,
         dtype="float16",
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         seed=0,
     )
 
 
 def _model_of(settings: EngineSettings) -> Any:
-    return _model_config(max(ATTENTION_HEADS, settings.ranks))
-
-
-def layer_names(settings: EngineSettings) -> list[str]:
-    """The attention layers in forward order, as vLLM names them."""
-    return [f"model.layers.{layer}.self_attn.attn" for layer in range(sum(one.layers for one in settings.layer_groups))]
-
-
-def group_of_layers(settings: EngineSettings) -> dict[str, int]:
-    """Layer -> the number of its KV cache group."""
-    numbers = [number for number, group in enumerate(settings.layer_groups) for _ in range(group.layers)]
-    return dict(zip(layer_names(settings), numbers, strict=True))
-
-
-def layers_of_worker(settings: EngineSettings, worker: int) -> list[str]:
-    """The layers of the worker's stage."""
-    stage, names = worker // settings.ranks, layer_names(settings)
-    sizes = [len(names) // settings.stages + (one < len(names) % settings.stages) for one in range(settings.stages)]
-    first = sum(sizes[:stage])
-    return names[first : first + sizes[stage]]
+    return _model_config(max(ATTENTION_HEADS, settings.ranks), REAL_MODEL_LEN if settings.model else MAX_MODEL_LEN)
 
 
 def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], model: Any = None) -> Any:
@@ -211,8 +209,10 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], mode
     # The CPU platform forces this off, because it has one stream; the simulated engine has more.
     vllm_config.scheduler_config.async_scheduling = settings.overlap
     vllm_config.cache_config.num_gpu_blocks = settings.num_blocks
-    if any(group.kind is GroupKind.STATE for group in settings.groups):
+    if any(group.kind is GroupKind.STATE for group in settings.groups) or (settings.model and settings.model.states):
         vllm_config.cache_config.mamba_cache_mode = "align"
+    if settings.model and layout_named(settings.model_layout) is not None:
+        vllm_config.cache_config.kv_cache_layout = settings.model_layout
     return vllm_config
 
 
@@ -233,6 +233,8 @@ def _draft_config(settings: EngineSettings) -> Any:
 
 def make_kv_cache_config(settings: EngineSettings, worker: int | None = None) -> Any:
     """The model's groups: with all of their layers, or with those of one worker."""
+    if settings.model is not None:
+        return copy.deepcopy(plan_of(settings).config)
     names = layer_names(settings) if worker is None else layers_of_worker(settings, worker)
     numbers, groups = group_of_layers(settings), settings.layer_groups
     members = [(group, [name for name in names if numbers[name] == number]) for number, group in enumerate(groups)]
@@ -261,9 +263,17 @@ def make_scheduler(
             vllm_config=vllm_config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(vllm_config),
-            block_size=settings.block_size,
+            **block_sizes(settings),
             log_stats=log_stats,
         )
+
+
+def block_sizes(settings: EngineSettings) -> dict[str, int]:
+    """The scheduler's unit, and that of the hashes of a request's blocks, in tokens."""
+    if settings.model is None:
+        return {"block_size": settings.block_size, "hash_block_size": settings.block_size}
+    plan = plan_of(settings)
+    return {"block_size": plan.scheduler_block_size, "hash_block_size": plan.hash_block_size}
 
 
 @cache

@@ -28,6 +28,7 @@ from kvpact.testkit.vllm.scenarios_divergent import DIVERGENT
 from kvpact.testkit.vllm.scenarios_exits import EXITS
 from kvpact.testkit.vllm.scenarios_groups import GROUPS
 from kvpact.testkit.vllm.scenarios_loads import LOADS
+from kvpact.testkit.vllm.scenarios_models import MODEL_SCENARIOS
 from kvpact.testkit.vllm.scenarios_promises import PROMISES
 from kvpact.testkit.vllm.scenarios_ranks import RANKS
 
@@ -59,11 +60,11 @@ class VllmDriver:
 
     def scenarios(self, names: Sequence[str] | None = None) -> list[Scenario]:
         """All scenarios of models with one KV cache group, or those of these names, also of `GROUPS` and
-        `DIVERGENT`.
+        `DIVERGENT` and `MODEL_SCENARIOS`.
 
         Raises KeyError for an unknown one.
         """
-        by_name = {scenario.name: scenario for scenario in (*SCENARIOS, *GROUPS, *DIVERGENT)}
+        by_name = {scenario.name: scenario for scenario in (*SCENARIOS, *GROUPS, *DIVERGENT, *MODEL_SCENARIOS)}
         return list(SCENARIOS) if names is None else [by_name[name] for name in names]
 
     def run(self, names: Sequence[str] | None = None) -> ConformanceReport:

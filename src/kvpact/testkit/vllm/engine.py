@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvpact.engine.oracle import Digests
 from kvpact.identity.groups import GroupKind
 from kvpact.testkit.vllm import compat
 from kvpact.testkit.vllm.compat import EngineSettings, RequestSettings
+from kvpact.testkit.vllm.model_groups import group_of_layers, groups_of
 from kvpact.testkit.vllm.observed import Observed
 from kvpact.testkit.vllm.oracle import VOCABULARY, TokenChain, continuation
 from kvpact.testkit.vllm.rank import Rank
@@ -69,7 +71,7 @@ class VllmEngine:
         self._identities[request_id] = f"{wanted.salt}|{wanted.adapter}|{self._weights}"
         self._wanted[request_id] = wanted
         self.observed.outputs[request_id] = []
-        request = compat.make_request(request_id, wanted, self.settings.block_size)
+        request = compat.make_request(request_id, wanted, compat.block_sizes(self.settings)["hash_block_size"])
         self._guarded("add_request", lambda: self.scheduler.add_request(request))
 
     def abort(self, request_id: str, *, during_step: bool = False) -> None:
@@ -240,35 +242,36 @@ class VllmEngine:
         """Descriptions of blocks in the engine's prefix cache whose content does not match their hash."""
         from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
-        size = self.settings.block_size
-        owners: dict[bytes, list[tuple[str, int, TokenChain]]] = {}
+        size = compat.block_sizes(self.settings)["hash_block_size"]
+        owners: dict[bytes, list[tuple[str, int, Digests]]] = {}
         for request_id, wanted in self._wanted.items():
             if not self._identities[request_id].endswith(f"|{self._weights}"):
                 continue
             request = compat.make_request(request_id, wanted, size)
             request.append_output_token_ids(self.observed.outputs[request_id])
-            chain = TokenChain(self._identities[request_id], list(request.all_token_ids))
-            for block, block_hash in enumerate(request.block_hashes):
-                owners.setdefault(bytes(block_hash), []).append((request_id, block, chain))
+            tokens = list(request.all_token_ids)
+            digests = TokenChain(self._identities[request_id], tokens).digests(0, len(tokens))
+            for number, block_hash in enumerate(request.block_hashes, 1):
+                owners.setdefault(bytes(block_hash), []).append((request_id, number * size, digests))
         wrong = []
         for block in self.scheduler.kv_cache_manager.block_pool.blocks:
             if block.block_hash is None:
                 continue
             candidates = owners.get(bytes(get_block_hash(block.block_hash)), [])
             group = get_group_id(block.block_hash)
-            found = [self._content_fault(block.block_id, index, chain, group) for _, index, chain in candidates]
+            found = [self._content_fault(block.block_id, digests[:end], group) for _, end, digests in candidates]
             if found and all(found):
-                request_id, index, _ = candidates[0]
+                request_id, end, _ = candidates[0]
+                index = end // groups_of(self.settings)[group].block_size - 1
                 wrong.append(f"block {block.block_id} is published as block {index} of {request_id}, {found[0]}")
         return wrong
 
-    def _content_fault(self, block_id: int, index: int, chain: TokenChain, group: int) -> str:
-        """Describe how `block_id` differs from block `index` of a group of these tokens; "" if it does not."""
-        size, numbers = self.settings.block_size, compat.group_of_layers(self.settings)
-        is_state = self.settings.layer_groups[group].kind is GroupKind.STATE
-        digests = chain.digests((index + 1) * size - 1 if is_state else index * size, (index + 1) * size)
+    def _content_fault(self, block_id: int, digests: Digests, number: int) -> str:
+        """Describe how `block_id` differs from a group's block that ends with these tokens; "" if it does not."""
+        group, numbers = groups_of(self.settings)[number], group_of_layers(self.settings)
+        digests = digests[-1 if group.kind is GroupKind.STATE else -group.block_size :]
         for rank in self.ranks:
-            for layer in (name for name in rank.layers if numbers[name] == group):
+            for layer in (name for name in rank.layers if numbers[name] == number):
                 if (offset := rank.memory.first_wrong([block_id], digests, layer)) is not None:
                     found = rank.memory.describe(block_id, offset, layer, iter(rank.known.items()))
                     return f"but its slot {offset} holds ({layer}, rank {rank.rank}) {found}"

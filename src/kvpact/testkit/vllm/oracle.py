@@ -5,7 +5,7 @@ Owns the CPU tensors with the digests. Knows no request's state and no connector
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,55 +76,122 @@ class PageShape:
     """Whether there are no heads: a tensor is `[blocks, block_size, elements]`, and equal on all ranks."""
 
 
-class OracleMemory:
-    """One rank's KV memory: a tensor a layer, `[blocks, heads, block_size, elements]` of two bytes each, all zeros."""
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """A layer's KV memory: what connectors get, and the same as arrays `[blocks, tokens, ...]` of unsigned words."""
 
-    def __init__(self, layers: Sequence[str], shape: PageShape, rank: int) -> None:
+    given: Any
+    places: tuple[NDArray[Any], ...]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return int(self.places[0].shape[1])
+
+
+class OracleMemory:
+    """One rank's KV memory: the layers in forward order, all zeros. `number` is the rank's, if ranks differ."""
+
+    def __init__(
+        self, layers: Mapping[str, LayerMemory], number: int, allocations: Sequence[NDArray[np.uint8]] = ()
+    ) -> None:
+        self._allocations = allocations
+        self.tensors: dict[str, Any] = {name: layer.given for name, layer in layers.items()}
+        self._layers = dict(layers)
+        self._patterns: dict[str, NDArray[np.uint64]] = {}
+        for index, (name, layer) in enumerate(layers.items()):
+            lanes = np.arange(-(-sum(map(_row_bytes, layer.places)) // 8), dtype=np.uint64)
+            self._patterns[name] = mix(lanes + np.uint64((index * 64 + number) << 32))
+
+    @classmethod
+    def of(cls, layers: Sequence[str], shape: PageShape, rank: int) -> OracleMemory:
+        """Layers of one shape, of two-byte elements."""
         import torch
 
-        self.shape = shape
-        self.rank = rank
-        self.tensors: dict[str, Any] = {}
-        self._bytes: dict[str, NDArray[np.uint8]] = {}
-        self._patterns: dict[str, NDArray[np.uint64]] = {}
-        lanes = np.arange(shape.heads * shape.row_bytes // 8, dtype=np.uint64).reshape(shape.heads, -1)
-        for index, (layer, raw) in enumerate(zip(layers, _memory(len(layers), shape), strict=True)):
-            self._bytes[layer] = raw
-            self.tensors[layer] = torch.from_numpy(raw[:, 0] if shape.latent else raw).view(torch.float16)
-            self._patterns[layer] = mix(lanes + np.uint64((index * 64 + (0 if shape.latent else rank)) << 32))
+        made = {}
+        for layer, raw in zip(layers, _memory(len(layers), shape), strict=True):
+            tensor = torch.from_numpy(raw[:, 0] if shape.latent else raw).view(torch.float16)
+            made[layer] = LayerMemory(tensor, (raw.swapaxes(1, 2),))
+        return cls(made, 0 if shape.latent else rank)
 
     def write(self, block_ids: Sequence[int], start: int, digests: Digests, layer: str) -> None:
         """Write a forward pass's content of `layer` for the tokens from `start` on of a request with these blocks."""
-        blocks, offsets = self._places(block_ids, start, len(digests))
-        self._bytes[layer][blocks, :, offsets] = self._rows(digests, layer)
+        where = self._where(block_ids, start, len(digests), layer)
+        for place, rows in zip(self._layers[layer].places, self._rows(digests, layer), strict=True):
+            place[where] = rows
 
     def first_wrong(self, block_ids: Sequence[int], digests: Digests, layer: str, start: int = 0) -> int | None:
         """The first token from `start` on whose slot in `layer` does not match `digests`, or None."""
-        blocks, offsets = self._places(block_ids, start, len(digests))
-        right = (self._bytes[layer][blocks, :, offsets] == self._rows(digests, layer)).all(axis=(1, 2))
+        where = self._where(block_ids, start, len(digests), layer)
+        right = np.ones(len(digests), np.bool_)
+        for place, rows in zip(self._layers[layer].places, self._rows(digests, layer), strict=True):
+            right &= _equal(place[where], rows)
         return None if right.all() else start + int(np.argmin(right))
 
     def describe(self, block_id: int, offset: int, layer: str, chains: Iterator[tuple[str, TokenChain]]) -> str:
         """Describe the content of one slot: nothing, a token of one of `chains`, or unknown bytes."""
-        row = self._bytes[layer][block_id, :, offset]
-        if not row.any():
+        found = [place[block_id, offset] for place in self._layers[layer].places]
+        if not any(row.any() for row in found):
             return "zeros: nothing was ever written there"
         for request_id, chain in chains:
-            rows = self._rows(chain.digests(0, len(chain.tokens)), layer)
-            matches = (rows == row).all(axis=(1, 2))
+            pieces = self._rows(chain.digests(0, len(chain.tokens)), layer)
+            matches = np.logical_and.reduce([_equal(rows, row) for rows, row in zip(pieces, found, strict=True)])
             if matches.any():
                 return f"token {int(np.argmax(matches))} of {request_id}"
         return "bytes that no request ever wrote"
 
-    def _places(self, block_ids: Sequence[int], start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        positions = np.arange(start, start + count)
-        table = np.array(block_ids, dtype=np.int64)
-        return table[positions // self.shape.block_size], positions % self.shape.block_size
+    def copied(self) -> list[NDArray[np.uint8]]:
+        """All bytes of all allocations."""
+        return [bytes_of.copy() for bytes_of in self._allocations]
 
-    def _rows(self, digests: Digests, layer: str) -> NDArray[np.uint8]:
-        """The bytes of these tokens' slots, `[tokens, heads, row_bytes]`."""
-        rows = mix(digests[:, None, None] ^ self._patterns[layer])
-        return rows.view(np.uint8).reshape(len(digests), self.shape.heads, self.shape.row_bytes)
+    def changed_outside(self, before: Sequence[NDArray[np.uint8]], pages: Mapping[str, Collection[int]]) -> int:
+        """Bytes that differ from `before` and are in none of these blocks of these layers."""
+        changed = 0
+        for old, now in zip(before, self._allocations, strict=True):
+            allowed = np.zeros(len(now), np.bool_)
+            for layer, blocks in pages.items():
+                for place in self._layers[layer].places:
+                    _same_place(place, now, allowed)[list(blocks)] = True
+            changed += int(np.count_nonzero((old != now) & ~allowed))
+        return changed
+
+    def _where(
+        self, block_ids: Sequence[int], start: int, count: int, layer: str
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        positions = np.arange(start, start + count)
+        table, size = np.array(block_ids, dtype=np.int64), self._layers[layer].block_size
+        return table[positions // size], positions % size
+
+    def _rows(self, digests: Digests, layer: str) -> Iterator[NDArray[Any]]:
+        """What these tokens' slots hold, for each of the layer's places."""
+        rows = mix(digests[:, None] ^ self._patterns[layer]).view(np.uint8)
+        start = 0
+        for place in self._layers[layer].places:
+            end = start + _row_bytes(place)
+            piece = np.ascontiguousarray(rows[:, start:end]).view(place.dtype)
+            yield piece.reshape(len(digests), *place.shape[2:])
+            start = end
+
+
+def _same_place(place: NDArray[Any], allocation: NDArray[Any], marks: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """What `place` sees of an allocation, of as many marks: for each word its bytes; nothing if it lies elsewhere."""
+    start = place.ctypes.data - allocation.ctypes.data
+    if not 0 <= start < len(allocation):
+        return np.zeros(place.shape, np.bool_)
+    strides = (*place.strides, 1)
+    return np.lib.stride_tricks.as_strided(marks[start:], (*place.shape, place.itemsize), strides)
+
+
+def _row_bytes(place: NDArray[Any]) -> int:
+    """Bytes of one slot."""
+    return int(np.prod(place.shape[2:])) * place.itemsize
+
+
+def _equal(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
+    """For each slot, whether both hold the same."""
+    same = np.equal(rows, others)
+    all_same: NDArray[np.bool_] = same.all(axis=tuple(range(1, same.ndim)))
+    return all_same
 
 
 def _memory(layers: int, shape: PageShape) -> list[NDArray[np.uint8]]:

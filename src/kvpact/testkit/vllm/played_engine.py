@@ -31,6 +31,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvpact.cache.open import OpenCache
 from kvpact.config import load_config
 from kvpact.testkit.vllm import compat
+from kvpact.testkit.vllm.model_groups import layer_names
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import KvpactScheduler
 from kvpact.vllm.step_hook import StepHook
@@ -155,7 +156,7 @@ class PlayedEngine:
         self.block_size = block_size
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.shape = shape = compat.EngineSettings(num_blocks=num_blocks, block_size=block_size, layers=LAYERS)
-        names = compat.layer_names(shape)
+        names = layer_names(shape)
         self.config.compilation_config.static_forward_context = {name: PlayedLayer() for name in names}
         self.kv = {name: torch.zeros((num_blocks, block_size, SLOT), dtype=torch.uint8) for name in names}
         self.worker: PactConnector = compat.make_worker_connector(shape, self.config, 0)

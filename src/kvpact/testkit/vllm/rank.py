@@ -14,15 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvpact.engine.oracle import Digests
-from kvpact.identity.groups import GroupKind, KVCacheGroup
+from kvpact.identity.groups import GroupKind
 from kvpact.testkit.device.played import OnDevice
 from kvpact.testkit.vllm.compat import (
     EngineSettings,
     acting_as,
-    group_of_layers,
-    layers_of_worker,
     make_worker_connector,
 )
+from kvpact.testkit.vllm.model_groups import group_of_layers, groups_of, layers_of_worker, plan_of
+from kvpact.testkit.vllm.model_memory import lay_out
 from kvpact.testkit.vllm.oracle import VOCABULARY, OracleMemory, PageShape, TokenChain, WrongSlot
 
 
@@ -65,19 +65,12 @@ class Rank:
         self.rank = rank
         self.layers = layers_of_worker(settings, rank)
         self._groups = group_of_layers(settings)
-        self._kinds = [KVCacheGroup(one.kind, settings.block_size, one.span) for one in settings.layer_groups]
-        row_bytes = 2 * settings.head_size * (1 if settings.latent else 2)
-        shape = PageShape(
-            settings.num_blocks,
-            settings.rank_heads,
-            settings.block_size,
-            row_bytes,
-            settings.kv_layout,
-            settings.latent,
-        )
-        self.memory = OracleMemory(self.layers, shape, rank)
+        self._kinds = groups_of(settings)
+        self.memory = self.new_memory()
         self.device = settings.device(rank) if settings.device is not None else None
         self.requests: dict[str, RankRequest] = {}
+        self._digests: dict[str, Digests] = {}
+        """Of all tokens that the step's requests have after it."""
         self.known: dict[str, TokenChain] = {}
         """Every request so far, so that foreign content can be described."""
         self.wrong: list[WrongSlot] = []
@@ -96,6 +89,23 @@ class Rank:
             on_device = {name: OnDevice(tensor) if self.device else tensor for name, tensor in tensors.items()}
             self.connector.register_kv_caches(on_device)
 
+    def new_memory(self) -> OracleMemory:
+        """KV memory, all zeros."""
+        settings = self.settings
+        if settings.model is not None:
+            made = lay_out(plan_of(settings), settings.model_layout)
+            return OracleMemory(made.layers, self.rank, made.allocations)
+        row_bytes = 2 * settings.head_size * (1 if settings.latent else 2)
+        shape = PageShape(
+            settings.num_blocks,
+            settings.rank_heads,
+            settings.block_size,
+            row_bytes,
+            settings.kv_layout,
+            settings.latent,
+        )
+        return OracleMemory.of(self.layers, shape, self.rank)
+
     def acting(self) -> Any:
         """Within, this process acts as this rank."""
         return acting_as(self.settings, self.rank, self.connector)
@@ -108,6 +118,7 @@ class Rank:
 
         self._vllm_config.compilation_config.static_forward_context = self._layers()
         self.wrong = []
+        self._digests = {}
         scheduled = scheduler_output.num_scheduled_tokens
         with self.acting():
             if not self.mute:
@@ -172,28 +183,35 @@ class Rank:
             computed = request.num_computed_tokens
             # Draft tokens have no digest: nothing is written for them, and none of them is ever accepted.
             known = min(computed + count, len(request.chain.tokens))
-            table = request.tables[number]
+            table, digests = request.tables[number], self._digests_of(request_id, known)
             if group.kind is GroupKind.STATE:
-                self._advance_state(request_id, request, table, known, layer_name)
+                self._advance_state(request_id, table, digests, group.block_size, layer_name)
                 continue
             first = group.first_read(computed)
-            self._check(request_id, table, request.chain.digests(first, computed), layer_name, first)
-            self.memory.write(table, computed, request.chain.digests(computed, known), layer_name)
+            self._check(request_id, table, digests[first:computed], layer_name, first)
+            self.memory.write(table, computed, digests[computed:], layer_name)
+
+    def _digests_of(self, request_id: str, known: int) -> Digests:
+        """Of the request's first `known` tokens; the same for all layers of a step."""
+        digests = self._digests.get(request_id)
+        if digests is None or len(digests) != known:
+            digests = self._digests[request_id] = self.requests[request_id].chain.digests(0, known)
+        return digests
 
     def _advance_state(
-        self, request_id: str, request: RankRequest, table: Sequence[int], known: int, layer_name: str
+        self, request_id: str, table: Sequence[int], digests: Digests, size: int, layer_name: str
     ) -> None:
-        """Read the state of the computed tokens and write that of the `known` ones, each in the block that they end."""
-        size, computed = self.settings.block_size, request.num_computed_tokens
+        """Read the state of the computed tokens and write that of the known ones, each in the block that they end."""
+        computed, known = self.requests[request_id].num_computed_tokens, len(digests)
         if computed:
             where = [table[(computed - 1) // size]]
-            self._check(request_id, where, request.chain.digests(computed - 1, computed), layer_name, 0)
+            self._check(request_id, where, digests[computed - 1 : computed], layer_name, 0)
         where = [table[(known - 1) // size]]
-        self.memory.write(where, 0, request.chain.digests(known - 1, known), layer_name)
+        self.memory.write(where, 0, digests[known - 1 :], layer_name)
 
     def _check(self, request_id: str, table: Sequence[int], digests: Digests, layer_name: str, start: int) -> None:
         """Note the first slot from `start` on that does not hold what it should."""
-        size = self.settings.block_size
+        size = self._kinds[self._groups[layer_name]].block_size
         wrong = self.memory.first_wrong(table, digests, layer_name, start)
         if wrong is not None:
             block_id = table[wrong // size]
