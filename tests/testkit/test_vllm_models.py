@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from hybrid_models import FOLDER
 from kvpact.identity.groups import GroupKind, KVCacheGroup
+from kvpact.memory.arena import Arena
 from kvpact.ranges import BlockRange
 from kvpact.testkit.results import ConformanceReport, Verdict, as_text
 from kvpact.testkit.vllm.driver import VllmDriver
@@ -26,7 +27,7 @@ DRIVER = VllmDriver(CONNECTOR, CONFIG, timeout=60)
 EACH_KIND = ("gpt-oss-20b", "jamba", "deepseek-v2-lite")
 """Windows, states and latents."""
 QUICK = [f"{situation}[{model}]" for situation in SITUATIONS for model in EACH_KIND]
-REST = [scenario.name for scenario in MODEL_SCENARIOS if scenario.name not in (*QUICK, "restart[gemma-3-27b]")]
+REST = [scenario.name for scenario in MODEL_SCENARIOS if scenario.name not in QUICK]
 OTHERS = [release for release in RELEASES if release != installed_release()]
 ENDS = OTHERS[:: len(OTHERS) - 1]
 
@@ -61,6 +62,11 @@ def require_kept(report: ConformanceReport, other: Mapping[str, Verdict] | None 
 
 def test_each_kind_of_model_is_served_on_the_installed_release() -> None:
     require_kept(DRIVER.run(QUICK))
+
+
+def test_a_prompt_of_more_blocks_than_memory_has_extents_is_read_from_disk() -> None:
+    """Where memory has several classes of slots, it is counted in extents; a tier borrows slots."""
+    require_kept(DRIVER.run(["restart[gemma-3-27b]"]))
 
 
 @pytest.mark.proof
@@ -102,6 +108,12 @@ def test_a_window_one_block_short_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(KVCacheGroup, "needed", short)
     assert DRIVER.run(["hits[gpt-oss-20b]"]).broken
+
+
+def test_fewer_slots_for_a_tier_than_a_prompt_has_blocks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arena, "least_slots", 8)
+    (check,) = DRIVER.run(["restart[gpt-oss-20b]"]).checks
+    assert check.verdict is not Verdict.KEPT
 
 
 @pytest.mark.parametrize("name", EACH_KIND)

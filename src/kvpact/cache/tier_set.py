@@ -135,11 +135,11 @@ class TierSet:
     @property
     def most_known(self) -> int:
         """Blocks that are remembered per tier, of each kind."""
-        return KNOWN_SHARE * self.arena.num_slots
+        return KNOWN_SHARE * self.arena.num_slots * max(1, *self.arena.places)
 
     def open(self, executors: Sequence[TierExecutor]) -> None:
         """Use these tiers below the arena from now on, in the user's order. Called once."""
-        lent = LentSlots(self.arena.num_slots)
+        lent = LentSlots(self.arena.least_slots)
         for executor in executors:
             client = TierClient(
                 executor,

@@ -201,7 +201,7 @@ class WriteBack:
         return start
 
     def _write(self, client: TierClient, keys: Sequence[BlockKey], start: int, end: int, epoch: Epoch) -> None:
-        write_blocks = max(1, min(WRITE_BYTES // self.arena.slot_bytes, self.arena.num_slots // 2))
+        write_blocks = max(1, min(WRITE_BYTES // self.arena.slot_bytes, self.arena.least_slots // 2))
         while start < end:
             stop = min(end, start + write_blocks)
             op = WriteBackOp(tuple(keys[start:stop]), (self.index.pin(keys[stop - 1]),), epoch)

@@ -355,6 +355,11 @@ class Arena:
         self._growing = any(segment.usable_slots < self.num_slots for segment in self._all)
 
     @property
+    def least_slots(self) -> int:
+        """Slots, if all memory is of the class of which the fewest go into it."""
+        return self.num_slots * min(filter(None, self.places), default=1)
+
+    @property
     def usable_slots(self) -> int:
         """Of `num_slots`, those from number 0 on that all ranks can copy now; only grows, and then costs nothing."""
         if not self._growing:
