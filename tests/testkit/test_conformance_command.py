@@ -23,7 +23,7 @@ class Naive(ReferenceCache):
     def commit_external_match(self, request, match, num_tokens, block_ids):
         plan = self.plans.get(request.request_id)
         if plan is not None:
-            del plan.entries[-(-num_tokens // self._block_size) :]
+            plan.pieces = [piece for piece in plan.pieces if piece.block * self._block_size < num_tokens]
         return super().commit_external_match(request, match, num_tokens, block_ids)
 '''
 
