@@ -14,7 +14,8 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.links import NONE
 from kvpact.index.links import ROOT as ROOT
-from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED, Rows
+from kvpact.index.losses import Losses
+from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED
 from kvpact.index.rows import State as State
 from kvpact.index.slot_space import PlainSlots
 
@@ -49,7 +50,7 @@ class StoredBlock:
     last_used: float = 0
 
 
-class BlockIndex(Rows):
+class BlockIndex(Losses):
     """Which block lies in which of `num_slots` slots, what may be served, and what is evicted when room is needed."""
 
     __slots__ = ()
