@@ -197,8 +197,7 @@ class BlockIndex(Losses):
         if evicted is None:
             return None
         slots = self.space.take(len(wanted), self._chain_class)
-        for key, slot in zip(wanted, slots, strict=True):
-            parent = self._add(key, parent, slot, RESERVED)
+        self._reserve_chain(wanted, parent, slots)
         return Reservation(tuple(slots), evicted)
 
     def _make_room(self, slots: int, slot_class: int) -> tuple[tuple[BlockKey, int], ...] | None:
@@ -207,8 +206,8 @@ class BlockIndex(Losses):
         if slots > len(free) + self._evictable[slot_class]:
             return None
         evicted, self._lost = self._lost, []
-        while len(free) < slots:
-            evicted += self._evict(slot_class)
+        if len(free) < slots:
+            evicted += self._evict(slot_class, slots)
         return tuple(evicted)
 
     def reserve_sides(
@@ -245,13 +244,14 @@ class BlockIndex(Losses):
         """
         self._require_writers(slots)
         became_held: list[BlockKey] = []
+        state, parent = self._state, self._parent
         for slot in slots:
-            if self._state[slot] == CANCELLED:
-                self._state[slot] = DOOMED
+            if state[slot] == CANCELLED:
+                state[slot] = DOOMED
                 self._release(slot)
                 continue
-            self._state[slot] = SAVED
-            if self._state[self._parent[slot]] == HELD:
+            state[slot] = SAVED
+            if state[parent[slot]] == HELD:
                 self._serve(slot, became_held)
         return became_held
 

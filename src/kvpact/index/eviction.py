@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvpact.errors import PactViolation
 
@@ -36,10 +36,17 @@ class LeastRecentlyUsed:
         self.tick += 1
         self._used[slot] = self.tick
 
+    def touch_each(self, slots: Iterable[int]) -> None:
+        """Make each of `slots` the most recently used, one after the other."""
+        for tick, slot in enumerate(slots, self.tick + 1):
+            self._used[slot] = self.tick = tick
+
     def inherit(self, parent: int, child: int) -> None:
         """Count the last use of `child` as one of `parent` too; called when the child is removed, so that a touch costs
         O(1)."""
-        self._used[parent] = max(self._used[parent], self._used[child])
+        used = self._used[child]
+        if used > self._used[parent]:
+            self._used[parent] = used
 
     def offer(self, slot: int, slot_class: int = 0) -> None:
         """`slot` became evictable. O(log n); nothing happens if it is queued already."""
@@ -59,6 +66,12 @@ class LeastRecentlyUsed:
             heapq.heappop(self._queues[slot_class])
             self._queued[slot] = 0
         return slot
+
+    def is_next(self, slot: int, slot_class: int) -> bool:
+        """Whether `take` would return `slot`, which has no record, if it were offered now. A record is a lower bound,
+        so that False is no certainty."""
+        queue = self._queues[slot_class]
+        return not queue or (self._used[slot], slot) < queue[0]
 
     def first(self, evictable: Callable[[int], bool], slot_class: int = 0) -> int | None:
         """The slot that `take` would return."""

@@ -6,6 +6,7 @@ Owns keys, parents and children, and nothing of what becomes of a block.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 from kvpact.identity.keys import BlockKey
@@ -64,6 +65,19 @@ class Links:
         if following != NONE:
             self._previous[following] = row
         first[parent] = row
+
+    def _link_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int]) -> None:
+        """Enter `keys`, one after the other, after `parent` into the unused `rows`."""
+        if not rows:
+            return
+        self._link(keys[0], parent, rows[0], is_side=False)
+        for before, row, key in zip(rows, rows[1:], keys[1:], strict=False):
+            self._is_side[row] = False
+            self._rows[key] = row
+            self._keys[row] = key
+            self._parent[row] = before
+            self._previous[row] = self._next[row] = NONE
+            self._first_child[before] = row
 
     def _cut(self, row: int) -> bool:
         """Remove `row` from its parent's children; returns whether the parent's chain ends with the parent now."""

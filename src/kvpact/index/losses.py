@@ -36,21 +36,39 @@ class Losses(Rows):
         self._policy.inherit(self._parent[row], row)
         return key, row
 
-    def _evict(self, slot_class: int) -> list[tuple[BlockKey, int]]:
-        """Free the least recently used leaf of a class that nothing holds, with its side rows. There must be one."""
-        row = self._policy.take(self._evictable_leaf, slot_class)
-        if row is None:
-            raise PactViolation(
-                f"{self._evictable[slot_class]} blocks count as evictable, but none is queued for eviction"
-            )
-        if self._first_side[row] != NONE:
-            return self._remove(row)
-        forgotten = self._forget(row)
-        self._unlink(row)
+    def _evict(self, slot_class: int, wanted: int) -> list[tuple[BlockKey, int]]:
+        """Free the least recently used leaves of a class that nothing holds, with their side rows, until `wanted` of
+        its slots are free. There must be enough of them."""
+        free, policy = self.space.free[slot_class], self._policy
+        evicted: list[tuple[BlockKey, int]] = []
+        while len(free) < wanted:
+            row = policy.take(self._evictable_leaf, slot_class)
+            if row is None:
+                raise PactViolation(
+                    f"{self._evictable[slot_class]} blocks count as evictable, but none is queued for eviction"
+                )
+            if self._first_side[row] != NONE:
+                evicted += self._remove(row)
+                continue
+            self._evict_leaf(row, slot_class, evicted)
+            parent = self._parent[row]
+            while not (self._is_side[row] or self._holds[parent]) and self._first_child[parent] == NONE:
+                # A chain goes from its end on, without a way through the queue for each block.
+                if len(free) >= wanted or self._first_side[parent] != NONE or not policy.is_next(parent, slot_class):
+                    policy.offer(parent, slot_class)
+                    break
+                row, parent = parent, self._parent[parent]
+                self._evict_leaf(row, slot_class, evicted)
+        return evicted
+
+    def _evict_leaf(self, row: int, slot_class: int, evicted: list[tuple[BlockKey, int]]) -> None:
+        """Free a row that nothing holds and nothing hangs on; its parent may be a leaf then."""
+        evicted.append(self._forget(row))
+        self._cut(row)
         self._held -= 1
         self._evictable[slot_class] -= 1
-        self._set_free(row)
-        return [forgotten]
+        self._state[row] = FREE
+        self.space.give_back(row)
 
     def _remove(self, top: int) -> list[tuple[BlockKey, int]]:
         """Drop `top` and all after it, children first."""

@@ -127,18 +127,24 @@ class Rows(Links):
 
     def _release(self, row: int) -> None:
         """Remove a hold. A row without holds becomes evictable, or free if its block was dropped."""
-        holds, parent = self._holds, self._parent
+        holds, parent, state, first_child = self._holds, self._parent, self._state, self._first_child
+        slot_class = self.space.class_of(row) if self._is_side[row] else self._chain_class
+        evictable = 0
         while holds[row] == 1:
             holds[row] = 0
-            if self._state[row] == DOOMED:
+            if state[row] == DOOMED:
                 self._set_free(row)
             else:
-                slot_class = self.space.class_of(row) if self._is_side[row] else self._chain_class
-                self._evictable[slot_class] += 1
-                if self._first_child[row] == NONE:
+                evictable += 1
+                if first_child[row] == NONE:
                     self._policy.offer(row, slot_class)
             row = parent[row]
+            if slot_class != self._chain_class:
+                self._evictable[slot_class] += evictable
+                slot_class, evictable = self._chain_class, 0
         holds[row] -= 1
+        if evictable:
+            self._evictable[slot_class] += evictable
 
     def _add(self, key: BlockKey, parent: int, row: int, state: int, *, is_side: bool = False) -> int:
         """Enter `key` after `parent` into the unused `row`; return the row."""
@@ -151,6 +157,18 @@ class Rows(Links):
             self._policy.touch(row)
             self._hold(row)  # takes it back from the evictable ones
         return row
+
+    def _reserve_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int]) -> None:
+        """Enter `keys`, one after the other, after `parent` into the unused `rows`, which have a writer now."""
+        state, holds = self._state, self._holds
+        self._link_chain(keys, parent, rows)
+        for row in rows:
+            state[row] = RESERVED
+            holds[row] = 2  # of its writer, and of the row after it
+        if rows:
+            holds[rows[-1]] = 1
+            self._policy.touch_each(rows)
+            self._hold(parent)
 
     def _set_free(self, row: int) -> None:
         self._state[row] = FREE
@@ -166,7 +184,10 @@ class Rows(Links):
             self._state[parent] = HELD
             self._held += 1
             became_held.append(self._keys[parent])
-            self._release(parent)
+            if self._holds[parent] > 1:
+                self._holds[parent] -= 1
+            else:
+                self._release(parent)
             for child in (self._first_child[parent], self._first_side[parent]):
                 while child != NONE:
                     if self._state[child] == SAVED:
