@@ -49,7 +49,7 @@ class SideSaves:
             size = groups.groups[number].block_size
             filled = tables[number][before // size : computed // size]
             if filled:
-                self.tags.fill([block_id for block_id in filled if not self.sides.is_null(block_id)], tag)
+                self.tags.fill(self.sides.not_null(filled), tag)
                 if before % size and state.tail_tag != state.tag:
                     self.tags.fill(filled[:1], NO_TAG)
 

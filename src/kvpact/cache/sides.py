@@ -43,8 +43,8 @@ class Sides:
     context: SchedulerContext | None = field(default=None, init=False)
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
-    _nulls: set[int] = field(default_factory=set, init=False)
-    """The engine's null blocks that were seen."""
+    _is_null: dict[int, bool] = field(default_factory=dict, init=False)
+    """Of the engine's blocks that were seen, which a pool bounds: whether it is a null block, which it stays."""
 
     def __post_init__(self) -> None:
         self.smallest_block = min(group.block_size for group in self.groups.groups)
@@ -52,6 +52,7 @@ class Sides:
     def bind(self, context: BlockHolder) -> None:
         """The engine offers its block tables."""
         self.context = context if isinstance(context, SchedulerContext) else None
+        self._is_null.clear()
         if self.context is None:
             logger.warning(
                 "kvpact: the model has %d KV cache groups, and this engine does not show the blocks of each: nothing "
@@ -61,13 +62,18 @@ class Sides:
 
     def is_null(self, block_id: int) -> bool:
         """Whether the engine's table has no block there."""
-        assert self.context is not None
-        if block_id in self._nulls:
-            return True
-        null = self.context.get_block(block_id).is_null
-        if null:
-            self._nulls.add(block_id)
+        null = self._is_null.get(block_id)
+        if null is None:
+            assert self.context is not None
+            null = self._is_null[block_id] = self.context.get_block(block_id).is_null
         return null
+
+    def not_null(self, block_ids: Sequence[int]) -> list[int]:
+        """Those of the blocks in a piece of the engine's table that are there."""
+        for block_id in set(block_ids).difference(self._is_null):
+            self.is_null(block_id)
+        is_null = self._is_null
+        return [block_id for block_id in block_ids if not is_null[block_id]]
 
     # Names
 
@@ -190,13 +196,11 @@ class Sides:
         """The engine's blocks that a load of these rows has for side groups; it fills those that the match needs."""
         assert self.context is not None
         tables, size = self.context.blocks_of(request_id), self.groups.block_size
-        return [
-            block_id
-            for number in self.groups.sides
-            for per_block in [self.groups.groups[number].block_size]
-            for block_id in tables[number][rows.start * size // per_block : -(-rows.end * size // per_block)]
-            if not self.is_null(block_id)
-        ]
+        filled: list[int] = []
+        for number in self.groups.sides:
+            per_block = self.groups.groups[number].block_size
+            filled += self.not_null(tables[number][rows.start * size // per_block : -(-rows.end * size // per_block)])
+        return filled
 
     def _is_there(self, table: Sequence[int], block: int) -> bool:
         return block < len(table) and not self.is_null(table[block])

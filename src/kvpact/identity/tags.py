@@ -61,12 +61,13 @@ class BlockTags:
         """All blocks with this tag. O(blocks of the engine)."""
         return [block_id for block_id, found in enumerate(self._of_block) if found == tag]
 
-    def fill(self, block_ids: Iterable[int], tag: Tag) -> None:
+    def fill(self, block_ids: Collection[int], tag: Tag) -> None:
         """These blocks have been filled, or are about to be."""
+        of_block, most = self._of_block, max(block_ids, default=0)
+        if most >= len(of_block):
+            of_block.extend([NO_TAG] * max(1024, most + 1 - len(of_block)))
         for block_id in block_ids:
-            if block_id >= len(self._of_block):
-                self._of_block.extend([NO_TAG] * max(1024, block_id + 1 - len(self._of_block)))
-            self._of_block[block_id] = tag
+            of_block[block_id] = tag
 
     def same_prefix(self, block_ids: Sequence[int], start: int, tag: Tag) -> int:
         """The number of leading `block_ids` with this tag; those before `start` are known to have it."""
