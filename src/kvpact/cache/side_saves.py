@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from kvpact.cache.jobs import SaveState, TransferJobs
 from kvpact.cache.request import RequestState
@@ -80,6 +81,8 @@ class SideSaves:
         assert context is not None
         first, state.sides_from = state.sides_from, max(state.sides_from, computed)
         tables = context.blocks_of(request_id)
+        keys = state.keys.keys if state.keys is not None else []
+        rows = self.index.known_prefix(keys[:sound_rows])
         for number in groups.sides:
             size, table = groups.groups[number].block_size, tables[number]
             end = min(computed // size, len(table))
@@ -87,17 +90,17 @@ class SideSaves:
                 block
                 for block in self._wanted(state, number, range(first // size, end), computed, known)
                 if not self.sides.is_null(table[block])
-                and groups.row_of(number, block) < sound_rows
-                and self.tags.same_prefix([table[block]], 0, state.tag)
+                and groups.row_of(number, block) < rows
+                and self.tags.has(table[block], state.tag)
                 and self._is_new(state, number, block)
             ]
             for start, end in runs_of(new):
                 self._save(request_id, state, number, range(start, end), table, now)
 
     def _is_new(self, state: RequestState, number: int, block: int) -> bool:
-        """Whether a block is not known yet, but the row on which it hangs is."""
+        """Whether a block, whose row has a key, is not known yet."""
         name = self.sides.key(state, number, block)
-        return name is not None and name not in self.index and self.sides.parent(state, number, block) in self.index
+        return name is not None and name not in self.index
 
     def _wanted(self, state: RequestState, number: int, new: range, computed: int, known: int) -> Sequence[int]:
         """Those of a group's new blocks that a later request may need: all of them, or those where windows end."""
@@ -118,27 +121,26 @@ class SideSaves:
         """Save a run of new blocks while there is room, and drop those after them."""
         assert self.sides.context is not None
         assert state.keys is not None
-        parents = [self.sides.parent(state, number, block) for block in blocks if self._is_new(state, number, block)]
+        rows = [self.sides.groups.row_of(number, block) for block in blocks]
+        parents = [state.keys.keys[row] for row in rows]
         slot_class = self.sides.class_of(number)
-        room = self.index.reservable(parents[-1], len(blocks), slot_class) if len(parents) == len(blocks) else 0
+        room = self.index.reservable(parents[-1], len(blocks), slot_class) if parents[-1] in self.index else 0
         self.metrics.add("dropped_blocks", max(0, len(blocks) - room))
         blocks = blocks[:room]
         if not blocks:
             return
         parents = parents[: len(blocks)]
-        names = [
-            self.sides.groups.side_key(parent, number, block) for parent, block in zip(parents, blocks, strict=True)
-        ]
+        names = [name for block in blocks if (name := self.sides.key(state, number, block)) is not None]
         reservation = self.index.reserve_sides(names, parents, slot_class)
         if reservation is None:
             raise PactViolation(f"there is no room for {len(names)} side blocks, although so many were reservable")
         self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
         held = tuple(table[blocks.start : blocks.stop])
         self.sides.context.touch(held)
-        rows = tuple(self.sides.groups.row_of(number, block) for block in blocks)
+        rows = rows[: len(blocks)]
         pin, chain = self.index.pin(names[-1]), state.keys.keys[: rows[-1] + 1]
         save = self.jobs.order_save(request_id, blocks.start, reservation.slots, held, chain, pin, now, group=number)
-        save.sides, save.side_rows = tuple(names), rows
+        save.sides, save.side_rows = tuple(names), tuple(rows)
 
     def settle(self, save: SaveState) -> list[BlockKey]:
         """All ranks have reported: release the engine's blocks; returns the names of the blocks that are saved."""
@@ -147,13 +149,13 @@ class SideSaves:
         self.jobs.end(save)
         outcome = save.tally.saved() if save.trusted else JobOutcome()
         self.sides.context.free_blocks(job.block_ids[::-1])
+        arrived = set(outcome.done.blocks())
         done = [
-            block in outcome.done and row < save.garbage_from
-            for block, row in zip(job.blocks, save.side_rows, strict=True)
+            block in arrived and row < save.garbage_from for block, row in zip(job.blocks, save.side_rows, strict=True)
         ]
-        self.index.complete([slot for slot, good in zip(job.slots, done, strict=True) if good])
+        self.index.complete(list(compress(job.slots, done)))
         self.index.abandon([slot for slot, good in zip(job.slots, done, strict=True) if not good])
         self.index.unpin(save.pin)
         self.metrics.add("saved_blocks", sum(done))
         self.metrics.add("dropped_blocks", len(done) - sum(done))
-        return [name for name, good in zip(save.sides, done, strict=True) if good]
+        return list(compress(save.sides, done))

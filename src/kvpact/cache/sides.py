@@ -156,10 +156,9 @@ class Sides:
             blocks = self.needed(number, rows, computed_rows)
             names = [name for block in blocks if (name := self.key(state, number, block)) is not None]
             if names:
-                runs.append(SideBlocks(number, blocks.start, tuple(names), tuple(self.index.slots_of(names))))
-                pins += [self.index.pin(name) for name in names]
-                for name in names:
-                    self.index.touch(name)
+                held = self.index.pin_each(names)
+                runs.append(SideBlocks(number, blocks.start, tuple(names), tuple(pin.slot for pin in held)))
+                pins += held
         return tuple(runs), pins
 
     @property

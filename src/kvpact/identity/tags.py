@@ -69,6 +69,10 @@ class BlockTags:
         for block_id in block_ids:
             of_block[block_id] = tag
 
+    def has(self, block_id: int, tag: Tag) -> bool:
+        """Whether the block has this tag, which is not `NO_TAG`."""
+        return tag != NO_TAG and block_id < len(self._of_block) and self._of_block[block_id] == tag
+
     def same_prefix(self, block_ids: Sequence[int], start: int, tag: Tag) -> int:
         """The number of leading `block_ids` with this tag; those before `start` are known to have it."""
         if tag == NO_TAG:

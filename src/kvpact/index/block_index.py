@@ -17,7 +17,6 @@ from kvpact.index.links import ROOT as ROOT
 from kvpact.index.losses import Losses
 from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED
 from kvpact.index.rows import State as State
-from kvpact.index.slot_space import PlainSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,8 @@ class BlockIndex(Losses):
 
     def slots_of(self, keys: Iterable[BlockKey]) -> list[int]:
         """The slots of known blocks, in order. Raises PactViolation if one is unknown."""
-        return [self.slot(key) for key in keys]
+        rows = self._rows
+        return [row if (row := rows.get(key, self._root)) != self._root else self.slot(key) for key in keys]
 
     def chain(self, key: BlockKey) -> list[BlockKey]:
         """The known block `key` and all before it, the first one first; of `ROOT` none. O(n).
@@ -120,17 +120,6 @@ class BlockIndex(Losses):
     def pinned_count(self) -> int:
         """Pins not yet released; 0 when the place is not in use."""
         return self._pinned
-
-    @property
-    def free_slots(self) -> int:
-        """Slots that are free without evicting a block."""
-        return sum(map(len, self.space.free))
-
-    @property
-    def waiting_slots(self) -> int:
-        """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends. O(n)."""
-        states = self._state[: self.usable_slots] if type(self.space) is PlainSlots else self._state
-        return states.count(CANCELLED) + states.count(DOOMED)
 
     def entries(self) -> Iterator[StoredBlock]:
         """The held blocks of chains in the order in which they would be evicted if nothing were pinned. O(n log n)."""
@@ -200,16 +189,6 @@ class BlockIndex(Losses):
         self._reserve_chain(wanted, parent, slots)
         return Reservation(tuple(slots), evicted)
 
-    def _make_room(self, slots: int, slot_class: int) -> tuple[tuple[BlockKey, int], ...] | None:
-        """Evict until so many slots of a class are free; returns what was evicted, None if that is not enough."""
-        free = self.space.free[slot_class]
-        if slots > len(free) + self._evictable[slot_class]:
-            return None
-        evicted, self._lost = self._lost, []
-        if len(free) < slots:
-            evicted += self._evict(slot_class, slots)
-        return tuple(evicted)
-
     def reserve_sides(
         self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], slot_class: int = 0
     ) -> Reservation | None:
@@ -221,7 +200,11 @@ class BlockIndex(Losses):
         if not keys:
             return Reservation(())
         rows = self.slots_of(parents)
-        if len(set(keys)) < len(keys) or not self._rows.keys().isdisjoint(keys) or any(map(self.is_side, rows)):
+        if (
+            len(set(keys)) < len(keys)
+            or not self._rows.keys().isdisjoint(keys)
+            or any(map(self._is_side.__getitem__, rows))
+        ):
             raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
         self._hold(rows[-1])
         try:
@@ -231,8 +214,7 @@ class BlockIndex(Losses):
         if evicted is None:
             return None
         slots = self.space.take(len(keys), slot_class)
-        for key, parent, slot in zip(keys, rows, slots, strict=True):
-            self._add(key, parent, slot, RESERVED, is_side=True)
+        self._reserve_sides(keys, rows, slots)
         return Reservation(tuple(slots), evicted)
 
     def complete(self, slots: Sequence[int]) -> list[BlockKey]:
@@ -293,7 +275,7 @@ class BlockIndex(Losses):
         reached = [self._root]
         for parent in reached:
             slots = children.pop(self._keys[parent], ())
-            reached.extend(self._add(by_slot[slot].key, parent, slot, HELD) for slot in slots)
+            reached.extend(self._add_held(by_slot[slot].key, parent, slot) for slot in slots)
         rejected += [by_slot[slot] for orphans in children.values() for slot in orphans]
         for slot in reversed(by_slot):
             self._policy.touch(slot)
@@ -321,6 +303,16 @@ class BlockIndex(Losses):
         self._pinned += 1
         self._hold(row)
         return Pin(key, row)
+
+    def pin_each(self, keys: Sequence[BlockKey]) -> list[Pin]:
+        """What `pin` does, and `touch`, for each of `keys`."""
+        rows = self.slots_of(keys)
+        self._policy.touch_each(rows)
+        self._pinned += len(rows)
+        for row in rows:
+            self._pins[row] += 1
+            self._hold(row)
+        return list(map(Pin, keys, rows))
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin. Raises PactViolation the second time."""

@@ -36,6 +36,16 @@ class Losses(Rows):
         self._policy.inherit(self._parent[row], row)
         return key, row
 
+    def _make_room(self, slots: int, slot_class: int) -> tuple[tuple[BlockKey, int], ...] | None:
+        """Evict until so many slots of a class are free; returns what was evicted, None if that is not enough."""
+        free = self.space.free[slot_class]
+        if slots > len(free) + self._evictable[slot_class]:
+            return None
+        evicted, self._lost = self._lost, []
+        if len(free) < slots:
+            evicted += self._evict(slot_class, slots)
+        return tuple(evicted)
+
     def _evict(self, slot_class: int, wanted: int) -> list[tuple[BlockKey, int]]:
         """Free the least recently used leaves of a class that nothing holds, with their side rows, until `wanted` of
         its slots are free. There must be enough of them."""
@@ -63,7 +73,11 @@ class Losses(Rows):
 
     def _evict_leaf(self, row: int, slot_class: int, evicted: list[tuple[BlockKey, int]]) -> None:
         """Free a row that nothing holds and nothing hangs on; its parent may be a leaf then."""
-        evicted.append(self._forget(row))
+        key = self._keys[row]
+        evicted.append((key, row))
+        del self._rows[key]
+        self._keys[row] = ROOT
+        self._policy.inherit(self._parent[row], row)
         self._cut(row)
         self._held -= 1
         self._evictable[slot_class] -= 1

@@ -94,6 +94,17 @@ class Rows(Links):
         """Slots, or extents of a space, below this are handed out."""
         return self.space.usable
 
+    @property
+    def free_slots(self) -> int:
+        """Slots that are free without evicting a block."""
+        return sum(map(len, self.space.free))
+
+    @property
+    def waiting_slots(self) -> int:
+        """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends. O(n)."""
+        states = self._state[: self.usable_slots] if type(self.space) is PlainSlots else self._state
+        return states.count(CANCELLED) + states.count(DOOMED)
+
     def _reset(self) -> None:
         rows = self.num_slots + 1
         self._clear_links()
@@ -146,17 +157,22 @@ class Rows(Links):
         if evictable:
             self._evictable[slot_class] += evictable
 
-    def _add(self, key: BlockKey, parent: int, row: int, state: int, *, is_side: bool = False) -> int:
-        """Enter `key` after `parent` into the unused `row`; return the row."""
-        self._link(key, parent, row, is_side=is_side)
-        self._state[row] = state
-        self._evictable[self.space.class_of(row) if is_side else self._chain_class] += 1
-        if state == HELD:
-            self._held += 1
-        else:
-            self._policy.touch(row)
-            self._hold(row)  # takes it back from the evictable ones
+    def _add_held(self, key: BlockKey, parent: int, row: int) -> int:
+        """Enter the held block `key` after `parent` into the unused `row`; return the row."""
+        self._link(key, parent, row, is_side=False)
+        self._state[row] = HELD
+        self._evictable[self._chain_class] += 1
+        self._held += 1
         return row
+
+    def _reserve_sides(self, keys: Sequence[BlockKey], parents: Sequence[int], rows: Sequence[int]) -> None:
+        """Enter side blocks, each on the row before it, into the unused `rows`, which have a writer now."""
+        for key, parent, row in zip(keys, parents, rows, strict=True):
+            self._link(key, parent, row, is_side=True)
+            self._state[row] = RESERVED
+            self._holds[row] = 1
+            self._hold(parent)
+        self._policy.touch_each(rows)
 
     def _reserve_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int]) -> None:
         """Enter `keys`, one after the other, after `parent` into the unused `rows`, which have a writer now."""
@@ -188,6 +204,8 @@ class Rows(Links):
                 self._holds[parent] -= 1
             else:
                 self._release(parent)
+            if self._is_side[parent]:
+                continue
             for child in (self._first_child[parent], self._first_side[parent]):
                 while child != NONE:
                     if self._state[child] == SAVED:
