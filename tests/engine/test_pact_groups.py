@@ -95,7 +95,6 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
         policy=("fcfs", "priority")[seed % 2],
         block_size=GroupSet(groups).block_size,
         groups=groups,
-        exact_drafts=False,
     )
     plain = Engine(
         EngineConfig(num_blocks=1000, num_ranks=config.num_ranks, num_layers=config.num_layers, groups=groups)
@@ -133,13 +132,54 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
 def test_h05_a_match_of_full_attention_may_be_cut_anywhere(groups: tuple[KVCacheGroup, ...]) -> None:
     """An engine that rounds a match to its own number of tokens, and counts on what it commits."""
     quirks = replace(PRESETS["vllm-0.32"], rounds_match_to_tokens=70)
-    engine = pact_engine(EngineConfig(groups=groups, prefix_caching=False, exact_drafts=False), quirks)
+    engine = pact_engine(EngineConfig(groups=groups, prefix_caching=False), quirks)
     cache = cast(PactCache, engine.cache)
     for name in ("first", "second"):
         engine.add_request(Request(name, prompt(200), 4))
         engine.run()
     assert outputs_of(engine)["first"] == outputs_of(engine)["second"]
     assert cache.ledger.totals.used_tokens == 140
+    nothing_held(cache)
+
+
+DRAFTS = (
+    (KVCacheGroup(FULL, 16, drops_last=True),),
+    (KVCacheGroup(FULL, 16), KVCacheGroup(FULL, 16, drops_last=True)),
+    (KVCacheGroup(FULL, 16), KVCacheGroup(FULL, 32, drops_last=True)),
+    (KVCacheGroup(WINDOW, 16, 40, drops_last=True), KVCacheGroup(WINDOW, 16, 20)),
+)
+
+
+@pytest.mark.parametrize("groups", DRAFTS)
+def test_two_prompts_that_part_behind_a_block_have_a_draft_block_each(groups: tuple[KVCacheGroup, ...]) -> None:
+    """The engine verifies every byte: what a draft model keeps of a block's last token is right for one next token."""
+    engine = pact_engine(EngineConfig(groups=groups, prefix_caching=False, max_tokens_per_step=64))
+    cache = cast(PactCache, engine.cache)
+    prompts = [[*prompt(128), *prompt(40, seed=seed)] for seed in (1, 2)]
+    for number, tokens in enumerate(prompts * 2):
+        engine.add_request(Request(str(number), tokens, 4))
+        engine.run()
+    parted = 128 - GroupSet(groups).alignment if any(group.kind is FULL for group in groups) else 0
+    assert cache.ledger.totals.used_tokens == parted + 2 * 160
+    nothing_held(cache)
+
+
+@pytest.mark.parametrize(
+    ("groups", "blocks"), [(DRAFTS[0], (5, 6, 7, 8)), (DRAFTS[1], (10, 12, 14, 16)), (DRAFTS[2], (7, 9, 10, 12))]
+)
+def test_a_draft_block_is_saved_once_the_next_token_is_known(
+    groups: tuple[KVCacheGroup, ...], blocks: tuple[int, ...]
+) -> None:
+    """The sixth block of the prompt, and those of decoded tokens, get their names with the first token after them."""
+    engine = pact_engine(EngineConfig(groups=groups, prefix_caching=False))
+    cache = cast(PactCache, engine.cache)
+    request = engine.add_request(Request("first", prompt(96), 40))
+    held = {0: 0}
+    while engine.has_work:
+        engine.step()
+        if cache.index.held_count > max(held.values()):
+            held[len(request.token_ids)] = cache.index.held_count
+    assert held == {0: 0} | dict(zip((97, 98, 114, 130), blocks, strict=True))
     nothing_held(cache)
 
 
@@ -177,7 +217,7 @@ def tiers(kind: str) -> list[Tier]:
     return [first, DictionaryTier(namespace, SLOT_BYTES, 1000, first.records)]
 
 
-@pytest.mark.parametrize("groups", SETS)
+@pytest.mark.parametrize("groups", SETS + DRAFTS)
 @pytest.mark.parametrize("kind", ["exclusive", "shared"])
 def test_after_a_restart_all_groups_are_read_from_a_tier(kind: str, groups: tuple[KVCacheGroup, ...]) -> None:
     before, after = (Life(tier, groups) for tier in tiers(kind))
@@ -188,5 +228,6 @@ def test_after_a_restart_all_groups_are_read_from_a_tier(kind: str, groups: tupl
     assert after.ask("again", tokens) == expected
     assert after.cache.ledger.totals.used_tokens == 192
     assert after.ask("longer again", [*tokens, *expected, *prompt(50, seed=1)]) == longer
-    assert after.cache.ledger.totals.used_tokens == 192 + 240
+    alignment = GroupSet(groups).alignment
+    assert after.cache.ledger.totals.used_tokens == 192 + 253 // alignment * alignment
     after.end()

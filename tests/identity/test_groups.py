@@ -26,7 +26,7 @@ def groups(draw: st.DrawFn) -> KVCacheGroup:
 def longest_by_definition(kept: GroupSet, max_tokens: int, held: list[set[int]]) -> int:
     """Every length from the longest down; for each, every group's every block."""
     for tokens in range(max_tokens - max_tokens % kept.alignment, 0, -kept.alignment):
-        if all(set(group.required(tokens)) <= has for group, has in zip(kept.groups, held, strict=True)):
+        if all(set(group.needed(tokens)) <= has for group, has in zip(kept.groups, held, strict=True)):
             return tokens
     return 0
 
@@ -90,10 +90,13 @@ def test_what_a_match_needs(group: KVCacheGroup, tokens: int, needed: range) -> 
     assert list(group.needed(tokens)) == list(needed)
 
 
-def test_the_last_block_of_a_draft_model_is_not_served() -> None:
-    """vllm#52735: what is stored of it depends on the next token."""
-    kept = GroupSet((KVCacheGroup(FULL, 16), KVCacheGroup(FULL, 16, drops_last=True)))
-    assert kept.longest_match(160, lambda _, blocks: next((block for block in blocks if block >= 4), None)) == 48
+def test_keys_cover_the_next_token_where_a_draft_models_layers_depend_on_it() -> None:
+    """vllm#52735: what is stored of a block's last token is right for one next token."""
+    plain, draft = KVCacheGroup(FULL, 16), KVCacheGroup(FULL, 16, drops_last=True)
+    assert [GroupSet(groups).tokens_ahead for groups in ((plain,), (draft,), (plain, draft))] == [0, 1, 1]
+    assert GroupSet((draft,)).is_plain
+    kept = GroupSet((plain, draft))
+    assert kept.longest_match(160, lambda _, blocks: next((block for block in blocks if block >= 4), None)) == 64
 
 
 def test_a_match_is_whole_blocks_of_every_group() -> None:

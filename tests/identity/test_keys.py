@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -230,3 +231,26 @@ def test_differences_of_namespaces_are_told_field_by_field() -> None:
 def test_a_block_size_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 token, not 0"):
         BlockKeys(NAMESPACE, 0, RequestIdentity())
+
+
+def test_a_key_that_looks_ahead_covers_the_next_token_and_waits_for_it() -> None:
+    def keys_of(tokens: Sequence[int], identity: RequestIdentity | None = None, ahead: int = 1) -> list[bytes]:
+        return BlockKeys(NAMESPACE, 4, identity or RequestIdentity(), ahead=ahead).extend(tokens)
+
+    tokens = list(range(13))
+    whole = keys_of(tokens)
+    assert [len(keys_of(tokens[:known])) for known in (0, 1, 4, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2, 2, 3]
+    growing = BlockKeys(NAMESPACE, 4, RequestIdentity(), ahead=1)
+    assert [len(growing.extend(tokens[:known])) for known in range(14)][-1] == 3
+    assert growing.keys == whole
+    parts = keys_of([*tokens[:8], 99, *tokens[9:]])
+    assert (parts[0], parts[1] == whole[1]) == (whole[0], False)
+    assert keys_of([*tokens[:9], 99]) == whole[:2], "one token ahead and no more"
+    assert not {*whole}.intersection(keys_of(tokens, ahead=0))
+    image = RequestIdentity(media=(MediaSpan(8, 3, "image"),))
+    assert [key == plain for key, plain in zip(keys_of(tokens, image), whole, strict=True)] == [True, False, False]
+    rows = RequestIdentity(embeddings={2: b"rows"})
+    assert [key == plain for key, plain in zip(keys_of(tokens, rows), whole, strict=True)] == [True, False, False]
+    assert keys_of([*tokens[:8], -1, 1, 1, 1, 1]) == whole[:1]
+    assert keys_of([*tokens[:7], -1, *tokens[8:]]) == whole[:1]
+    assert keys_of([*tokens[:4], -1, *tokens[5:]]) == []

@@ -93,8 +93,8 @@ class PactCache(ExternalCache):
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), arena.num_ranks
         sides = Sides(groups, index, classes) if groups is not None and not groups.is_plain else None
-        root = groups.chain_digest if groups is not None else NO_GROUPS
-        requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root)
+        root, ahead = (groups.chain_digest, groups.tokens_ahead) if groups is not None else (NO_GROUPS, 0)
+        requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
         overdue = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs

@@ -85,7 +85,9 @@ class Offloader:
             if lazy is not None:
                 lazy.invalidate_blocks(held)
             return
-        full = min(filled, len(request.token_ids) // size)
+        full = min(filled, state.keys.count(len(request.token_ids)))
+        if lazy is not None:
+            lazy.invalidate_blocks(held[full:filled])  # filled, and without a name until the next token is known
         if full <= state.offloaded_blocks:
             return
         first, state.offloaded_blocks = state.offloaded_blocks, full
@@ -113,8 +115,9 @@ class Offloader:
         sides, size = side_saves.sides, self.block_size
         if sides.context is None:
             return
-        smallest = sides.smallest_block
-        if before // smallest == computed // smallest and state.offloaded_blocks:
+        smallest, known_tokens = sides.smallest_block, min(computed, len(request.token_ids))
+        named = min(known_tokens, len(request.token_ids) - sides.groups.tokens_ahead) // size
+        if before // smallest == computed // smallest and 0 < state.offloaded_blocks >= named:
             self._tag_filled(state, before, ())
             return
         tables = sides.context.blocks_of(request.request_id)
@@ -125,9 +128,8 @@ class Offloader:
             state.tail_tag = state.tag
         if state.keys is None:
             return
-        now, known_tokens = self.clock(), min(computed, len(request.token_ids))
-        keys = state.keys.extend(request.token_ids)
-        rows = min(known_tokens // size, len(keys))
+        now, keys = self.clock(), state.keys.extend(request.token_ids)
+        rows = min(named, len(keys))
         known = min(rows, self.index.known_prefix(keys))
         if chain is None:
             sound = side_saves.sound_rows(state, rows, tables)
@@ -141,7 +143,7 @@ class Offloader:
             self.index.touch(keys[known - 1])
             if chain is not None:
                 self.writeback.note_used(keys[:known])
-        state.sound, state.offloaded_blocks = sound, max(rows, state.offloaded_blocks)
+        state.sound, state.offloaded_blocks = sound, max(named, state.offloaded_blocks)
         side_saves.note(request.request_id, state, known_tokens, len(request.token_ids), sound, now)
 
     def _tag_filled(self, state: RequestState, before: int, filled: Sequence[int]) -> None:

@@ -209,8 +209,6 @@ class Planner:
         state = probe.state
         needed = sides.named(state, end, probe.start)
         missing = [side for side in needed if side.name not in self.index]
-        if any(side.row not in self.index for side in missing):
-            return False  # of a draft layer's group: it hangs on a row after the match, which is not read
         if not self.prefetcher.fetch_sides(missing, state.tier_lookup):
             return False
         state.staged = tuple(side.name for side in needed if not self.index.is_held(side.name))

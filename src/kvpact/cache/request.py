@@ -118,6 +118,8 @@ class Requests:
     """Called as `renamed(request id, state, block)` when a request's blocks from `block` on get other keys."""
     chain_digest: bytes = bytes(KEY_BYTES)
     """What the keys of all chains begin with besides the namespace."""
+    tokens_ahead: int = 0
+    """How many tokens after its block each key covers."""
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
 
     def of(self, request: EngineRequest) -> RequestState:
@@ -141,7 +143,8 @@ class Requests:
         elif same_epoch and state.keys is not None and before is not None and before.same_root(identity):
             kept = state.keys.renew(identity)
         else:
-            state.keys = BlockKeys(self.namespace, self.block_size, identity, epochs.current, self.chain_digest)
+            root = self.namespace, self.block_size, identity, epochs.current, self.chain_digest
+            state.keys = BlockKeys(*root, ahead=self.tokens_ahead)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
         state.side_keys.clear()
         state.sides_from = min(state.sides_from, kept * self.block_size)

@@ -79,7 +79,8 @@ class SideSaves:
         """
         context, groups = self.sides.context, self.sides.groups
         assert context is not None
-        first, state.sides_from = state.sides_from, max(state.sides_from, computed)
+        first = state.sides_from
+        state.sides_from = max(first, min(computed, state.offloaded_blocks * groups.block_size))
         tables = context.blocks_of(request_id)
         keys = state.keys.keys if state.keys is not None else []
         rows = self.index.known_prefix(keys[:sound_rows])

@@ -141,8 +141,7 @@ class Sides:
         """What a match of so many rows needs of the side groups, in the order of the chain."""
         found = []
         for number in self.groups.sides:
-            required = self.groups.groups[number].required(rows * self.groups.block_size)
-            for block in self._after(number, required, computed_rows):
+            for block in self.needed(number, rows, computed_rows):
                 name = self.key(state, number, block)
                 if name is not None:
                     side = Side(name, self.parent(state, number, block), self.class_of(number))

@@ -16,8 +16,8 @@ class EngineConfig:
     """Sizes are in tokens and blocks. `num_blocks` includes the null block, which no request gets.
 
     Without `groups` there is one of full attention. A block of a group is a whole number of `block_size`, or a whole
-    part of it; matches and settlements count in blocks of `block_size` tokens. With `exact_drafts` a block of a group
-    that `drops_last` is right only for one next token; without, for any, as engines treat the layers of a draft model.
+    part of it; matches and settlements count in blocks of `block_size` tokens. A block of a group that `drops_last`
+    is right only for one next token.
 
     `oracle` decides what each step checks: "full" all tokens of all scheduled requests; "incremental" all tokens of
     requests that start, resume or received external tokens, of other requests what the previous step wrote, and all
@@ -28,7 +28,6 @@ class EngineConfig:
     num_blocks: int = 256
     block_size: int = 16
     groups: tuple[KVCacheGroup, ...] = ()
-    exact_drafts: bool = True
     num_ranks: int = 1
     num_layers: int = 1
     max_model_len: int = 1024

@@ -27,8 +27,7 @@ class KVLayout:
         self.page_words = config.page_words
         self.is_state = tuple(group.kind is GroupKind.STATE for group in config.groups)
         self.depends_on_next = tuple(
-            group.drops_last and config.exact_drafts and not state
-            for group, state in zip(config.groups, self.is_state, strict=True)
+            group.drops_last and not state for group, state in zip(config.groups, self.is_state, strict=True)
         )
         words = [1 if state else g.block_size for g, state in zip(config.groups, self.is_state, strict=True)]
         self._offsets = tuple(config.page_words - count for count in words)

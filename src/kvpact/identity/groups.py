@@ -46,10 +46,10 @@ class KVCacheGroup:
     block_size: int
     span: int = 0
     drops_last: bool = False
-    """Whether a block may be served only if the one after it is resident too, and not as the last one of a match.
+    """Whether what a block keeps of its last token depends on the token after it.
 
-    So for the layers of an EAGLE or MTP draft model: what they keep of a block's last token depends on the next token,
-    which is in the next block.
+    So for the layers of an EAGLE or MTP draft model. An engine that names a block by its own tokens drops the last
+    block of a match for this. Here the name covers the next token too, and nothing is dropped.
     """
     digest: bytes = bytes(KEY_BYTES)
     """32 bytes over all that tells the group from others: its layers and what one block of theirs holds."""
@@ -79,11 +79,6 @@ class KVCacheGroup:
         if self.first_read(num_tokens) == num_tokens:
             start = end
         return BlockRange(start, end - start)
-
-    def required(self, num_tokens: int) -> BlockRange:
-        """The blocks that must be resident for a match of `num_tokens` tokens: those that it loads, or one more."""
-        needed = self.needed(num_tokens)
-        return BlockRange(needed.start, needed.count + 1) if self.drops_last and num_tokens else needed
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,12 @@ class GroupSet:
     @property
     def is_plain(self) -> bool:
         """Whether a match needs its blocks of one group with full attention, and nothing else."""
-        return not self.sides and not any(group.drops_last for group in self.groups)
+        return not self.sides
+
+    @property
+    def tokens_ahead(self) -> int:
+        """How many tokens after a row its key covers, so that no block depends on a token that its name leaves out."""
+        return int(any(group.drops_last for group in self.groups))
 
     def row_of(self, number: int, block: int) -> int:
         """The row of the chain in which a group's block ends."""
@@ -160,13 +160,13 @@ class GroupSet:
         agreed, number = 0, 0
         while tokens and agreed < len(self.groups):
             group = self.groups[number]
-            wanted = group.required(tokens)
+            wanted = group.needed(tokens)
             unknown = BlockRange(wanted.start, max(0, min(wanted.end, sound_from[number]) - wanted.start))
             missing = first_missing(number, unknown) if unknown.count else None
             sound_from[number] = min(sound_from[number], wanted.start)
             if missing is None:
                 agreed, number = agreed + 1, (number + 1) % len(self.groups)
             else:
-                reached = max(0, missing - group.drops_last) * group.block_size
+                reached = missing * group.block_size
                 tokens, agreed = reached - reached % self.alignment, 0
         return tokens

@@ -68,11 +68,14 @@ class BlockKeys:
     block has besides tokens (zeros if nothing), and of the block's token ids, 4 bytes each, little endian: frames of
     one length, so that one call could digest many of them.
 
+    With `ahead` a key covers so many tokens after its block too, and exists once they are known: what the layers of a
+    draft model keep of a token depends on the next one.
+
     What cannot be encoded so (a token id below 0 or from 2^32 on, text that is not Unicode) has no key: the keys end
     before the first such block, and nothing is raised (P14).
     """
 
-    __slots__ = ("_identity", "_root", "block_size", "ended", "keys")
+    __slots__ = ("_identity", "_root", "ahead", "block_size", "ended", "keys")
 
     def __init__(
         self,
@@ -81,10 +84,11 @@ class BlockKeys:
         identity: RequestIdentity,
         epoch: Epoch = FIRST_EPOCH,
         group: bytes = bytes(KEY_BYTES),
+        ahead: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, not {block_size}")
-        self.block_size = block_size
+        self.block_size, self.ahead = block_size, ahead
         self.keys: list[BlockKey] = []
         self.ended = False
         """Whether a block without a key was found: no further keys are made, whatever the request brings later."""
@@ -106,37 +110,44 @@ class BlockKeys:
         )
         self._root = blake3(root).digest()
 
+    def count(self, num_tokens: int) -> int:
+        """How many blocks of a request of `num_tokens` tokens have a key, if all its content can be encoded."""
+        return max(0, num_tokens - self.ahead) // self.block_size
+
     def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys."""
-        size, first, last = self.block_size, len(self.keys), len(token_ids) // self.block_size
+        size, first, last = self.block_size, len(self.keys), self.count(len(token_ids))
         if first == last or self.ended:
             return self.keys
-        tokens = self._packable(token_ids[first * size : last * size])
+        tokens = self._packable(token_ids[first * size : last * size + self.ahead])
         if sys.byteorder == "big":
             tokens.byteswap()
-        packed, nbytes = tokens.tobytes(), size * tokens.itemsize
+        packed, nbytes, after = tokens.tobytes(), size * tokens.itemsize, self.ahead * tokens.itemsize
         plain = not self._identity.media and not self._identity.embeddings
         extras = _NO_EXTRAS
         parent = self.keys[-1] if first else self._root
-        for at in range(0, len(packed), nbytes):
+        for at in range(0, len(packed) - after, nbytes):
             if not plain:
                 try:
                     extras = self._extras(self._identity, len(self.keys))
                 except _NAMELESS:
                     self.ended = True
                     break
-            parent = blake3(parent + extras + packed[at : at + nbytes]).digest()
+            parent = blake3(parent + extras + packed[at : at + nbytes + after]).digest()
             self.keys.append(parent)
         return self.keys
 
     def _packable(self, token_ids: Sequence[int]) -> array[int]:
-        """The token ids of whole blocks, up to the first block with one that does not fit into 4 bytes."""
+        """The token ids of whole blocks and those after them that their keys cover, up to the first that has none.
+
+        That is so for an id that does not fit into 4 bytes.
+        """
         try:
             return array("I", token_ids)  # one call, because the scheduler's thread waits for it
         except _NAMELESS:
             self.ended = True
             sound = next((at for at, token in enumerate(token_ids) if not _fits(token)), 0)
-            return array("I", token_ids[: sound - sound % self.block_size])
+            return array("I", token_ids[: self.count(sound) * self.block_size + min(self.ahead, sound)])
 
     def renew(self, identity: RequestIdentity) -> int:
         """Replace the identity of a request that has grown or changed; returns the number of keys that stay valid.
@@ -155,15 +166,17 @@ class BlockKeys:
         return kept
 
     def _extras(self, identity: RequestIdentity, block: int) -> bytes:
-        """A digest of 32 bytes over the block's content besides its tokens."""
-        start, end = block * self.block_size, (block + 1) * self.block_size
+        """A digest of 32 bytes over the block's content besides its tokens, and over that of the tokens ahead."""
+        start, end = block * self.block_size, (block + 1) * self.block_size + self.ahead
         parts = [
             _framed(b"media", span.content.encode(), (span.start - start).to_bytes(8, "little", signed=True))
             for span in identity.media
             if span.start < end and span.start + span.count > start
         ]
-        if block in identity.embeddings:
-            parts.append(_framed(b"embeddings", identity.embeddings[block]))
+        for number in range(block, -(-end // self.block_size)):
+            if number in identity.embeddings:
+                ahead = b" ahead" * (number - block)
+                parts.append(_framed(b"embeddings" + ahead, identity.embeddings[number]))
         return blake3(_framed(*parts)).digest() if parts else _NO_EXTRAS
 
 

@@ -64,8 +64,6 @@ class HarnessSettings:
     priority: bool = False
     groups: tuple[KVCacheGroup, ...] = ()
     """By default one of full attention, of `block_size`; else a block of each is a multiple or a part of that."""
-    exact_drafts: bool = True
-    """Whether a block of a group that `drops_last` is right for one next token only, see `EngineConfig`."""
     write_queue_bytes: int = 1 << 30
     timeout: float = 60.0
     quirks: EngineQuirks | None = None
@@ -154,7 +152,6 @@ class EngineHarness:
             num_blocks=settings.num_blocks,
             block_size=settings.block_size,
             groups=settings.groups,
-            exact_drafts=settings.exact_drafts,
             num_ranks=settings.ranks,
             max_model_len=(settings.num_blocks + 8) * settings.block_size,
             max_running=settings.max_running,
@@ -175,7 +172,6 @@ class EngineHarness:
             write_queue_bytes=settings.write_queue_bytes,
         )
         self.subject = made_for(factory, self.place)
-        config = replace(config, exact_drafts=settings.exact_drafts and self.subject.exact_drafts)
         if not (config.keeps_everything or self.subject.cache.supports_kv_cache_groups):
             self.subject.close()
             raise NotObservable("the cache knows one KV cache group, of full attention (`supports_kv_cache_groups`)")

@@ -31,19 +31,19 @@ class GroupBlocks:
         self.keeps_everything = len(self.groups) == 1 and only.kind is GroupKind.FULL and not only.drops_last
         """Whether there is one group, of full attention."""
         self.key_tokens = gcd(row_size, *(group.block_size for group in self.groups))
+        if any(group.drops_last for group in self.groups):
+            self.key_tokens = 1
         """Tokens of one of the keys that name contents."""
 
     def content(self, keys: Sequence[BlockKey], group: int, block: int) -> StoredBlock | None:
-        """What a group's full block holds, by the key of its last tokens; None if the request is shorter."""
-        last = (block + 1) * self.groups[group].block_size // self.key_tokens - 1
+        """What a group's full block holds, by the key of the last tokens that it depends on; None if the request is
+        shorter."""
+        last = (block + 1) * self.groups[group].block_size // self.key_tokens - 1 + self.groups[group].drops_last
         return (keys[last], group) if last < len(keys) else None
 
     def promised(self, group: int, start: int, end: int) -> BlockRange:
-        """Blocks that must be stored for a match of the tokens from `start` to `end`."""
-        return self._beyond(group, start, self.groups[group].required(end))
-
-    def loaded(self, group: int, start: int, end: int) -> BlockRange:
-        """Blocks that such a match copies into the engine."""
+        """Blocks that must be stored for a match of the tokens from `start` to `end`, and that it copies into the
+        engine."""
         return self._beyond(group, start, self.groups[group].needed(end))
 
     def within(self, group: int, start: int, end: int) -> BlockRange:

@@ -204,7 +204,7 @@ class JobMonitor:
     def _require_covered(self, name: str, commit: Commit, when: str) -> None:
         for group, table in enumerate(commit.block_ids):
             covered = {block for entry in commit.jobs if entry.job.group_id == group for block in entry.job.blocks}
-            missing = [b for b in self.kinds.loaded(group, commit.start, commit.end) if table[b] and b not in covered]
+            missing = [b for b in self.kinds.promised(group, commit.start, commit.end) if table[b] and b not in covered]
             require(
                 not missing,
                 f"{_named(commit.blocks)} were committed for {name}; no load of block "

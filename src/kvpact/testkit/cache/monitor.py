@@ -173,7 +173,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
             return
         require(
             content is not None,
-            f"request {name} is promised {block}'s predecessor, whose last token depends on one that is not there",
+            f"request {name} is promised {block}, whose last token depends on one that is not there",
             "P8",
         )
         if content is None or self._is_stored(content):

@@ -92,8 +92,7 @@ class CacheUnderTest:
     `slot_views` give, for each rank, the memory of a slot; by default the kit brings its own. `workers` are the cache's
     own, one a rank, in place of the kit's. `held` names what is held for requests: each number is 0 at rest. `check`
     raises PactViolation if an invariant is broken. `counts` are totals that never fall: `promised_tokens`,
-    `committed_tokens`, `loaded_tokens`, `used_tokens`, and others. `close` releases what the factory opened. Without
-    `exact_drafts` it treats the blocks of a draft model's layers as engines do: one found for any next token will do.
+    `committed_tokens`, `loaded_tokens`, `used_tokens`, and others. `close` releases what the factory opened.
     """
 
     cache: ExternalCache
@@ -103,7 +102,6 @@ class CacheUnderTest:
     check: Callable[[], None] = _nothing
     counts: Callable[[], Mapping[str, float]] | None = None
     close: Callable[[], None] = _nothing
-    exact_drafts: bool = True
 
 
 CacheFactory: TypeAlias = Callable[[CacheContext], ExternalCache | CacheUnderTest]
@@ -184,7 +182,6 @@ def pact_cache(
         check=cache.check,
         counts=counts,
         close=close,
-        exact_drafts=False,
     )
 
 
