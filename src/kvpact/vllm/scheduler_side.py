@@ -104,7 +104,7 @@ class SchedulerSide:
             block_size=self._block_size,
             metrics=self._metrics,
             budget=self._budget,
-            groups=self._groups.groups if self._groups.several else None,
+            groups=self._groups.groups if self._groups.several or self._groups.groups.tokens_ahead else None,
             replica=replica_number(parallel),
         )
         require_groups(self.mounted.cache, self._groups)
