@@ -368,6 +368,7 @@ def test_the_product_has_no_parameter_for_tests() -> None:
 HAVE_CHECK = {
     "cache.cache.PactCache",
     "cache.lazy_offload.LazyOffload",
+    "cache.lazy_sides.LazySides",
     "cache.ledger.Ledger",
     "engine.block_pool.BlockPool",
     "engine.engine.Engine",

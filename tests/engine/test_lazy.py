@@ -12,7 +12,8 @@ from pact import pact_engine
 
 from kvpact.cache.cache import PactCache
 from kvpact.cache.jobs import TransferJobs
-from kvpact.cache.lazy_offload import SAVES_PER_STEP, VIEWS_PER_STEP, LazyOffload, OffloadRun
+from kvpact.cache.lazy_offload import SAVES_PER_STEP, VIEWS_PER_STEP, LazyOffload
+from kvpact.cache.lazy_sides import OffloadRun
 from kvpact.contract import KVCacheBlockView
 from kvpact.engine import Engine, EngineConfig, EngineQuirks, Request
 from kvpact.identity.keys import BlockKey

@@ -74,6 +74,7 @@ def test_between_two_chunks_of_all_layers_there_is_nothing_to_load(
     failures=st.sampled_from((0.0, 0.3)),
     losses=st.sampled_from((0.0, 0.1)),
     classed=st.booleans(),
+    save=st.sampled_from(("eager", "lazy")),
 )
 def test_with_groups_no_output_changes_and_nothing_is_held(
     preset: str,
@@ -85,6 +86,7 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
     failures: float,
     losses: float,
     classed: bool,
+    save: str,
 ) -> None:
     config = EngineConfig(
         num_blocks=(14 if small else 60) * 2 * len(groups),
@@ -105,7 +107,7 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
     classes = tuple(number % 3 for number in range(len(groups))) if classed else ()
     quirks: EngineQuirks = PRESETS[preset]
     chance = Chance(seed, failures, sync_may_fail=not quirks.trusts_sync_loads, losses=losses)
-    engine = pact_engine(config, quirks, num_slots=104, conduct=chance, load_deadline=0.3, classes=classes)
+    engine = pact_engine(config, quirks, num_slots=104, conduct=chance, load_deadline=0.3, classes=classes, save=save)
     requests = workload(seed)
     if upheaval:
         cancelled = run_with_upheaval(engine, requests, seed)

@@ -38,7 +38,6 @@ from kvpact.contract import (
     LoadSettlement,
     StepWork,
     WorkerReport,
-    num_blocks_for,
 )
 from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
@@ -219,8 +218,7 @@ class PactCache(ExternalCache):
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
         self._prefill.note_step(max(0, self._computing), now)
-        taken = self._loading + num_blocks_for(max(0, self._computing), self._block_size)
-        self.saves.order_what_is_leaving(taken, now)
+        self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
         self.ledger.expire(now)

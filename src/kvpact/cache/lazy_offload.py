@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
+from kvpact.cache.lazy_sides import LazySides, OffloadRun
 from kvpact.contract import KVCacheBlockView, SchedulerContext
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
@@ -52,20 +53,6 @@ class BlockContent:
     offered: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadRun:
-    """Blocks to save now: `keys[start:]` of the whole chain `keys`, from the engine's `block_ids`.
-
-    `leaving` are those that the engine evicts next; they stay so after the save.
-    """
-
-    request_id: str
-    keys: tuple[BlockKey, ...]
-    start: int
-    block_ids: tuple[int, ...]
-    leaving: frozenset[int] = frozenset()
-
-
 @dataclass(eq=False)
 class LazyOffload:
     """The memo and the cursor of one engine. At least `min_window` blocks at the head of the queue are watched."""
@@ -73,6 +60,8 @@ class LazyOffload:
     context: SchedulerContext
     index: BlockIndex
     min_window: int = MIN_WINDOW
+    sides: LazySides | None = None
+    """The side groups' blocks; None if the model has none."""
     dirty: bool = field(default=False, init=False)
     """Whether the engine's blocks may have moved since a walk through the window last found nothing to do."""
     _entries: dict[int, BlockContent] = field(default_factory=dict, init=False)
@@ -133,6 +122,8 @@ class LazyOffload:
 
     def rewind(self, request_id: str) -> None:
         """The request lost its blocks: forget those that were not published."""
+        if self.sides is not None:
+            self.sides.rewind(request_id)
         for _, block_id in self._unpublished.pop(request_id, ()):
             entry = self._entries.get(block_id)
             if entry is not None and entry.request_id == request_id and entry.block_hash is None:
@@ -141,20 +132,24 @@ class LazyOffload:
 
     def request_finished(self, request_id: str) -> None:
         """The request ends; it still holds its blocks during this call."""
-        if request_id in self._unpublished:
+        if request_id in self.known_requests:
             try:
-                (block_ids, *_) = self.context.blocks_of(request_id)
+                tables = self.context.blocks_of(request_id)
             except PactViolation:
-                block_ids = ()
-            self._confirm(request_id, block_ids)
+                tables = ()
+            chain = self.sides.sides.groups.chain if self.sides is not None else 0
+            self._confirm(request_id, tables[chain] if tables and chain is not None else ())
+            if self.sides is not None and tables:
+                self.sides.confirm(request_id, tables)
             self.rewind(request_id)
         self.dirty = True
 
     def invalidate_blocks(self, block_ids: Sequence[int]) -> None:
         """Something unknown is computed into these blocks: forget them."""
-        if self._entries:
-            for block_id in block_ids:
-                self._drop(block_id)
+        for block_id in block_ids if self._entries or self.sides is not None else ():
+            self._drop(block_id)
+            if self.sides is not None:
+                self.sides.drop(block_id)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Do not save the engine's blocks of these keys, nor blocks after them."""
@@ -162,9 +157,13 @@ class LazyOffload:
             block_id = self._places.get(key)
             if block_id is not None:
                 self._drop(block_id)
+        if self.sides is not None:
+            self.sides.forget(keys)
 
     def clear(self) -> None:
         """Forget all that the engine holds."""
+        if self.sides is not None:
+            self.sides.clear()
         self._entries.clear()
         self._places.clear()
         self._unpublished.clear()
@@ -185,7 +184,7 @@ class LazyOffload:
         `saved` once the blocks are released. The work is bounded, whatever is in the queue (P11).
         """
         self._peak_alloc_rate = max(float(taken_blocks), self._peak_alloc_rate * PEAK_ALLOC_DECAY)
-        self.dirty |= taken_blocks > 0
+        self.dirty |= taken_blocks > 0 or (self.sides is not None and self.sides.has_waiting)
         if not self.dirty and self._resume_key is None:
             return
         window = max(self.min_window, int(WINDOW_STEPS * self._peak_alloc_rate))
@@ -193,31 +192,58 @@ class LazyOffload:
         # The engine cannot take what is held: at least half of a short queue is left to it.
         most = max(1, (self._passed + len(ahead)) // 2) if at_end else window
         room = min(SAVES_PER_STEP, most - self._held)
-        ends = [entry.key for view in ahead if (entry := self._due(view)) is not None]
+        ends = [key for view in ahead for key in self._due(view)]
         if self._resume_key is not None:
             ends.insert(0, self._resume_key)
             self._resume_key = None
         leaving = {view.block_id: view.block_hash for view in ahead}
         taken: set[int] = set()
+        until = self._held + room
+        yield from self._side_runs(until, leaving, taken)
         for key in ends:
-            if room <= 0 or self._resume_key is not None:
+            if self._held >= until or self._resume_key is not None:
                 break
-            chain = self._chain_to(key, room, leaving)
-            if chain is None:
-                continue
-            held = self._held
-            yield chain
-            if self._held == held:
-                self._resume_key = None  # there is no room for it
-            else:
-                taken.update(chain.block_ids)
-                room -= len(chain.block_ids)
-            for block_id in chain.block_ids:
-                self._entries[block_id].offered = True
+            chain = self._chain_to(key, until - self._held, leaving)
+            if chain is not None:
+                yield from self._save_chain(chain, taken)
+            if self.sides is not None and self._resume_key is None:
+                self.sides.note_handled(key)
+        yield from self._side_runs(until, leaving, taken)
         self._advance([view.block_id for view in ahead if view.block_id not in taken], window, at_end)
-        self.dirty = bool(taken) or room <= 0 or self._cursor is not None or self._resume_key is not None
+        waits = self._resume_key is not None or (self.sides is not None and self.sides.has_waiting)
+        self.dirty = bool(taken) or self._held >= until or self._cursor is not None or waits
 
-    def _due(self, view: KVCacheBlockView) -> BlockContent | None:
+    def _save_chain(self, chain: OffloadRun, taken: set[int]) -> Iterator[OffloadRun]:
+        """Offer a run to the caller; what it saves is `taken` from the free queue."""
+        held = self._held
+        yield chain
+        if self._held == held:
+            self._resume_key = None  # there is no room for it
+        else:
+            taken.update(chain.block_ids)
+            if self.sides is not None:
+                self.sides.note_saved_rows(chain.keys[chain.start : chain.start + self._held - held])
+        for block_id in chain.block_ids:
+            self._entries[block_id].offered = True
+
+    def _side_runs(self, until: int, leaving: Mapping[int, bytes | None], taken: set[int]) -> Iterator[OffloadRun]:
+        """The same for the side groups' blocks that wait, until so many blocks are held."""
+        for run in self.sides.take(until - self._held, leaving) if self.sides is not None else ():
+            held = self._held
+            yield run
+            if self._held > held:
+                taken.update(run.block_ids)
+            elif self.sides is not None:
+                self.sides.refuse(run)
+
+    def _due(self, view: KVCacheBlockView) -> Iterator[BlockKey]:
+        """The rows of chains that must be stored so that what a block of the free queue holds is."""
+        if (entry := self._due_content(view)) is not None:
+            yield entry.key
+        if self.sides is not None and (row_key := self.sides.due_row(view)) is not None:
+            yield row_key
+
+    def _due_content(self, view: KVCacheBlockView) -> BlockContent | None:
         """The content of a block of the free queue, if it is known and not stored."""
         entry = self._entries.get(view.block_id)
         if entry is None or entry.offered or entry.block_hash is None:
@@ -309,14 +335,17 @@ class LazyOffload:
     @property
     def known_requests(self) -> Collection[str]:
         """Requests with blocks that the engine has not published yet."""
-        return self._unpublished.keys()
+        sides = self.sides.known_requests if self.sides is not None else ()
+        return {*self._unpublished, *sides}
 
     def __len__(self) -> int:
-        """Number of the engine's blocks whose content is known."""
+        """Number of the engine's blocks whose content as a part of a chain is known."""
         return len(self._entries)
 
     def check(self) -> None:
         """Verify the memo; raises PactViolation."""
+        if self.sides is not None:
+            self.sides.check()
         for key, block_id in self._places.items():
             entry = self._entries.get(block_id)
             if entry is None or entry.key != key:

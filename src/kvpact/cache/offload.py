@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import SaveState, TransferJobs
-from kvpact.cache.lazy_offload import LazyOffload, OffloadRun
+from kvpact.cache.lazy_offload import LazyOffload
+from kvpact.cache.lazy_sides import LazySides, OffloadRun, SideRun
 from kvpact.cache.request import RequestState
-from kvpact.cache.side_saves import SideSaves
+from kvpact.cache.side_saves import SideSaves, give_back
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
-from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext
+from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext, num_blocks_for
 from kvpact.errors import PactViolation
 from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
@@ -47,24 +48,26 @@ class Offloader:
         """Hold blocks through `context` while they are copied. With a window, save only what the engine evicts next."""
         self._context = context
         self.lazy = None
-        if self.side_saves is not None:
-            self.side_saves.sides.bind(context)
-            if lazy_window is not None:
-                logger.warning("kvpact: with several KV cache groups blocks are saved as they are computed")
+        chosen, sides = self.side_saves, None
+        if chosen is not None:
+            chosen.sides.bind(context)
+            chosen.lazy = None
+            if chosen.sides.context is None:
+                return
+        if lazy_window is None:
             return
-        if lazy_window is not None:
-            if isinstance(context, SchedulerContext):
-                self.lazy = LazyOffload(context, self.index, lazy_window)
-            else:
-                logger.warning(
-                    "kvpact: this engine does not show its free queue; blocks are saved as they are computed"
-                )
+        if not isinstance(context, SchedulerContext):
+            logger.warning("kvpact: this engine does not show its free queue; blocks are saved as they are computed")
+            return
+        if chosen is not None:
+            sides = chosen.lazy = LazySides(context, self.index, chosen.sides, self.tags)
+        self.lazy = LazyOffload(context, self.index, lazy_window, sides)
 
     def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
         """The engine probes for a request of which it has `computed_tokens`; their blocks are unknown."""
         state.computed, state.sound, state.loaded_rows = computed_tokens, 0, 0
         if self.lazy is not None and state.offloaded_blocks:  # preempted: the request gets other blocks
-            state.offloaded_blocks = 0
+            state.offloaded_blocks = state.sides_from = 0
             self.lazy.rewind(request_id)
 
     def note(
@@ -120,6 +123,7 @@ class Offloader:
         if before // smallest == computed // smallest and 0 < state.offloaded_blocks >= named:
             self._tag_filled(state, before, ())
             return
+        lazy = self.lazy
         tables = sides.context.blocks_of(request.request_id)
         chain = tables[sides.groups.chain] if sides.groups.chain is not None else None
         side_saves.tag_filled(state, before, computed, tables)
@@ -127,6 +131,8 @@ class Offloader:
         if computed // size > before // size:
             state.tail_tag = state.tag
         if state.keys is None:
+            if lazy is not None:
+                lazy.invalidate_blocks([block_id for table in tables for block_id in table])
             return
         now, keys = self.clock(), state.keys.extend(request.token_ids)
         rows = min(named, len(keys))
@@ -136,7 +142,10 @@ class Offloader:
             sides.keep_names(keys[:sound])
         else:
             sound = self.tags.same_prefix(chain[:rows], min(state.sound, rows), state.tag)
-            if rows > state.offloaded_blocks and known < sound:
+            if lazy is not None and rows > (first := state.offloaded_blocks):
+                lazy.invalidate_blocks(chain[max(first, sound) : rows])
+                lazy.note(request.request_id, keys, first, max(first, sound), chain)
+            elif rows > state.offloaded_blocks and known < sound:
                 run = OffloadRun(request.request_id, tuple(keys[:sound]), known, tuple(chain[known:sound]))
                 self._save(run, now)
         if known and rows > state.offloaded_blocks:
@@ -160,12 +169,16 @@ class Offloader:
         if filled or not in_block:
             state.tail_tag = state.tag
 
-    def order_what_is_leaving(self, taken_blocks: int, now: float) -> None:
-        """Save what the engine is about to evict; in this step it took `taken_blocks`."""
+    def order_what_is_leaving(self, loading_blocks: int, computed_tokens: int, now: float) -> None:
+        """Save what the engine is about to evict; in this step it took blocks for these."""
         if self.lazy is None:
             return
-        for run in self.lazy.due(taken_blocks):
-            self.lazy.saving(self._save(run, now))
+        chosen = self.side_saves
+        sizes = [group.block_size for group in chosen.sides.groups.groups] if chosen is not None else [self.block_size]
+        taken = loading_blocks + sum(num_blocks_for(computed_tokens, size) for size in sizes)
+        for run in self.lazy.due(taken):
+            saved = chosen.save(run, now) if chosen is not None and isinstance(run, SideRun) else self._save(run, now)
+            self.lazy.saving(saved)
 
     def _save(self, run: OffloadRun, now: float) -> int:
         """Save blocks while there is room, and drop those after them; returns the number saved."""
@@ -205,11 +218,13 @@ class Offloader:
         job = save.job
         if save.sides and self.side_saves is not None:
             self.writeback.note_saved_sides(self.side_saves.settle(save))
+            if self.lazy is not None:
+                self.lazy.saved(len(job.block_ids))
             return 0
         self.jobs.end(save)
         outcome = save.tally.saved() if save.trusted else JobOutcome()
         if self._context is not None:
-            self._give_back(self._context, save)
+            give_back(self._context, save)
         done = outcome.done.prefix_from(job.start_block)
         done = max(0, min(done, save.garbage_from - job.start_block))
         self.index.complete(job.slots[:done])
@@ -221,13 +236,3 @@ class Offloader:
             self.lazy.saved(len(job.block_ids))
             self.lazy.forget(save.keys[job.start_block + done :])
         return job.start_block + done
-
-    @staticmethod
-    def _give_back(context: BlockHolder, save: SaveState) -> None:
-        """Release the blocks, a chain's end first; the engine evicts `leaving` blocks before all others."""
-        block_ids = save.job.block_ids[::-1]
-        if save.leaving:
-            context.free_blocks([block_id for block_id in block_ids if block_id not in save.leaving])
-            context.free_blocks([block_id for block_id in block_ids if block_id in save.leaving], evict_first=True)
-        else:
-            context.free_blocks(block_ids)

@@ -1,4 +1,4 @@
-"""Which blocks of side groups are saved, and when: with the step that fills them, because engines free them early.
+"""Which blocks of side groups are saved: with the step that fills them, or, with `"save": "lazy"`, with their rows.
 
 Owns the order of such a save and its end. `offload.py` saves the chain that they hang on.
 
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import compress
 
 from kvpact.cache.jobs import SaveState, TransferJobs
+from kvpact.cache.lazy_sides import LazySides, SideRun
 from kvpact.cache.request import RequestState
 from kvpact.cache.sides import Sides, runs_of
-from kvpact.contract import JobOutcome
+from kvpact.contract import BlockHolder, JobOutcome
 from kvpact.errors import PactViolation
 from kvpact.identity.groups import GroupKind
 from kvpact.identity.keys import BlockKey
@@ -27,6 +28,16 @@ Tables = Sequence[Sequence[int]]
 """The engine's blocks of a request, by group."""
 
 
+def give_back(context: BlockHolder, save: SaveState) -> None:
+    """Release the engine's blocks of a save, the last first; the engine evicts `leaving` blocks before all others."""
+    block_ids = save.job.block_ids[::-1]
+    if save.leaving:
+        context.free_blocks([block_id for block_id in block_ids if block_id not in save.leaving])
+        context.free_blocks([block_id for block_id in block_ids if block_id in save.leaving], evict_first=True)
+    else:
+        context.free_blocks(block_ids)
+
+
 @dataclass(eq=False, slots=True)
 class SideSaves:
     """The way of side groups' blocks from the engine into the arena."""
@@ -36,6 +47,8 @@ class SideSaves:
     jobs: TransferJobs
     tags: BlockTags
     metrics: Metrics
+    lazy: LazySides | None = None
+    """None: blocks are saved as they are computed."""
 
     def tag_filled(self, state: RequestState, before: int, computed: int, tables: Tables) -> None:
         """The step computes a request's tokens [before, computed): tag the blocks that it fills.
@@ -83,18 +96,25 @@ class SideSaves:
         state.sides_from = max(first, min(computed, state.offloaded_blocks * groups.block_size))
         tables = context.blocks_of(request_id)
         keys = state.keys.keys if state.keys is not None else []
-        rows = self.index.known_prefix(keys[:sound_rows])
+        rows = sound_rows
+        if self.lazy is not None:
+            self.lazy.confirm(request_id, tables)
+        else:
+            rows = self.index.known_prefix(keys[:sound_rows])
         for number in groups.sides:
             size, table = groups.groups[number].block_size, tables[number]
             end = min(computed // size, len(table))
-            new = [
+            wanted = [
                 block
                 for block in self._wanted(state, number, range(first // size, end), computed, known)
                 if not self.sides.is_null(table[block])
                 and groups.row_of(number, block) < rows
                 and self.tags.has(table[block], state.tag)
-                and self._is_new(state, number, block)
             ]
+            if self.lazy is not None:
+                self.lazy.note(request_id, state, number, wanted, table)
+                continue
+            new = [block for block in wanted if self._is_new(state, number, block)]
             for start, end in runs_of(new):
                 self._save(request_id, state, number, range(start, end), table, now)
 
@@ -119,29 +139,34 @@ class SideSaves:
     def _save(
         self, request_id: str, state: RequestState, number: int, blocks: range, table: Sequence[int], now: float
     ) -> None:
-        """Save a run of new blocks while there is room, and drop those after them."""
-        assert self.sides.context is not None
+        """Save a run of new blocks as they are computed."""
         assert state.keys is not None
-        rows = [self.sides.groups.row_of(number, block) for block in blocks]
-        parents = [state.keys.keys[row] for row in rows]
-        slot_class = self.sides.class_of(number)
-        room = self.index.reservable(parents[-1], len(blocks), slot_class) if parents[-1] in self.index else 0
-        self.metrics.add("dropped_blocks", max(0, len(blocks) - room))
-        blocks = blocks[:room]
-        if not blocks:
-            return
-        parents = parents[: len(blocks)]
         names = [name for block in blocks if (name := self.sides.key(state, number, block)) is not None]
-        reservation = self.index.reserve_sides(names, parents, slot_class)
+        rows = tuple(self.sides.groups.row_of(number, block) for block in blocks)
+        held = tuple(table[blocks.start : blocks.stop])
+        chain = tuple(state.keys.keys[: rows[-1] + 1])
+        self.save(SideRun(request_id, chain, blocks.start, held, group=number, names=tuple(names), rows=rows), now)
+
+    def save(self, run: SideRun, now: float) -> int:
+        """Save blocks while there is room, and drop those after them; returns the number saved."""
+        assert self.sides.context is not None
+        slot_class, wanted = self.sides.class_of(run.group), len(run.names)
+        room = self.index.reservable(run.keys[-1], wanted, slot_class) if run.keys[-1] in self.index else 0
+        self.metrics.add("dropped_blocks", max(0, wanted - room))
+        names, rows, held = run.names[:room], run.rows[:room], run.block_ids[:room]
+        if not names:
+            return 0
+        reservation = self.index.reserve_sides(names, [run.keys[row] for row in rows], slot_class)
         if reservation is None:
             raise PactViolation(f"there is no room for {len(names)} side blocks, although so many were reservable")
         self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
-        held = tuple(table[blocks.start : blocks.stop])
         self.sides.context.touch(held)
-        rows = rows[: len(blocks)]
-        pin, chain = self.index.pin(names[-1]), state.keys.keys[: rows[-1] + 1]
-        save = self.jobs.order_save(request_id, blocks.start, reservation.slots, held, chain, pin, now, group=number)
-        save.sides, save.side_rows = tuple(names), tuple(rows)
+        pin, chain, leaving = self.index.pin(names[-1]), run.keys[: rows[-1] + 1], run.leaving.intersection(held)
+        save = self.jobs.order_save(
+            run.request_id, run.start, reservation.slots, held, chain, pin, now, leaving, run.group
+        )
+        save.sides, save.side_rows = names, rows
+        return len(names)
 
     def settle(self, save: SaveState) -> list[BlockKey]:
         """All ranks have reported: release the engine's blocks; returns the names of the blocks that are saved."""
@@ -149,7 +174,7 @@ class SideSaves:
         job = save.job
         self.jobs.end(save)
         outcome = save.tally.saved() if save.trusted else JobOutcome()
-        self.sides.context.free_blocks(job.block_ids[::-1])
+        give_back(self.sides.context, save)
         arrived = set(outcome.done.blocks())
         done = [
             block in arrived and row < save.garbage_from for block, row in zip(job.blocks, save.side_rows, strict=True)
