@@ -37,6 +37,7 @@ class Slots:
         self.places, self.num_slots, self.usable_slots = tuple(places), num_slots, num_slots
         self.class_bytes = tuple(4096 for _ in places)
         self.slot_bytes = self.rank_slot_bytes = 4096
+        self.least_slots = num_slots * min(places)
 
     def slot_space(self, rows_without_payload: int) -> SlotSpace:
         """See `Arena`."""

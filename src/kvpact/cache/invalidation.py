@@ -54,10 +54,12 @@ class Invalidation:
             for key in sides:
                 self.index.drop(key)
             self.tiers.delete(sides)
+            start = load.plan.blocks.start
+            self.jobs.invalidate(name, load.keys[start], start)
             state = self.requests.live.get(name)
             if self.saves.lazy is not None:  # nor save what the engine computed from them
                 keys = state.keys.keys if state is not None and state.keys is not None else load.keys
-                self.saves.lazy.forget(keys[load.plan.blocks.start :])
+                self.saves.lazy.forget(keys[start:])
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """These blocks of the engine hold garbage: neither they nor blocks computed after them are stored (H48).

@@ -369,16 +369,12 @@ class Arena:
         return min(usable, self.num_slots)
 
     def slot_space(self, rows_without_payload: int) -> SlotSpace:
-        """The rows of this memory, for an index: all are free, and the usable ones handed out.
-
-        With `rows_without_payload` there are so many more, of a class of their own after all others.
-        """
+        """The rows of this memory for an index, all free and the usable ones handed out, and `rows_without_payload`
+        more, of a class of their own after all others."""
+        slots, names = (self.num_slots, self.usable_slots), (0,) if rows_without_payload else ()
         if self.segments[0].unit != "slot":
-            names = (0,) if rows_without_payload else ()
-            return ClassedSlots(self.places + names, self.num_slots, self.usable_slots, rows_without_payload)
-        if rows_without_payload:
-            return PlainSlotsAndNames(self.num_slots, self.usable_slots, rows_without_payload)
-        return PlainSlots(self.num_slots, self.usable_slots)
+            return ClassedSlots(self.places + names, *slots, rows_without_payload)
+        return PlainSlotsAndNames(*slots, rows_without_payload) if names else PlainSlots(*slots)
 
     def slot_views(self, slot: int) -> list[memoryview]:
         """One writable, page-aligned view per rank; their concatenation is the slot's payload."""
