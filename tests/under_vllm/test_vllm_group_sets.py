@@ -86,12 +86,12 @@ def test_hits_are_aligned_as_the_release_says() -> None:
         assert engine_groups(PLAIN, aligned).groups.alignment == 64
 
 
-def test_states_beside_other_layers_are_refused_where_local_hits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.26 takes the longest hit of any group, and no connector can tell it otherwise."""
-    monkeypatch.setattr("kvpact.vllm.groups.LOCAL_HITS_AGREE", False)
-    with pytest.raises(ConfigError, match=r"use 0\.28 or later"):
-        engine_groups(PLAIN, model(FULL, STATE))
-    assert engine_groups(PLAIN, model(STATE)).several
+def test_states_are_refused_where_vllm_counts_too_few_blocks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 0.30 its scheduler ends when blocks are scarce, and no connector can tell it otherwise."""
+    monkeypatch.setattr("kvpact.vllm.groups.LOADS_STATES", False)
+    for refused in (model(FULL, STATE), model(STATE)):
+        with pytest.raises(ConfigError, match=r"use 0\.30 or later"):
+            engine_groups(PLAIN, refused)
     assert engine_groups(PLAIN, model(FULL, WINDOW, CHUNK)).several
 
 

@@ -28,7 +28,7 @@ from kvpact.vllm.compat.group_specs import (
     state_mode,
     window_reach,
 )
-from kvpact.vllm.compat.scheduler import LOCAL_HITS_AGREE, TAKES_FAILED_REQUESTS
+from kvpact.vllm.compat.scheduler import LOADS_STATES, TAKES_FAILED_REQUESTS
 
 FORMAT = "1"
 """Version of a group's digest."""
@@ -107,10 +107,10 @@ def engine_groups(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
             "the model has state-space layers, and with speculative decoding vLLM does not say which block holds the "
             "state of which token: leave --speculative-config out"
         )
-    if any(group.kind is GroupKind.STATE for group in groups) and len(groups) > 1 and not LOCAL_HITS_AGREE:
+    if any(group.kind is GroupKind.STATE for group in groups) and not LOADS_STATES:
         raise ConfigError(
-            "the model has state-space layers beside others, and with any connector vLLM before 0.28 goes on behind "
-            "the longest prefix that one of them has, without a state or blocks of the others: use 0.28 or later"
+            "the model has state-space layers, and vLLM before 0.30 counts too few blocks for a request whose state is "
+            "loaded, so that the engine ends when blocks are scarce: use 0.30 or later"
         )
     layers = tuple(tuple(one.layer_names) for one in members)
     return EngineGroups(GroupSet(groups, hit_alignment(kv_cache_config)), layers)

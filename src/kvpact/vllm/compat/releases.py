@@ -6,7 +6,7 @@ objects, so that a release between two of these is served too. Tests compare the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,8 @@ class Release:
     """A connector can ask for a layout with all layers of a block side by side."""
     counts_held_blocks: bool = False
     """A block used as often as there are running requests counts as one that all of them share."""
-    agreed_hits: bool = True
-    """With a connector, tokens count as computed only if every KV cache group has them, states included."""
+    loads_states: bool = True
+    """Models with state-space layers can have a connector that loads."""
     tells_of_sleep: bool = False
     """A worker's connector is told before KV memory goes away for a sleep, and when it is there again."""
     loads_after_forward: bool = True
@@ -34,6 +34,7 @@ class Release:
 _BEFORE_0_30 = Release(
     block_tables=False,
     failed_requests=False,
+    loads_states=False,
     block_layouts=False,
     counts_held_blocks=True,
     loads_after_forward=False,
@@ -41,7 +42,7 @@ _BEFORE_0_30 = Release(
 )
 
 RELEASES = {
-    "0.26.0": replace(_BEFORE_0_30, agreed_hits=False),
+    "0.26.0": _BEFORE_0_30,
     "0.28.0": _BEFORE_0_30,
     "0.30.0": Release(counts_held_blocks=True, hits_by_source=False),
     "0.32.0": Release(),
