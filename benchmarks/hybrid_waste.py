@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "testbeds"))
 from hybrid_models import model_names, read_model, waste
 
 LENGTHS = (4096, 32768, 131072)
-COLUMNS = ("content MiB", "all, physical", "physical", "one class", "classes", "full attention")
+COLUMNS = ("content MiB", "all, physical", "physical", "one class", "slab", "classes", "full attention")
 
 
 def main() -> None:
@@ -34,7 +34,8 @@ def main() -> None:
             full = "-" if found.full_attention is None else f"{found.full_attention:.2f}"
             print(
                 f"| {name} | {length} | {found.content_bytes / 2**20:.1f} | {found.all_physical:.2f} |"
-                f" {found.physical:.2f} | {found.largest_payload:.2f} | {found.classes:.3f} | {full} |"
+                f" {found.physical:.2f} | {found.largest_payload:.2f} |"
+                f" {found.slab:.2f} | {found.classes:.3f} | {full} |"
             )
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
+from kvpact.identity.keys import Namespace
+from kvpact.tiers.disk.slab import Superblock
 
 FOLDER = Path(__file__).parents[1] / "tests" / "data" / "models"
 
@@ -120,6 +122,8 @@ class Waste:
     physical: float
     """A physical block for each block that a match needs."""
     largest_payload: float
+    slab: float
+    """The disk tier's file: slots of one size, the largest payload's, and a header each."""
     classes: float
     full_attention: float | None
     """Without the engine's hybrid manager, where it starts."""
@@ -131,12 +135,16 @@ def waste(model: HybridModel, num_tokens: int) -> Waste:
     blocks = model.needed(tokens)
     content = sum(count * payload_bytes for count, payload_bytes in blocks)
     prompts = max(1, FILL_BYTES // content)
+    slot_bytes = rounded(max(size for _, size in blocks))
+    slab = Superblock.for_capacity(Namespace({}), slot_bytes, FILL_BYTES)
+    num_slots = slab.slots_in(FILL_BYTES)
     off = model.without_hybrid_manager
     return Waste(
         content,
         in_slots(model.computed(tokens), model.physical_bytes) / content,
         in_slots(blocks, model.physical_bytes) / content,
-        in_slots(blocks, rounded(max(size for _, size in blocks))) / content,
+        in_slots(blocks, slot_bytes) / content,
+        slab.file_bytes(num_slots) / (num_slots * content / sum(count for count, _ in blocks)),
         in_extents((count * prompts, size) for count, size in blocks) / (prompts * content),
         off and ceil(tokens / off[0]) * off[1] / content,
     )

@@ -45,6 +45,14 @@ def test_slot_classes_waste_less_than_a_fifth(name: str, ranks: int) -> None:
     assert max(waste(model, length).classes for length in LENGTHS) < 1.05
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("name", model_names())
+def test_a_slab_of_slots_of_one_size_wastes_less_than_a_fifth(name: str, ranks: int) -> None:
+    """vLLM gives the groups of a model pages of one size, so that their payloads differ by little more than padding."""
+    model = read_model(name, ranks)
+    assert max(waste(model, length).slab for length in LENGTHS) < 1.2
+
+
 def test_all_models_of_the_goal_are_frozen() -> None:
     """A file that is missing would be a goal that nothing measures."""
     assert set(ISSUED) <= set(model_names())
