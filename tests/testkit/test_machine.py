@@ -41,7 +41,7 @@ class DiskMachine(PactMachine):
         return pact_cache_with_disk(place)
 
 
-@pytest.mark.parametrize(("machine", "steps"), [(MemoryMachine, 10_000), (DiskMachine, 10_000), (LazyMachine, 5_000)])
+@pytest.mark.parametrize(("machine", "steps"), [(MemoryMachine, 5_000), (DiskMachine, 5_000), (LazyMachine, 3_000)])
 def test_hypothesis_breaks_nothing(machine: type[PactMachine], steps: int) -> None:
     """So many steps, and more, until everything that matters has happened several times."""
     figures = machine.figures
