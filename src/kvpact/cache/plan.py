@@ -191,28 +191,41 @@ class Planner:
 
     def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
         """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room."""
-        if self.sides is not None and self.sides.groups.chain is None:
-            reach = end if self.sides.keep_names(probe.keys[:end]) else 0
-        else:
+        if self.sides is None:
             reach = self.prefetcher.fetch(probe.keys, end, available.by_tier)
-        resident = available.resident
-        if self.sides is not None:
-            if reach < end or not self._stage_sides(self.sides, probe, end):
+            resident = available.resident
+            if reach <= max(probe.start, resident) or not self.prefetcher.is_arriving(probe.keys[resident]):
                 return False
-        elif reach <= max(probe.start, resident) or not self.prefetcher.is_arriving(probe.keys[resident]):
+        elif not self._stage_groups(self.sides, probe, reach := end, available):
             return False
         self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
         return True
 
-    def _stage_sides(self, sides: Sides, probe: _Probe, end: int) -> bool:
-        """Read what a match up to block `end` needs of the side groups; whether all of it is there or on its way."""
-        state = probe.state
-        needed = sides.named(state, end, probe.start)
-        missing = [side for side in needed if side.name not in self.index]
-        if not self.prefetcher.fetch_sides(missing, state.tier_lookup):
-            return False
+    def _stage_groups(self, sides: Sides, probe: _Probe, end: int, available: Availability) -> bool:
+        """Read what a match up to block `end` needs of all groups; whether all of it is there or on its way.
+
+        Room is not made from what memory has of this match, nor from what it has of the shorter one that is promised if
+        there is no room.
+        """
+        state, keys, start = probe.state, probe.keys, probe.start
+        needed = sides.named(state, end, start)
+        present = [side.name for side in (*needed, *sides.named(state, available.resident, start))]
+        pins = self.index.pin_each([name for name in dict.fromkeys(present) if name in self.index])
+        try:
+            if sides.groups.chain is None:
+                reach = end if sides.keep_names(keys[:end]) else 0
+            else:
+                reach = self.prefetcher.fetch(keys, end, available.by_tier)
+            if reach < end:
+                return False
+            pins.append(self.index.pin(keys[end - 1]))
+            if not self.prefetcher.fetch_sides([s for s in needed if s.name not in self.index], state.tier_lookup):
+                return False
+        finally:
+            for pin in pins:
+                self.index.unpin(pin)
         state.staged = tuple(side.name for side in needed if not self.index.is_held(side.name))
-        return any(map(self.prefetcher.is_arriving, [*probe.keys[end - 1 : end], *state.staged]))
+        return any(map(self.prefetcher.is_arriving, [keys[end - 1], *state.staged]))
 
     def _let_tiers_go(self, probe: _Probe) -> None:
         """The request stops waiting for tiers: a blocked request does not ask them in every step (H02)."""

@@ -49,6 +49,9 @@ REST_STEPS = 4000
 """Steps within which an engine without requests must come to rest: 40 s of its clock."""
 
 
+_SAID_ELSEWHERE = frozenset(["mode", "ranks", "block_size", "num_slots", "num_blocks", "groups", "quirks"])
+
+
 @dataclass(frozen=True, slots=True)
 class HarnessSettings:
     """Sizes in tokens, blocks and slots. `mode` names a preset of `EngineQuirks`; `quirks` overrides parts of it."""
@@ -71,7 +74,7 @@ class HarnessSettings:
     def __str__(self) -> str:
         return (
             f"a {self.mode} engine of {self.ranks} ranks with {self.num_blocks - 1} blocks of {self.block_size} tokens "
-            f"and a cache of {self.num_slots} slots{self._groups()}{self._ways()}"
+            f"and a cache of {self.num_slots} slots{self._groups()}{self._limits()}{self._ways()}"
         )
 
     def _groups(self) -> str:
@@ -82,6 +85,13 @@ class HarnessSettings:
             for group in self.groups
         ]  # fmt: skip
         return f", with {len(said)} KV cache groups: {'; '.join(said)}" if said else ""
+
+    def _limits(self) -> str:
+        """What else is not as usual, for the script."""
+        limits = [item for item in fields(self) if item.name not in _SAID_ELSEWHERE]
+        return "".join(
+            f", {item.name}={value}" for item in limits if (value := getattr(self, item.name)) != item.default
+        )
 
     def _ways(self) -> str:
         """The engine's differences from its mode, for the script."""
