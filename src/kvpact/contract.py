@@ -61,7 +61,7 @@ class EngineRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlockView:
-    """One block of the engine's pool as a connector may see it. `block_hash` is opaque, None if not published."""
+    """One block of the engine's pool. `block_hash` is opaque and names content and group; None if not published."""
 
     block_id: int
     ref_count: int

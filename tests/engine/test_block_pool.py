@@ -28,6 +28,18 @@ def test_blocks_are_given_away_in_the_order_in_which_they_were_freed() -> None:
         pool.allocate(1, 0)
 
 
+def test_the_hash_in_a_view_names_the_group() -> None:
+    """As in vLLM: a connector's memo of one group's block is void once the block holds another group's."""
+    pool = BlockPool(4, num_groups=2)
+    blocks = [*pool.allocate(1, 0), *pool.allocate(1, 1)]
+    assert [pool.view(block).block_hash for block in blocks] == [None, None]
+    assert all(pool.publish(block, b"name") for block in blocks)
+    first, second = (pool.view(block).block_hash for block in blocks)
+    assert first is not None
+    assert second is not None
+    assert first != second
+
+
 def test_a_published_block_is_found_until_it_is_given_away() -> None:
     pool = BlockPool(4, num_groups=2)
     (block,) = pool.allocate(1, 1)

@@ -150,6 +150,11 @@ class KVCacheManager:
         """Tokens for which blocks for `num_tokens` have room."""
         return min(-(-num_tokens // group.block_size) * group.block_size for group in self.groups)
 
+    def note_rewound(self, request: Request, position: int) -> None:
+        """The request goes on from `position`: other chunks than before may need blocks where it has null blocks."""
+        if not self.reads_all:
+            request.capacity = position
+
     def _fill(self, request: Request, wanted: list[list[int]], num_tokens: int) -> list[int]:
         """New blocks at the places `wanted` of each group, null blocks elsewhere where there are none up to
         `num_tokens`."""

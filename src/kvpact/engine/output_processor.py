@@ -91,6 +91,7 @@ class OutputProcessor:
         load.asynchronous = True
         self._unlist(request)
         request.rewind(load.start)
+        scheduler.kv.note_rewound(request, load.start)
         request.num_inflight_external_tokens = load.num_tokens
         request.status = RequestStatus.WAITING_FOR_LOAD
         return False
@@ -176,9 +177,8 @@ class OutputProcessor:
             valid = valid if reads_all else 0  # a shorter match needs blocks that were not loaded
             request.rewind(load.start + valid)
             scheduler.counts.external_hits += valid
-            if not reads_all:
-                request.capacity = load.start  # blocks between those that were loaded are still to be given
-            elif not (quirks.truncates_at_failure or load.spans_update):
+            scheduler.kv.note_rewound(request, load.start)
+            if reads_all and not (quirks.truncates_at_failure or load.spans_update):
                 request.loaded_ahead = [run for run in arrived if run[0] > request.num_computed_tokens]
             scheduler.kv.publish(request, request.num_computed_tokens)
         scheduler.resume(request)
