@@ -15,6 +15,7 @@ from slab_churn import NAMES
 
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import Slab
+from kvpact.tiers.disk.slab_directory import SlabDirectory
 from slab_scenes import capacity_for, chain, layout, open_tier, served, slab_path
 
 TESTS = Path(__file__).parents[1]
@@ -102,6 +103,22 @@ def test_a_killed_process_leaves_its_lock_to_the_next_even_if_it_had_forked(tmp_
     try:
         tier.close()
         open_tier(tmp_path, timeout=5.0).close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_process_that_is_forked_while_the_directory_is_locked_does_not_keep_it_locked(tmp_path: Path) -> None:
+    open_tier(tmp_path).close()
+    directory = SlabDirectory(tmp_path)
+    with directory.locked(1.0):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        with directory.locked(1.0):
+            pass
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

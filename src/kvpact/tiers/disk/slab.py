@@ -15,7 +15,6 @@ records.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import struct
@@ -33,6 +32,7 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import PRIVATE, Access, sync_folder
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
+from kvpact.tiers.disk.file_lock import lock_file
 from kvpact.tiers.record import bytes_of
 from kvpact.tiers.vectored import VectoredCall, completely
 
@@ -161,28 +161,6 @@ class Superblock:
                 "bytes: it is damaged"
             )
         return found
-
-
-def lock_file(descriptor: int) -> bool:
-    """Take the exclusive lock on an open file, without waiting; it ends with the process."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def is_locked(descriptor: int) -> bool:
-    """Whether a process holds the exclusive lock on an open file, for tools.
-
-    Takes a shared lock and releases it at once: a process that wants the exclusive one at that moment must try again.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    return False
 
 
 class SlabReader:

@@ -22,7 +22,8 @@ from typing import Final
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own
-from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, close_in_children, is_locked, lock_file
+from kvpact.tiers.disk.file_lock import is_locked, lock_file, unlock_file
+from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, close_in_children
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,10 @@ class SlabDirectory:
                 if time.monotonic() >= deadline:
                     raise DirectoryBusy(f"disk tier: another process has held {self.path} locked for {timeout:g} s")
                 time.sleep(_RETRY_S)
-            yield
+            try:
+                yield
+            finally:
+                unlock_file(descriptor)
 
     def slab_paths(self) -> list[Path]:
         """Every slab file, by name."""

@@ -16,7 +16,8 @@ from typing import Final
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import Access, open_own
-from kvpact.tiers.disk.slab import Slab, Superblock, SuperblockError, lock_file
+from kvpact.tiers.disk.file_lock import lock_file
+from kvpact.tiers.disk.slab import Slab, Superblock, SuperblockError
 from kvpact.tiers.disk.slab_directory import NoRoomYet, Room, SlabDirectory
 
 logger = logging.getLogger(__name__)
