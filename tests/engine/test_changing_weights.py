@@ -5,9 +5,12 @@ The oracle tells weights apart: keys, values and tokens depend on them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
+from pact import pact_engine
 from workloads import prompt
 
 from kvpact.engine import (
@@ -23,6 +26,7 @@ from kvpact.engine import (
     SimulatedWorker,
     reference_engine,
 )
+from kvpact.identity.groups import GroupKind, KVCacheGroup
 
 CONFIG = EngineConfig(num_blocks=128, max_tokens_per_step=64)
 NO_REUSE = EngineConfig(num_blocks=128, prefix_caching=False)
@@ -137,6 +141,33 @@ def test_h38_a_chain_behind_old_blocks_of_the_engines_own_is_not_saved() -> None
     play(engine_of(ReferenceCache))
     with pytest.raises(OracleViolation, match="request after reads token 0"):
         play(engine_of(SavesOldBlocks))
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one group", "several groups"])
+@pytest.mark.parametrize("build", [reference_engine, pact_engine])
+def test_h38_what_was_computed_on_old_blocks_is_not_saved_behind_new_ones(
+    build: Callable[..., Engine], several: bool
+) -> None:
+    window = (KVCacheGroup(GroupKind.FULL, 16), KVCacheGroup(GroupKind.WINDOW, 16, 32))
+    engine = build(replace(CONFIG, groups=window) if several else CONFIG)
+    pool = engine.scheduler.kv.pool
+    engine.run([Request("first", prompt(64), 1)])
+    old = [block for block in range(pool.num_blocks) if pool.block_hash[block] is not None]
+    if several:
+        engine.reset_connector()  # the embedded engine's windows and updates of weights do not go together
+    else:
+        engine.update_weights(clear_cache=False)
+    engine.run([Request("on top of old blocks", prompt(112), 1)])
+    for block in old:
+        pool.unpublish(block)
+    engine.run([Request("the beginning anew", prompt(64), 1)])
+    before = engine.counts.local_hits
+    engine.run([Request("mixed", prompt(150), 1)])
+    assert engine.counts.local_hits == before + 112, "new blocks, and behind them those on top of old ones"
+    pool.unpublish_all()
+    engine.run([Request("after", prompt(150), 1)])
+    assert engine.counts.external_hits == 64, "what stands on nothing old is served"
+    engine.check_nothing_held()
 
 
 def test_a_load_that_was_taken_before_the_update_is_the_engines_own() -> None:

@@ -91,7 +91,7 @@ def test_h26_an_engine_block_is_known_by_its_group_too() -> None:
     assert broken is None, broken
 
 
-def test_p04_a_request_that_waits_for_its_load_is_given_the_blocks_of_other_chunks() -> None:
+def test_a_request_that_waits_for_its_load_is_given_the_blocks_of_other_chunks() -> None:
     """The engine computed on top of a late load, and then again in other chunks: a state went to the null block."""
     settings = HarnessSettings(
         block_size=4,

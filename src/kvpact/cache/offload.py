@@ -19,7 +19,7 @@ from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext, num_blocks_for
 from kvpact.errors import PactViolation
-from kvpact.identity.tags import NO_TAG, BlockTags
+from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.metrics import MEMORY, Metrics
 
@@ -83,7 +83,9 @@ class Offloader:
             return
         begun, filled = before // size, computed_tokens // size
         held = block_ids() if filled > begun else ()
-        self._tag_filled(state, before, held[begun:filled])
+        if filled > begun and state.sound < begun:
+            state.sound = self.tags.same_prefix(held[:begun], state.sound, state.tag)
+        self.tags.fill(held[begun:filled], state.tag_of_filled(before, computed_tokens, size))
         if state.keys is None:
             if lazy is not None:
                 lazy.invalidate_blocks(held)
@@ -121,15 +123,18 @@ class Offloader:
         smallest, known_tokens = sides.smallest_block, min(computed, len(request.token_ids))
         named = min(known_tokens, len(request.token_ids) - sides.groups.tokens_ahead) // size
         if before // smallest == computed // smallest and 0 < state.offloaded_blocks >= named:
-            self._tag_filled(state, before, ())
+            state.tag_of_filled(before, computed, size)
             return
         lazy = self.lazy
         tables = sides.context.blocks_of(request.request_id)
         chain = tables[sides.groups.chain] if sides.groups.chain is not None else None
-        side_saves.tag_filled(state, before, computed, tables)
-        self._tag_filled(state, before, chain[before // size : computed // size] if chain is not None else ())
-        if computed // size > before // size:
-            state.tail_tag = state.tag
+        begun = before // size
+        if state.sound < begun:
+            state.sound = side_saves.sound_rows(state, begun, tables)
+        tag = state.tag_of_filled(before, computed, size)
+        side_saves.tag_filled(tag, before, computed, tables)
+        if chain is not None:
+            self.tags.fill(chain[begun : computed // size], tag)
         if state.keys is None:
             if lazy is not None:
                 lazy.invalidate_blocks([block_id for table in tables for block_id in table])
@@ -137,11 +142,10 @@ class Offloader:
         now, keys = self.clock(), state.keys.extend(request.token_ids)
         rows = min(named, len(keys))
         known = min(rows, self.index.known_prefix(keys))
+        sound = side_saves.sound_rows(state, rows, tables)
         if chain is None:
-            sound = side_saves.sound_rows(state, rows, tables)
             sides.keep_names(keys[:sound])
         else:
-            sound = self.tags.same_prefix(chain[:rows], min(state.sound, rows), state.tag)
             if lazy is not None and rows > (first := state.offloaded_blocks):
                 lazy.invalidate_blocks(chain[max(first, sound) : rows])
                 lazy.note(request.request_id, keys, first, max(first, sound), chain)
@@ -154,20 +158,6 @@ class Offloader:
                 self.writeback.note_used(keys[:known])
         state.sound, state.offloaded_blocks = sound, max(named, state.offloaded_blocks)
         side_saves.note(request.request_id, state, known_tokens, len(request.token_ids), sound, now)
-
-    def _tag_filled(self, state: RequestState, before: int, filled: Sequence[int]) -> None:
-        """The step computes the request's tokens from `before` on: tag the blocks that it fills.
-
-        A block that other weights or another adapter began gets no tag.
-        """
-        in_block = before % self.block_size
-        if filled:
-            self.tags.fill(filled, state.tag)
-            if in_block and state.tail_tag != state.tag:
-                self.tags.fill(filled[:1], NO_TAG)
-                state.sound = min(state.sound, before // self.block_size)
-        if filled or not in_block:
-            state.tail_tag = state.tag
 
     def order_what_is_leaving(self, loading_blocks: int, computed_tokens: int, now: float) -> None:
         """Save what the engine is about to evict; in this step it took blocks for these."""

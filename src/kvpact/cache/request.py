@@ -85,6 +85,20 @@ class RequestState:
         if computed_tokens > self.max_computed:
             self.max_computed, self.loads_without_progress = computed_tokens, 0
 
+    def tag_of_filled(self, before: int, computed: int, block_size: int) -> Tag:
+        """The step computes tokens [before, computed), after `sound` is known: the tag of the blocks that it fills.
+
+        What is computed on top of a block of other weights or another adapter, or into one that they began, has none.
+        """
+        begun, in_block = divmod(before, block_size)
+        sound = self.sound >= begun and (not in_block or self.tail_tag == self.tag)
+        if not in_block or computed // block_size > begun:
+            self.tail_tag = self.tag
+        if sound:
+            return self.tag
+        self.sound = min(self.sound, begun)
+        return NO_TAG
+
     def commit(self, num_tokens: int) -> None:
         """The engine takes `num_tokens` more from the cache."""
         self.waits_until, self.tail_tag = None, self.tag

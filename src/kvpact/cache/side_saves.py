@@ -20,7 +20,7 @@ from kvpact.contract import BlockHolder, JobOutcome
 from kvpact.errors import PactViolation
 from kvpact.identity.groups import GroupKind
 from kvpact.identity.keys import BlockKey
-from kvpact.identity.tags import NO_TAG, BlockTags
+from kvpact.identity.tags import BlockTags, Tag
 from kvpact.index.block_index import BlockIndex
 from kvpact.metrics import MEMORY, Metrics
 
@@ -50,37 +50,30 @@ class SideSaves:
     lazy: LazySides | None = None
     """None: blocks are saved as they are computed."""
 
-    def tag_filled(self, state: RequestState, before: int, computed: int, tables: Tables) -> None:
-        """The step computes a request's tokens [before, computed): tag the blocks that it fills.
-
-        A block that other weights or another adapter began gets no tag.
-        """
-        groups, tag = self.sides.groups, state.tag
-        rows = before // groups.block_size
-        if groups.chain is None and self.sound_rows(state, rows, tables) < rows:
-            tag = NO_TAG  # what is computed from blocks of another tag is theirs, too
+    def tag_filled(self, tag: Tag, before: int, computed: int, tables: Tables) -> None:
+        """The step computes a request's tokens [before, computed): tag the side groups' blocks that it fills."""
+        groups = self.sides.groups
         for number in groups.sides:
             size = groups.groups[number].block_size
             filled = tables[number][before // size : computed // size]
             if filled:
                 self.tags.fill(self.sides.not_null(filled), tag)
-                if before % size and state.tail_tag != state.tag:
-                    self.tags.fill(filled[:1], NO_TAG)
 
     def sound_rows(self, state: RequestState, rows: int, tables: Tables) -> int:
-        """Without a chain that has bytes: how many rows have the request's tag, as far as it still has their blocks.
+        """How many of the first `rows` have the request's tag in all groups, as far as it still has their blocks.
 
         Rows that were found to have it stay so until the request gets another tag.
         """
-        size = self.sides.groups.block_size
-        for number in self.sides.groups.sides:
-            group = self.sides.groups.groups[number]
+        groups, size = self.sides.groups, self.sides.groups.block_size
+        if groups.chain is not None:
+            rows = self.tags.same_prefix(tables[groups.chain][:rows], min(state.sound, rows), state.tag)
+        for number in groups.sides:
+            group, table = groups.groups[number], tables[number]
             first = max(state.sound * size // group.block_size, group.needed(state.loaded_rows * size).start)
-            for block in range(first, rows * size // group.block_size):
-                if block >= len(tables[number]) or self.sides.is_null(tables[number][block]):
-                    continue
-                if not self.tags.same_prefix([tables[number][block]], 0, state.tag):
-                    rows = min(rows, self.sides.groups.row_of(number, block))
+            for block in range(first, min(rows * size // group.block_size, len(table))):
+                if not self.tags.has(table[block], state.tag) and not self.sides.is_null(table[block]):
+                    rows = min(rows, groups.row_of(number, block))
+                    break
         return rows
 
     def note(

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvpact.contract import JobOutcome, LoadJob, num_blocks_for
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
@@ -147,6 +147,10 @@ class StoredBlocks:
         entry.stored = False
 
 
+NEVER: Final = -1
+"""The reset after which a block was filled that stands on older ones: no reset."""
+
+
 class FilledBlocks:
     """Which of the engine's blocks were filled since the last reset: only these may be saved (H38)."""
 
@@ -179,13 +183,18 @@ class FilledBlocks:
         blocks that were filled since the last reset."""
         first = self._computed.get(request_id, 0)
         end = self._computed[request_id] = max(first, computed)
-        for size, ids in zip(self._sizes, tables, strict=False):
-            blocks = range(num_blocks_for(first, size), num_blocks_for(end, size))
-            self._written_after.update(dict.fromkeys(ids[blocks.start : blocks.stop], self._resets))
-            for block, block_id in enumerate(ids[: blocks.stop]):
+        new = [
+            range(num_blocks_for(first, size), min(num_blocks_for(end, size), len(ids)))
+            for size, ids in zip(self._sizes, tables, strict=False)
+        ]
+        for blocks, size, ids in zip(new, self._sizes, tables, strict=False):
+            for block, block_id in enumerate(ids[: blocks.start]):
                 if block_id and self._written_after.get(block_id) != self._resets:
                     self._sound[request_id] = min(block * size, self._sound.get(request_id, end))
                     break
+        filled_after = self._resets if self._sound.get(request_id, first) >= first else NEVER
+        for blocks, ids in zip(new, tables, strict=False):
+            self._written_after.update((ids[block], filled_after) for block in blocks)
         return min(end, self._sound.get(request_id, end))
 
 
