@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 from kvpact._moved import renamed
@@ -34,6 +35,58 @@ class ExternalKVMatch:
     num_tokens: int
     load_kv_async: bool = False
     query_result: object = None
+
+
+class Exit(StrEnum):
+    """Why an engine did not take a match in a step (docs/contract-on-vllm.md has what vLLM does at each exit).
+
+    Those before `OTHER_CONNECTOR` postpone it: the request still waits, and may ask again.
+    """
+
+    NO_BLOCKS = "no_blocks"
+    """Too few free KV blocks: for the step, above the watermark, for the whole prompt, or beside loads under way."""
+    BUDGET = "budget"
+    """The step has no tokens left for it, or not for the smallest piece that its layers allow."""
+    THROTTLED = "throttled"
+    """The engine starts no prompts in this step."""
+    ADAPTER_LIMIT = "adapter_limit"
+    """As many adapters are loaded as may be."""
+    MAX_RUNNING = "max_running"
+    """As many requests run as may."""
+    ENCODER = "encoder"
+    """Outputs of an encoder are missing, or have no room."""
+    BLOCKED = "blocked"
+    """The request waits for something else: its grammar, a load, the next part of its session."""
+    PREEMPTION = "preemption"
+    """A running request was preempted; the engine then starts no other in that step."""
+    NOT_REACHED = "not_reached"
+    """Another request came first, or the queue was not walked so far."""
+    PAUSED = "paused"
+    """The engine is paused."""
+    OTHER_CONNECTOR_WAITS = "other_connector_waits"
+    """Another connector asks the engine to come back later."""
+    OTHER_CONNECTOR = "other_connector"
+    """Another connector's match was taken."""
+    DECLINED = "declined"
+    """The engine took no token of it, by a rule of its own."""
+    REFUSED = "refused"
+    """The cache itself took its match back when asked to commit."""
+    CANCELLED = "cancelled"
+    """The request ended before it was admitted."""
+    RESET = "reset"
+    """The engine's prefix cache was reset."""
+    UNKNOWN = "unknown"
+    """The engine cannot say why; the request is not waiting any more."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nobody will come back for the match: its leases end in this step."""
+        return self in DROPPED
+
+
+DROPPED = frozenset({Exit.OTHER_CONNECTOR, Exit.DECLINED, Exit.REFUSED, Exit.CANCELLED, Exit.RESET, Exit.UNKNOWN})
+"""The exits after which a match is over. After all others its plan is kept for a few steps, or until its slots are
+needed: releasing it at once would have the head of the queue prepare again in each step."""
 
 
 class EngineRequest(Protocol):
@@ -335,7 +388,18 @@ class ExternalCache(ABC):
 
     @abstractmethod
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
-        """The engine will not use the match (None: whatever plan the request has). Harmless if there is none."""
+        """The engine will not use the match (None: whatever plan the request has). Harmless if there is none.
+
+        `reason`: an `Exit` that drops the match, or a word of the engine's own. The leases end at once.
+        """
+
+    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+        """The engine could not take the request's match in this step, for `reason`, and may prepare it again.
+
+        Said in each such step, before `end_step`. A cache keeps its promise for a few steps, or until somebody needs
+        the room, and then ends the plan with the last reason. Harmless if there is no plan. Default: nothing, so that
+        the plan's lifetime decides.
+        """
 
     @abstractmethod
     def note_computed(
@@ -500,9 +564,11 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 __all__ = [
+    "DROPPED",
     "BlockHolder",
     "CacheSpec",
     "EngineRequest",
+    "Exit",
     "ExternalCache",
     "ExternalCacheWorker",
     "ExternalKVMatch",
