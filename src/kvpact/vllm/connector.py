@@ -35,6 +35,7 @@ from kvpact.vllm.context import VllmContext
 from kvpact.vllm.groups import GroupsHooks
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.kv_memory import KVMemoryHooks
+from kvpact.vllm.match_hooks import MatchHooks
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
 from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PactConnector(KVMemoryHooks, GroupsHooks, KVConnectorBase_V1):
+class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
     """The connector. `kv_connector_extra_config` holds kvpact's settings (`kvpact.config.KvpactConfig`)."""
 
     _of_engine: ClassVar[WeakValueDictionary[str, PactConnector]] = WeakValueDictionary()
@@ -262,16 +263,6 @@ class PactConnector(KVMemoryHooks, GroupsHooks, KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         """vLLM accepted a request."""
         self.scheduler_side.on_new_request(request)
-
-    @guarded(lambda: (0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Prepare a match."""
-        return self.scheduler_side.probe(request, num_computed_tokens)
-
-    @guarded(lambda: None)
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Commit the match, for the number of tokens that the scheduler finally chose."""
-        self.scheduler_side.commit(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """End the step."""

@@ -38,6 +38,8 @@ class HitCredit:
         self._loads: dict[str, AdmittedLoad] = {}
         self._hits = {False: 0, True: 0}
         """Tokens to add to vLLM's hits, by whether the request was preempted."""
+        self.step_hits = 0
+        """Tokens found when steps began, since the start."""
 
     # Loads
 
@@ -85,6 +87,7 @@ class HitCredit:
     def credit(self, hits: Mapping[str, int]) -> None:
         """The workers' report is in. As everywhere in vLLM, tokens that a request gets after a preemption count
         apart."""
+        self.step_hits += sum(hits.values())
         for request_id, tokens in hits.items():
             request, stats = self._watched.get(request_id, (None, None))
             if request is None:

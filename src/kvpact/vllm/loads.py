@@ -72,8 +72,9 @@ class CommittedLoads:
         self._credit.admit(view.request, num_tokens, synchronous=synchronous)
         return load
 
-    def order(self, load: CommittedLoad, changes: tuple[int, ...]) -> None:
-        """The cache orders the load with this step. `changes` is how often each rank's weights have changed."""
+    def order(self, load: CommittedLoad, num_tokens: int, changes: tuple[int, ...]) -> None:
+        """The cache orders `num_tokens` of the load in this step. `changes`: how often each rank's weights changed."""
+        self._credit.load_failed(load.view.request_id, num_tokens)
         self._ordered.append(load)
         self.ordered_at = self.ordered_at or changes
         if (used := load.view.adapter_in_use) is not None:
@@ -83,6 +84,11 @@ class CommittedLoads:
         """The workers will report the load as failed; nothing that its request computes until then is stored."""
         self.broken.append(order or load.order)
         load.is_broken = load.view.load_broken = True
+
+    def refuse(self, load: CommittedLoad) -> None:
+        """The engine knows that nothing of the load will come, and does not wait for it."""
+        self._credit.load_failed(load.view.request_id, 0)
+        del self._loads[load.view.request_id]
 
     def fail_step(self) -> None:
         """None of the loads ordered with this step will happen."""

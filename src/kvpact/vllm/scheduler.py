@@ -1,7 +1,9 @@
-"""Schedulers for `scheduler_cls`: `vllm:external_prefix_cache_hits` then counts only tokens that were not computed.
+"""`--scheduler-cls kvpact.vllm.scheduler.pact_scheduler`: vLLM's own scheduler, speaking the pact with its connector.
 
-Owns nothing but that count: vLLM's scheduler adds to it when it admits a request, before it is known what arrives, and
-offers connectors no way to correct it. Everything else works without these classes.
+A match that a step does not take is said to the connector, with the reason, in that step; a smaller commit is
+honoured; and `vllm:external_prefix_cache_hits` counts only tokens that were not computed. Without these classes all
+works as well, but aborts are inferred from silence. Owns no decision: every method does what vLLM's own does, and notes
+what it sees. Connectors without the pact see nothing new.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvpact.contract import Exit
+from kvpact.vllm.compat.matches import diffusion_scheduler, step_hits
 from kvpact.vllm.compat.objects import set_hit_sources
+from kvpact.vllm.exits import EngineExits
 
 
 class _CountsWhatWasUsed:
@@ -37,12 +42,96 @@ class _CountsWhatWasUsed:
         return stats
 
 
-class KvpactScheduler(_CountsWhatWasUsed, Scheduler):
+class _SpeaksThePact(_CountsWhatWasUsed):
+    """vLLM's scheduler with `EngineExits`, which is None where no connector speaks the pact."""
+
+    exits: EngineExits | None = None
+    max_num_scheduled_tokens: int
+    _step_hits = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.connector is not None:
+            exits = EngineExits(self)
+            self.exits = exits if exits.trackers else None
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Decide the next step. Tokens that the last one did not compute may be more tokens now, as far as workers have
+        room for them: where `--max-num-scheduled-tokens` is lower than `--max-num-batched-tokens`."""
+        if self.exits is not None:
+            self.exits.begin_step(throttled=any(args) or any(kwargs.values()))
+        found = step_hits(self.connector) if self.connector is not None else 0
+        usual = self.max_num_scheduled_tokens
+        spared, self._step_hits = found - self._step_hits, found
+        self.max_num_scheduled_tokens = max(usual, min(usual + spared, self._room_for_tokens()))
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_scheduled_tokens = usual
+
+    def _room_for_tokens(self) -> int:
+        """The tokens that the workers' buffers hold."""
+        room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
+        return room
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+        if self.exits is not None:
+            self.exits.end_step(scheduler_output)
+        return super()._build_kv_connector_meta(connector, scheduler_output)  # type: ignore[misc]
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        """Take in what the workers did. Releases from 0.33 on may commit loads here."""
+        results = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        if self.exits is not None:
+            self.exits.apply_shortfalls()
+        return results
+
+    def _try_schedule_encoder_inputs(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super()._try_schedule_encoder_inputs(request, *args, **kwargs)  # type: ignore[misc]
+        if self.exits is not None and found[1] == 0:
+            self.exits.note(request, Exit.ENCODER)
+        return found
+
+    def _ec_transfer_pending(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = super()._ec_transfer_pending(request, *args, **kwargs)  # type: ignore[misc]
+        if pending and self.exits is not None:
+            self.exits.note(request, Exit.ENCODER)
+        return pending
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """End requests from outside."""
+        if self.exits is not None:
+            request_ids = request_ids if request_ids is None or isinstance(request_ids, str) else [*request_ids]
+            self.exits.finish(request_ids)
+        return super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Drop what vLLM holds published."""
+        if self.exits is not None:
+            self.exits.reset()
+        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Pause or go on."""
+        result = super().set_pause_state(*args, **kwargs)  # type: ignore[misc]
+        if self.exits is not None:
+            self.exits.pause_changed()
+        return result
+
+
+class KvpactScheduler(_SpeaksThePact, Scheduler):
     """For engines without asynchronous scheduling, as on CPUs."""
 
 
-class KvpactAsyncScheduler(_CountsWhatWasUsed, AsyncScheduler):
+class KvpactAsyncScheduler(_SpeaksThePact, AsyncScheduler):
     """For engines with asynchronous scheduling, which is vLLM's default on GPUs."""
 
 
-__all__ = ["KvpactAsyncScheduler", "KvpactScheduler"]
+def pact_scheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Any:
+    """The scheduler for an engine's configuration: of the two above, or vLLM's own for diffusion models."""
+    own = diffusion_scheduler(vllm_config)
+    chosen = own or (KvpactAsyncScheduler if vllm_config.scheduler_config.async_scheduling else KvpactScheduler)
+    return chosen(*args, vllm_config=vllm_config, **kwargs)
+
+
+__all__ = ["KvpactAsyncScheduler", "KvpactScheduler", "pact_scheduler"]

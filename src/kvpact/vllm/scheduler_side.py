@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
 
 from kvpact.cache.budget import Turn
 from kvpact.cache.mounted import MountedCache
 from kvpact.config import KvpactConfig
-from kvpact.contract import ExternalCache, SupportsStepLookup, WorkerReport
+from kvpact.contract import Exit, ExternalCache, ExternalKVMatch, SupportsStepLookup, WorkerReport
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.metrics import Metrics
 from kvpact.tiers.registry import load_seal
@@ -28,13 +28,15 @@ from kvpact.vllm.groups import EngineGroups, fit_to_groups, require_groups
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_accounting import HitCredit
 from kvpact.vllm.identity import engine_namespace
-from kvpact.vllm.loads import CommittedLoads
+from kvpact.vllm.loads import CommittedLoad, CommittedLoads
 from kvpact.vllm.messages import PactMetadata
 from kvpact.vllm.request_identity import OfferedMatch, RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
 from kvpact.vllm.worker_identity import facts_of_slots
 from kvpact.wire import StepMessage, WorkerHandshake
+
+NO_MATCH: Final = ExternalKVMatch(0)
 
 
 class SchedulerSide:
@@ -137,28 +139,28 @@ class SchedulerSide:
             view = self._requests[request.request_id] = VllmRequest(request, self._identities)
         return view
 
-    def probe(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """`get_num_new_matched_tokens`: the tokens that can be loaded after `num_computed_tokens`, and whether later.
+    def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """The tokens that can be loaded after `num_computed_tokens`; None: ask again later.
 
         Whatever goes wrong, the request then has no plan that the engine does not know of.
         """
         view = self._view(request)
         view.answer = None
         if self.mounted is None or not self.mounted.may_serve():
-            return 0, False
+            return NO_MATCH
         cache = self.mounted.cache
         if cache.still_waits(view.request_id, num_computed_tokens):
-            return None, False
+            return None
         if view.waits_for_identity(self._config.prepare_deadline, time.monotonic()):
             view.was_answered = False
-            return None, False
+            return None
         deadline = self._config.prepare_deadline
         turn = self._budget.turn_of(view, deadline) if cache.asks_shared else Turn.NOW
         if turn is Turn.LATER:
-            return None, False
+            return None
         if turn is Turn.NEVER:
             cache.decline_external_match(view, num_computed_tokens)
-            return 0, False
+            return NO_MATCH
         try:
             match = cache.prepare_external_match(view, num_computed_tokens)
         except Exception:
@@ -166,38 +168,64 @@ class SchedulerSide:
             raise
         view.was_answered = match is not None
         if match is None:
-            return None, False
+            return None
         if match.load_kv_async and self._groups.several and not TAKES_FAILED_REQUESTS:
             cache.abort_external_match(request.request_id, match, "asynchronous")  # if it failed, nobody could say so
-            return 0, False
+            return NO_MATCH
         if match.num_tokens:
             view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
-        return match.num_tokens, match.load_kv_async
+        return match
 
     def commit(self, request: Any, blocks: Any, num_tokens: int) -> None:
-        """`update_state_after_alloc`: the engine takes `num_tokens` tokens of the last probe's answer, perhaps 0.
+        """`update_state_after_alloc`: the engine takes `num_tokens` tokens of the last answer, perhaps 0.
 
-        The engine cannot be refused here, so if the commit goes wrong the workers report those blocks as not loaded.
+        The engine cannot be refused here, so what will not come the workers report as not loaded.
         """
+        self._commit(request, blocks, num_tokens, self._loads.fail)
+
+    def may_refuse(self, request: Any) -> bool:
+        """Whether the engine can be refused the request's match, because its load is asynchronous."""
+        answer = self._view(request).answer
+        return answer is not None and answer.match.load_kv_async
+
+    def commit_or_refuse(self, request: Any, blocks: Any, num_tokens: int) -> int:
+        """The same for a scheduler that takes less: returns how many tokens will come."""
+        return self._commit(request, blocks, num_tokens, self._loads.refuse)
+
+    def _commit(
+        self, request: Any, blocks: Any, num_tokens: int, nothing_comes: Callable[[CommittedLoad], None]
+    ) -> int:
         tables = blocks.get_block_ids()
         if self.context is not None:
             self.context.update_state_after_alloc(request, blocks)
         view, mounted = self._view(request), self.mounted
         answer, view.answer = view.answer, None
         if answer is None or mounted is None:
-            return
-        epochs = mounted.weights.epochs
+            return 0
+        epochs, accepted = mounted.weights.epochs, 0
         load = self._loads.admit(view, answer, num_tokens, tables, epochs) if num_tokens else None
         try:
             if not mounted.may_serve():
                 raise KvpactError("the last reset of the cache failed; nothing is loaded")
-            mounted.cache.commit_external_match(view, answer.match, num_tokens, tables[0])
-        except Exception:
-            if load is not None:
-                self._loads.fail(load)
-            raise
-        if load is not None:
-            self._loads.order(load, mounted.weights.changes)
+            accepted = mounted.cache.commit_external_match(view, answer.match, num_tokens, tables[0])
+        finally:
+            if load is not None and not accepted:
+                nothing_comes(load)
+        if load is not None and accepted:
+            self._loads.order(load, accepted, mounted.weights.changes)
+        return accepted
+
+    def abort(self, request_id: str, match: ExternalKVMatch, reason: Exit) -> None:
+        """The engine will not take the match; its scheduler says so."""
+        if self.mounted is not None:
+            self.mounted.cache.abort_external_match(request_id, match, reason)
+        if (view := self._requests.get(request_id)) is not None:
+            view.answer = None
+
+    def postpone(self, request_id: str, reason: Exit) -> None:
+        """The engine could not take the request's match in this step."""
+        if self.mounted is not None:
+            self.mounted.cache.postpone_external_match(request_id, reason)
 
     def end_step(self, scheduler_output: Any) -> PactMetadata:
         """`build_connector_meta`: what the workers must do with this step."""

@@ -1,0 +1,122 @@
+"""Where kvpact's scheduler class uses internals of vLLM's: which form a connector has, and why a request still waits.
+
+Written for 0.26 to 0.33; if a release moves any of this, only this module changes.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvpact.contract import Exit
+from kvpact.vllm.external_match import AbortableMatches, QueryResultMatches, SupportsExternalMatch, TupleMatches
+
+BLOCKED = "WAITING_FOR_"
+"""What the status of a request that waits for something else than its turn begins with."""
+
+
+SAYS_ENCODER_WAITS = hasattr(Scheduler, "_ec_transfer_pending")
+"""Whether vLLM asks in a method of its own for encoder outputs that are on their way: from 0.30 on."""
+
+
+def form_of(connector: Any, no_blocks: object) -> SupportsExternalMatch | None:
+    """The form in which a connector speaks the pact; None if it does not."""
+    if isinstance(connector, SupportsExternalMatch):
+        return connector
+    calls = connector.get_num_new_matched_tokens, connector.update_state_after_alloc, no_blocks
+    if "query_result" in signature(connector.update_state_after_alloc).parameters:
+        return QueryResultMatches(*calls)
+    if hasattr(connector, "abort_external_match"):
+        return AbortableMatches(*calls, connector.abort_external_match)
+    return TupleMatches(*calls) if getattr(connector, "releases_unused_matches", False) else None
+
+
+def children_of(connector: Any) -> tuple[Any, ...]:
+    """The connectors inside MultiConnector; none for another one."""
+    return tuple(getattr(connector, "_connectors", ()))
+
+
+def chosen_child(connector: Any, request_id: str) -> Any:
+    """The connector inside MultiConnector whose match the request got last; None if it is another kind of connector."""
+    chosen = getattr(connector, "_requests_to_connector", {}).get(request_id)
+    return None if chosen is None else connector._connectors[chosen]
+
+
+def commits_later(scheduler: Any, request_id: str) -> bool:
+    """Whether the request's load begins with the running step's output, as on 0.33."""
+    return request_id in getattr(scheduler, "deferred_loads", ())
+
+
+def may_wait_for_encoder(scheduler: Any, request: Any) -> bool:
+    """Whether the outputs of an encoder may be missing, where the release does not say so."""
+    return (
+        not SAYS_ENCODER_WAITS
+        and getattr(scheduler, "ec_connector", None) is not None
+        and bool(request.has_encoder_inputs)
+    )
+
+
+def step_hits(connector: Any) -> int:
+    """The tokens that a connector's workers have found when steps began, since the start."""
+    return sum(getattr(each, "step_hit_tokens", 0) for each in (connector, *children_of(connector)))
+
+
+def load_fewer(scheduler: Any, request: Any, missing: int, *, nothing: bool) -> None:
+    """Of an asynchronous load that was admitted in this step `missing` tokens will not come; by vLLM's own failed-load
+    path."""
+    request.num_computed_tokens -= missing
+    scheduler.failed_recving_kv_req_ids.add(request.request_id)
+    if nothing:
+        scheduler.finished_recving_kv_req_ids.add(request.request_id)
+
+
+def why_not_asked(scheduler: Any, output: Any, request: Any) -> Exit:
+    """Why the step did not ask for a request that has a match: the gates before vLLM's lookup, in their order."""
+    if scheduler.requests.get(request.request_id) is not request:
+        return Exit.UNKNOWN
+    if output.preempted_req_ids:
+        return Exit.PREEMPTION
+    if is_paused(scheduler):
+        return Exit.PAUSED
+    if request.status.name.startswith(BLOCKED):
+        return Exit.BLOCKED
+    if _adapters_full(scheduler, output, request):
+        return Exit.ADAPTER_LIMIT
+    waiting_inside = getattr(scheduler, "num_waiting_for_streaming_input", 0)
+    most = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
+    if len(scheduler.running) + waiting_inside >= most:
+        return Exit.MAX_RUNNING
+    if output.total_num_scheduled_tokens >= scheduler.max_num_scheduled_tokens:
+        return Exit.BUDGET
+    return Exit.NOT_REACHED
+
+
+def is_paused(scheduler: Any) -> bool:
+    """Whether the scheduler starts no request; releases without a pause never are."""
+    state = getattr(scheduler, "_pause_state", None)
+    return state is not None and state.name != "UNPAUSED"
+
+
+def _adapters_full(scheduler: Any, output: Any, request: Any) -> bool:
+    if not scheduler.lora_config or not request.lora_request:
+        return False
+    used = {
+        running.lora_request.lora_int_id
+        for running in scheduler.running
+        if running.lora_request and running.request_id in output.num_scheduled_tokens
+    }
+    return request.lora_request.lora_int_id not in used and len(used) >= scheduler.lora_config.max_loras
+
+
+def diffusion_scheduler(vllm_config: Any) -> Any:
+    """vLLM's own scheduler class for diffusion models; None for other models, and where the release has none."""
+    if getattr(vllm_config, "diffusion_config", None) is None:
+        return None
+    from vllm.v1.core.sched import diffusion_scheduler as module
+
+    asynchronous = getattr(module, "DiffusionAsyncScheduler", None)
+    if vllm_config.scheduler_config.async_scheduling and asynchronous is not None:
+        return asynchronous
+    return module.DiffusionScheduler

@@ -1,0 +1,138 @@
+"""What a scheduler under the pact sees of a step: where each match went, and what vLLM must be told of refusals.
+
+Owns one `MatchTracker` for each connector that speaks the pact, and the facts of the running step. Adds nothing to
+vLLM's decisions, but that a match which its connector takes back gets no blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from kvpact.contract import Exit
+from kvpact.vllm.compat import matches as compat
+from kvpact.vllm.match_tracker import MatchTracker, OpenMatch
+
+
+class EngineExits:
+    """The matches of one scheduler, whose connector is there already; `trackers` is empty if none speaks the pact."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
+        self._allocate_slots: Any = None
+        """vLLM's own function while it is watched, which is from a promise to the end of the step at most."""
+        self._watched: list[tuple[MatchTracker, OpenMatch]] = []
+        """The promises for the request that the scheduler asked for last."""
+        self._throttled = False
+        connector = scheduler.connector
+        siblings = compat.children_of(connector)
+        forms = [(each, compat.form_of(each, self._manager.empty_kv_cache_blocks)) for each in siblings or (connector,)]
+        won_by = partial(compat.chosen_child, connector)
+        self.trackers = [MatchTracker(each, form, won_by, self._promised) for each, form in forms if form is not None]
+        if siblings and self.trackers:
+            self._ask_all = connector.get_num_new_matched_tokens
+            connector.get_num_new_matched_tokens = self._ask_siblings
+
+    # The step
+
+    def begin_step(self, *, throttled: bool) -> None:
+        """vLLM begins to schedule; `throttled`: it may start no prompts."""
+        self._throttled = throttled
+
+    def end_step(self, output: Any) -> None:
+        """All requests of the step are chosen: say where each match went that was not taken."""
+        self._stop_watching()
+        why = partial(self._why, output)
+        for tracker in self.trackers:
+            tracker.requests_finished(output.finished_req_ids)
+            tracker.end_step(why)
+        self.apply_shortfalls()
+
+    def apply_shortfalls(self) -> None:
+        """Tell vLLM which tokens of asynchronous loads will not come, although it counts on them."""
+        for tracker in self.trackers:
+            for short in tracker.shortfalls:
+                compat.load_fewer(self._scheduler, short.request, short.missing, nothing=short.accepted == 0)
+            tracker.shortfalls.clear()
+
+    def _why(self, output: Any, found: OpenMatch, asked: bool) -> Exit | None:
+        """Why a match was not taken in this step, if nothing has said so; None: it is taken with the step's output."""
+        request = found.request
+        if compat.commits_later(self._scheduler, request.request_id):
+            return None
+        if not asked:
+            return compat.why_not_asked(self._scheduler, output, request)
+        if compat.may_wait_for_encoder(self._scheduler, request):
+            return Exit.ENCODER
+        return Exit.THROTTLED if self._throttled else Exit.BUDGET
+
+    # What happens within a step
+
+    def _ask_siblings(self, request: Any, num_computed_tokens: int) -> Any:
+        """MultiConnector's lookup: if one connector wants time, what the others promised is not taken."""
+        answer = self._ask_all(request, num_computed_tokens)
+        if answer[0] is None:
+            self.note(request, Exit.OTHER_CONNECTOR_WAITS)
+        return answer
+
+    def note(self, request: Any, reason: Exit) -> None:
+        """The running step does not take the request's matches, for this reason."""
+        for tracker in self.trackers:
+            found = tracker.open.get(request.request_id)
+            if found is not None:
+                found.exit = reason
+
+    def _promised(self, tracker: MatchTracker, found: OpenMatch) -> None:
+        """The scheduler has a promise: the next thing that it may do for the request is to allocate blocks."""
+        if self._allocate_slots is None:
+            self._allocate_slots = self._manager.allocate_slots
+            self._manager.allocate_slots = self._allocate
+        elif self._watched and self._watched[0][1].request is not found.request:
+            self._watched.clear()
+        self._watched.append((tracker, found))
+
+    def _allocate(self, request: Any, *arguments: Any, **named: Any) -> Any:
+        """vLLM's `allocate_slots`, until it was called for the request with the promise."""
+        allocate_slots = self._allocate_slots
+        if not self._watched or self._watched[0][1].request is not request:
+            return allocate_slots(request, *arguments, **named)
+        promises = [*self._watched]
+        self._stop_watching()
+        taken = named.get("num_external_computed_tokens", 0)
+        winner = compat.chosen_child(self._scheduler.connector, request.request_id)
+        for tracker, found in promises:
+            if taken and (winner is None or tracker.connector is winner) and not tracker.confirm(found, taken):
+                return None
+        blocks = allocate_slots(request, *arguments, **named)
+        if blocks is None:
+            self.note(request, Exit.NO_BLOCKS)
+        return blocks
+
+    def _stop_watching(self) -> None:
+        self._watched.clear()
+        if self._allocate_slots is not None:
+            self._manager.allocate_slots, self._allocate_slots = self._allocate_slots, None
+
+    # What happens between steps
+
+    def finish(self, request_ids: str | Iterable[str] | None) -> None:
+        """These requests are ended from outside; None: all of them."""
+        ended = [request_ids] if isinstance(request_ids, str) else request_ids
+        for tracker in self.trackers:
+            tracker.requests_finished([*tracker.open] if ended is None else ended)
+
+    def reset(self) -> None:
+        """vLLM's prefix cache is reset: requests will be asked for again, behind other blocks."""
+        for tracker in self.trackers:
+            tracker.drop_all(Exit.RESET)
+
+    def pause_changed(self) -> None:
+        """vLLM is paused, after which it may not step for a while, or goes on."""
+        if compat.is_paused(self._scheduler):
+            for tracker in self.trackers:
+                for found in tracker.open.values():
+                    tracker.postpone(found, Exit.PAUSED)
+
+
+__all__ = ["EngineExits"]

@@ -1,0 +1,72 @@
+"""A match's life as vLLM calls for it: the tuple API on vLLM's own schedulers, the pact under `kvpact.vllm.scheduler`.
+
+Owns no state. Both forms go to the same methods of `SchedulerSide`; a request's matches are asked for in one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.vllm.guard import Guard, guarded
+from kvpact.vllm.scheduler_side import NO_MATCH, SchedulerSide
+
+
+class MatchHooks:
+    """The hooks of the scheduler's half, between a request's arrival and the end of the step that admits it."""
+
+    guard: Guard
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The half in the scheduler's process."""
+        raise NotImplementedError
+
+    # The tuple API
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Prepare a match."""
+        match = self.scheduler_side.prepare(request, num_computed_tokens)
+        return (None, False) if match is None else (match.num_tokens, match.load_kv_async)
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Commit the match, for the number of tokens that the scheduler finally chose."""
+        self.scheduler_side.commit(request, blocks, num_external_tokens)
+
+    # The pact: see `SupportsExternalMatch`
+
+    @guarded(lambda: NO_MATCH)
+    def prepare_external_match(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """Prepare a match."""
+        return self.scheduler_side.prepare(request, num_computed_tokens)
+
+    def commit_external_match(self, request: Any, blocks: Any, num_tokens: int, query_result: object) -> int:
+        """Commit the match. Of a load that its step waits for all tokens come, or are reported as not loaded."""
+        if self.scheduler_side.may_refuse(request):
+            return self._commit_or_refuse(request, blocks, num_tokens)
+        MatchHooks.update_state_after_alloc(self, request, blocks, num_tokens)
+        return num_tokens
+
+    @guarded(lambda: 0)
+    def _commit_or_refuse(self, request: Any, blocks: Any, num_tokens: int) -> int:
+        return self.scheduler_side.commit_or_refuse(request, blocks, num_tokens)
+
+    @guarded(lambda: None)
+    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+        """The engine will not take the match: its leases end now."""
+        self.scheduler_side.abort(request.request_id, match, reason)
+
+    @guarded(lambda: None)
+    def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+        """The engine could not take the match in this step, and may ask again."""
+        self.scheduler_side.postpone(request.request_id, reason)
+
+    @property
+    def step_hit_tokens(self) -> int:
+        """Tokens that workers found when steps began, which were then not computed, since the start."""
+        return self.scheduler_side.credit.step_hits
+
+
+__all__ = ["MatchHooks"]
