@@ -113,6 +113,8 @@ class EngineSettings:
     """LoRA adapters that run at once; 0 turns LoRA off."""
     failure_policy: str = "recompute"
     """What vLLM does with a request whose load failed: "recompute" or "fail"."""
+    scheduler: str = ""
+    """vLLM's `scheduler_cls`, such as "kvpact.vllm.scheduler.pact_scheduler"; by default vLLM's own."""
     load_format: str = "dummy"
     """vLLM's setting for loading the model's weights, of which there are none."""
     groups: tuple[LayerGroup, ...] = ()
@@ -199,6 +201,7 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], mode
             long_prefill_token_threshold=settings.chunk,
             is_encoder_decoder=False,
             policy="priority" if settings.by_priority else "fcfs",
+            scheduler_cls=settings.scheduler or None,
         ),
         lora_config=config.LoRAConfig(max_loras=settings.adapters, max_lora_rank=8) if settings.adapters else None,
         speculative_config=_draft_config(settings),
@@ -248,18 +251,16 @@ def make_scheduler(
     settings: EngineSettings,
     vllm_config: Any,
     kv_cache_config: Any,
-    scheduler_class: type[Any] | None = None,
+    scheduler_class: Callable[..., Any] | None = None,
     *,
     log_stats: bool = False,
 ) -> Any:
     """vLLM's own scheduler, or one of another class; it builds the connector's scheduler half."""
     from vllm.config import set_current_vllm_config
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
     with set_current_vllm_config(vllm_config):
-        return (scheduler_class or (AsyncScheduler if settings.overlap else Scheduler))(
+        return (scheduler_class or vllm_config.scheduler_config.get_scheduler_cls())(
             vllm_config=vllm_config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(vllm_config),

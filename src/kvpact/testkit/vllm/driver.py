@@ -41,7 +41,8 @@ class VllmDriver:
 
     `connector` is its import path, "module:Class"; `config` its `kv_connector_extra_config`, in which "{folder}" stands
     for a folder that is new for each scenario. `adapter` lets its insides be seen; without one its behaviour is judged.
-    An operation that does not end within `timeout` seconds counts as hanging.
+    An operation that does not end within `timeout` seconds counts as hanging. `scheduler` is vLLM's `scheduler_cls`, by
+    default its own.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class VllmDriver:
         config: Mapping[str, Any] | None = None,
         adapter: ConnectorAdapter | None = None,
         timeout: float = 20.0,
+        scheduler: str = "",
     ) -> None:
         """Raises ValueError if `connector` is not of the form "module:Class"."""
         module, _, name = connector.partition(":")
         if not module or not name:
             raise ValueError(f'connector is {connector!r}; it must be "module:Class", like "kvpact.vllm:PactConnector"')
         adapter = adapter or KNOWN_ADAPTERS.get(name, ConnectorAdapter)()
-        self.subject = ConnectorUnderTest(module, name, config or {}, adapter, timeout)
+        self.subject = ConnectorUnderTest(module, name, config or {}, adapter, timeout, scheduler)
 
     def scenarios(self, names: Sequence[str] | None = None) -> list[Scenario]:
         """All scenarios of models with one KV cache group, or those of these names, also of `GROUPS` and
@@ -103,7 +105,7 @@ def main(order: str) -> None:
     wanted = json.loads(order)
     logging.disable(logging.CRITICAL)
     faulthandler.dump_traceback_later(wanted["seconds"], exit=True)
-    report = VllmDriver(wanted["connector"], wanted["config"]).run(wanted["names"])
+    report = VllmDriver(wanted["connector"], wanted["config"], scheduler=wanted["scheduler"]).run(wanted["names"])
     Path(wanted["answer"]).write_bytes(report.to_json())
 
 

@@ -41,6 +41,8 @@ class ConnectorUnderTest:
     adapter: ConnectorAdapter = field(default_factory=ConnectorAdapter)
     timeout: float = 20.0
     """Seconds after which an operation counts as hanging."""
+    scheduler: str = ""
+    """vLLM's `scheduler_cls`; by default its own."""
 
     def transfer(self, folder: Path) -> dict[str, Any]:
         """The fields of `KVTransferConfig` that name it."""
@@ -95,7 +97,7 @@ class Harness:
 
         `settings` are those of `EngineSettings`; `transfer` replaces the connector's own `KVTransferConfig`.
         """
-        wanted = EngineSettings(**{"block_size": BLOCK, **settings})
+        wanted = EngineSettings(**{"block_size": BLOCK, "scheduler": self.subject.scheduler, **settings})
         shown = ", ".join(f"{name}={value}" for name, value in settings.items())
         self.journal.note(f"start an engine{' with ' + shown if shown else ''}")
         engine = self._start(wanted, transfer or self.subject.transfer(self.folder))

@@ -100,6 +100,7 @@ def run_on_release(
     config: Mapping[str, Any] | None = None,
     names: Sequence[str] | None = None,
     *,
+    scheduler: str = "",
     folder: Path | None = None,
     seconds: float = RUN_SECONDS,
 ) -> ConformanceReport:
@@ -123,6 +124,7 @@ def run_on_release(
             "connector": connector,
             "config": dict(config or {}),
             "names": names,
+            "scheduler": scheduler,
             "answer": str(answer),
             "seconds": max(1.0, seconds - GRACE_SECONDS),
         }
