@@ -47,8 +47,9 @@ class MeasuredPactConnector(PactConnector):
         with path.open("r+b") as file:
             self._total = mmap.mmap(file.fileno(), SECONDS.size)
         self._seconds, self._depth = 0.0, 0
-        for name, hook in vars(PactConnector).items():
-            if isfunction(hook) and not name.startswith("_"):
+        ours = [kind for kind in PactConnector.__mro__ if kind.__module__.startswith("kvpact.")]
+        for name in {name for kind in ours for name, hook in vars(kind).items() if isfunction(hook)}:
+            if not name.startswith("_"):
                 setattr(self, name, self._measured(getattr(self, name)))
 
     def _measured(self, hook: Callable[..., Any]) -> Callable[..., Any]:

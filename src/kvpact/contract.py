@@ -396,9 +396,9 @@ class ExternalCache(ABC):
     def postpone_external_match(self, request_id: str, reason: Exit) -> None:
         """The engine could not take the request's match in this step, for `reason`, and may prepare it again.
 
-        Said in each such step, before `end_step`. A cache keeps its promise for a few steps, or until somebody needs
-        the room, and then ends the plan with the last reason. Harmless if there is no plan. Default: nothing, so that
-        the plan's lifetime decides.
+        Said before `end_step`, at least when the reason changes and when the engine stops preparing it. A cache keeps
+        its promise for a few steps, or until somebody needs the room, and then ends the plan with the last reason.
+        Harmless if there is no plan. Default: nothing, so that the plan's lifetime decides.
         """
 
     @abstractmethod

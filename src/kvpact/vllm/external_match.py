@@ -47,7 +47,10 @@ class PostponesExternalMatch(Protocol):
     """A connector that is told why its match was not taken yet."""
 
     def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
-        """The request still waits, for `reason`, and may be prepared again. Called in each step in which that is so."""
+        """The request still waits, for `reason`, and may be prepared again.
+
+        Called in the first step in which that is so, and when the reason changes, or the engine stops asking for it.
+        """
 
 
 @runtime_checkable

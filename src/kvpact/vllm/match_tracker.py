@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.contract import DROPPED, Exit, ExternalKVMatch
 from kvpact.errors import PactViolation
 from kvpact.vllm.external_match import (
     ConfirmsExternalMatch,
@@ -22,9 +22,9 @@ from kvpact.vllm.external_match import (
 
 logger = logging.getLogger(__name__)
 
-KEPT_STEPS: Final = 8
-"""A match that was put off is aborted when the engine has not asked for it again in so many steps. A request at the
-head of the queue is asked for in each; a preemption or an overtaking request takes a few steps."""
+KEPT_STEPS: Final = 32
+"""A postponed match is aborted when the engine has not asked for it again in this many steps: see `POSTPONED_STEPS` in
+cache/ledger.py for the measurement. The head of the queue is asked for in each step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +37,8 @@ class OpenMatch:
     """When the engine last asked for it."""
     exit: Exit | None = None
     """Why it was not taken in that step, where something said so."""
+    told: tuple[Exit, bool] | None = None
+    """What the connector knows: why it was not taken last, and whether the engine had asked for it in that step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +135,15 @@ class MatchTracker:
     # What the scheduler says
 
     def confirm(self, found: OpenMatch, num_tokens: int) -> bool:
-        """Before blocks are allocated for a load that the step waits for: whether all its tokens still come."""
+        """Before blocks are allocated for a load that the step waits for: whether all its tokens still come.
+
+        True if the engine has chosen another connector's match.
+        """
+        if self._confirm is None or found.match.load_kv_async:
+            return True
         request_id = found.request.request_id
-        if self._confirm is None or found.match.load_kv_async or self._limits.get(request_id) == num_tokens:
+        winner = self._won_by(request_id)
+        if self._limits.get(request_id) == num_tokens or (winner is not None and winner is not self.connector):
             return True
         accepted = self._confirm(found.request, found.match, num_tokens)
         if accepted >= num_tokens:
@@ -162,24 +170,32 @@ class MatchTracker:
             self.drop(request_id, Exit.CANCELLED)
             self._limits.pop(request_id, None)
 
-    def postpone(self, found: OpenMatch, reason: Exit) -> None:
-        """The match was not taken in this step; its request still waits."""
+    def postpone(self, found: OpenMatch, reason: Exit, *, asked: bool) -> None:
+        """The match was not taken in this step, in which the engine asked for it or not; its request still waits.
+
+        The connector is told what it does not know yet: a head that is blocked for long costs nothing more.
+        """
         self.postponed[reason] += 1
-        if self._postpone is not None:
+        if self._postpone is not None and found.told != (reason, asked):
+            found.told = reason, asked
             self._tell(self._postpone, found, reason)
 
     def end_step(self, why: Callable[[OpenMatch, bool], Exit | None]) -> None:
         """The step is decided. `why(match, whether the step asked for it)` says why it was not taken; None: it was."""
+        step = self._step
+        self._step += 1
+        if not self.open:
+            return
         for request_id, found in [*self.open.items()]:
-            reason = found.exit or why(found, found.step == self._step)
+            asked = found.step == step
+            reason = found.exit or why(found, asked)
             found.exit = None
             if reason is None:
                 continue
-            if reason.is_dropped or self._step - found.step >= KEPT_STEPS:
+            if reason in DROPPED or step - found.step >= KEPT_STEPS:
                 self.drop(request_id, reason)
             else:
-                self.postpone(found, reason)
-        self._step += 1
+                self.postpone(found, reason, asked=asked)
 
     def _tell(self, hook: Callable[[Any, ExternalKVMatch, Exit], Any], found: OpenMatch, reason: Exit) -> None:
         """A connector's mistake in a call that vLLM does not make costs the engine nothing (H13)."""

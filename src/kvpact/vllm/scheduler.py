@@ -48,31 +48,34 @@ class _SpeaksThePact(_CountsWhatWasUsed):
     exits: EngineExits | None = None
     max_num_scheduled_tokens: int
     _step_hits = 0
+    _spare_room = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.connector is not None:
             exits = EngineExits(self)
             self.exits = exits if exits.trackers else None
+            room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
+            self._spare_room = max(0, room - self.max_num_scheduled_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Decide the next step. Tokens that the last one did not compute may be more tokens now, as far as workers have
-        room for them: where `--max-num-scheduled-tokens` is lower than `--max-num-batched-tokens`."""
+        """Decide the next step."""
         if self.exits is not None:
-            self.exits.begin_step(throttled=any(args) or any(kwargs.values()))
-        found = step_hits(self.connector) if self.connector is not None else 0
-        usual = self.max_num_scheduled_tokens
+            self.exits.throttled = True in args or True in kwargs.values()
+        if self._spare_room:
+            return self._schedule_more(*args, **kwargs)
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def _schedule_more(self, *args: Any, **kwargs: Any) -> Any:
+        """Tokens that the last step did not compute may be more tokens in this one, as far as workers have room: where
+        `--max-num-scheduled-tokens` is lower than `--max-num-batched-tokens`."""
+        usual, found = self.max_num_scheduled_tokens, step_hits(self.connector)
         spared, self._step_hits = found - self._step_hits, found
-        self.max_num_scheduled_tokens = max(usual, min(usual + spared, self._room_for_tokens()))
+        self.max_num_scheduled_tokens = usual + min(spared, self._spare_room)
         try:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.max_num_scheduled_tokens = usual
-
-    def _room_for_tokens(self) -> int:
-        """The tokens that the workers' buffers hold."""
-        room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
-        return room
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
         if self.exits is not None:
