@@ -91,7 +91,7 @@ def test_a_worker_of_another_install_stops_the_start(start: Callable[..., Played
 
 SCHEDULER_METHODS = [
     "scheduler.on_new_request",
-    "scheduler.probe",
+    "scheduler.prepare",
     "scheduler.end_step",
     "scheduler.request_finished",
     "scheduler.has_pending_work",

@@ -15,11 +15,10 @@ from kvpact.cache.budget import Turn
 from kvpact.cache.mounted import MountedCache
 from kvpact.config import KvpactConfig
 from kvpact.contract import Exit, ExternalCache, ExternalKVMatch, SupportsStepLookup, WorkerReport
-from kvpact.errors import ConfigError, KvpactError, PactViolation
+from kvpact.errors import KvpactError, PactViolation
 from kvpact.metrics import Metrics
 from kvpact.tiers.registry import load_seal
-from kvpact.vllm.base_weights import base_weights
-from kvpact.vllm.compat.configuration import replica_number, runs_second_runner
+from kvpact.vllm.compat.configuration import runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
 from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact.vllm.computed import blocks_of, note_computed
@@ -27,13 +26,12 @@ from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_groups, require_groups
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_accounting import HitCredit
-from kvpact.vllm.identity import engine_namespace
 from kvpact.vllm.loads import CommittedLoad, CommittedLoads
 from kvpact.vllm.messages import PactMetadata
+from kvpact.vllm.mounting import block_size_of, mount, require_all_ranks, require_hooks
 from kvpact.vllm.request_identity import OfferedMatch, RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
-from kvpact.vllm.worker_identity import facts_of_slots
 from kvpact.wire import StepMessage, WorkerHandshake
 
 NO_MATCH: Final = ExternalKVMatch(0)
@@ -51,7 +49,7 @@ class SchedulerSide:
         self._vllm_config = vllm_config
         self._metrics = metrics
         self._budget = guard.budget
-        self._block_size = groups.groups.block_size if groups.several else int(vllm_config.cache_config.block_size)
+        self._block_size = block_size_of(vllm_config, groups)
         self._identities = RequestIdentities(vllm_config)
         self.mounted: MountedCache | None = None
         self.context: VllmContext | None = None
@@ -75,40 +73,15 @@ class SchedulerSide:
         """The workers are up: map their memory, open the tiers, begin to serve.
 
         A tier that cannot be opened is left out with one message; the engine serves on without it. vLLM may repeat this
-        call whenever it wakes: the same memory is attached once, and for other memory a new cache begins. Raises
-        ConfigError if a rank is missing: what the others saved would count as saved by all (H40).
+        call whenever it wakes: the same memory is attached once, and for other memory a new cache begins.
         """
-        hellos = sorted(hellos, key=lambda hello: hello.rank)
-        parallel = self._vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        present = [hello.rank for hello in hellos]
-        if present != list(range(ranks)):
-            raise ConfigError(
-                f"the engine has {ranks} ranks; {present} have set up their memory for kvpact, see the others' log"
-            )
-        self._ranks = ranks
+        self._ranks, hellos = require_all_ranks(self._vllm_config, hellos)
         if self.mounted is not None and self.mounted.segments == [hello.segment for hello in hellos]:
             return
-        if self._config.match_at == "step" and not all(hello.step_hook for hello in hellos):
-            raise ConfigError(
-                'match_at="step" needs a worker that asks when a step begins: add '
-                "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
-            )
-        with_slots = sum(hello.slots_of is None for hello in hellos)
+        require_hooks(self._config, hellos)
         self._end_cache()
-        self.mounted = MountedCache(
-            self._config,
-            hellos,
-            engine_namespace(self._vllm_config, facts_of_slots(hellos), ranks // with_slots, self._groups),
-            base_weights(self._vllm_config, self._config.model_id) if self._config.tiers else None,
-            self._identities.adapters,
-            seal=self._seal,
-            block_size=self._block_size,
-            metrics=self._metrics,
-            budget=self._budget,
-            groups=self._groups.groups if self._groups.several or self._groups.groups.tokens_ahead else None,
-            replica=replica_number(parallel),
-        )
+        shared = self._identities.adapters, self._seal, self._metrics, self._budget
+        self.mounted = mount(self._vllm_config, self._config, hellos, self._groups, *shared)
         require_groups(self.mounted.cache, self._groups)
         self._stats = StatsCollector(self.mounted.opened.observe)
         if self.context is not None:
