@@ -309,8 +309,8 @@ LARGER = {
     "vllm.connector.PactConnector": 36,
 }
 """What may be larger, and how large it is: the lines of a file or class, or a class's public methods if those are too
-many and its lines are not. Each is one thing that would be harder to read in two places. A number may only fall, but where the
-contract itself grows: exits by name, and `postpone_external_match`."""
+many and its lines are not. Each is one thing that would be harder to read in two places. A number may only fall, but
+where the contract itself grows: exits by name, and `postpone_external_match`."""
 
 
 def sizes(name: str, path: Path) -> Iterator[tuple[str, int, int]]:
