@@ -242,7 +242,7 @@ def test_postponed_promises_that_were_not_asked_for_again_may_end_for_others_tho
     scene.ledger.renew(plans["head"], scene.now)
     scene.ledger.postpone(plans["head"], EndReason.NO_BLOCKS)
     reason = EndReason.NOT_REACHED
-    assert scene.ledger.postponed_plans() == [(plans[name], reason) for name in ("long ago", "second", "first")]
+    assert scene.ledger.postponed_plans() == [(plans[name], reason) for name in ("long ago", "first", "second")]
 
 
 def test_h03_a_changed_range_supersedes_the_plan_and_shared_leases_move_over() -> None:

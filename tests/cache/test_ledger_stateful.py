@@ -9,13 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpact.cache.ledger import ENDINGS, POSTPONED_STEPS, Ledger, Plan, State
+from kvpact.cache.ledger import ENDINGS, Ledger, Plan, State
 from kvpact.contract import Exit
 from kvpact.metrics import EndReason
 from kvpact.ranges import BlockRange, RangeSet
 
 BLOCK_SIZE = 4
 LIFETIME_SECONDS = 3.0
+POSTPONED_STEPS = 4
 REQUESTS = st.sampled_from(["a", "b", "c", "d"])
 STARTS = st.integers(0, 3)
 COUNTS = st.integers(1, 6)
@@ -34,7 +35,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.seen: list[Plan[int, None]] = []
         self.used_by: dict[str, set[int]] = {}
         self.used = self.used_again = self.found = 0
-        self.ledger = Ledger[int, None](self.release, plan_lifetime_seconds=LIFETIME_SECONDS)
+        self.ledger = Ledger[int, None](
+            self.release, plan_lifetime_seconds=LIFETIME_SECONDS, postponed_steps=POSTPONED_STEPS
+        )
 
     def release(self, block: int) -> None:
         assert self.held[block] > 0, f"block {block} is released and not held"

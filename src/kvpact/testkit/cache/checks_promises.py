@@ -16,6 +16,8 @@ from kvpact.testkit.results import NotObservable, observable_if, require
 DOCUMENT = prompt(7)
 LONGER = prompt(9)
 FOREVER_S = 3600.0
+A_FEW_STEPS = 64
+"""Steps after which a cache must not hold a match any more that the engine postpones and never comes back for."""
 
 
 class PromiseChecks(CacheSuite):
@@ -147,9 +149,8 @@ class PromiseChecks(CacheSuite):
         room = scene.room()
         scene.serve("again", DOCUMENT)
         request, _ = promised(scene, "postponed", DOCUMENT)
-        scene.postpone(request, Exit.ADAPTER_LIMIT, 8)
         scene.pass_time(FOREVER_S)
-        scene.postpone(request, Exit.ADAPTER_LIMIT, 8)
+        scene.postpone(request, Exit.ADAPTER_LIMIT, A_FEW_STEPS)
         scene.require_nothing_held("nobody has come back for a postponed match")
         left = scene.room(seed=1)
         require(left >= room, f"a prompt that just fits is promised {room} tokens, and {left} beside a postponed match")
