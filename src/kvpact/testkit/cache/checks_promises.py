@@ -5,8 +5,8 @@ Part of `CacheConformance`.
 
 from __future__ import annotations
 
-from kvpact.contract import DROPPED, Exit
-from kvpact.engine import JobBehavior, RequestStatus
+from kvpact.contract import DROPPED, Exit, ExternalKVMatch
+from kvpact.engine import JobBehavior, Request, RequestStatus
 from kvpact.identity.keys import RequestIdentity
 from kvpact.testkit.cache.engine_harness import prompt
 from kvpact.testkit.cache.factory import CacheSuite, kept_in_every_mode, promised, require_used, seen
@@ -114,11 +114,11 @@ class PromiseChecks(CacheSuite):
         scene.serve("again", DOCUMENT)
         request, match = promised(scene, "dropped", DOCUMENT)
         for reason in sorted(DROPPED):
-            scene.drop(request, match, reason)
+            drop(scene, request, match, reason)
             scene.step()
             scene.require_nothing_held(f"a match was dropped ({reason}) in the step before")
             match = scene.probe(request)
-        scene.drop(request, match, Exit.OTHER_CONNECTOR)
+        drop(scene, request, match, Exit.OTHER_CONNECTOR)
         left = scene.room(seed=1)
         require(
             left >= room, f"a prompt that just fits is promised {room} tokens, and {left} after a match was dropped"
@@ -263,6 +263,12 @@ class PromiseChecks(CacheSuite):
         while not scene.update_weights():
             scene.step()
         scene.serve("after", LONGER, times=2)
+
+
+def drop(scene: CacheHarness, request: Request, match: ExternalKVMatch, reason: Exit) -> None:
+    """The engine will not come back for the match, and says so."""
+    with scene.judged("P1", "H01"):
+        scene.monitor.abort_external_match(request.request_id, match, reason)
 
 
 def commit_multiple_of(scene: CacheHarness, name: str, tokens: int) -> None:

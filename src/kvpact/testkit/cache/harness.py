@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.contract import Exit
 from kvpact.engine import Request
 from kvpact.errors import WeightsVersionRefused
 from kvpact.testkit.cache.engine_harness import EngineHarness
@@ -92,11 +92,6 @@ class CacheHarness(EngineHarness):
             raise NotObservable("the cache brings its own workers; the kit lets only its own ones fail")
 
     # Exits
-
-    def drop(self, request: Request, match: ExternalKVMatch, reason: Exit) -> None:
-        """The engine will not come back for the match, and says so."""
-        with self.judged("P1", "H01"):
-            self.monitor.abort_external_match(request.request_id, match, reason)
 
     def postpone(self, request: Request, reason: Exit, steps: int = 1) -> None:
         """For some steps the engine cannot take the request's match, and says so in each of them."""
