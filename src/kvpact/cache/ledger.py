@@ -30,8 +30,8 @@ PLAN_LIFETIME_STEPS = 2
 POSTPONED_STEPS = 32
 """Steps after its last prepare in which a postponed plan may be prepared again, unless its slots are needed before.
 
-An engine asks again about requests behind a blocked head when others have ended. With 32 steps 6 % more blocks are read
-from disk than with plans kept for ever, with 8 steps 38 % more, with 1 step 58 % (benchmarks/postponed_steps.py).
+An engine asks again about requests behind a blocked head when others have ended. With 32 steps 9 % more blocks are read
+from disk than with plans kept for ever, with 8 steps 36 % more, with 1 step 64 % (benchmarks/postponed_steps.py).
 """
 
 
