@@ -196,6 +196,20 @@ def test_a_match_given_up_for_others_is_read_again_when_its_turn_comes_although_
     scene.close()
 
 
+def test_a_read_that_nobody_came_back_for_is_begun_again_when_its_turn_comes(tmp_path: Path) -> None:
+    scene = DiskScene(tmp_path, 4, 1, prepare_deadline="1s")
+    behind = prompt("behind", 1)
+    assert scene.cache.prepare_external_match(behind, 0) is None
+    for _ in range(POSTPONED_STEPS + 1):
+        scene.cache.postpone_external_match("behind", Exit.NOT_REACHED)
+        scene.step()
+    assert scene.count("plans_ended", EndReason.NOT_REACHED) == 1
+    scene.now += 60
+    scene.cache.index.clear()
+    assert scene.promised(behind) == 16
+    scene.close()
+
+
 def test_plans_that_share_their_blocks_may_end_without_a_slot_being_free_and_nothing_breaks(tmp_path: Path) -> None:
     scene = DiskScene(tmp_path, 4, 1, 2)
     for name in ("one", "two", "three"):

@@ -93,10 +93,13 @@ class PactCache(ExternalCache):
         self._computing = self._loading = 0
         """Tokens that the engine computes in the running step, and blocks that its commits load into."""
         epochs = self._epochs = Epochs(config.weights_version)
-        tags, ranks, room = BlockTags(), arena.num_ranks, ArenaRoom(index, ledger)
+        tags, ranks = BlockTags(), arena.num_ranks
         sides = Sides(groups, index, classes) if groups is not None and not groups.is_plain else None
         root, ahead = (groups.chain_digest, groups.tokens_ahead) if groups is not None else (NO_GROUPS, 0)
         requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
+        load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes)
+        exits = self._exits = Exits(ledger, requests, load_budget)
+        room = ArenaRoom(index, ledger, exits.give_up)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
         overdue = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
@@ -110,8 +113,6 @@ class PactCache(ExternalCache):
         finder = self._finder = Finder(
             config, index, below, reads, epochs, self._prefill, block_size, clock, budget, sides
         )
-        load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes)
-        exits = self._exits = Exits(ledger, load_budget)
         self._planner = Planner(
             config, ledger, index, below, reads, finder, metrics, overdue, load_budget, exits, block_size, clock, sides
         )
@@ -194,7 +195,7 @@ class PactCache(ExternalCache):
 
     def postpone_external_match(self, request_id: str, reason: Exit) -> None:
         """See `ExternalCache`: `Ledger.postpone` says how long the promise holds."""
-        self._exits.postpone(request_id, self._requests.live.get(request_id), reason)
+        self._exits.postpone(request_id, reason)
 
     # Saves
 
@@ -229,7 +230,7 @@ class PactCache(ExternalCache):
         self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
-        self.ledger.expire(now)
+        self._exits.expire(now)
         self._overdue.end_step(now)
         return self._jobs.end_step(now, self._steps.end_step())
 
@@ -308,8 +309,7 @@ class PactCache(ExternalCache):
 
     def take_back_reset(self) -> bool:
         """See `ExternalCache`: not after a version was set. What was computed or stored since the reset is not used."""
-        taken_back = self._epochs.take_back_reset()
-        if taken_back:
+        if taken_back := self._epochs.take_back_reset():
             self._begin_epoch()
         return taken_back
 

@@ -5,12 +5,14 @@ Decides which promises end so that others get room. Owns no slot: the index does
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpact.cache.jobs import PlanSlots
+from kvpact.cache.jobs import PactPlan, PlanSlots
 from kvpact.cache.ledger import Ledger
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, BlockIndex, Pin
+from kvpact.metrics import EndReason
 
 
 @dataclass(eq=False, slots=True)
@@ -19,6 +21,8 @@ class ArenaRoom:
 
     index: BlockIndex
     ledger: Ledger[Pin, PlanSlots]
+    give_up: Callable[[PactPlan, EndReason], None]
+    """Ends a postponed plan with its reason."""
 
     def reservable(self, parent: BlockKey = ROOT, wanted: int = 0, slot_class: int | None = None) -> int:
         """See `BlockIndex.reservable`. If that is fewer than `wanted`, postponed plans end, one by one, until it
@@ -32,7 +36,7 @@ class ArenaRoom:
         if room >= wanted:
             return room
         for plan, reason in self.ledger.postponed_plans():
-            self.ledger.abort(plan, reason)
+            self.give_up(plan, reason)
             room = self.index.reservable(parent, wanted, slot_class)
             if room >= wanted:
                 break

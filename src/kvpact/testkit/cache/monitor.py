@@ -85,9 +85,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         return result
 
     def _know(self, request: EngineRequest) -> Known:
-        known = self._requests.get(request.request_id)
-        if known is None:
-            known = self._requests[request.request_id] = Known(None)
+        known = self._requests.setdefault(request.request_id, Known(None))
         if known.keys is None and request.identity is not None:
             known.keys = BlockKeys(MONITOR_NAMESPACE, self.kinds.key_tokens, request.identity)
         return known
