@@ -89,7 +89,7 @@ class KvpactConfig(BaseModel):
     prepare_deadline: Seconds = 2.0
     """How long prepare may answer "ask again later" while tiers are asked and read; 0 serves from memory only."""
     plan_lifetime: Seconds = Field(default=30.0, gt=0)
-    """A plan that was neither renewed nor committed for this long is aborted."""
+    """A plan that was neither renewed nor committed for this long is aborted, unless the engine says why sooner."""
     load_deadline: Seconds = Field(default=30.0, gt=0)
     """A committed load is reported, arrived or lost, within this time."""
     write_queue: Size = Field(default=1024**3, gt=0)

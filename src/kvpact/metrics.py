@@ -14,6 +14,7 @@ from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 
+from kvpact.contract import Exit
 from kvpact.errors import PactViolation
 from kvpact.tiers.backends import BACKENDS, OTHER
 
@@ -34,11 +35,14 @@ TIER_LABELS: Final = (MEMORY, *(backend.label for backend in BACKENDS), OTHER)
 
 
 class EndReason(StrEnum):
-    """Why a plan ended. The first two are settlements, the others reasons of an abort."""
+    """Why a plan ended. The first two are settlements, the others reasons of an abort.
+
+    From `NO_BLOCKS` on, and `DECLINED`: the exits that an engine names, as `contract.Exit` has them.
+    """
 
     LOADED = "loaded"
     SHORT = "short"
-    DECLINED = "declined"
+    DECLINED = Exit.DECLINED.value
     SUPERSEDED = "superseded"
     NOT_RENEWED = "not_renewed"
     REQUEST_FINISHED = "request_finished"
@@ -47,6 +51,22 @@ class EndReason(StrEnum):
     CACHE_RESET = "cache_reset"
     SHUTDOWN = "shutdown"
     ERROR = "error"
+    NO_BLOCKS = Exit.NO_BLOCKS.value
+    BUDGET = Exit.BUDGET.value
+    THROTTLED = Exit.THROTTLED.value
+    ADAPTER_LIMIT = Exit.ADAPTER_LIMIT.value
+    MAX_RUNNING = Exit.MAX_RUNNING.value
+    ENCODER = Exit.ENCODER.value
+    BLOCKED = Exit.BLOCKED.value
+    PREEMPTION = Exit.PREEMPTION.value
+    NOT_REACHED = Exit.NOT_REACHED.value
+    PAUSED = Exit.PAUSED.value
+    OTHER_CONNECTOR_WAITS = Exit.OTHER_CONNECTOR_WAITS.value
+    OTHER_CONNECTOR = Exit.OTHER_CONNECTOR.value
+    REFUSED = Exit.REFUSED.value
+    CANCELLED = Exit.CANCELLED.value
+    RESET = Exit.RESET.value
+    UNKNOWN = Exit.UNKNOWN.value
 
 
 class MissReason(StrEnum):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from test_misses import CAUSES
 
+from kvpact.cache.ledger import POSTPONED_STEPS
 from kvpact.config import load_config
-from kvpact.contract import WorkerReport
+from kvpact.contract import Exit, WorkerReport
 from kvpact.metrics import METRICS, EndReason, MissReason, series
 from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
 from kvpact.testkit.tier.stepped_executor import SteppedExecutor
@@ -136,6 +137,27 @@ def engine_error(place: Path) -> Scene:
     return scene
 
 
+def dropped(reason: Exit) -> Callable[[Path], Scene]:
+    def scene_of(place: Path) -> Scene:
+        scene = Situation(place)
+        scene.cache.abort_external_match("again", scene.prepare(request("again")), reason)
+        return scene
+
+    return scene_of
+
+
+def postponed(reason: Exit) -> Callable[[Path], Scene]:
+    def scene_of(place: Path) -> Scene:
+        scene = Situation(place)
+        scene.prepare(request("again"))
+        for _ in range(POSTPONED_STEPS + 1):
+            scene.cache.postpone_external_match("again", reason)
+            scene.cache.end_step()
+        return scene
+
+    return scene_of
+
+
 def larger_than_memory(place: Path) -> Scene:
     scene = Situation(place, slots=BLOCKS)
     scene.run_cold(request("larger", blocks=2 * BLOCKS, seed=9))
@@ -177,7 +199,6 @@ def used_again(place: Path) -> Scene:
 ENDS: dict[EndReason, Callable[[Path], Scene]] = {
     EndReason.LOADED: loaded,
     EndReason.SHORT: short,
-    EndReason.DECLINED: declined,
     EndReason.SUPERSEDED: superseded,
     EndReason.NOT_RENEWED: not_renewed,
     EndReason.REQUEST_FINISHED: request_finished,
@@ -186,6 +207,8 @@ ENDS: dict[EndReason, Callable[[Path], Scene]] = {
     EndReason.CACHE_RESET: reset,
     EndReason.SHUTDOWN: shut_down,
     EndReason.ERROR: engine_error,
+    **{EndReason(reason): (dropped if reason.is_dropped else postponed)(reason) for reason in Exit},
+    EndReason.DECLINED: declined,
 }
 OTHERS = (never_asked, larger_than_memory, spared, used_again, read_from_disk, evicted)
 

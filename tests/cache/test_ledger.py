@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpact.cache.ledger import ENDINGS, HISTORY_LENGTH, TRANSITIONS, Event, Ledger, Plan, State
+from kvpact.cache.ledger import ENDINGS, HISTORY_LENGTH, POSTPONED_STEPS, TRANSITIONS, Event, Ledger, Plan, State
 from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason, Metrics
 from kvpact.ranges import BlockRange, RangeSet
@@ -187,6 +187,62 @@ def test_a_plan_that_is_not_asked_for_any_more_expires_only_after_time_and_steps
     assert scene.ledger.expire(now=105.1) == [asked]
     assert loading.state is State.LOADING
     assert scene.number_held == 10
+
+
+def test_a_postponed_plan_keeps_its_state_and_ends_with_the_last_reason_after_some_steps() -> None:
+    scene = Scene()
+    plan = scene.plan()
+    for step in range(3 * POSTPONED_STEPS):  # asked for in each step: it never ends
+        scene.ledger.renew(plan, scene.now)
+        scene.ledger.postpone(plan, EndReason.NO_BLOCKS)
+        assert scene.ledger.expire(scene.now) == [], step
+    for reason in [EndReason.NOT_REACHED] * (POSTPONED_STEPS - 1):
+        scene.ledger.postpone(plan, reason)
+        assert scene.ledger.expire(scene.now) == []
+    assert (plan.state, scene.number_held) == (State.PLANNED, 10)
+    scene.ledger.postpone(plan, EndReason.ADAPTER_LIMIT)
+    assert scene.ledger.expire(scene.now) == [plan]
+    assert (plan.state, plan.reason, scene.number_held) == (State.ABORTED, EndReason.ADAPTER_LIMIT, 0)
+    assert scene.ledger.totals.ended == {EndReason.ADAPTER_LIMIT: 1}
+
+
+def test_a_prepare_takes_the_postponement_back() -> None:
+    scene = Scene()
+    plan = scene.plan()
+    scene.ledger.postpone(plan, EndReason.NO_BLOCKS)
+    scene.ledger.renew(plan, scene.now)
+    for _ in range(3 * POSTPONED_STEPS):  # the engine says nothing more: seconds and steps decide
+        assert scene.ledger.expire(scene.now) == []
+    scene.now += 6
+    assert scene.ledger.expire(scene.now) == [plan]
+    assert plan.reason is EndReason.NOT_RENEWED
+
+
+@pytest.mark.parametrize("state", [State.LOADING, *sorted(ENDINGS)])
+def test_a_plan_that_was_taken_or_has_ended_cannot_be_postponed(state: State) -> None:
+    scene = Scene()
+    plan = in_state(scene, state)
+    with pytest.raises(PactViolation, match=f"request r: ABORT in state {state}"):
+        scene.ledger.postpone(plan, EndReason.BUDGET)
+    assert plan.postponed is None
+
+
+def test_postponed_promises_that_were_not_asked_for_again_may_end_for_others_those_of_long_ago_first() -> None:
+    scene = Scene()
+    plans = {name: scene.plan(name, count=1) for name in ("long ago", "first", "second", "loading", "silent", "head")}
+    reading = scene.plan("reading", ready=False)
+    scene.ledger.expire(scene.now)
+    for name in ("first", "second", "loading", "silent", "head"):
+        scene.ledger.renew(plans[name], scene.now)
+    for plan in (*plans.values(), reading):
+        if plan is not plans["silent"]:
+            scene.ledger.postpone(plan, EndReason.NOT_REACHED)
+    scene.ledger.commit(plans["loading"], 16, now=scene.now)
+    scene.ledger.expire(scene.now)
+    scene.ledger.renew(plans["head"], scene.now)
+    scene.ledger.postpone(plans["head"], EndReason.NO_BLOCKS)
+    reason = EndReason.NOT_REACHED
+    assert scene.ledger.postponed_plans() == [(plans[name], reason) for name in ("long ago", "first", "second")]
 
 
 def test_h03_a_changed_range_supersedes_the_plan_and_shared_leases_move_over() -> None:

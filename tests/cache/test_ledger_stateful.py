@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpact.cache.ledger import ENDINGS, Ledger, Plan, State
+from kvpact.contract import Exit
 from kvpact.metrics import EndReason
 from kvpact.ranges import BlockRange, RangeSet
 
 BLOCK_SIZE = 4
 LIFETIME_SECONDS = 3.0
+POSTPONED_STEPS = 4
 REQUESTS = st.sampled_from(["a", "b", "c", "d"])
 STARTS = st.integers(0, 3)
 COUNTS = st.integers(1, 6)
 LESS_TOKENS = st.integers(0, BLOCK_SIZE - 1)
+EXITS = st.sampled_from([EndReason(reason) for reason in Exit if not reason.is_dropped])
 REASONS = st.sampled_from([reason for reason in EndReason if reason not in (EndReason.LOADED, EndReason.SHORT)])
 
 
@@ -32,7 +35,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.seen: list[Plan[int, None]] = []
         self.used_by: dict[str, set[int]] = {}
         self.used = self.used_again = self.found = 0
-        self.ledger = Ledger[int, None](self.release, plan_lifetime_seconds=LIFETIME_SECONDS)
+        self.ledger = Ledger[int, None](
+            self.release, plan_lifetime_seconds=LIFETIME_SECONDS, postponed_steps=POSTPONED_STEPS
+        )
 
     def release(self, block: int) -> None:
         assert self.held[block] > 0, f"block {block} is released and not held"
@@ -147,6 +152,22 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.abort(plan, reason)
         assert (plan.state, plan.reason, plan.leases) == (State.ABORTED, reason, [])
 
+    @precondition(lambda self: self.plans(State.PENDING, State.PLANNED))
+    @rule(data=st.data(), reason=EXITS)
+    def postpone(self, data: st.DataObject, reason: EndReason) -> None:
+        plan = data.draw(st.sampled_from(self.plans(State.PENDING, State.PLANNED)))
+        before = plan.state, list(plan.leases)
+        self.ledger.postpone(plan, reason)
+        assert (plan.state, plan.leases, plan.postponed) == (*before, reason)
+
+    @rule(wanted=st.integers(1, 3))
+    def make_room(self, wanted: int) -> None:
+        asked_now = [plan for plan in self.plans(State.PLANNED) if plan.renewed_step == self.ledger.step]
+        for plan, reason in self.ledger.postponed_plans()[:wanted]:
+            assert plan.postponed is reason
+            self.ledger.abort(plan, reason)
+        assert all(plan.is_open for plan in asked_now)
+
     @rule(request=REQUESTS)
     def finish(self, request: str) -> None:
         plan = self.ledger.finish_request(request)
@@ -160,8 +181,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now += seconds
         assert all(plan.deadline == inf for plan in self.ledger.open_plans() if plan.state is State.PLANNED)
         for plan in self.ledger.expire(self.now):
-            assert plan.reason is EndReason.NOT_RENEWED
-            assert self.now - plan.renewed_at > LIFETIME_SECONDS
+            steps = self.ledger.step - plan.renewed_step
+            assert plan.reason is (plan.postponed or EndReason.NOT_RENEWED)
+            assert steps > POSTPONED_STEPS if plan.postponed else self.now - plan.renewed_at > LIFETIME_SECONDS
+        for plan in self.plans(State.PENDING, State.PLANNED):
+            assert plan.postponed is None or self.ledger.step - plan.renewed_step <= POSTPONED_STEPS
 
     @invariant()
     def accounts_agree(self) -> None:

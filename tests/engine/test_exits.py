@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from workloads import outputs_of, prompt, waiting_for_load
 
-from kvpact.contract import EngineRequest, ExternalKVMatch, StepWork
+from kvpact.contract import EngineRequest, Exit, ExternalKVMatch, StepWork
 from kvpact.engine import (
     ByteSegment,
     Engine,
@@ -63,6 +63,10 @@ class Diary(ReferenceCache):
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
         self.lines.append(("abort", request_id, str(reason)))
         super().abort_external_match(request_id, match, reason)
+
+    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+        self.lines.append(("postpone", request_id, str(reason)))
+        super().postpone_external_match(request_id, reason)
 
     def request_finished(self, request_id: str) -> None:
         self.lines.append(("finished", request_id))
@@ -125,19 +129,17 @@ def blocker(engine: Engine, blocks: int) -> list[int]:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_h01_no_room_gives_the_match_up(silent: bool) -> None:
+def test_h01_no_room_postpones_the_match(silent: bool) -> None:
     engine, cache = warm_engine(SILENT if silent else None)
     taken = blocker(engine, 57)
     engine.add_request(warm_request())
     for _ in range(10):
         engine.step()
-    assert engine.counts.declined["no blocks"] == 10
-    if silent:
-        assert cache.held == 4  # renewed by each probe, held once
-        assert not any(line[0] == "abort" for line in cache.lines)
-    else:
-        assert cache.held == 0
-        assert cache.lines[:3] == [("prepare", "r", 0, 64), ("abort", "r", "declined"), ("prepare", "r", 0, 64)]
+    assert engine.counts.declined[Exit.NO_BLOCKS] == 10
+    assert cache.held == 4  # renewed by each probe, held once
+    said = [] if silent else [("postpone", "r", "no_blocks")]
+    assert cache.lines == [("prepare", "r", 0, 64), *said] * 10
+    assert engine.counts.postponed == ({} if silent else {Exit.NO_BLOCKS: 10})
     engine.scheduler.kv.pool.free(taken)
     engine.run()
     assert engine.finished["r"].output_token_ids == correct_output()
@@ -216,9 +218,9 @@ def test_asked_to_come_back_later_everybody_is_probed() -> None:
     engine.step()
     assert [line[1] for line in cache.lines] == list("abcabc")
     engine.cancel("b")
-    assert cache.lines[-2:] == [("abort", "b", "request_finished"), ("finished", "b")]
+    assert cache.lines[-2:] == [("abort", "b", "cancelled"), ("finished", "b")]
     engine.reset()
-    assert ("abort", "a", "cache_reset") in cache.lines
+    assert ("abort", "a", "reset") in cache.lines
     cache.answers_later = False
     engine.run()
     engine.check_nothing_held()
@@ -287,23 +289,24 @@ def test_the_cache_may_accept_less_and_the_rest_is_computed(accepted: int, async
 
 
 OBSTACLES = {
-    "prefill throttled": EngineQuirks(throttles_prefill_every=1),
-    "no budget for padding": EngineQuirks(decode_padding_tokens=500),
-    "encoder budget": EngineQuirks(encoder_tokens_per_step=10),
+    Exit.THROTTLED: EngineQuirks(throttles_prefill_every=1),
+    Exit.BUDGET: EngineQuirks(decode_padding_tokens=500),
+    Exit.ENCODER: EngineQuirks(encoder_tokens_per_step=10),
 }
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("silent", [False, True])
-def test_obstacles_behind_the_probe_give_the_match_up(obstacle: str, silent: bool) -> None:
+def test_obstacles_behind_the_probe_postpone_the_match(obstacle: Exit, silent: bool) -> None:
     engine, cache = warm_engine()
     engine.scheduler.quirks = replace(OBSTACLES[obstacle], silent_aborts=silent)
     engine.add_request(warm_request(encoder_tokens=50))
     engine.step()
     engine.step()
     assert engine.counts.declined[obstacle] == 2
-    assert engine.counts.aborts["declined"] == (0 if silent else 2)
-    assert cache.held == (4 if silent else 0)
+    assert engine.counts.postponed == ({} if silent else {obstacle: 2})
+    assert cache.held == 4
+    assert not engine.counts.aborts
     engine.scheduler.quirks = EngineQuirks()
     engine.run()
     assert engine.finished["r"].output_token_ids == correct_output()
@@ -323,7 +326,7 @@ def test_a_request_short_of_encoder_budget_stops_the_queue_or_not() -> None:
 def test_an_encoder_transfer_is_waited_for_and_probed_each_step() -> None:
     engine, cache = warm_engine()
     engine.run([warm_request(encoder_ready_step=engine.scheduler.step + 4)])
-    assert engine.counts.declined["encoder transfer"] == 3
+    assert engine.counts.declined == engine.counts.postponed == {Exit.ENCODER: 3}
     assert cache.held == 0
 
 
@@ -333,8 +336,8 @@ def test_a_whole_prompt_over_budget_is_declined_without_chunked_prefill() -> Non
     engine.add_request(Request("first", prompt(120, 9), 2))
     engine.add_request(warm_request())
     engine.step()
-    assert engine.counts.declined["whole prompt over budget"] == 1
-    assert ("abort", "r", "declined") in cache.lines
+    assert engine.counts.declined == {Exit.BUDGET: 1}
+    assert ("postpone", "r", "budget") in cache.lines
     engine.run()
     assert engine.finished["r"].output_token_ids == correct_output()
 
@@ -348,7 +351,7 @@ def test_room_for_the_whole_prompt_or_a_watermark_may_be_asked() -> None:
         taken = blocker(engine, 13)
         engine.add_request(warm_request())
         engine.step()
-        assert engine.counts.declined["no blocks"] == 1
+        assert engine.counts.declined == {Exit.NO_BLOCKS: 1}
         engine.scheduler.kv.pool.free(taken)
         engine.run()
 

@@ -179,3 +179,25 @@ def test_hits_that_cannot_be_are_an_error(hits: dict[str, int]) -> None:
     output.add(Request("r", prompt(40)), 0, 40)
     with pytest.raises(PactViolation, match="a worker supplied"):
         apply_external_hits(output, hits)
+
+
+@pytest.mark.parametrize(("of_ranks", "given_back"), [(0, 0), (40, 0), (50, 10), (64, 24), (500, 24)])
+def test_the_next_step_may_schedule_what_the_hits_of_this_one_spared_as_far_as_the_ranks_can_take_it(
+    of_ranks: int, given_back: int
+) -> None:
+    supplier = Supplier({0: 24, 1: 24})
+    engine = engine_with(supplier, config=replace(CONFIG, max_tokens_per_step=40, max_tokens_of_ranks=of_ranks))
+    engine.add_request(Request("first", prompt(40), 2))
+    engine.add_request(Request("second", prompt(90, 7), 2))
+    engine.step()
+    supplier.tokens_of_rank = {}
+    engine.step()
+    assert engine.counts.given_back == given_back
+    assert supplier.outputs[-1].total_num_scheduled_tokens == 40 + given_back
+    engine.step()
+    assert engine.counts.given_back == given_back  # once
+    engine.run()
+    assert engine.finished["first"].num_cached_tokens == 24
+    plain = Engine(CONFIG)
+    plain.run([Request("first", prompt(40), 2), Request("second", prompt(90, 7), 2)])
+    assert outputs_of(engine) == outputs_of(plain)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvpact.contract import (
     EngineRequest,
+    Exit,
     ExternalCache,
     ExternalKVMatch,
     JobOutcome,
@@ -37,6 +38,29 @@ class ForgetsAborts(ReferenceCache):
 
     def _release(self, request_id: str) -> None:
         self.plans.pop(request_id, None)
+
+
+class KeepsWhatIsDropped(ReferenceCache):
+    """That nobody will come back for a match is heard when its plan is too old, or its request ends."""
+
+    def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
+        pass
+
+
+class GivesUpWhatIsPostponed(ReferenceCache):
+    """A match that was not taken in its step is not offered again."""
+
+    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+        self._release(request_id)
+        self._failed_from[request_id] = 0
+
+
+class KeepsWhatIsPostponed(ReferenceCache):
+    """A match that the engine may come back for is held until its request ends."""
+
+    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+        if request_id in self.plans:
+            self.plans[request_id].seen = self._step
 
 
 class PromisesWithoutHolding(ReferenceCache):
@@ -597,6 +621,9 @@ BROKEN_GROUPS: dict[type[ReferenceCache], str] = {
 
 BROKEN: dict[type[ReferenceCache], str] = {
     ForgetsAborts: "P1 H01",
+    KeepsWhatIsDropped: "P1 H01",
+    GivesUpWhatIsPostponed: "P2",
+    KeepsWhatIsPostponed: "P1 H01",
     PromisesWithoutHolding: "P2",
     AcquiresWithEveryProbe: "P3 H02",
     PlansAnewWithEveryProbe: "P3",

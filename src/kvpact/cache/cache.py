@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 from kvpact.cache.budget import StepBudget
+from kvpact.cache.exits import Exits
 from kvpact.cache.finder import Finder
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.invalidation import Invalidation
@@ -24,6 +25,7 @@ from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import Requests, RequestState
+from kvpact.cache.room import ArenaRoom
 from kvpact.cache.side_saves import SideSaves
 from kvpact.cache.sides import Sides, index_of, number_of
 from kvpact.cache.step_lookup import StepLookups
@@ -33,6 +35,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
+    Exit,
     ExternalCache,
     ExternalKVMatch,
     LoadSettlement,
@@ -94,22 +97,24 @@ class PactCache(ExternalCache):
         sides = Sides(groups, index, classes) if groups is not None and not groups.is_plain else None
         root, ahead = (groups.chain_digest, groups.tokens_ahead) if groups is not None else (NO_GROUPS, 0)
         requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
+        load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes)
+        exits = self._exits = Exits(ledger, requests, load_budget)
+        room = ArenaRoom(index, ledger, exits.give_up)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
         overdue = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
-        reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock)
+        reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, room)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
         writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
-        saves = self.saves = Offloader(config, index, jobs, tags, writes, metrics, block_size, clock)
-        saves.side_saves = SideSaves(sides, index, jobs, tags, metrics) if sides is not None else None
+        saves = self.saves = Offloader(config, index, room, jobs, tags, writes, metrics, block_size, clock)
+        saves.side_saves = SideSaves(sides, index, room, jobs, tags, metrics) if sides is not None else None
         self._steps = StepLookups(ledger, below, metrics, block_size, ranks)
         finder = self._finder = Finder(
             config, index, below, reads, epochs, self._prefill, block_size, clock, budget, sides
         )
-        load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes)
         self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, overdue, load_budget, block_size, clock, sides
+            config, ledger, index, below, reads, finder, metrics, overdue, load_budget, exits, block_size, clock, sides
         )
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
         self._loads = Loads(
@@ -185,8 +190,12 @@ class PactCache(ExternalCache):
         return num_tokens if loading else 0
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
-        """See `ExternalCache`."""
-        self._planner.abort(request_id, match, reason)
+        """See `ExternalCache`. The plan ends with `reason`, or with "error" if that is a word of the engine's own."""
+        self._exits.abort(request_id, match, reason)
+
+    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+        """See `ExternalCache`: `Ledger.postpone` says how long the promise holds."""
+        self._exits.postpone(request_id, reason)
 
     # Saves
 
@@ -221,7 +230,7 @@ class PactCache(ExternalCache):
         self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
-        self.ledger.expire(now)
+        self._exits.expire(now)
         self._overdue.end_step(now)
         return self._jobs.end_step(now, self._steps.end_step())
 
@@ -254,7 +263,7 @@ class PactCache(ExternalCache):
         """A request's blocks from `block` on have other keys: end their plan and lookup."""
         plan = self.ledger.find(request_id)
         if plan is not None and plan.blocks.end > block:
-            self._planner.end_plan(request_id, EndReason.SUPERSEDED)
+            self._exits.end_plan(request_id, EndReason.SUPERSEDED)
         record.drop_lookup()
 
     def request_finished(self, request_id: str) -> None:
@@ -287,11 +296,8 @@ class PactCache(ExternalCache):
         return self._epochs.current
 
     def reset(self) -> None:
-        """See `ExternalCache`.
-
-        Blocks of other epochs stay until their slots are needed: no request can ask for them, so they become the least
-        recently used ones.
-        """
+        """See `ExternalCache`. Blocks of other epochs stay until their slots are needed: no request can ask for them,
+        so they become the least recently used ones."""
         self._epochs.reset()
         self.metrics.add("resets")
         self._begin_epoch()
@@ -303,14 +309,13 @@ class PactCache(ExternalCache):
 
     def take_back_reset(self) -> bool:
         """See `ExternalCache`: not after a version was set. What was computed or stored since the reset is not used."""
-        taken_back = self._epochs.take_back_reset()
-        if taken_back:
+        if taken_back := self._epochs.take_back_reset():
             self._begin_epoch()
         return taken_back
 
     def _begin_epoch(self) -> None:
         """The weights may have changed: everything under way belongs to the old ones."""
-        self._planner.end_all(EndReason.CACHE_RESET)
+        self._exits.end_all(EndReason.CACHE_RESET)
         self._jobs.recall()
         if self.saves.lazy is not None:
             self.saves.lazy.clear()
@@ -349,7 +354,7 @@ class PactCache(ExternalCache):
 
     def shutdown(self) -> None:
         """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""
-        self._planner.end_all(EndReason.SHUTDOWN)
+        self._exits.end_all(EndReason.SHUTDOWN)
         self.writeback.close()
         if not self.tiers.close(self._config.shutdown_timeout):
             logger.warning("kvpact: some writes did not finish in time")

@@ -55,13 +55,13 @@ class Loads:
         if self.sides is not None and num_tokens < plan.promised_tokens:
             pins = self._cut(self.sides, plan, state, num_tokens)
             if pins is None:
-                self.ledger.abort(plan, EndReason.DECLINED)
+                self.ledger.abort(plan, EndReason.REFUSED)
                 return 0
             cut = pins
         chain = 0 if self.sides is None else self.sides.groups.chain
         sides = self.sides.placed(plan.request_id, plan.slots.sides) if self.sides is not None else []
         if chain is None and not sides:
-            self.ledger.abort(plan, EndReason.DECLINED)
+            self.ledger.abort(plan, EndReason.REFUSED)
             return 0
         if self.sides is not None and chain is not None and self.sides.context is not None:
             block_ids = self.sides.context.blocks_of(plan.request_id)[chain]

@@ -14,6 +14,7 @@ from kvpact.cache.jobs import SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.cache.lazy_sides import LazySides, OffloadRun, SideRun
 from kvpact.cache.request import RequestState
+from kvpact.cache.room import ArenaRoom
 from kvpact.cache.side_saves import SideSaves, give_back
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
@@ -32,6 +33,7 @@ class Offloader:
 
     config: KvpactConfig
     index: BlockIndex
+    room: ArenaRoom
     jobs: TransferJobs
     tags: BlockTags
     writeback: WriteBack
@@ -182,7 +184,7 @@ class Offloader:
 
     def _order(self, run: OffloadRun, now: float) -> int:
         before, wanted = run.keys[run.start - 1] if run.start else ROOT, len(run.keys) - run.start
-        end = min(len(run.keys), run.start + self.index.reservable(before, wanted))
+        end = min(len(run.keys), run.start + self.room.reservable(before, wanted))
         self.metrics.add("dropped_blocks", len(run.keys) - end)
         keys, held = run.keys[:end], run.block_ids[: end - run.start]
         if not held:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from kvpact.cache.exits import Exits
 from kvpact.cache.finder import Finder
 from kvpact.cache.jobs import PactPlan, PlanSlots
 from kvpact.cache.ledger import Ledger, State
@@ -53,7 +54,7 @@ class _Probe(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Planner:
-    """Answers prepares with what `finder` finds, and opens, stages and ends their plans."""
+    """Answers prepares with what `finder` finds, and opens and stages their plans."""
 
     config: KvpactConfig
     ledger: Ledger[Pin, PlanSlots]
@@ -64,6 +65,7 @@ class Planner:
     metrics: Metrics
     overdue: OverdueLoads
     load_budget: LoadBudget
+    exits: Exits
     block_size: int
     clock: Callable[[], float]
     sides: Sides | None = None
@@ -114,10 +116,11 @@ class Planner:
         plan = self.ledger.find(name)
         if plan is not None and plan.state is State.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
+        if plan is not None:
+            self.ledger.renew(plan, now)
         if plan is not None and (plan.blocks.start != start or plan.blocks.end > len(keys)):
             plan = None
         if plan is not None and plan.state is State.PLANNED:
-            self.ledger.renew(plan, now)
             return self._match(plan)
         if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(_why_so_few(state, len(keys))))
@@ -183,10 +186,8 @@ class Planner:
     def _wait(self, probe: _Probe, decision: Wait) -> None:
         state = probe.state
         state.put_off = decision.put_off
-        if probe.plan is not None:
-            self.ledger.renew(probe.plan, probe.now)
-        else:
-            self.end_plan(probe.request_id, EndReason.SUPERSEDED)
+        if probe.plan is None:
+            self.exits.end_plan(probe.request_id, EndReason.SUPERSEDED)
             state.waits_until = state.waits_until or probe.now + self.config.prepare_deadline
 
     def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
@@ -283,14 +284,14 @@ class Planner:
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:
         """The engine has all that could be loaded: counts as neither a lookup nor a miss."""
-        self.end_plan(request_id, EndReason.SUPERSEDED)
+        self.exits.end_plan(request_id, EndReason.SUPERSEDED)
         if state.spared_at != start:
             self.metrics.add("spared_lookups")
         state.spared_at = start
         return NO_MATCH
 
     def _miss(self, request_id: str, state: RequestState, start: int, miss: Miss) -> ExternalKVMatch:
-        self.end_plan(request_id, miss.ends)
+        self.exits.end_plan(request_id, miss.ends)
         self._count_lookup(state, start, False, miss.reason)
         return NO_MATCH
 
@@ -310,7 +311,7 @@ class Planner:
             if not found:
                 self.metrics.add("misses", label=reason)
 
-    # Commit and end
+    # Commit
 
     def take(self, request_id: str, match: ExternalKVMatch, num_tokens: int, num_block_ids: int) -> PactPlan | None:
         """The plan of which the engine takes `num_tokens` into its blocks; None if it declines.
@@ -332,26 +333,6 @@ class Planner:
                 f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"
             )
         return plan
-
-    def abort(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
-        """See `ExternalCache`; a `reason` that is none of `EndReason` counts as an error."""
-        plan = self.ledger.find(request_id)
-        if plan is None or plan.state is State.LOADING or (match is not None and match.query_result is not plan):
-            return
-        self.load_budget.release(request_id)
-        self.ledger.abort(plan, EndReason(reason) if reason in EndReason.__members__.values() else EndReason.ERROR)
-
-    def end_plan(self, request_id: str, reason: EndReason) -> None:
-        """End the request's plan, if it has one that is not loading."""
-        plan = self.ledger.find(request_id)
-        if plan is not None and plan.state is not State.LOADING:
-            self.ledger.abort(plan, reason)
-
-    def end_all(self, reason: EndReason) -> None:
-        """End every plan that is not loading."""
-        for plan in self.ledger.open_plans():
-            if plan.state is not State.LOADING:
-                self.ledger.abort(plan, reason)
 
 
 def _why_so_few(state: RequestState, keys: int) -> MissReason:

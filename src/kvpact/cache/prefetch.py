@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from kvpact.cache.room import ArenaRoom
 from kvpact.cache.tier_set import TierSet
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
@@ -77,6 +78,7 @@ class Prefetcher:
     arena: Arena
     metrics: Metrics
     clock: Callable[[], float]
+    room: ArenaRoom
     _filling: set[int] = field(default_factory=set, init=False)
 
     # Finding
@@ -193,7 +195,7 @@ class Prefetcher:
                 for each in sorted(classes)
             )
         names, parents = tuple(side.name for side in wanted), [side.row for side in wanted]
-        if min(client.room, self.index.reservable(parents[-1], len(names), min(classes))) < len(names):
+        if client.room < len(names) or self.room.reservable(parents[-1], len(names), min(classes)) < len(names):
             return False
         reservation = self.index.reserve_sides(names, parents, min(classes))
         if reservation is None:
@@ -260,8 +262,9 @@ class Prefetcher:
             client, readable = next((each for each in supplies if each[1] > known and each[0].may_read(now)), (None, 0))
             if client is None:
                 break
-            room = min(read_blocks, client.room, self.index.reservable(keys[known - 1] if known else ROOT, end - known))
-            stop = min(end, readable, known + room)
+            wanted = min(end - known, client.room)
+            room = min(wanted, self.room.reservable(keys[known - 1] if known else ROOT, wanted))
+            stop = min(end, readable, known + min(room, read_blocks))
             if stop == known or not self._read(client, keys, known, stop, now):
                 break
             known = stop

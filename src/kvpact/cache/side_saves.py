@@ -15,6 +15,7 @@ from itertools import compress
 from kvpact.cache.jobs import SaveState, TransferJobs
 from kvpact.cache.lazy_sides import LazySides, SideRun
 from kvpact.cache.request import RequestState
+from kvpact.cache.room import ArenaRoom
 from kvpact.cache.sides import Sides, runs_of
 from kvpact.contract import BlockHolder, JobOutcome
 from kvpact.errors import PactViolation
@@ -44,6 +45,7 @@ class SideSaves:
 
     sides: Sides
     index: BlockIndex
+    room: ArenaRoom
     jobs: TransferJobs
     tags: BlockTags
     metrics: Metrics
@@ -144,7 +146,7 @@ class SideSaves:
         """Save blocks while there is room, and drop those after them; returns the number saved."""
         assert self.sides.context is not None
         slot_class, wanted = self.sides.class_of(run.group), len(run.names)
-        room = self.index.reservable(run.keys[-1], wanted, slot_class) if run.keys[-1] in self.index else 0
+        room = self.room.reservable(run.keys[-1], wanted, slot_class) if run.keys[-1] in self.index else 0
         self.metrics.add("dropped_blocks", max(0, wanted - room))
         names, rows, held = run.names[:room], run.rows[:room], run.block_ids[:room]
         if not names:

@@ -1,14 +1,16 @@
-"""One admission: its outcomes, the load that it begins, and what an engine makes of a match before it commits it.
+"""One admission: its outcomes, what stands in its way, the load that it begins, and what an engine makes of a match
+before it commits it.
 
 Owns no state of the scheduler.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvpact.contract import ExternalKVMatch
+from kvpact.contract import Exit, ExternalKVMatch
 from kvpact.engine.kv_cache import LocalHit
 from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.request import Request
@@ -55,3 +57,30 @@ def rewritten(
     if hit.num_tokens + external <= quirks.drops_hit_within_tokens:
         return LocalHit(0, tuple(() for _ in hit.blocks)), 0
     return hit, external
+
+
+def obstacle(
+    quirks: EngineQuirks, step: int, needs: tuple[int, int], budgets: tuple[int, int], chunked_prefill: bool
+) -> Exit | None:
+    """Why a request is not admitted that needs these tokens of the step's budget and of its encoder's; None if it is.
+
+    With `chunked_prefill` a part of its prompt is enough.
+    """
+    (tokens, encoder_tokens), (budget, encoder_budget) = needs, budgets
+    if not chunked_prefill and tokens > budget:
+        return Exit.BUDGET
+    if quirks.throttles_prefill_every and step % quirks.throttles_prefill_every == 0:
+        return Exit.THROTTLED
+    if quirks.decode_padding_tokens and tokens + quirks.decode_padding_tokens > budget:
+        return Exit.BUDGET
+    if quirks.encoder_tokens_per_step is not None and encoder_tokens > encoder_budget:
+        return Exit.ENCODER
+    return None
+
+
+def too_many_adapters(running: Sequence[Request], limit: int | None, request: Request) -> bool:
+    """Whether the request's adapter is one more than may be loaded."""
+    if limit is None or request.identity is None or not request.identity.adapter:
+        return False
+    loaded = {other.identity.adapter for other in running if other.identity and other.identity.adapter}
+    return request.identity.adapter not in loaded and len(loaded) >= limit

@@ -15,6 +15,10 @@ from kvpact.identity.keys import RequestIdentity
 class EngineConfig:
     """Sizes are in tokens and blocks. `num_blocks` includes the null block, which no request gets.
 
+    `max_tokens_per_step` is what a step may compute. What hits in `before_update_states` spared of it is given back to
+    the next step, as far as the ranks can take more tokens: `max_tokens_of_ranks`, by default no more, so that nothing
+    is given back (in vLLM `max_num_scheduled_tokens` and `max_num_batched_tokens`).
+
     Without `groups` there is one of full attention. A block of a group is a whole number of `block_size`, or a whole
     part of it; matches and settlements count in blocks of `block_size` tokens. A block of a group that `drops_last`
     is right only for one next token.
@@ -33,6 +37,7 @@ class EngineConfig:
     max_model_len: int = 1024
     max_running: int = 64
     max_tokens_per_step: int = 512
+    max_tokens_of_ranks: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -46,9 +51,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.groups:
             object.__setattr__(self, "groups", (KVCacheGroup(GroupKind.FULL, max(1, self.block_size)),))
+        if not self.max_tokens_of_ranks:
+            object.__setattr__(self, "max_tokens_of_ranks", self.max_tokens_per_step)
         sizes = (self.num_blocks - 1, self.block_size, self.num_ranks, self.num_layers)
         if min(*sizes, self.max_running, self.max_tokens_per_step, self.max_model_len) < 1:
             raise ConfigError(f"an engine needs sizes of at least 1 and 2 blocks, not {self}")
+        if self.max_tokens_of_ranks < self.max_tokens_per_step:
+            raise ConfigError(
+                f"max_tokens_of_ranks is {self.max_tokens_of_ranks}; it must be at least max_tokens_per_step, "
+                f"{self.max_tokens_per_step}"
+            )
         if not self.chunked_prefill and self.max_tokens_per_step < self.max_model_len:
             raise ConfigError("without chunked prefill max_tokens_per_step must be at least max_model_len")
         for group in self.groups:

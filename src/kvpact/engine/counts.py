@@ -27,9 +27,13 @@ class EngineCounts:
     loaded: int = 0
     failed: int = 0
     aborts: Counter[str] = field(default_factory=Counter)
-    """Calls of `abort_external_match`, by reason."""
+    """Calls of `abort_external_match`, by exit."""
+    postponed: Counter[str] = field(default_factory=Counter)
+    """Calls of `postpone_external_match`, by exit."""
     declined: Counter[str] = field(default_factory=Counter)
-    """Matches that were not used, by obstacle, whether or not the cache was called."""
+    """Matches that were prepared and not used in the same step, by exit, whether or not the cache was told."""
+    given_back: int = 0
+    """Tokens that steps could schedule because an earlier step's hits in `before_update_states` had spared them."""
     hook_hits: int = 0
     preemptions: int = 0
     failed_loads: int = 0

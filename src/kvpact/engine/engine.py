@@ -218,6 +218,7 @@ class Engine:
         if workers:
             hits = agree_on_hits([worker.before_update_states(output) for worker in workers])
             output = apply_external_hits(output, hits)
+            self.scheduler.spared_tokens += sum(output.external_hits.values())
         if zero and self.quirks.zeroes_after_hook:
             runner.zero(output.new_block_ids)
         runner.update_states(output)

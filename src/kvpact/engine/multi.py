@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
+    Exit,
     ExternalCache,
     ExternalCacheWorker,
     ExternalKVMatch,
@@ -24,7 +25,6 @@ from kvpact.contract import (
     WorkerReport,
 )
 from kvpact.errors import ConfigError, WeightsVersionRefused
-from kvpact.metrics import EndReason
 
 AnyJob = TypeVar("AnyJob", LoadJob, SaveJob, JobQuery)
 
@@ -54,11 +54,14 @@ class MultiCache(ExternalCache):
             if match is not None:
                 ready.append((index, match))
         if len(ready) < len(self.caches):
+            for index, match in ready:
+                if match.num_tokens:
+                    self.caches[index].postpone_external_match(request.request_id, Exit.OTHER_CONNECTOR_WAITS)
             return None
         winner, longest = max(ready, key=lambda answer: (answer[1].num_tokens, -answer[0]))
         for index, match in ready:
             if index != winner and match.num_tokens:
-                self.caches[index].abort_external_match(request.request_id, match, EndReason.DECLINED)
+                self.caches[index].abort_external_match(request.request_id, match, Exit.OTHER_CONNECTOR)
         if longest.num_tokens:
             self._winners[request.request_id] = winner, num_computed_tokens
         return self._of(winner, longest)
@@ -83,6 +86,11 @@ class MultiCache(ExternalCache):
         else:
             index, own = _choice(match)
             self.caches[index].abort_external_match(request_id, own, reason)
+
+    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+        """See `ExternalCache`."""
+        for cache in self.caches:
+            cache.postpone_external_match(request_id, reason)
 
     def note_computed(
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]

@@ -32,9 +32,7 @@ class OutputProcessor:
         counts = scheduler.counts
         counts.computed += sum(output.counts)
         if output.external_hits:
-            hits = sum(output.external_hits.values())
-            counts.hook_hits += hits
-            counts.external_hits += hits
+            self._note_hook_hits(output)
         if scheduler.cache is None:
             self._apply(output, sampled, range(len(sampled)), finished)
             return finished
@@ -48,6 +46,14 @@ class OutputProcessor:
             self._settle(settlement)
         self._apply(output, sampled, sorted(set(range(len(sampled))).difference(certain)), finished)
         return finished
+
+    def _note_hook_hits(self, output: SchedulerOutput) -> None:
+        counts, hits = self._scheduler.counts, output.external_hits
+        counts.hook_hits += sum(hits.values())
+        counts.external_hits += sum(hits.values())
+        for request, start, epoch in zip(output.requests, output.starts, output.epochs, strict=True):
+            if request.epoch == epoch:
+                request.note_hit(start - hits.get(request.request_id, 0), start)
 
     def _apply(
         self, output: SchedulerOutput, sampled: list[int], indices: range | list[int], finished: list[Request]
@@ -87,6 +93,7 @@ class OutputProcessor:
         if scheduler.quirks.trusts_sync_loads:
             del scheduler.loads[request.request_id]
             scheduler.counts.external_hits += load.num_tokens
+            request.note_hit(load.start, load.start + load.num_tokens)
             return True
         load.asynchronous = True
         self._unlist(request)
@@ -152,6 +159,7 @@ class OutputProcessor:
             request.rewind(load.start + load.num_tokens)
             scheduler.kv.publish(request, request.num_computed_tokens)
             scheduler.resume(request)
+        request.note_hit(load.start, load.start + load.num_tokens)
         request.num_inflight_external_tokens = 0
 
     def _failed(self, request: Request, load: Load, valid: int, arrived: list[tuple[int, int]], *, late: bool) -> None:
@@ -177,6 +185,7 @@ class OutputProcessor:
             valid = valid if reads_all else 0  # a shorter match needs blocks that were not loaded
             request.rewind(load.start + valid)
             scheduler.counts.external_hits += valid
+            request.note_hit(load.start, load.start + valid)
             scheduler.kv.note_rewound(request, load.start)
             if reads_all and not (quirks.truncates_at_failure or load.spans_update):
                 request.loaded_ahead = [run for run in arrived if run[0] > request.num_computed_tokens]

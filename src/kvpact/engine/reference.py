@@ -13,6 +13,7 @@ from itertools import count
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
+    Exit,
     ExternalCache,
     ExternalKVMatch,
     JobQuery,
@@ -108,7 +109,7 @@ class ReferenceCache(StoredBlocks, ExternalCache):
             self.plans[request_id] = plan
             for piece in pieces:
                 piece.entry.holds += 1
-        plan.seen = self._step
+        plan.seen, plan.postponed = self._step, False
         return ExternalKVMatch(plan.num_tokens, self._asynchronous, plan)
 
     def _keys_of(self, request: EngineRequest) -> list[BlockKey]:
@@ -152,6 +153,17 @@ class ReferenceCache(StoredBlocks, ExternalCache):
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
         """See `ExternalCache`."""
         self._release(request_id)
+
+    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+        """See `ExternalCache`: the promise holds for `PLAN_LIFETIME_STEPS`, or until a save has no slot."""
+        if request_id in self.plans:
+            self.plans[request_id].postponed = True
+
+    def _take_slots(self, wanted: int, keep: set[EntryKey]) -> tuple[int, ...]:
+        for request_id in [i for i, plan in self.plans.items() if plan.postponed and plan.seen < self._step]:
+            if len(self.free_slots) + len(self._unheld(keep)) < wanted:
+                self._release(request_id)
+        return super()._take_slots(wanted, keep)
 
     def _release(self, request_id: str) -> None:
         plan = self.plans.pop(request_id, None)

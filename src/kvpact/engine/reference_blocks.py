@@ -65,6 +65,8 @@ class ReferencePlan:
     pieces: list[Piece]
     num_blocks: int = 0
     """Rows committed; 0 while the plan is open."""
+    postponed: bool = False
+    """Whether the engine said after the last prepare that it did not take the match."""
     jobs: dict[int, LoadJob] = field(default_factory=dict)
     """Those that are not complete yet."""
     outcomes: list[tuple[int, JobOutcome]] = field(default_factory=list)
@@ -125,8 +127,11 @@ class StoredBlocks:
             return range(end - 1, end) if end and computed % group.block_size == 0 else range(0)
         return range(end)
 
+    def _unheld(self, keep: set[EntryKey]) -> list[EntryKey]:
+        return [key for key, entry in self.entries.items() if not entry.holds and key not in keep]
+
     def _take_slots(self, wanted: int, keep: set[EntryKey]) -> tuple[int, ...]:
-        unheld = [key for key, entry in self.entries.items() if not entry.holds and key not in keep]
+        unheld = self._unheld(keep)
         missing = max(0, wanted - len(self.free_slots))
         self.free_slots.extend(self.entries.pop(key).slot for key in unheld[:missing])
         taken, self.free_slots = self.free_slots[:wanted], self.free_slots[wanted:]

@@ -12,6 +12,7 @@ from enum import StrEnum
 from kvpact.engine.config import NO_EXTRAS
 from kvpact.errors import ConfigError
 from kvpact.identity.keys import RequestIdentity
+from kvpact.ranges import RangeSet
 
 
 class RequestStatus(StrEnum):
@@ -85,8 +86,10 @@ class Request:
     """The number of computed tokens from which on the next block may be complete."""
     row: int = field(default=-1, init=False)
     """The request's row in the model runner; -1 for none."""
-    probe_is_open: bool = field(default=False, init=False)
-    """Whether the cache's last answer was "ask again later"."""
+    hits: RangeSet = field(default_factory=RangeSet, init=False)
+    """Token positions that are not computed in the request's present run: local and external hits that are there."""
+    computed_before: RangeSet = field(default_factory=RangeSet, init=False)
+    """Token positions that were computed before the request was last taken back."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids or self.max_output_tokens < 1:
@@ -110,8 +113,25 @@ class Request:
         """Whether the request is finished, cancelled or failed."""
         return self.status in ENDED
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were never computed for this request: its own hits and external ones.
+
+        A load counts when it has arrived, and only what arrived. What was computed before a preemption never counts.
+        """
+        return len(self.hits.difference(self.computed_before).intersection(RangeSet.span(0, self.num_prompt_tokens)))
+
+    def note_hit(self, start: int, end: int) -> None:
+        """The tokens from `start` to before `end` are there and are not computed."""
+        if end > start:
+            self.hits = self.hits.union(RangeSet.span(start, end))
+
     def rewind(self, num_computed_tokens: int) -> None:
         """Void all scheduled work; continue from `num_computed_tokens`."""
+        if self.num_computed_tokens:
+            computed = RangeSet.span(0, self.num_computed_tokens).difference(self.hits)
+            self.computed_before = self.computed_before.union(computed)
+        self.hits = self.hits.intersection(RangeSet.span(0, num_computed_tokens))
         self.epoch += 1
         self.num_computed_tokens = num_computed_tokens
         self.num_scheduled_tokens = num_computed_tokens

@@ -9,16 +9,16 @@ from __future__ import annotations
 from bisect import insort
 from itertools import count
 
-from kvpact.contract import ExternalCache, ExternalKVMatch
-from kvpact.engine.admission import Admission, Load, rewritten
+from kvpact.contract import Exit, ExternalCache, ExternalKVMatch
+from kvpact.engine.admission import Admission, Load, obstacle, rewritten, too_many_adapters
 from kvpact.engine.config import EngineConfig
 from kvpact.engine.counts import EngineCounts
 from kvpact.engine.kv_cache import KVCacheManager, LocalHit
+from kvpact.engine.open_matches import OpenMatches
 from kvpact.engine.output import SchedulerOutput
 from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.request import Request, RequestStatus
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.metrics import EndReason
 
 
 class Scheduler:
@@ -34,12 +34,15 @@ class Scheduler:
         self.kv = KVCacheManager(config)
         self.step = 0
         self.paused = False
+        self.spared_tokens = 0
+        """Tokens that were scheduled since the last `schedule` and not computed, as workers supplied them."""
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         """Sorted by `_rank`: by arrival, with policy "priority" by priority first."""
         self.loads: dict[str, Load] = {}
         """Committed matches that are not settled yet, including those of ended requests."""
+        self.matches = OpenMatches(cache, counts, lambda: self.quirks.silent_aborts)
         self.late_commits: list[tuple[Request, ExternalKVMatch, Load]] = []
         self._arrivals = count()
         self._released_rows: list[int] = []
@@ -84,7 +87,7 @@ class Scheduler:
         elif was is not RequestStatus.WAITING_FOR_LOAD:
             self.waiting.remove(request)
         self.release_row(request)
-        self._close_probe(request, EndReason.REQUEST_FINISHED)
+        self.matches.drop(request, Exit.CANCELLED)
         if self.cache is not None:
             self.cache.request_finished(request.request_id)  # which can still see and hold its blocks
         del self.requests[request.request_id]
@@ -107,7 +110,7 @@ class Scheduler:
         for request in self.waiting:
             self.kv.free(request)
             request.rewind(0)
-            self._close_probe(request, EndReason.CACHE_RESET)
+        self.matches.drop_all(Exit.RESET)
         for load in self.loads.values():
             load.void = True
 
@@ -146,9 +149,9 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Free a running request's blocks; it restarts from its first token. The caller removes it from `running`."""
+        self._void_load(request)
         request.rewind(0)
         self.release_row(request)
-        self._void_load(request)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         self._enqueue(request)
@@ -160,6 +163,7 @@ class Scheduler:
             load.void = True
             if self.quirks.trusts_sync_loads and not load.asynchronous:
                 del self.loads[request.request_id]
+                request.note_hit(load.start, load.start + load.num_tokens)  # counts as computed, and was not
 
     # One step
 
@@ -168,9 +172,11 @@ class Scheduler:
         self.step += 1
         self.counts.steps += 1
         output = SchedulerOutput(self.step)
-        budget = self._schedule_running(output, self.config.max_tokens_per_step)
-        if self.waiting and not output.preempted and not self.paused:
-            self._schedule_waiting(output, budget)
+        budget = self._schedule_running(output, self._step_budget())
+        left = Exit.PAUSED if self.paused else Exit.PREEMPTION
+        if not output.preempted and not self.paused:
+            left = self._schedule_waiting(output, budget)
+        self.matches.end_step(left, self.loads)
         if self._released_rows:
             output.released_rows, self._released_rows = self._released_rows, []
         if self.quirks.publishes_when_scheduled:
@@ -178,6 +184,13 @@ class Scheduler:
                 if request.num_scheduled_tokens >= request.publish_at:
                     self.kv.publish(request, min(request.num_scheduled_tokens, len(request.token_ids)))
         return output
+
+    def _step_budget(self) -> int:
+        """Tokens of this step, with those that an earlier one's hits spared and the ranks can take."""
+        given_back = min(self.spared_tokens, self.config.max_tokens_of_ranks - self.config.max_tokens_per_step)
+        self.counts.given_back += given_back
+        self.spared_tokens = 0
+        return self.config.max_tokens_per_step + given_back
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         running = self.running
@@ -224,6 +237,7 @@ class Scheduler:
             end = min(request.loaded_ahead.pop(0)[1], len(request.token_ids) - 1)
             if end > start:
                 self.counts.external_hits += end - start
+                request.note_hit(start, end)
                 tokens -= end - start
                 start = request.num_scheduled_tokens = request.num_computed_tokens = end
         if request.loaded_ahead:
@@ -247,14 +261,14 @@ class Scheduler:
         output.new_block_ids += new or ()
         return given_back
 
-    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> Exit:
+        """Returns why requests that are left in the queue were not looked at."""
         self._encoder_budget = self.quirks.encoder_tokens_per_step or 0
         position = 0
-        while position < len(self.waiting) and budget > 0 and len(self.running) < self.config.max_running:
+        while position < len(self.waiting):
+            if budget <= 0 or len(self.running) >= self.config.max_running:
+                return Exit.BUDGET if budget <= 0 else Exit.MAX_RUNNING
             request = self.waiting[position]
-            if request.ready_step > self.step or self._too_many_adapters(request) or self._is_still_loading(request):
-                position += 1
-                continue
             verdict = self._admit(request, output, budget)
             if verdict is Admission.BLOCKED:
                 break
@@ -264,12 +278,13 @@ class Scheduler:
             self.waiting.remove(request)
             if request.status is RequestStatus.RUNNING:
                 budget -= output.counts[-1]
+        return Exit.NOT_REACHED
 
-    def _too_many_adapters(self, request: Request) -> bool:
-        if self.config.max_adapters is None or request.identity is None or not request.identity.adapter:
-            return False
-        loaded = {running.identity.adapter for running in self.running if running.identity and running.identity.adapter}
-        return request.identity.adapter not in loaded and len(loaded) >= self.config.max_adapters
+    def _gate(self, request: Request) -> Exit | None:
+        """Why the request is passed over without a look at its prefix."""
+        if request.ready_step > self.step or self._is_still_loading(request):
+            return Exit.BLOCKED
+        return Exit.ADAPTER_LIMIT if too_many_adapters(self.running, self.config.max_adapters, request) else None
 
     def _is_still_loading(self, request: Request) -> bool:
         """Whether a preempted request waits for its load's settlement: a request has one plan at a time."""
@@ -278,6 +293,9 @@ class Scheduler:
     # One admission, from the match to the commit
 
     def _admit(self, request: Request, output: SchedulerOutput, budget: int) -> Admission:
+        if (gate := self._gate(request)) is not None:
+            self.matches.postpone(request, gate)
+            return Admission.SKIPPED
         if request.block_ids:  # back from an asynchronous load
             return self._admit_loaded(request, output, budget)
         hit = self.kv.find_hit(request)
@@ -289,17 +307,20 @@ class Scheduler:
         local, asynchronous = hit.num_tokens, match.load_kv_async and external > 0
         known = len(request.token_ids)
         if request.encoder_ready_step > self.step:
-            return self._decline(request, match, "encoder transfer", Admission.SKIPPED)
+            return self._decline(request, match, Exit.ENCODER, Admission.SKIPPED)
         tokens = 0
         if not asynchronous:
             tokens = self._part(local + external, known, budget)
-            obstacle = self._obstacle(request, known - local - external, budget)
-            if obstacle is not None:
-                skip = obstacle == "encoder budget" and self.quirks.skips_over_encoder
-                return self._decline(request, match, obstacle, Admission.SKIPPED if skip else Admission.BLOCKED)
+            needs = known - local - external, request.encoder_tokens
+            reason = obstacle(
+                self.quirks, self.step, needs, (budget, self._encoder_budget), self.config.chunked_prefill
+            )
+            if reason is not None:
+                skip = reason is Exit.ENCODER and self.quirks.skips_over_encoder
+                return self._decline(request, match, reason, Admission.SKIPPED if skip else Admission.BLOCKED)
         new = self._allocate(request, hit, local + external + tokens, external)
         if new is None:
-            return self._decline(request, match, "no blocks", Admission.BLOCKED)
+            return self._decline(request, match, Exit.NO_BLOCKS, Admission.BLOCKED)
         self._encoder_budget -= request.encoder_tokens
         taken = self._commit(request, match, local, external, asynchronous)
         if taken < external and not asynchronous:
@@ -307,7 +328,7 @@ class Scheduler:
         request.num_computed_tokens = local
         request.num_inflight_external_tokens = taken
         if asynchronous and taken:
-            self.counts.local_hits += local
+            self._note_local_hit(request, local)
             output.new_block_ids += new
             request.num_scheduled_tokens = local
             request.status = RequestStatus.WAITING_FOR_LOAD
@@ -319,13 +340,17 @@ class Scheduler:
             self.kv.free(request)
             request.rewind(0)
             return Admission.BLOCKED
-        self.counts.local_hits += local
+        self._note_local_hit(request, local)
         output.new_block_ids += new + more
         if self.quirks.trusts_sync_loads:
             request.num_computed_tokens = local + taken
             request.num_inflight_external_tokens = 0
         self._run(request, output, local + taken, tokens)
         return Admission.ADMITTED
+
+    def _note_local_hit(self, request: Request, tokens: int) -> None:
+        self.counts.local_hits += tokens
+        request.note_hit(0, tokens)
 
     def _admit_loaded(self, request: Request, output: SchedulerOutput, budget: int) -> Admission:
         tokens = len(request.token_ids) - request.num_scheduled_tokens
@@ -358,36 +383,18 @@ class Scheduler:
             request.num_expected_tokens += 1
 
     def _probe(self, request: Request, local: int) -> ExternalKVMatch | None:
-        if self.cache is None or not (request.may_load or self.quirks.probes_unwilling_requests):
+        if not (request.may_load or self.quirks.probes_unwilling_requests):
             return ExternalKVMatch(0)
-        self.counts.probes += 1
-        match = self.cache.prepare_external_match(request, local)
-        request.probe_is_open = match is None
-        if match is None:
-            self.counts.pending_probes += 1
-            return None
-        room = len(request.token_ids) - 1 - local
-        whole = self.kv.reads_all or (local + match.num_tokens) % self.kv.group_set.alignment == 0
-        if not 0 <= match.num_tokens <= room or (match.num_tokens and not whole):
-            raise PactViolation(
-                f"P6: request {request.request_id} of {len(request.token_ids)} tokens, {local} of them computed, was "
-                f"promised {match.num_tokens} more; at most {room} leave one to compute"
-            )
-        self.counts.positive_probes += match.num_tokens > 0
-        self.counts.promised += match.num_tokens
+        match = self.matches.prepare(request, local)
+        if match is not None:
+            room = len(request.token_ids) - 1 - local
+            whole = self.kv.reads_all or (local + match.num_tokens) % self.kv.group_set.alignment == 0
+            if not 0 <= match.num_tokens <= room or (match.num_tokens and not whole):
+                raise PactViolation(
+                    f"P6: request {request.request_id} of {len(request.token_ids)} tokens, {local} of them computed, "
+                    f"was promised {match.num_tokens} more; at most {room} leave one to compute"
+                )
         return match
-
-    def _obstacle(self, request: Request, tokens: int, budget: int) -> str | None:
-        quirks = self.quirks
-        if not self.config.chunked_prefill and tokens > budget:
-            return "whole prompt over budget"
-        if quirks.throttles_prefill_every and self.step % quirks.throttles_prefill_every == 0:
-            return "prefill throttled"
-        if tokens + quirks.decode_padding_tokens > budget and quirks.decode_padding_tokens:
-            return "no budget for padding"
-        if quirks.encoder_tokens_per_step is not None and request.encoder_tokens > self._encoder_budget:
-            return "encoder budget"
-        return None
 
     def _allocate(self, request: Request, hit: LocalHit, end: int, external: int) -> list[int] | None:
         keep_free = self.quirks.keeps_free_blocks if self.running else 0
@@ -415,7 +422,7 @@ class Scheduler:
         if self.cache is None or match.num_tokens == 0:
             return 0
         if external == 0 and not self.quirks.commits_zero:
-            self.abort(request, match, EndReason.DECLINED)
+            self.matches.drop(request, Exit.DECLINED)
             return 0
         load = Load(request, local, external, asynchronous)
         if asynchronous and self.quirks.commits_async_late:
@@ -429,6 +436,9 @@ class Scheduler:
             raise PactViolation(
                 f"request {request.request_id}: {external} tokens were committed, the cache accepts {accepted}"
             )
+        if not accepted and external:
+            self.matches.drop(request, Exit.REFUSED)
+        self.matches.committed(request)
         if accepted:
             load.num_tokens = accepted
             self.loads[request.request_id] = load
@@ -447,24 +457,14 @@ class Scheduler:
                     request.rewind(0)
                     self.resume(request)
                 continue
+            self.matches.committed(request)
             self.cache.commit_external_match(request, match, load.num_tokens, tuple(request.block_ids[0]))
             self.counts.commits += 1
             self.counts.committed += load.num_tokens
 
-    def _decline(self, request: Request, match: ExternalKVMatch, reason: str, verdict: Admission) -> Admission:
-        """Count the reason why the request is not admitted, and abort its match."""
+    def _decline(self, request: Request, match: ExternalKVMatch, reason: Exit, verdict: Admission) -> Admission:
+        """Count the reason why the request is not admitted; its match may be prepared again."""
         if match.num_tokens:
             self.counts.declined[reason] += 1
-            self.abort(request, match, EndReason.DECLINED)
+            self.matches.postpone(request, reason)
         return verdict
-
-    def abort(self, request: Request, match: ExternalKVMatch | None, reason: EndReason) -> None:
-        """Tell the cache that a match is not used. Stock engines do not (`silent_aborts`)."""
-        if self.cache is not None and not self.quirks.silent_aborts:
-            self.cache.abort_external_match(request.request_id, match, reason)
-            self.counts.aborts[reason] += 1
-
-    def _close_probe(self, request: Request, reason: EndReason) -> None:
-        if request.probe_is_open:
-            request.probe_is_open = False
-            self.abort(request, None, reason)

@@ -215,7 +215,7 @@ class V1ConnectorCache(ExternalCache):
         record.announced = True
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
-        """See `ExternalCache`. The tuple API has no call for it."""
+        """See `ExternalCache`. The tuple API has no call for it, nor for a postponement: an open match stays open."""
         record = self._records.get(request_id)
         if record is not None:
             record.plan = None

@@ -47,8 +47,7 @@ class SchedulerSide:
         self._groups = groups
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
-        self._metrics = metrics
-        self._budget = guard.budget
+        self._metrics, self._budget = metrics, guard.budget
         self._block_size = block_size_of(vllm_config, groups)
         self._identities = RequestIdentities(vllm_config)
         self.mounted: MountedCache | None = None

@@ -5,7 +5,8 @@ Part of `CacheConformance`.
 
 from __future__ import annotations
 
-from kvpact.engine import JobBehavior, RequestStatus
+from kvpact.contract import DROPPED, Exit, ExternalKVMatch
+from kvpact.engine import JobBehavior, Request, RequestStatus
 from kvpact.identity.keys import RequestIdentity
 from kvpact.testkit.cache.engine_harness import prompt
 from kvpact.testkit.cache.factory import CacheSuite, kept_in_every_mode, promised, require_used, seen
@@ -15,6 +16,8 @@ from kvpact.testkit.results import NotObservable, observable_if, require
 DOCUMENT = prompt(7)
 LONGER = prompt(9)
 FOREVER_S = 3600.0
+A_FEW_STEPS = 64
+"""Steps after which a cache must not hold a match any more that the engine postpones and never comes back for."""
 
 
 class PromiseChecks(CacheSuite):
@@ -100,6 +103,58 @@ class PromiseChecks(CacheSuite):
         match = scene.probe(request)
         require(match.num_tokens > 0, f"after {FOREVER_S:g} s nothing is promised any more, though it was asked for")
         require_used(scene, request, match.num_tokens)
+
+    # Exits
+
+    @kept_in_every_mode("P1", "H01", as_new="P1 H01", stored=DOCUMENT)
+    def test_h01_a_dropped_match_is_let_go_of_at_once(self, scene: CacheHarness) -> None:
+        """Told that nobody will come back for a match, whatever the reason, the cache holds nothing after that step,
+        and what the step saves gets the room."""
+        room = scene.room()
+        scene.serve("again", DOCUMENT)
+        request, match = promised(scene, "dropped", DOCUMENT)
+        for reason in sorted(DROPPED):
+            drop(scene, request, match, reason)
+            scene.step()
+            scene.require_nothing_held(f"a match was dropped ({reason}) in the step before")
+            match = scene.probe(request)
+        drop(scene, request, match, Exit.OTHER_CONNECTOR)
+        left = scene.room(seed=1)
+        require(
+            left >= room, f"a prompt that just fits is promised {room} tokens, and {left} after a match was dropped"
+        )
+        scene.cancel("dropped")
+
+    @kept_in_every_mode("P2", as_new="P1 H01", stored=DOCUMENT)
+    def test_p2_a_postponed_match_is_still_there_in_the_next_two_steps(self, scene: CacheHarness) -> None:
+        """The engine cannot take a match for a step or two, and nobody else needs room: it is there, and is not read
+        from a tier again."""
+        request, match = promised(scene, "postponed", DOCUMENT)
+        reads = sum(queue.reads for queue in scene.place.queues)
+        for reason in Exit:
+            for steps in () if reason.is_dropped else (1, 2):
+                scene.postpone(request, reason, steps)
+                again = scene.probe(request)
+                require(
+                    again.num_tokens == match.num_tokens,
+                    f"after {steps} steps ({reason}) {again.num_tokens} of {match.num_tokens} tokens are promised",
+                )
+        more = sum(queue.reads for queue in scene.place.queues) - reads
+        require(more == 0, f"a postponed match is read from the tiers {more} times more")
+        require_used(scene, request, match.num_tokens)
+
+    @kept_in_every_mode("P1", "H01", as_new="P1 H01", stored=DOCUMENT)
+    def test_h01_a_postponed_match_does_not_hold_its_room_for_ever(self, scene: CacheHarness) -> None:
+        """The engine postpones a match in each step and never comes back for it: others get its room."""
+        room = scene.room()
+        scene.serve("again", DOCUMENT)
+        request, _ = promised(scene, "postponed", DOCUMENT)
+        scene.pass_time(FOREVER_S)
+        scene.postpone(request, Exit.ADAPTER_LIMIT, A_FEW_STEPS)
+        scene.require_nothing_held("nobody has come back for a postponed match")
+        left = scene.room(seed=1)
+        require(left >= room, f"a prompt that just fits is promised {room} tokens, and {left} beside a postponed match")
+        require_used(scene, request, scene.probe(request).num_tokens)
 
     # Probes
 
@@ -208,6 +263,12 @@ class PromiseChecks(CacheSuite):
         while not scene.update_weights():
             scene.step()
         scene.serve("after", LONGER, times=2)
+
+
+def drop(scene: CacheHarness, request: Request, match: ExternalKVMatch, reason: Exit) -> None:
+    """The engine will not come back for the match, and says so."""
+    with scene.judged("P1", "H01"):
+        scene.monitor.abort_external_match(request.request_id, match, reason)
 
 
 def commit_multiple_of(scene: CacheHarness, name: str, tokens: int) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from kvpact.contract import Exit
+from kvpact.engine import Request
 from kvpact.errors import WeightsVersionRefused
 from kvpact.testkit.cache.engine_harness import EngineHarness
-from kvpact.testkit.results import Broken, NotObservable, observable_if
+from kvpact.testkit.results import Broken, NotObservable, observable_if, require
 
 
 class CacheHarness(EngineHarness):
@@ -89,6 +91,17 @@ class CacheHarness(EngineHarness):
         if what == "ranks" and not self.workers:
             raise NotObservable("the cache brings its own workers; the kit lets only its own ones fail")
 
+    # Exits
+
+    def postpone(self, request: Request, reason: Exit, steps: int = 1) -> None:
+        """For some steps the engine cannot take the request's match, and says so in each of them."""
+        for _ in range(steps):
+            with self.judged("P2"):
+                self.monitor.postpone_external_match(request.request_id, reason)
+            self.step()
+
+    # Faults
+
     def stall_tiers(self, steps: int) -> None:
         """Stall the tiers for `steps` steps; 0 ends a stall."""
         for queue in self.place.queues:
@@ -126,17 +139,23 @@ class CacheHarness(EngineHarness):
         self.monitor.check_rest()
         with self.judged("P1"):
             self.engine.check_nothing_held()
-        left = {name: number for name, number in self.subject.held().items() if number}
-        if left:
-            raise Broken(f"no request is alive and the cache still holds {left}", protects=("P1", "H01"))
+        self.require_nothing_held("no request is alive")
 
-    def room(self) -> int:
-        """Tokens that the cache promises of a new prompt that just fits; they become fewer if room is lost."""
+    def require_nothing_held(self, when: str) -> None:
+        """Raises Broken (P1) if the cache shows what it holds for requests, and that is more than nothing."""
+        left = {name: number for name, number in self.subject.held().items() if number}
+        require(not left, f"{when} and the cache still holds {left}", "P1 H01")
+
+    def room(self, seed: int = 0) -> int:
+        """Tokens that the cache promises of a new prompt that just fits; they become fewer if room is lost.
+
+        Its blocks are offered to the cache in one step. Each `seed` is another prompt.
+        """
         reserve = 1 + 2 * self.place.num_groups + self.quirks.keeps_free_blocks
         blocks = min(self.settings.num_slots, self.settings.num_blocks - reserve)
         whole = self.engine.config.tokens_in(blocks)
         whole -= whole % self.engine.scheduler.kv.group_set.alignment
-        tokens = [7_000_000 + position for position in range(whole + 1)]
+        tokens = [7_000_000 + 10_007 * seed + position for position in range(whole + 1)]
         self.serve("room", tokens)
         promised = self.promised_tokens("room-probe", tokens)
         self.settle()

@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
+    Exit,
     ExternalCache,
     ExternalKVMatch,
     LoadSettlement,
@@ -84,9 +85,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         return result
 
     def _know(self, request: EngineRequest) -> Known:
-        known = self._requests.get(request.request_id)
-        if known is None:
-            known = self._requests[request.request_id] = Known(None)
+        known = self._requests.setdefault(request.request_id, Known(None))
         if known.keys is None and request.identity is not None:
             known.keys = BlockKeys(MONITOR_NAMESPACE, self.kinds.key_tokens, request.identity)
         return known
@@ -222,6 +221,12 @@ class ContractMonitor(JobMonitor, ExternalCache):
         if self.open.pop(request_id, None) is not None:
             self.say(f"the match of {request_id} is aborted: {reason}")
         self._timed(self.cache.abort_external_match, request_id, match, reason)
+
+    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+        """See `ExternalCache`. The promise may end when others need its room; the next one is verified anew."""
+        if self.open.pop(request_id, None) is not None:
+            self.say(f"the match of {request_id} is postponed: {reason}")
+        self._timed(self.cache.postpone_external_match, request_id, reason)
 
     # Work
 
