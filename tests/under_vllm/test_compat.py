@@ -83,7 +83,7 @@ def test_only_blocks_asks_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(layouts, "import_module", missing)
     assert layouts.wanted_layout("auto") is None
-    with pytest.raises(ConfigError, match=r"0\.30 is the first; leave kv_layout out"):
+    with pytest.raises(ConfigError, match=r"0\.29 is the first; leave kv_layout out"):
         layouts.wanted_layout("blocks")
 
 
