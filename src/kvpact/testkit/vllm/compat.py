@@ -129,7 +129,7 @@ class EngineSettings:
 
     @property
     def model_layout(self) -> str:
-        """How a real model's layers lie in memory, from vLLM 0.30 on."""
+        """How a real model's layers lie in memory, from vLLM 0.29 on."""
         return self.kv_layout or "LBNHC"
 
     @property

@@ -163,7 +163,7 @@ class ModelPlan:
 
 
 def planned(model: RealModel, num_blocks: int, layout: str) -> ModelPlan:
-    """What the release makes of `model` with so many blocks, laid out as `layout` says from 0.30 on."""
+    """What the release makes of `model` with so many blocks, laid out as `layout` says from 0.29 on."""
     plans, settings = _plans(), _settings(model, num_blocks, layout)
     specs = model.specs()
     groups = plans.get_kv_cache_groups(settings, specs)
@@ -196,7 +196,7 @@ def _plans() -> Any:
 
 
 def layout_named(name: str) -> Any:
-    """vLLM's own name of a layout, from 0.30 on; None before."""
+    """vLLM's own name of a layout, from 0.29 on; None before."""
     try:
         return import_module("vllm.v1.kv_cache_layout").KVCacheLayout[name]
     except ImportError:

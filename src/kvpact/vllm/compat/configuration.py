@@ -135,7 +135,7 @@ def kernel_variables() -> dict[str, Any]:
 def ranks_with_same_kv(vllm_config: Any, kv_cache_config: Any) -> int:
     """Neighbouring tensor-parallel ranks that hold the same bytes in every block: all, where attention is MLA.
 
-    1 where any layer is of another kind. Releases from 0.32 on must say so, too: they know splits over other ranks.
+    1 where any layer is of another kind. Releases from 0.31 on must say so, too: they know splits over other ranks.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if not specs or not all(_is_latent(spec) for spec in specs):

@@ -35,7 +35,7 @@ def layer_specs(spec: Any) -> Sequence[Any]:
 
 
 def window_reach(spec: Any) -> int:
-    """The window, and the tokens before it that are kept for draft models of several modules, from 0.32 on."""
+    """The window, and the tokens before it that are kept for draft models of several modules, from 0.28 on."""
     return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
@@ -45,7 +45,7 @@ def state_mode(spec: Any) -> str:
 
 
 def is_computed_again(spec: Any) -> bool:
-    """Whether vLLM computes the layers' last window again after each hit, from 0.32 on."""
+    """Whether vLLM computes the layers' last window again after each hit, from 0.31 on."""
     return bool(getattr(spec, "bounded_replay", False))
 
 
@@ -55,5 +55,5 @@ def is_draft_group(group: Any) -> bool:
 
 
 def is_handed_out(group: Any) -> bool:
-    """Whether connectors may copy a group's blocks, and they lie on the device; from 0.30 on there are others."""
+    """Whether connectors may copy a group's blocks, and they lie on the device; from 0.29 on there are others."""
     return bool(getattr(group, "enable_kv_transfer", True)) and not getattr(group, "host_resident", False)

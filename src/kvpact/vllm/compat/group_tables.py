@@ -1,6 +1,6 @@
 """Which blocks of state-space layers hold a state that can be kept: the one at a block's end, once a step has left it.
 
-Owns what each release shows of that: from 0.30 on vLLM offers these blocks by name (`boundary_state_offloads`); before,
+Owns what each release shows of that: from 0.29 on vLLM offers these blocks by name (`boundary_state_offloads`); before,
 a state lies at a block's end only when a step ends there.
 """
 

@@ -14,7 +14,7 @@ BLOCKS_TOGETHER: Final = "BLHNC"
 def wanted_layout(kv_layout: str) -> str | None:
     """The name of the layout that vLLM is asked for; None leaves it to vLLM.
 
-    Raises ConfigError for "blocks" on a release before 0.30, which has no such layout.
+    Raises ConfigError for "blocks" on a release before 0.29, which has no such layout.
     """
     if kv_layout != "blocks":
         return None
@@ -22,7 +22,7 @@ def wanted_layout(kv_layout: str) -> str | None:
         layouts: Any = import_module("vllm.v1.kv_cache_layout").KVCacheLayout
     except ImportError as error:
         raise ConfigError(
-            'kv_layout="blocks": this release of vLLM has no such layout, 0.30 is the first; leave kv_layout out'
+            'kv_layout="blocks": this release of vLLM has no such layout, 0.29 is the first; leave kv_layout out'
         ) from error
     return str(layouts[BLOCKS_TOGETHER].name)
 

@@ -69,7 +69,7 @@ def collects_outputs(scheduler_output: Any) -> bool:
 
 
 def load_before_forward(scheduler_output: Any) -> dict[str, Any]:
-    """The changes to a step that make vLLM call `start_load_kv` before the forward pass, which releases from 0.30 on
+    """The changes to a step that make vLLM call `start_load_kv` before the forward pass, which releases from 0.29 on
     need."""
     return {"has_sync_kv_loads": True} if hasattr(scheduler_output, "has_sync_kv_loads") else {}
 

@@ -6,7 +6,7 @@ objects, so that a release between two of these is served too. Tests compare the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Release:
     """The statistics of the prefix cache name the source of a hit's tokens."""
 
 
-_BEFORE_0_30 = Release(
+_OF_0_26 = Release(
     block_tables=False,
     failed_requests=False,
     loads_states=False,
@@ -40,15 +40,20 @@ _BEFORE_0_30 = Release(
     loads_after_forward=False,
     hits_by_source=False,
 )
+_OF_0_29 = replace(_OF_0_26, block_layouts=True, loads_after_forward=True)
+_OF_0_30 = Release(counts_held_blocks=True, hits_by_source=False)
 
 RELEASES = {
-    "0.26.0": _BEFORE_0_30,
-    "0.28.0": _BEFORE_0_30,
-    "0.30.0": Release(counts_held_blocks=True, hits_by_source=False),
+    "0.26.0": _OF_0_26,
+    "0.27.0": _OF_0_26,
+    "0.28.0": _OF_0_26,
+    "0.29.0": _OF_0_29,
+    "0.30.0": _OF_0_30,
+    "0.31.0": _OF_0_30,
     "0.32.0": Release(),
     "0.33.0": Release(tells_of_sleep=True),
 }
-"""Release -> what it offers. The tests drive the scheduler of each, and start the engine of 0.32."""
+"""Release -> what it offers. The tests drive the scheduler of each, and start engines of 0.28, 0.30 and 0.32."""
 
 SERIES = tuple(version.rpartition(".")[0] for version in RELEASES)
 """The same releases without the patch number: "0.26"."""
