@@ -34,7 +34,11 @@ STEPS_AHEAD = 2
 """Lazy: a block is saved when it could be reused within so many steps. A save is over in the step after it."""
 
 MAX_SHARE_AHEAD = 4
-"""At most one of so many blocks of the engine is looked at, and held while it is copied."""
+"""Lazy: at most one of so many blocks of the engine is looked at, and held while it is copied."""
+
+MAX_SHARE_OF_HOST = 2
+"""Lazy: the blocks looked at fill at most one of so many parts of host memory. If they did not fit, the last ones saved
+would push out the first ones, which are still looked at, and saving would never end."""
 
 
 @dataclass
@@ -98,7 +102,8 @@ class SimpleCPUOffload(KVConnectorBase_V1, SupportsHMA):
     def make_offloader(self, context: SchedulerContext) -> Offloader:
         """The part that decides, over this context and a pool of host blocks."""
         step = -(-int(self.config.scheduler_config.max_num_batched_tokens) // self.groups.block_size)
-        ahead = max(1, min(STEPS_AHEAD * step * len(self.groups.groups), self.num_blocks // MAX_SHARE_AHEAD))
+        most = min(self.num_blocks // MAX_SHARE_AHEAD, self.host_blocks // MAX_SHARE_OF_HOST)
+        ahead = max(1, min(STEPS_AHEAD * step * len(self.groups.groups), most))
         return Offloader(
             context,
             HostPool(self.host_blocks, len(self.groups.groups)),
