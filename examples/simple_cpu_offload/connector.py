@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvpact.contract import SchedulerContext
+from kvpact.engine.block_pool import BlockPool
 from kvpact.errors import ConfigError
 from kvpact.identity.groups import GroupKind, GroupSet
 from kvpact.vllm import scheduler_context
@@ -106,7 +107,7 @@ class SimpleCPUOffload(KVConnectorBase_V1, SupportsHMA):
         ahead = max(1, min(STEPS_AHEAD * step * len(self.groups.groups), most))
         return Offloader(
             context,
-            HostPool(self.host_blocks, len(self.groups.groups)),
+            HostPool(BlockPool(self.host_blocks + 1, len(self.groups.groups))),
             self.groups,
             ranks=int(self.config.parallel_config.world_size),
             look_ahead=ahead if self.lazy else 0,

@@ -24,13 +24,13 @@ class Pool(BlockHolder, Protocol):
 
 
 class HostPool:
-    """A `Pool` of `num_blocks` blocks, numbered from 1; block 0 is the null block, as in the engine's pool.
+    """A `Pool` of host blocks. Block 0 is the null block, as in the engine's pool.
 
     A block bears the name of the engine's block from which it was copied.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
-        self._blocks = BlockPool(num_blocks + 1, num_groups)
+    def __init__(self, blocks: BlockPool) -> None:
+        self._blocks = blocks
         self._refs = BlockRefs()
 
     @property
