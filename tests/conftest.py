@@ -43,6 +43,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_lives.py",
     "tests/under_vllm/test_engine_other_caches.py",
     "tests/under_vllm/test_engine_replicas.py",
+    "tests/under_vllm/test_engine_simple_cpu_offload.py",
     "tests/under_vllm/test_engine_start.py",
     "tests/under_vllm/test_mla.py",
     "tests/under_vllm/test_engine_step_hook.py",
