@@ -44,6 +44,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_other_caches.py",
     "tests/under_vllm/test_engine_replicas.py",
     "tests/under_vllm/test_engine_scheduler_class.py",
+    "tests/under_vllm/test_engine_simple_cpu_offload.py",
     "tests/under_vllm/test_engine_start.py",
     "tests/under_vllm/test_mla.py",
     "tests/under_vllm/test_engine_step_hook.py",

@@ -19,8 +19,9 @@ from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import EngineDied, VllmEngine
 from kvpact.testkit.vllm.harness import BLOCK, prompt
-from kvpact.testkit.vllm.model_groups import GEMMA
+from kvpact.testkit.vllm.model_groups import CHUNKED, GEMMA
 from kvpact.testkit.vllm.random_ops import act
+from kvpact.testkit.vllm.releases import installed_release
 from kvpact.vllm import scheduler
 
 SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
@@ -253,4 +254,24 @@ def test_lazy_offloading_of_vllm_never_rests_where_more_lies_free_than_host_memo
         started.add(f"r{number}", prompt(number, 5))
         assert started.finish()
     assert not started.drain(seconds=5.0)
+    started.close()
+
+
+@pytest.mark.skipif(installed_release() >= "0.33", reason="vLLM 0.33 asks host memory for nothing in this case")
+def test_vllms_simple_offloading_loads_too_little_of_a_chunk_that_begins_after_a_local_hit(tmp_path: Path) -> None:
+    """It counts chunks from the end of the hit, attention counts them from the prompt's first token. The example
+    `simple_cpu_offload` counts as attention does: `test_chunks_are_counted_from_the_prompts_first_token_...`."""
+    tokens = prompt(1, 11)
+    started = VllmEngine(
+        EngineSettings(num_blocks=101, groups=CHUNKED), SUBJECTS["simple, eager"].transfer(tmp_path), lambda line: None
+    )
+    started.add("stored", tokens)
+    assert started.finish()
+    assert started.drain()
+    assert started.forget_computed()
+    started.add("head", tokens[: 6 * BLOCK + 3])
+    assert started.finish()
+    started.add("all", tokens)
+    assert started.finish()
+    assert {slot.request_id for slot in started.observed.wrong_slots} == {"all"}
     started.close()

@@ -402,6 +402,13 @@ def test_blocks_that_the_request_does_not_need_are_not_loaded() -> None:
         assert len(views) == 8 + 3 + 3, "all blocks of full attention; of each window of 40 tokens the last three"
 
 
+def test_chunks_are_counted_from_the_prompts_first_token_behind_a_local_hit_too() -> None:
+    with engine(groups=CHUNKED, num_blocks=101) as one:
+        one.store(prompt(1, 11))
+        one.serve("head", prompt(1, 11)[: 6 * BLOCK + 3])
+        assert one.serve("all", prompt(1, 11)) == 5 * BLOCK
+
+
 # Copies under way
 
 
