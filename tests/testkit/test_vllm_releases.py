@@ -40,18 +40,25 @@ OTHERS = [release for release in RELEASES if release != installed_release()]
 PROOFS = OTHERS[1:-1]
 """Between the oldest and the latest."""
 
+CLASS = "kvpact.vllm.scheduler.pact_scheduler"
+
 
 @pytest.mark.parametrize(
-    "release", [pytest.param(release, marks=[pytest.mark.proof] * (release in PROOFS)) for release in OTHERS]
+    ("release", "scheduler"),
+    [
+        *(pytest.param(release, "", marks=[pytest.mark.proof] * (release in PROOFS)) for release in OTHERS),
+        *(pytest.param(release, CLASS, marks=[pytest.mark.proof]) for release in RELEASES),
+    ],
 )
 @pytest.mark.timeout(900)
-def test_every_scenario_is_kept(release: str) -> None:
-    """The first run fetches the release, the first import compiles it; then it takes half a minute.
+def test_every_scenario_is_kept(release: str, scheduler: str) -> None:
+    """On vLLM's own scheduler, and on kvpact's class.
 
-    What a scenario is about may not come to pass where a disk answers late, on a busy machine; so it gets a second try.
+    The first run fetches the release, the first import compiles it; then it takes half a minute. What a scenario is
+    about may not come to pass where a disk answers late, on a busy machine; so it gets a second try.
     """
     for _ in range(2):
-        report = run_on_release(release, "kvpact.vllm:PactConnector", CONFIG)
+        report = run_on_release(release, "kvpact.vllm:PactConnector", CONFIG, scheduler=scheduler)
         assert report.engine == f"vLLM {release}"
         assert len(report.checks) == len(SCENARIOS)
         assert not report.broken, as_text(report)
