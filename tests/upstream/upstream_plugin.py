@@ -19,8 +19,8 @@ outcomes: dict[str, list[str]] = {}
 
 
 def is_named(nodeid: str, names: list[str]) -> bool:
-    """Whether one of the names is the test's, with or without its parameters, or its file's."""
-    return nodeid in names or nodeid.partition("[")[0] in names or nodeid.partition("::")[0] in names
+    """Whether one of the names is the test's, with or without its parameters."""
+    return nodeid in names or nodeid.partition("[")[0] in names
 
 
 @pytest.hookimpl(trylast=True)

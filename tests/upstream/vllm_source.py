@@ -38,7 +38,7 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 '''
 """A module in the place of setuptools' build backend, which vLLM's distribution names."""
 
-KEPT = re.compile(r"(?:(?:vllm|tests)/.+\.py|pyproject\.toml|vllm\.egg-info/PKG-INFO)")
+KEPT = re.compile(r"(?:(?:vllm|tests|examples)/.+\.py|pyproject\.toml|vllm\.egg-info/PKG-INFO)")
 """Files of the distribution that are kept, by their names below its folder. In the last vLLM looks up its release."""
 
 HEADER = re.compile(r"^--- (?:a/(?P<changed>\S+)|/dev/null)\n\+\+\+ b/(?P<now>\S+)$", re.MULTILINE)
