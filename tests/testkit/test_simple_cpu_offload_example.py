@@ -554,6 +554,24 @@ def test_a_load_that_fails_is_computed_and_what_was_stored_is_not_served_again(g
         assert one.serve("again", A) == 6 * BLOCK, "it was computed, and saved anew"
 
 
+def test_what_a_failed_load_read_is_forgotten_and_its_request_is_promised_nothing_any_more() -> None:
+    """Not even what another request has stored anew: a load that fails each time would go on for ever."""
+    with engine() as one:
+        one.store(A)
+        one.vllm.ranks[0].connector.memory.load = fail
+        one.vllm.add("fails", A)
+        names = [one.offloader.requests["fails"][0](0, block) for block in range(6)]
+        while not one.offloader.distrusted:
+            assert all(one.host.find(name, 0) for name in names)
+            one.vllm.step()
+        assert not any(one.host.find(name, 0) for name in names)
+        anew = one.host.take([0] * 6)
+        for block, name in zip(anew, names, strict=True):
+            one.host.publish(block, name)
+        one.host.free_blocks(anew)
+        assert one.probe("fails") == 0
+
+
 def test_a_load_that_fails_for_a_request_that_is_gone_harms_no_other() -> None:
     with engine() as one:
         one.store(A)
