@@ -32,6 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 ENGINES = (
     "tests/demo/test_demo.py",
     "tests/testkit/test_conformance_command.py",
+    "tests/under_vllm/test_engine_by_name.py",
     "tests/under_vllm/test_engine_company.py",
     "tests/under_vllm/test_engine_documents.py",
     "tests/under_vllm/test_engine_families.py",
@@ -42,6 +43,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_keys.py",
     "tests/under_vllm/test_engine_lives.py",
     "tests/under_vllm/test_engine_other_caches.py",
+    "tests/under_vllm/test_engine_releases.py",
     "tests/under_vllm/test_engine_replicas.py",
     "tests/under_vllm/test_engine_scheduler_class.py",
     "tests/under_vllm/test_engine_simple_cpu_offload.py",

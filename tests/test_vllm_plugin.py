@@ -1,0 +1,107 @@
+"""vLLM's plug-in: the connector is known by its name, in every process of vLLM, at no cost for other engines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import kvpact
+
+ROOT = Path(__file__).parents[1]
+SOURCE = Path(kvpact.__file__).parents[1]
+FACTORY = """
+class KVConnectorFactory:
+    known = {}
+
+    @classmethod
+    def register_connector(cls, name, module_path, class_name):
+        if name in cls.known:
+            raise ValueError(f"Connector '{name}' is already registered.")
+        cls.known[name] = (module_path, class_name)
+"""
+KNOWN = {"PactConnector": ("kvpact.vllm", "PactConnector")}
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Path:
+    """As much of vLLM as a plug-in meets; the module with the list of connectors."""
+    folder = tmp_path / "vllm"
+    for name in ("distributed", "kv_transfer", "kv_connector"):
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        folder /= name
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "factory.py").write_text(FACTORY)
+    return folder / "factory.py"
+
+
+def said(vllm: Path, *lines: str) -> str:
+    """What a process that runs these lines prints, and what it logs."""
+    text = "\n".join(["import sys", "from kvpact.vllm.plugin import register", f"FACTORY = {MODULE!r}", *lines])
+    path = os.pathsep.join([str(vllm.parents[4]), str(SOURCE)])
+    done = subprocess.run(
+        [sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip() + done.stderr.strip()
+
+
+MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
+SHOW = f"from {MODULE} import KVConnectorFactory; print(KVConnectorFactory.known)"
+
+
+def test_the_entry_point_is_the_plugin() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ((name, value),) = project["entry-points"]["vllm.general_plugins"].items()
+    assert name == "kvpact"
+    assert EntryPoint(name, value, "vllm.general_plugins").load().__module__ == "kvpact.vllm.plugin"
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_list_that_is_imported_later_has_the_connector(vllm: Path, times: int) -> None:
+    assert said(vllm, *["register()"] * times, SHOW) == str(KNOWN)
+
+
+def test_a_list_that_is_there_already_has_the_connector(vllm: Path) -> None:
+    assert said(vllm, f"import {MODULE}", "register()", "register()", SHOW) == str(KNOWN)
+
+
+def test_looking_for_the_list_without_importing_it_changes_nothing(vllm: Path) -> None:
+    look = "import importlib.util; importlib.util.find_spec(FACTORY)"
+    assert said(vllm, "register()", look, "register()", SHOW) == str(KNOWN)
+
+
+def test_a_list_that_is_imported_again_has_the_connector(vllm: Path) -> None:
+    again = f"import importlib, {MODULE}; importlib.reload(sys.modules[FACTORY])"
+    assert said(vllm, "register()", again, SHOW) == str(KNOWN)
+
+
+def test_somebody_elses_connector_of_that_name_stays(vllm: Path) -> None:
+    vllm.write_text(FACTORY + '\nKVConnectorFactory.register_connector("PactConnector", "theirs", "Theirs")\n')
+    assert said(vllm, "register()", SHOW) == str({"PactConnector": ("theirs", "Theirs")})
+
+
+def test_nothing_is_imported_for_it(vllm: Path) -> None:
+    shown = "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'vllm', 'numpy', 'msgspec'}))"
+    assert said(vllm, "register()", shown) == "[]"
+
+
+@pytest.mark.parametrize("text", ["", "class KVConnectorFactory:\n    pass\n"], ids=["no list", "no way to tell it"])
+def test_a_vllm_that_cannot_be_told_goes_on(vllm: Path, text: str) -> None:
+    vllm.write_text(text)
+    words = said(vllm, "register()", f"import {MODULE}", "register()", "print('goes on')")
+    assert words.startswith("goes on")
+    assert 'add "kv_connector_module_path": "kvpact.vllm"' in words
+
+
+def test_a_vllm_without_that_module_goes_on(vllm: Path) -> None:
+    vllm.unlink()
+    tried = f"try:\n    import {MODULE}\nexcept ModuleNotFoundError as error:\n    print(error)"
+    assert said(vllm, "register()", tried) == f"No module named '{MODULE}'"
