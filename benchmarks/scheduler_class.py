@@ -40,7 +40,7 @@ class LaterConnector(SimpleConnector):
         num_tokens, _ = LaterConnector.get_num_new_matched_tokens(self, request, num_computed_tokens)
         return None if num_tokens is None else ExternalKVMatch(num_tokens)
 
-    def commit_external_match(self, request: Any, blocks: Any, num_tokens: int, query_result: object) -> int:
+    def commit_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> int:
         """Never called."""
         return num_tokens
 

@@ -63,8 +63,8 @@ class OfThePact(Leasing):
         self.heard.append(("confirm", request.request_id, num_tokens))
         return self._accepted(request, num_tokens)
 
-    def commit_external_match(self, request: Any, blocks: Any, num_tokens: int, query_result: object) -> int:
-        assert query_result == request.request_id
+    def commit_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> int:
+        assert match.query_result == request.request_id
         accepted = self._accepted(request, num_tokens) if self.asynchronous else num_tokens
         self.end_lease("commit", request, accepted)
         self.load(request, blocks, accepted)

@@ -32,7 +32,7 @@ class SupportsExternalMatch(Protocol):
         None: ask again later. Asking again for the same is the same match and acquires nothing.
         """
 
-    def commit_external_match(self, request: Any, blocks: Any, num_tokens: int, query_result: object) -> int:
+    def commit_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> int:
         """The engine takes `num_tokens`, 1 or more, of the match into `blocks`; returns how many the cache accepts.
 
         Of an asynchronous load it may be fewer. A load that the step waits for is confirmed before, and must not.
@@ -80,7 +80,7 @@ class TupleMatches:
         num_tokens, load_kv_async = self.ask(request, num_computed_tokens)
         return None if num_tokens is None else ExternalKVMatch(num_tokens, load_kv_async)
 
-    def commit_external_match(self, request: Any, blocks: Any, num_tokens: int, query_result: object) -> int:
+    def commit_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> int:
         """See `SupportsExternalMatch`."""
         self.take(request, blocks, num_tokens)
         return num_tokens
@@ -110,9 +110,9 @@ class QueryResultMatches(TupleMatches):
         num_tokens, load_kv_async, query_result = self.ask(request, num_computed_tokens)
         return None if num_tokens is None else ExternalKVMatch(num_tokens, load_kv_async, query_result)
 
-    def commit_external_match(self, request: Any, blocks: Any, num_tokens: int, query_result: object) -> int:
+    def commit_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> int:
         """See `SupportsExternalMatch`."""
-        accepted = self.take(request, blocks, num_tokens, query_result)
+        accepted = self.take(request, blocks, num_tokens, match.query_result)
         return num_tokens if accepted is None else int(accepted)
 
     def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:

@@ -42,7 +42,7 @@ class MatchHooks:
         """Prepare a match."""
         return self.scheduler_side.prepare(request, num_computed_tokens)
 
-    def commit_external_match(self, request: Any, blocks: Any, num_tokens: int, query_result: object) -> int:
+    def commit_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> int:
         """Commit the match. Of a load that its step waits for all tokens come, or are reported as not loaded."""
         if self.scheduler_side.may_refuse(request):
             return self._commit_or_refuse(request, blocks, num_tokens)

@@ -119,7 +119,7 @@ class MatchTracker:
         del self.open[request.request_id]
         self.commits += 1
         match = found.match
-        accepted = self._form.commit_external_match(request, blocks, num_tokens, match.query_result)
+        accepted = self._form.commit_external_match(request, match, num_tokens, blocks)
         if accepted >= num_tokens:
             self._limits.pop(request.request_id, None)
             return None
