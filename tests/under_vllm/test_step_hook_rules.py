@@ -125,6 +125,16 @@ def test_h90_the_scheduled_tokens_are_moved_and_none_is_lost(requests: list[tupl
     assert list(changed.num_scheduled_tokens) == names, "the order of requests is part of the step"
 
 
+def test_an_early_pipeline_stage_takes_no_prompt_token_for_a_sampled_one() -> None:
+    """It gets the step's tokens by value, and takes those beyond what it knows for new: 64 + 36 of 100 are none."""
+    output = step([], {"r": 36, "other": 1}, {"r": 64, "other": 7})
+    output.scheduled_cached_reqs.new_token_ids = [list(range(64, 100)), [5]]
+    cached = apply_external_hits(output, {"r": 35}).scheduled_cached_reqs
+    assert cached.num_computed_tokens == [99, 7]
+    assert cached.new_token_ids == [[99], [5]]
+    assert output.scheduled_cached_reqs.new_token_ids[0] == list(range(64, 100)), "the scheduler's own is as it was"
+
+
 @pytest.mark.parametrize("hits", [{"nobody": 3}, {"r": -1}, {"r": 40}, {"r": 0}])
 def test_hits_that_cannot_be_are_an_error(hits: dict[str, int]) -> None:
     with pytest.raises(PactViolation, match="to be skipped"):
@@ -167,6 +177,7 @@ def test_requests_that_need_every_token_are_left_out_until_they_end() -> None:
         "media": {"mm_features": [object()]},
         "embeddings": {"prompt_embeds": object()},
         "prompt log-probabilities": {"sampling_params": SamplingParams(prompt_logprobs=1)},
+        "no cache to be read": {"sampling_params": SamplingParams(skip_reading_prefix_cache=True)},
         "pooling": {"pooling_params": PoolingParams(), "sampling_params": None},
     }
     counts = dict.fromkeys([*kinds, "plain"], 9)

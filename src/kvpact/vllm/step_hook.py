@@ -44,10 +44,10 @@ class StepHookConnector(Protocol):
 class Candidates:
     """Which requests of a step may be served; equal on all ranks, because all see the same steps.
 
-    Never served: requests with media, prompt embeddings or prompt log-probabilities, and pooling, which need the
-    forward pass of every token. Not served in a step: requests with speculative tokens, and those with one token to
-    compute. With `new_requests_only`, nor are running requests: vLLM's second model runner keeps their position on the
-    device and does not read a change.
+    Never served: requests with media, prompt embeddings or prompt log-probabilities, pooling, and those that are to
+    read no cache: all need the forward pass of every token. Not served in a step: requests with speculative tokens, and
+    those with one token to compute. With `new_requests_only`, nor are running requests: vLLM's second model runner keeps
+    their position on the device and does not read a change.
     """
 
     def __init__(self, *, new_requests_only: bool) -> None:
@@ -81,7 +81,7 @@ def _needs_every_token(new: Any) -> bool:
         or new.prompt_embeds is not None
         or new.pooling_params is not None
         or replays(new)
-        or (sampling is not None and sampling.prompt_logprobs is not None)
+        or (sampling is not None and (sampling.prompt_logprobs is not None or sampling.skip_reading_prefix_cache))
     )
 
 
@@ -99,7 +99,12 @@ def apply_external_hits(scheduler_output: Any, hits: Hits) -> Any:
     cached = scheduler_output.scheduled_cached_reqs
     if not hits.keys().isdisjoint(cached.req_ids):
         starts = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        cached = replace(cached, num_computed_tokens=[start + hits.get(name, 0) for name, start in starts])
+        known = zip(cached.req_ids, cached.new_token_ids, strict=False)  # none but for stages before the last one
+        cached = replace(
+            cached,
+            num_computed_tokens=[start + hits.get(name, 0) for name, start in starts],
+            new_token_ids=[tokens[hits.get(name, 0) :] for name, tokens in known],
+        )
     changes: dict[str, Any] = {
         "scheduled_new_reqs": [
             replace(new, num_computed_tokens=new.num_computed_tokens + hits[new.req_id]) if new.req_id in hits else new
