@@ -45,9 +45,9 @@ class Candidates:
     """Which requests of a step may be served; equal on all ranks, because all see the same steps.
 
     Never served: requests with media, prompt embeddings or prompt log-probabilities, pooling, and those that are to
-    read no cache: all need the forward pass of every token. Not served in a step: requests with speculative tokens, and
-    those with one token to compute. With `new_requests_only`, nor are running requests: vLLM's second model runner keeps
-    their position on the device and does not read a change.
+    read no cache: all need the forward pass of every token. Not served in a step: requests with speculative tokens,
+    and those with one token to compute. With `new_requests_only`, nor are running requests: vLLM's second model runner
+    keeps their position on the device and does not read a change.
     """
 
     def __init__(self, *, new_requests_only: bool) -> None:
