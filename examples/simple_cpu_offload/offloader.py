@@ -105,8 +105,6 @@ class Offloader:
         tables, pairs, lost = self.engine.blocks_of(request_id), [], False
         for group, block in self._needed(promise.start, promise.start + num_tokens):
             engine_block = tables[group][block]
-            if self.engine.get_block(engine_block).is_null:
-                continue
             # A window that ends earlier than promised may begin earlier, too.
             host_block = promise.blocks.get((group, block)) or self._find(promise.names, group, block)
             if host_block is None:

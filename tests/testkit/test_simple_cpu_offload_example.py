@@ -294,6 +294,10 @@ def test_everything_at_once_breaks_nothing_where_host_memory_is_short(config: di
 def test_the_release_after_the_installed_one_keeps_the_same_scenarios(release: str) -> None:
     report = run_on_release(release, CONNECTOR)
     assert not report.broken, as_text(report)
+    report_of_groups = run_on_release(
+        release, CONNECTOR, names=["groups_under_pressure", "groups_and_everything_at_once"]
+    )
+    assert not report_of_groups.broken, as_text(report_of_groups)
     unseen = {check.name for check in report.checks if check.verdict is Verdict.NOT_OBSERVABLE}
     # Without an adapter, which another process does not have, no load can be made to fail.
     needs_faults = {"h09_load_that_always_fails", "failed_load_ends_its_request_alone"}
@@ -374,6 +378,7 @@ def test_a_window_that_ends_earlier_than_promised_is_loaded_from_where_it_begins
         one.store(prompt(1, 8))
         one.vllm.rewrite = lambda name, answer: 5 * BLOCK
         assert one.serve("fewer", prompt(1, 8)) == 5 * BLOCK
+        assert len(one.vllm.observed.probes_of("fewer")) == 1, "it was loaded, not lost and computed"
 
 
 def test_a_shorter_window_whose_blocks_are_gone_is_computed() -> None:
