@@ -100,6 +100,8 @@ class EngineSettings:
     """Requests that run at once."""
     token_budget: int = 2048
     """Tokens of one step."""
+    workers_room: int = 0
+    """Tokens for which the workers have room in one step, if that is more."""
     chunked_prefill: bool = True
     chunk: int = 0
     """Tokens of one request in one step, while others wait; 0 means no limit."""
@@ -195,7 +197,8 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], mode
         ),
         scheduler_config=config.SchedulerConfig(
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.token_budget,
+            max_num_batched_tokens=settings.workers_room or settings.token_budget,
+            max_num_scheduled_tokens=settings.token_budget if settings.workers_room else None,
             max_model_len=model.max_model_len if settings.chunked_prefill else settings.token_budget,
             enable_chunked_prefill=settings.chunked_prefill,
             long_prefill_token_threshold=settings.chunk,
