@@ -20,7 +20,7 @@ from kvpact.testkit.vllm.releases import releases_folder
 HERE = Path(__file__).parent
 
 RUN_SECONDS = 1200.0
-"""Seconds for one run: about 40 s of one core, of which 15 s are vLLM's import."""
+"""Seconds for one run: at most 40 s of one core, of which 10 s are imports, on a machine that may be busy."""
 
 MODELS: Mapping[str, Mapping[str, object]] = {
     "facebook/opt-125m": {
