@@ -128,8 +128,8 @@ class MatchTracker:
                 f"request {request.request_id}: of {num_tokens} tokens that the step loads the connector accepts "
                 f"{accepted}, now that vLLM has published their blocks; it must say so in confirm_external_match"
             )
-        self._limits[request.request_id] = max(0, accepted)
-        self.shortfalls.append(Shortfall(request, num_tokens - max(0, accepted), max(0, accepted)))
+        accepted = self._limits[request.request_id] = max(0, accepted)
+        self.shortfalls.append(Shortfall(request, num_tokens - accepted, accepted))
         return None
 
     # What the scheduler says

@@ -11,11 +11,11 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import Exit
+from kvpact.vllm.compat.objects import connectors_of
 from kvpact.vllm.external_match import AbortableMatches, QueryResultMatches, SupportsExternalMatch, TupleMatches
 
 BLOCKED = "WAITING_FOR_"
 """What the status of a request that waits for something else than its turn begins with."""
-
 
 SAYS_ENCODER_WAITS = hasattr(Scheduler, "_ec_transfer_pending")
 """Whether vLLM asks in a method of its own for encoder outputs that are on their way: from 0.30 on."""
@@ -35,7 +35,7 @@ def form_of(connector: Any, no_blocks: object) -> SupportsExternalMatch | None:
 
 def children_of(connector: Any) -> tuple[Any, ...]:
     """The connectors inside MultiConnector; none for another one."""
-    return tuple(getattr(connector, "_connectors", ()))
+    return connectors_of(connector)[1:]
 
 
 def chosen_child(connector: Any, request_id: str) -> Any:
@@ -60,7 +60,7 @@ def may_wait_for_encoder(scheduler: Any, request: Any) -> bool:
 
 def step_hits(connector: Any) -> int:
     """The tokens that a connector's workers have found when steps began, since the start."""
-    return sum(getattr(each, "step_hit_tokens", 0) for each in (connector, *children_of(connector)))
+    return sum(getattr(each, "step_hit_tokens", 0) for each in connectors_of(connector))
 
 
 def load_fewer(scheduler: Any, request: Any, missing: int, *, nothing: bool) -> None:
