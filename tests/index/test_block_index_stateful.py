@@ -53,10 +53,10 @@ class Block:
 class Model:
     """Every rule of the index in its plainest form: O(n) or worse, nothing kept twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
         self.blocks: list[Block] = []
         self.uses = 0
-        self.usable = NUM_SLOTS - 3
+        self.usable = num_slots - 3
 
     def known(self) -> dict[bytes, Block]:
         return {block.key: block for block in self.blocks if not block.dropped}
@@ -111,22 +111,26 @@ class Model:
 
 
 class IndexMachine(RuleBasedStateMachine):
+    num_slots = NUM_SLOTS
+
     @initialize()
     def start(self) -> None:
-        self.model = Model()
-        self.index = BlockIndex(NUM_SLOTS, self.model.usable)
+        self.model = Model(self.num_slots)
+        self.index = BlockIndex(self.num_slots, self.model.usable)
 
     def writers(self) -> list[Block]:
         return [block for block in self.model.blocks if block.writing]
 
     @rule(count=st.integers(0, NUM_SLOTS + 1))
     def use_slots(self, count: int) -> None:
+        count *= self.num_slots // NUM_SLOTS
         self.index.use_slots(count)
-        self.model.usable = max(self.model.usable, min(count, NUM_SLOTS))
+        self.model.usable = max(self.model.usable, min(count, self.num_slots))
 
     @rule(count=st.integers(1, NUM_SLOTS))
     def withdraw_slots(self, count: int) -> None:
         slots = {key: block.slot for key, block in self.model.known().items()}
+        count *= self.num_slots // NUM_SLOTS
         self.model.usable = min(self.model.usable, count)
         beyond = sorted(key for key, slot in slots.items() if slot >= self.model.usable)
         removed = self.index.withdraw_slots(count)
@@ -257,7 +261,7 @@ class IndexMachine(RuleBasedStateMachine):
         table = list(self.index.entries())
         held = {block.key: block for block in self.model.known().values() if block.held and not block.is_side}
         assert {entry.key for entry in table} == set(held)
-        self.index = BlockIndex(NUM_SLOTS, self.model.usable)
+        self.index = BlockIndex(self.num_slots, self.model.usable)
         assert self.index.restore(reversed(table)) == []
         for side in self.model.known().values():
             if side.is_side:

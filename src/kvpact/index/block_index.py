@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.links import NONE
+from kvpact.index.key_table import FEW, Names
+from kvpact.index.links import NONE, selection
 from kvpact.index.links import ROOT as ROOT
-from kvpact.index.losses import Losses
+from kvpact.index.restoring import Restoring
+from kvpact.index.restoring import StoredBlock as StoredBlock
 from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED
 from kvpact.index.rows import State as State
 
@@ -39,17 +41,7 @@ class Pin:
     active: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """One block as a table on disk describes it. `last_used` is any number that grows with time."""
-
-    key: BlockKey
-    parent: BlockKey
-    slot: int
-    last_used: float = 0
-
-
-class BlockIndex(Losses):
+class BlockIndex(Restoring):
     """Which block lies in which of `num_slots` slots, what may be served, and what is evicted when room is needed."""
 
     __slots__ = ()
@@ -62,20 +54,20 @@ class BlockIndex(Losses):
 
     def known_prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many blocks from the start of the chain `keys` need not be saved: held, or on their way. O(log n)."""
-        return bisect_left(keys, True, key=lambda key: key not in self._rows)
+        return bisect_left(keys, True, key=lambda key: self._row(key) == NONE)
 
     def is_held(self, key: BlockKey) -> bool:
         """Whether the block and every block before it are filled."""
-        row = self._rows.get(key)
-        return row is not None and self._state[row] == HELD
+        row = self._row(key)
+        return row != NONE and self._state[row] == HELD
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._rows and key != ROOT
+        return self._row(key) != NONE
 
     def slot(self, key: BlockKey) -> int:
         """The slot of a known block. Raises PactViolation if the key is unknown."""
-        row = self._rows.get(key, self._root)
-        if row == self._root:
+        row = self._row(key)
+        if row == NONE:
             raise PactViolation(f"block {key.hex()[:16]!r} is not in the index; ask known_prefix() or `in` first")
         return row
 
@@ -85,8 +77,14 @@ class BlockIndex(Losses):
 
     def slots_of(self, keys: Iterable[BlockKey]) -> list[int]:
         """The slots of known blocks, in order. Raises PactViolation if one is unknown."""
-        rows = self._rows
-        return [row if (row := rows.get(key, self._root)) != self._root else self.slot(key) for key in keys]
+        wanted = keys if isinstance(keys, list | tuple) else list(keys)
+        if len(wanted) < FEW:
+            return [self.slot(key) for key in wanted]
+        rows = self._keys.find_each(self._keys.names(wanted))
+        if (rows < 0).any():
+            self.slot(wanted[int(rows.argmin())])
+        slots: list[int] = rows.tolist()
+        return slots
 
     def chain(self, key: BlockKey) -> list[BlockKey]:
         """The known block `key` and all before it, the first one first; of `ROOT` none. O(n).
@@ -95,13 +93,16 @@ class BlockIndex(Losses):
         """
         keys, row = [], self._root if key == ROOT else self.slot(key)
         while row != self._root:
-            keys.append(self._keys[row])
+            keys.append(self._keys.key(row))
             row = self._parent[row]
         return keys[::-1]
 
     def key_at(self, slot: int) -> BlockKey | None:
         """The block that `slot` is known by; None if the slot is free or its block was dropped while in use."""
-        return self._keys[slot] or None
+        return self._keys.key(slot) if self._is_known(slot) else None
+
+    def _is_known(self, slot: int) -> bool:
+        return self._state[slot] in (RESERVED, SAVED, HELD) and slot != self._root
 
     def is_side(self, slot: int) -> bool:
         """Whether the known block in `slot` is a side block: it hangs on a chain's block and has none after it."""
@@ -130,7 +131,9 @@ class BlockIndex(Losses):
             recency[self._parent[row]] = max(recency.get(self._parent[row], 0), recency[row])
         for row in sorted(tails_first, key=recency.__getitem__):
             if self._state[row] == HELD and not self._is_side[row]:
-                yield StoredBlock(self._keys[row], self._keys[self._parent[row]], row, recency[row])
+                parent = self._parent[row]
+                before = ROOT if parent == self._root else self._keys.key(parent)
+                yield StoredBlock(self._keys.key(row), before, row, recency[row])
 
     # Filling
 
@@ -144,7 +147,7 @@ class BlockIndex(Losses):
         Returns what `drop` returns. A withdrawn slot that a pin or a writer needs is not FREE until the last one ends.
         """
         withdrawn = self.space.withdraw(usable_slots)
-        return [lost for slot in withdrawn if self._keys[slot] for lost in self._remove(slot)]
+        return [lost for slot in withdrawn if self._is_known(slot) for lost in self._remove(slot)]
 
     def reservable(self, parent: BlockKey = ROOT, wanted: int = 0, slot_class: int | None = None) -> int:
         """How many slots a reservation after `parent` would get now, exactly: the free and the evictable ones.
@@ -172,7 +175,8 @@ class BlockIndex(Losses):
         if not 0 <= start <= end <= len(keys):
             raise PactViolation(f"cannot reserve blocks [{start}, {end}) of a chain of {len(keys)}")
         wanted = keys[start:end]
-        if len(set(wanted)) < len(wanted) or not self._rows.keys().isdisjoint(wanted):
+        names = self._keys.names(wanted) if len(wanted) >= FEW else None
+        if not self._are_new(wanted, names):
             known = self.known_prefix(keys)
             raise PactViolation(
                 f"blocks [{start}, {end}) are not all new; reserve from known_prefix() on, here {known}"
@@ -186,8 +190,17 @@ class BlockIndex(Losses):
         if evicted is None:
             return None
         slots = self.space.take(len(wanted), self._chain_class)
-        self._reserve_chain(wanted, parent, slots)
+        if slots:
+            self._reserve_chain(wanted, names, parent, slots, selection(slots))
         return Reservation(tuple(slots), evicted)
+
+    def _are_new(self, keys: Sequence[BlockKey], names: Names | None) -> bool:
+        """Whether the keys are all different and unknown."""
+        if len(set(keys)) < len(keys):
+            return False
+        if names is not None:
+            return bool((self._keys.find_each(names) == NONE).all())
+        return all(self._row(key) == NONE for key in keys)
 
     def reserve_sides(
         self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], slot_class: int = 0
@@ -200,10 +213,8 @@ class BlockIndex(Losses):
         if not keys:
             return Reservation(())
         rows = self.slots_of(parents)
-        if (
-            len(set(keys)) < len(keys)
-            or not self._rows.keys().isdisjoint(keys)
-            or any(map(self._is_side.__getitem__, rows))
+        if not self._are_new(keys, self._keys.names(keys) if len(keys) >= FEW else None) or any(
+            map(self._is_side.__getitem__, rows)
         ):
             raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
         self._hold(rows[-1])
@@ -226,6 +237,8 @@ class BlockIndex(Losses):
         """
         self._require_writers(slots)
         became_held: list[BlockKey] = []
+        if len(slots) >= FEW and self._serve_chain(slots, selection(slots), became_held):
+            slots = slots[-1:]
         state, parent = self._state, self._parent
         for slot in slots:
             if state[slot] == CANCELLED:
@@ -250,40 +263,6 @@ class BlockIndex(Losses):
             self._state[slot] = DOOMED
             self._release(slot)
         return removed
-
-    def restore(self, blocks: Iterable[StoredBlock]) -> list[StoredBlock]:
-        """Fill an empty index from a stored table; return what could not be used, for the owner to clear.
-
-        Not used: blocks whose chain does not reach the root, slots out of range, and of two blocks with one key or one
-        slot the less recently used. Raises PactViolation if the index is not empty.
-        """
-        if self.free_slots != self.usable_slots:
-            raise PactViolation(f"only an empty index can be restored, not one with {len(self)} blocks")
-        self._reset()
-        rejected: list[StoredBlock] = []
-        by_slot: dict[int, StoredBlock] = {}
-        seen = {ROOT}
-        for block in sorted(blocks, key=lambda block: block.last_used, reverse=True):
-            if block.key in seen or block.slot in by_slot or not 0 <= block.slot < self.usable_slots:
-                rejected.append(block)
-            else:
-                by_slot[block.slot] = block
-                seen.add(block.key)
-        children: dict[BlockKey, list[int]] = {}
-        for slot, block in by_slot.items():
-            children.setdefault(block.parent, []).append(slot)
-        reached = [self._root]
-        for parent in reached:
-            slots = children.pop(self._keys[parent], ())
-            reached.extend(self._add_held(by_slot[slot].key, parent, slot) for slot in slots)
-        rejected += [by_slot[slot] for orphans in children.values() for slot in orphans]
-        for slot in reversed(by_slot):
-            self._policy.touch(slot)
-        for slot in reached[1:]:
-            if self._first_child[slot] == NONE:
-                self._policy.offer(slot)
-        self.space.restore(dict.fromkeys(reached[1:], 0))
-        return rejected
 
     # Keeping
 
@@ -331,8 +310,8 @@ class BlockIndex(Losses):
         Slots that a pin or a writer needs are not free yet; they become free when the last one ends. An unknown key
         removes nothing.
         """
-        row = self._rows.get(key, self._root)
-        return [] if row == self._root else self._remove(row)
+        row = self._row(key)
+        return [] if row == NONE else self._remove(row)
 
     def clear(self) -> list[tuple[BlockKey, int]]:
         """Forget every block, as `drop` does for one chain."""

@@ -13,6 +13,7 @@ from math import inf
 from typing import Final
 
 from kvpact.errors import PactViolation
+from kvpact.index.key_table import RowArray
 from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, Blocks, popped, require
 
 MAX_PLACES: Final = 1 << EXTENT_SHIFT
@@ -57,8 +58,7 @@ class ClassedSlots:
     - a reservation of n rows that finds fewer free ones calls `obtain(c, n - len(free[c]), blocks)` once, before it
       counts what it can evict of this class, and evicts what is still lacking. The chain that is extended is held
       meanwhile; what `Blocks.drop_rows` has removed was evicted by the reservation;
-    - the eviction queue is one for each class: `Blocks.oldest(c)` is its next victim;
-    - orders and the arena name a slot by `number(row)`.
+    - each class has an eviction queue, `Blocks.oldest(c)` is its next victim; a slot is ordered by its `number(row)`.
     """
 
     __slots__ = (
@@ -133,8 +133,7 @@ class ClassedSlots:
         out = self._out
         for row in rows:
             extent = row // self._stride
-            if not out[extent]:
-                self._empty[slot_class] -= 1
+            self._empty[slot_class] -= not out[extent]
             out[extent] += 1
         return rows
 
@@ -155,6 +154,11 @@ class ClassedSlots:
             self._class_of[extent] = _NOBODY
             if extent < self.usable:
                 self._spare.insert(0, extent)
+
+    def give_back_each(self, rows: Sequence[int]) -> None:
+        """See `SlotSpace`."""
+        for row in rows:
+            self.give_back(row)
 
     def class_of(self, row: int) -> int:
         """See `SlotSpace`."""
@@ -212,10 +216,11 @@ class ClassedSlots:
         self._lacked[slot_class] = 0
         return got
 
-    def restore(self, used: Mapping[int, int]) -> None:
+    def restore(self, used: Mapping[int, Sequence[int] | RowArray]) -> None:
         """See `SlotSpace`. Raises PactViolation for a row that its class cannot have."""
         self._reset()
-        for row, slot_class in used.items():
+        in_use = {int(row): slot_class for slot_class, rows in used.items() for row in rows}
+        for row, slot_class in in_use.items():
             extent = row // self._stride
             if extent in self._spare:
                 self._spare.remove(extent)
@@ -225,7 +230,7 @@ class ClassedSlots:
             self._empty[slot_class] -= not self._out[extent]
             self._out[extent] += 1
         for free in self.free:
-            free[:] = [row for row in free if row not in used]
+            free[:] = [row for row in free if row not in in_use]
 
     def _rows_of(self, extent: int) -> range:
         """The rows of an extent that a class has."""

@@ -8,9 +8,82 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
 
 from kvpact.errors import PactViolation
+from kvpact.index.key_table import RowArray, zeros
+
+NEVER: Final = 1 << 63
+"""After every tick."""
+
+_SPAN_SHIFT: Final = 10
+"""Ticks of one span, as a power of 2: when a span's turn comes its records are sorted, at most a tenth of a
+millisecond of work."""
+
+
+class _Queue:
+    """Records of one class by tick: a heap of those whose turn it is, and the others in spans of ticks, unsorted.
+
+    A record of a span is a slot's number and no object: 4 bytes, also in a queue of millions, and nothing for the
+    collection of garbage to walk over.
+    """
+
+    __slots__ = ("due", "due_until", "later", "records", "spans")
+
+    def __init__(self) -> None:
+        self.due: list[tuple[int, int]] = []
+        """A heap of (tick, slot) up to the span `due_until`."""
+        self.due_until = -1
+        self.later: dict[int, array[int]] = {}
+        """Span -> slots, as they were offered."""
+        self.spans: list[int] = []
+        """A heap of the keys of `later`."""
+        self.records = 0
+
+    def add(self, tick: int, slot: int) -> None:
+        self.records += 1
+        span = tick >> _SPAN_SHIFT
+        if span <= self.due_until:
+            heapq.heappush(self.due, (tick, slot))
+        elif (slots := self.later.get(span)) is not None:
+            slots.append(slot)
+        else:
+            self.later[span] = array("i", (slot,))
+            heapq.heappush(self.spans, span)
+
+    def fill(self, ticks: RowArray, slots: RowArray) -> None:
+        """Add records, in the order of their ticks, to an empty queue."""
+        spans = ticks >> _SPAN_SHIFT
+        firsts = np.append(0, np.flatnonzero(spans[1:] != spans[:-1]) + 1).tolist()
+        for first, end in zip(firsts, [*firsts[1:], len(slots)], strict=True) if len(slots) else ():
+            self.later[int(spans[first])] = array("i", slots[first:end].astype(np.int32).tobytes())
+        self.spans, self.records = list(self.later), len(slots)
+
+    def pop(self) -> None:
+        """Remove the first one of those that are due."""
+        heapq.heappop(self.due)
+        self.records -= 1
+
+    def next_span(self) -> Sequence[int]:
+        """The slots of the next span, which is due from now on."""
+        self.due_until = heapq.heappop(self.spans)
+        slots = self.later.pop(self.due_until)
+        self.records -= len(slots)
+        return slots
+
+    def bound(self) -> tuple[int, int]:
+        """No record is before this (tick, slot)."""
+        if self.due:
+            return self.due[0]
+        return (self.spans[0] << _SPAN_SHIFT, -1) if self.spans else (NEVER, -1)
+
+    def slots(self) -> Iterator[int]:
+        yield from (slot for _, slot in self.due)
+        for slots in self.later.values():
+            yield from slots
 
 
 class LeastRecentlyUsed:
@@ -21,13 +94,14 @@ class LeastRecentlyUsed:
     only ever make a slot younger, so a record is a lower bound, corrected when it comes up.
     """
 
-    __slots__ = ("_queued", "_queues", "_used", "tick")
+    __slots__ = ("_queued", "_queues", "_used", "tick", "used_each")
 
     def __init__(self, num_slots: int, classes: int = 1) -> None:
         self.tick = 0
         """Uses since the start. For reading only."""
-        self._used = array("q", bytes(8 * num_slots))
-        self._queues: list[list[tuple[int, int]]] = [[] for _ in range(classes)]
+        self.used_each, self._used = zeros(num_slots, "i8")
+        """Per slot when it was last used, as an array, for reading."""
+        self._queues = [_Queue() for _ in range(classes)]
         self._queued = bytearray(num_slots)
         """Per slot the class in whose queue its record counts, plus 1; 0 without one."""
 
@@ -36,10 +110,16 @@ class LeastRecentlyUsed:
         self.tick += 1
         self._used[slot] = self.tick
 
-    def touch_each(self, slots: Iterable[int]) -> None:
-        """Make each of `slots` the most recently used, one after the other."""
-        for tick, slot in enumerate(slots, self.tick + 1):
-            self._used[slot] = self.tick = tick
+    def touch_each(self, slots: slice | Sequence[int] | RowArray) -> None:
+        """Make each of `slots` the most recently used, one after the other, a slot named twice by its last place."""
+        count = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
+        if count:
+            self.used_each[slots] = np.arange(self.tick + 1, self.tick + 1 + count)
+            self.tick += count
+
+    def use_at(self, slot: int, tick: int) -> None:
+        """`slot` was last used at `tick`, which is not before what was known of it."""
+        self._used[slot] = tick
 
     def inherit(self, parent: int, child: int) -> None:
         """Count the last use of `child` as one of `parent` too; called when the child is removed, so that a touch costs
@@ -52,7 +132,14 @@ class LeastRecentlyUsed:
         """`slot` became evictable. O(log n); nothing happens if it is queued already."""
         if self._queued[slot] != slot_class + 1:
             self._queued[slot] = slot_class + 1
-            heapq.heappush(self._queues[slot_class], (self._used[slot], slot))
+            self._queues[slot_class].add(self._used[slot], slot)
+
+    def restore(self, slots: RowArray, leaves: RowArray) -> None:
+        """Start with `slots`, used one after the other, of which the `leaves`, in the same order, are evictable."""
+        self.used_each[slots] = np.arange(1, len(slots) + 1)
+        self.tick = len(slots)
+        np.frombuffer(self._queued, np.uint8)[leaves] = 1
+        self._queues[0].fill(self.used_each[leaves], leaves)
 
     def take(self, evictable: Callable[[int], bool], slot_class: int = 0) -> int | None:
         """Remove and return the least recently used slot of a class for which `evictable` holds; None if none is
@@ -63,28 +150,34 @@ class LeastRecentlyUsed:
         """
         slot = self.first(evictable, slot_class)
         if slot is not None:
-            heapq.heappop(self._queues[slot_class])
+            self._queues[slot_class].pop()
             self._queued[slot] = 0
         return slot
 
-    def is_next(self, slot: int, slot_class: int) -> bool:
-        """Whether `take` would return `slot`, which has no record, if it were offered now. A record is a lower bound,
-        so that False is no certainty."""
-        queue = self._queues[slot_class]
-        return not queue or (self._used[slot], slot) < queue[0]
+    def bound(self, slot_class: int) -> tuple[int, int]:
+        """`take` would return a slot, which has no record, if it were offered now and (its last use, its number) is
+        less than this; it may return it otherwise, too."""
+        return self._queues[slot_class].bound()
 
     def first(self, evictable: Callable[[int], bool], slot_class: int = 0) -> int | None:
         """The slot that `take` would return."""
-        queue, mark = self._queues[slot_class], slot_class + 1
-        while queue:
-            recorded, slot = queue[0]
+        queue, mark, used = self._queues[slot_class], slot_class + 1, self._used
+        due = queue.due
+        while due or queue.spans:
+            if not due:
+                for slot in queue.next_span():
+                    if self._queued[slot] == mark:
+                        queue.add(used[slot], slot)
+                continue
+            recorded, slot = due[0]
             if self._queued[slot] != mark:
-                heapq.heappop(queue)
+                queue.pop()
             elif not evictable(slot):
-                heapq.heappop(queue)
+                queue.pop()
                 self._queued[slot] = 0
-            elif recorded < self._used[slot]:
-                heapq.heapreplace(queue, (self._used[slot], slot))
+            elif recorded < used[slot]:
+                queue.pop()
+                queue.add(used[slot], slot)
             else:
                 return slot
         return None
@@ -92,13 +185,21 @@ class LeastRecentlyUsed:
     def check(self) -> None:
         """Verify that no slot has two records, and none that is younger than the slot; raises PactViolation."""
         for slot_class, queue in enumerate(self._queues):
-            slots = [slot for _, slot in queue if self._queued[slot] == slot_class + 1]
+            slots = [slot for slot in queue.slots() if self._queued[slot] == slot_class + 1]
             twice = len(set(slots)) < len(slots) and len(self._queues) == 1
             if twice or self._queued.count(slot_class + 1) != len(set(slots)):
                 raise PactViolation(f"the eviction queue and its marks disagree: {len(slots)} records")
-            for recorded, slot in queue:
-                if recorded > self._used[slot]:
+            if queue.records != len(list(queue.slots())) or queue.later.keys() != set(queue.spans):
+                raise PactViolation(f"the eviction queue counts {queue.records} records and has others")
+            recorded = [
+                *queue.due,
+                *((span << _SPAN_SHIFT, slot) for span in queue.later for slot in queue.later[span]),
+            ]
+            for tick, slot in recorded:
+                if tick > self._used[slot]:
                     raise PactViolation(f"slot {slot} is queued as younger than its last use")
+            if min(queue.later, default=queue.due_until + 1) <= queue.due_until:
+                raise PactViolation("a span of the eviction queue is due and not sorted")
 
     def used(self, slot: int) -> int:
         """When `slot` was last used, in uses since the start (an order, not a time)."""
@@ -110,4 +211,4 @@ class LeastRecentlyUsed:
 
     def __len__(self) -> int:
         """Records in the longest queue, stale ones included; never more than the number of slots."""
-        return max(map(len, self._queues))
+        return max(queue.records for queue in self._queues)

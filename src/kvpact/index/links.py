@@ -5,36 +5,57 @@ Owns keys, parents and children, and nothing of what becomes of a block.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from kvpact.identity.keys import BlockKey
+from kvpact.index.key_table import FEW, KeyTable, Names, RowArray, zeros
+from kvpact.index.key_table import NONE as NONE
 
 ROOT: Final[BlockKey] = b""
 """The parent of a chain's first block."""
 
-NONE: Final = -1
+
+def selection(rows: Sequence[int]) -> slice | RowArray:
+    """Some rows, in this order, as an index of an array: neighbours as a slice, which costs least."""
+    first, last = rows[0], rows[-1]
+    if last - first == len(rows) - 1 and list(rows) == list(range(first, last + 1)):
+        return slice(first, last + 1)
+    return np.array(rows, np.int64)
 
 
 class Links:
     """Rows as chains, by numbers. The row after the last one is the root, the parent of all first blocks.
 
     A row has two kinds of children: the next rows of chains, and the *side* rows, which hang on it and have none.
+
+    Blocks that are stored together mostly get neighbouring rows. So each row says where its *run* starts: every row
+    from there to it follows its neighbour, as long as any of them is in use. What goes for a chain goes for a few runs,
+    each with one step over a part of an array. `_next_each` is an array, `_next` its memory, which is faster for single
+    rows; so for all of them.
     """
 
     __slots__ = (
         "_first_child",
+        "_first_child_each",
         "_first_side",
+        "_first_side_each",
         "_is_side",
+        "_is_side_each",
         "_keys",
         "_next",
+        "_next_each",
         "_parent",
+        "_parent_each",
         "_previous",
+        "_previous_each",
         "_root",
-        "_rows",
+        "_start",
+        "_start_each",
         "num_slots",
-    )
+    )  # fmt: skip
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -43,41 +64,70 @@ class Links:
 
     def _clear_links(self) -> None:
         rows = self.num_slots + 1
-        self._keys: list[BlockKey] = [ROOT] * rows
-        self._rows: dict[BlockKey, int] = {ROOT: self._root}
+        self._keys = KeyTable(rows)
         self._is_side = bytearray(rows)
-        links = (array("i", [NONE]) * rows for _ in range(5))
-        self._parent, self._first_child, self._first_side, self._next, self._previous = links
+        self._is_side_each = np.frombuffer(self._is_side, np.uint8)
+        self._parent_each, self._parent = zeros(rows, "i4")
+        self._first_child_each, self._first_child = zeros(rows, "i4")
+        self._first_side_each, self._first_side = zeros(rows, "i4")
+        self._next_each, self._next = zeros(rows, "i4")
+        self._previous_each, self._previous = zeros(rows, "i4")
+        self._start_each, self._start = zeros(rows, "i4")
+        self._start[self._root] = self._root
+        for links in (self._parent, self._first_child, self._first_side, self._next, self._previous):
+            links[self._root] = NONE
 
     def __len__(self) -> int:
         """Blocks known by key: held, saved and reserved; not the dropped ones that still occupy a slot."""
-        return len(self._rows) - 1
+        return len(self._keys)
 
     def _link(self, key: BlockKey, parent: int, row: int, *, is_side: bool) -> None:
         """Enter `key` after `parent` into the unused `row`."""
+        self._keys.add(key, row)
+        self._hang(parent, row, is_side=is_side)
+
+    def _hang(self, parent: int, row: int, *, is_side: bool) -> None:
+        """Make the unused `row` a child of `parent`, without children."""
         first = self._first_side if is_side else self._first_child
         self._is_side[row] = is_side
-        self._rows[key] = row
-        self._keys[row] = key
         self._parent[row] = parent
-        self._previous[row] = NONE
+        self._start[row] = self._start[parent] if parent == row - 1 and not is_side else row
+        self._first_child[row] = self._first_side[row] = self._previous[row] = NONE
         self._next[row] = following = first[parent]
         if following != NONE:
             self._previous[following] = row
         first[parent] = row
 
-    def _link_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int]) -> None:
-        """Enter `keys`, one after the other, after `parent` into the unused `rows`."""
-        if not rows:
+    def _link_chain(
+        self, keys: Sequence[BlockKey], names: Names | None, parent: int, rows: Sequence[int], at: slice | RowArray
+    ) -> None:
+        """Enter `keys`, one after the other, after `parent` into the unused `rows`, which `at` selects."""
+        if names is None or len(rows) < FEW:
+            for key, row in zip(keys, rows, strict=True):
+                self._link(key, parent, row, is_side=False)
+                parent = row
             return
-        self._link(keys[0], parent, rows[0], is_side=False)
-        for before, row, key in zip(rows, rows[1:], keys[1:], strict=False):
-            self._is_side[row] = False
-            self._rows[key] = row
-            self._keys[row] = key
-            self._parent[row] = before
-            self._previous[row] = self._next[row] = NONE
-            self._first_child[before] = row
+        self._keys.add_each(keys, names, at)
+        self._is_side_each[at] = 0
+        for links in (self._first_side_each, self._previous_each, self._next_each):
+            links[at] = NONE
+        if isinstance(at, slice):
+            self._parent_each[at] = np.arange(at.start - 1, at.stop - 1)
+            self._first_child_each[at] = np.arange(at.start + 1, at.stop + 1)
+            self._start_each[at] = at.start
+        else:
+            self._parent_each[at[1:]] = at[:-1]
+            self._first_child_each[at[:-1]] = at[1:]
+            self._start_each[at] = at[_starts(at[1:] == at[:-1] + 1)]
+        if parent == rows[0] - 1:
+            self._start_each[rows[0] : rows[0] + _neighbours(at)] = self._start[parent]
+        first, last = rows[0], rows[-1]
+        self._first_child[last] = NONE
+        self._parent[first] = parent
+        self._next[first] = following = self._first_child[parent]
+        if following != NONE:
+            self._previous[following] = first
+        self._first_child[parent] = first
 
     def _cut(self, row: int) -> bool:
         """Remove `row` from its parent's children; returns whether the parent's chain ends with the parent now."""
@@ -102,3 +152,28 @@ class Links:
                     order.append(child)
                     child = self._next[child]
         return order
+
+    def _run(self, row: int, most: int) -> int:
+        """The first of at most `most` rows that end with `row` of which each follows its neighbour, and has it as its
+        only child, and no side rows but perhaps on the last."""
+        first: int = max(self._start[row], row - most + 1)
+        if first == row:
+            return row
+        above, below = slice(first, row), slice(first + 1, row + 1)
+        parted = (self._first_side_each[above] & self._next_each[below] & self._previous_each[below]) != NONE
+        ends = np.flatnonzero(parted)
+        return first + int(ends[-1]) + 1 if len(ends) else first
+
+
+def _starts(follows: np.ndarray) -> RowArray:
+    """For rows of which all but the first are marked if they follow their neighbour: where each one's run starts."""
+    starts: RowArray = np.maximum.accumulate(np.append(0, np.where(follows, 0, np.arange(1, len(follows) + 1))))
+    return starts
+
+
+def _neighbours(at: slice | RowArray) -> int:
+    """How many of the rows, from the first on, are neighbours."""
+    if isinstance(at, slice):
+        return len(range(at.start, at.stop))
+    breaks = np.flatnonzero(at[1:] != at[:-1] + 1)
+    return int(breaks[0]) + 1 if len(breaks) else len(at)

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.links import NONE, ROOT
+from kvpact.index.key_table import FEW
+from kvpact.index.links import NONE
 from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED, Rows
 
 FAR: Final = 256
@@ -27,14 +30,6 @@ class Losses(Rows):
         parent = self._parent[row]
         if self._cut(row) and self._holds[parent] == 0:
             self._policy.offer(parent, self._chain_class)
-
-    def _forget(self, row: int) -> tuple[BlockKey, int]:
-        """Remove `row` from every lookup."""
-        key = self._keys[row]
-        del self._rows[key]
-        self._keys[row] = ROOT
-        self._policy.inherit(self._parent[row], row)
-        return key, row
 
     def _make_room(self, slots: int, slot_class: int) -> tuple[tuple[BlockKey, int], ...] | None:
         """Evict until so many slots of a class are free; returns what was evicted, None if that is not enough."""
@@ -60,37 +55,68 @@ class Losses(Rows):
             if self._first_side[row] != NONE:
                 evicted += self._remove(row)
                 continue
-            self._evict_leaf(row, slot_class, evicted)
-            parent = self._parent[row]
-            while not (self._is_side[row] or self._holds[parent]) and self._first_child[parent] == NONE:
+            top = self._evict_run(row, slot_class, wanted - len(free), evicted)
+            parent = self._parent[top]
+            while not (self._is_side[top] or self._holds[parent]) and self._first_child[parent] == NONE:
                 # A chain goes from its end on, without a way through the queue for each block.
-                if len(free) >= wanted or self._first_side[parent] != NONE or not policy.is_next(parent, slot_class):
+                is_next = (policy.used(parent), parent) < policy.bound(slot_class)
+                if len(free) >= wanted or self._first_side[parent] != NONE or not is_next:
                     policy.offer(parent, slot_class)
                     break
-                row, parent = parent, self._parent[parent]
-                self._evict_leaf(row, slot_class, evicted)
+                top = self._evict_run(parent, slot_class, wanted - len(free), evicted)
+                parent = self._parent[top]
         return evicted
 
-    def _evict_leaf(self, row: int, slot_class: int, evicted: list[tuple[BlockKey, int]]) -> None:
-        """Free a row that nothing holds and nothing hangs on; its parent may be a leaf then."""
-        key = self._keys[row]
-        evicted.append((key, row))
-        del self._rows[key]
-        self._keys[row] = ROOT
-        self._policy.inherit(self._parent[row], row)
-        self._cut(row)
-        self._held -= 1
-        self._evictable[slot_class] -= 1
-        self._state[row] = FREE
-        self.space.give_back(row)
+    def _evict_run(self, row: int, slot_class: int, most: int, evicted: list[tuple[BlockKey, int]]) -> int:
+        """Free `row`, a leaf that nothing holds, and of the run before it at most `most` rows that would be next.
+
+        Returns the first of them.
+        """
+        top = row if self._is_side[row] else self._next_to_go(row, slot_class, most)
+        if top < row:
+            parent, last_use = self._parent[top], int(self._policy.used_each[top : row + 1].max())
+            self._policy.use_at(top, last_use)
+            rows: Sequence[int] = range(row, top - 1, -1)
+            keys = self._keys.keys(slice(top, row + 1))
+            keys.reverse()
+            evicted += zip(keys, rows, strict=True)
+            self._state_each[top : row + 1] = FREE
+        else:
+            parent, rows = self._parent[row], (row,)
+            evicted.append((self._keys.key(row), row))
+            self._state[row] = FREE
+        self._keys.remove_each(rows)
+        self._policy.inherit(parent, top)
+        self._cut(top)
+        self._held -= len(rows)
+        self._evictable[slot_class] -= len(rows)
+        self.space.give_back_each(rows)
+        return top
+
+    def _next_to_go(self, row: int, slot_class: int, most: int) -> int:
+        """The first of the rows in a run up to `row` that nothing holds, and that are used less recently than all else
+        that is queued."""
+        if row - self._start[row] < FEW or most < FEW:
+            return row
+        top = self._run(row, most)
+        held = np.flatnonzero(self._holds_each[top : row + 1])
+        if len(held):  # holds are closed under prefixes
+            top += int(held[-1]) + 1
+        bound, used = self._policy.bound(slot_class)[0], self._policy.used_each[top : row + 1]
+        if top < row and int(used.max()) >= bound:
+            late = np.flatnonzero(used[:-1] >= bound)
+            top = row if self._policy.used(row) >= bound else top + int(late[-1]) + 1
+        return top
 
     def _remove(self, top: int) -> list[tuple[BlockKey, int]]:
         """Drop `top` and all after it, children first."""
-        removed = []
         order = self._subtree(top)
         self._unlink(top)
-        for row in reversed(order):
-            removed.append(self._forget(row))
+        order.reverse()
+        removed = list(zip(self._keys.keys(np.array(order, np.int64)), order, strict=True))
+        self._keys.remove_each(order)
+        for row in order:
+            self._policy.inherit(self._parent[row], row)
             self._first_child[row] = self._first_side[row] = NONE
             state = self._state[row]
             self._state[row] = DOOMED
@@ -140,5 +166,5 @@ class Losses(Rows):
     def drop_rows(self, rows: Sequence[int]) -> None:
         """Forget the blocks in these rows, and all after them."""
         for row in rows:
-            if self._keys[row] and row != self._root:
+            if self._state[row] in (RESERVED, SAVED, HELD):
                 self._lost += self._remove(row)

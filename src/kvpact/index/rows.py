@@ -6,14 +6,16 @@ pinned, evicted and dropped. Never touches the bytes in a slot.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from enum import IntEnum
+
+import numpy as np
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.eviction import LeastRecentlyUsed
-from kvpact.index.links import NONE, ROOT, Links
+from kvpact.index.key_table import FEW, Names, RowArray, zeros
+from kvpact.index.links import NONE, Links
 from kvpact.index.slot_space import PlainSlots, PlainSlotsAndNames, SlotSpace
 
 
@@ -59,11 +61,13 @@ class Rows(Links):
         "_evictable",
         "_held",
         "_holds",
+        "_holds_each",
         "_lost",
         "_pinned",
         "_pins",
         "_policy",
         "_state",
+        "_state_each",
         "space",
     )
 
@@ -109,9 +113,10 @@ class Rows(Links):
         rows = self.num_slots + 1
         self._clear_links()
         self._state = bytearray(rows)
+        self._state_each = np.frombuffer(self._state, np.uint8)
         self._state[self._root] = HELD
-        self._pins = array("i", bytes(4 * rows))
-        self._holds = array("i", bytes(4 * rows))
+        self._pins = zeros(rows, "i4")[1]
+        self._holds_each, self._holds = zeros(rows, "i4")
         self._holds[self._root] = 1
         self._held = 0
         self._evictable = [0] * len(self._evictable)
@@ -120,18 +125,32 @@ class Rows(Links):
         self._lost: list[tuple[BlockKey, int]] = []
         """What an extent lost when it changed its class, until a reservation tells it."""
 
+    def _row(self, key: BlockKey) -> int:
+        """The row of a known block; NONE if the key is unknown, or the root's."""
+        return self._keys.find(key) if key else NONE
+
     def _hold(self, row: int) -> None:
-        """Add a hold to `row`; its first one adds a hold to its parent. The root is always held, so the walk ends."""
-        holds, parent = self._holds, self._parent
+        """Add a hold to `row`; its first one adds a hold to its parent. The root is always held, so the walk ends.
+
+        What is held is closed under prefixes, so of a run only the end can be unheld.
+        """
+        holds, parent, start = self._holds, self._parent, self._start
         newly_held = 0
         if self._is_side[row] and not holds[row]:
             holds[row] = 1
             self._evictable[self.space.class_of(row)] -= 1
             row = parent[row]
         while not holds[row]:
-            holds[row] = 1
-            newly_held += 1
-            row = parent[row]
+            first = start[row]
+            if row - first < FEW:
+                holds[row] = 1
+                newly_held += 1
+                row = parent[row]
+                continue
+            unheld = row + 1 - first - int(np.count_nonzero(self._holds_each[first : row + 1]))
+            self._holds_each[row + 1 - unheld : row + 1] = 1
+            newly_held += unheld
+            row = parent[row + 1 - unheld]
         holds[row] += 1
         if newly_held:
             self._evictable[self._chain_class] -= newly_held
@@ -142,14 +161,19 @@ class Rows(Links):
         slot_class = self.space.class_of(row) if self._is_side[row] else self._chain_class
         evictable = 0
         while holds[row] == 1:
-            holds[row] = 0
+            top = self._held_by_next(row)
+            if top < row:  # all of these but `row` have a child, and none is dropped
+                self._holds_each[top : row + 1] = 0
+                evictable += row + 1 - top
+            else:
+                holds[row] = 0
             if state[row] == DOOMED:
                 self._set_free(row)
             else:
-                evictable += 1
+                evictable += top == row
                 if first_child[row] == NONE:
                     self._policy.offer(row, slot_class)
-            row = parent[row]
+            row = parent[top]
             if slot_class != self._chain_class:
                 self._evictable[slot_class] += evictable
                 slot_class, evictable = self._chain_class, 0
@@ -157,13 +181,15 @@ class Rows(Links):
         if evictable:
             self._evictable[slot_class] += evictable
 
-    def _add_held(self, key: BlockKey, parent: int, row: int) -> int:
-        """Enter the held block `key` after `parent` into the unused `row`; return the row."""
-        self._link(key, parent, row, is_side=False)
-        self._state[row] = HELD
-        self._evictable[self._chain_class] += 1
-        self._held += 1
-        return row
+    def _held_by_next(self, row: int) -> int:
+        """The first of the rows in a run up to `row` that have one hold each and are not dropped; `row` if few."""
+        first = self._start[row]
+        if row - first < FEW:
+            return row
+        others = np.flatnonzero(self._holds_each[first : row + 1] != 1)
+        if len(others):
+            first += int(others[-1]) + 1
+        return first if self._state.find(DOOMED, first, row + 1) < 0 else row
 
     def _reserve_sides(self, keys: Sequence[BlockKey], parents: Sequence[int], rows: Sequence[int]) -> None:
         """Enter side blocks, each on the row before it, into the unused `rows`, which have a writer now."""
@@ -174,17 +200,17 @@ class Rows(Links):
             self._hold(parent)
         self._policy.touch_each(rows)
 
-    def _reserve_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int]) -> None:
-        """Enter `keys`, one after the other, after `parent` into the unused `rows`, which have a writer now."""
-        state, holds = self._state, self._holds
-        self._link_chain(keys, parent, rows)
-        for row in rows:
-            state[row] = RESERVED
-            holds[row] = 2  # of its writer, and of the row after it
-        if rows:
-            holds[rows[-1]] = 1
-            self._policy.touch_each(rows)
-            self._hold(parent)
+    def _reserve_chain(
+        self, keys: Sequence[BlockKey], names: Names | None, parent: int, rows: Sequence[int], at: slice | RowArray
+    ) -> None:
+        """Enter `keys`, one after the other, after `parent` into the unused `rows`, which have a writer now; `at`
+        selects the rows."""
+        self._link_chain(keys, names, parent, rows, at)
+        self._state_each[at] = RESERVED
+        self._holds_each[at] = 2  # of its writer, and of the row after it
+        self._holds[rows[-1]] = 1
+        self._policy.touch_each(at)
+        self._hold(parent)
 
     def _set_free(self, row: int) -> None:
         self._state[row] = FREE
@@ -199,7 +225,7 @@ class Rows(Links):
         for parent in complete:
             self._state[parent] = HELD
             self._held += 1
-            became_held.append(self._keys[parent])
+            became_held.append(self._keys.key(parent))
             if self._holds[parent] > 1:
                 self._holds[parent] -= 1
             else:
@@ -212,9 +238,30 @@ class Rows(Links):
                         complete.append(child)
                     child = self._next[child]
 
+    def _serve_chain(self, rows: Sequence[int], at: slice | RowArray, became_held: list[BlockKey]) -> bool:
+        """Hold all `rows` but the last if they are reserved, one after the other, and nothing else hangs on them; and
+        if the block before them is held. Returns whether that is so."""
+        above, below = (
+            (slice(at.start, at.stop - 1), slice(at.start + 1, at.stop)) if isinstance(at, slice) else (at[:-1], at[1:])
+        )
+        parents, alone = self._parent_each[below], self._next_each[below] & self._previous_each[below]
+        if (
+            self._state[self._parent[rows[0]]] != HELD
+            or not (self._state_each[at] == RESERVED).all()
+            or not (parents == (np.arange(at.start, at.stop - 1) if isinstance(at, slice) else above)).all()
+            or not ((alone & self._first_side_each[above]) == NONE).all()
+        ):
+            return False
+        self._state_each[above] = HELD
+        self._holds_each[above] -= 1  # of the writer; the next row has one, too
+        self._held += len(rows) - 1
+        became_held += self._keys.keys(above)
+        return True
+
     def _require_writers(self, slots: Sequence[int]) -> None:
+        state = self._state
         for slot in slots:
-            if self._state[slot] not in (RESERVED, CANCELLED):
+            if state[slot] != RESERVED and state[slot] != CANCELLED:
                 raise PactViolation(
                     f"slot {slot} is {State(self._state[slot]).name}, not reserved: its writer ended already"
                 )
@@ -231,7 +278,7 @@ class Rows(Links):
                 raise PactViolation(f"the block index lost an invariant: {what}")
 
         state = [State(value) for value in self._state]
-        known = {*self._rows.values()} - {self._root}
+        known = {row for row in range(self.num_slots) if state[row] in (State.RESERVED, State.SAVED, State.HELD)}
         self.space.check()
         free = {row for rows in self.space.free for row in rows}
         plain = isinstance(self.space, PlainSlots)
@@ -243,8 +290,8 @@ class Rows(Links):
         require(len(known) + len(free) + len(waiting) == len(known | free | waiting), "the slots do not add up")
         require(not plain or known | free | waiting == usable, "a slot is neither known, free nor waiting")
         require(all(state[row] == State.FREE for row in free), "a slot in the free list is in use")
-        require(all(self._keys[row] == ROOT for row in free | waiting), "a slot keeps the key of a block that is gone")
-        require(all(self._keys[row] == key for key, row in self._rows.items()), "keys and slots disagree")
+        require(sorted(self._keys.lists()) == sorted(known), "not exactly the known blocks are in the table of keys")
+        require(all(self._keys.find(self._keys.key(row)) == row for row in known), "keys and slots disagree")
         reached = self._subtree(self._root)
         require(len(set(reached)) == len(reached), "a block is reached twice")
         require(set(reached) - {self._root} == known, "the chains do not reach exactly the known blocks")
@@ -261,6 +308,9 @@ class Rows(Links):
         require(min(self._pins) >= 0 and sum(self._pins) == self._pinned, "the number of pins is wrong")
         for row in known | free | dropped | {self._root}:
             require(self._holds[row] == holds[row], f"slot {row} counts {self._holds[row]} holds and has {holds[row]}")
+        for row in known | dropped:
+            run = range(self._start[row] + 1, row + 1)
+            require(all(self._parent[each] == each - 1 for each in run), f"the run of slot {row} starts later")
         for row in known:
             parent = self._parent[row]
             require(state[parent] in (State.RESERVED, State.SAVED, State.HELD), f"slot {row} has lost its parent")

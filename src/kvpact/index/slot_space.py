@@ -6,10 +6,14 @@ by the index.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
+import numpy as np
+
 from kvpact.errors import PactViolation
+from kvpact.index.key_table import RowArray
 
 EXTENT_SHIFT: Final = 24
 """A slot's number is `class << CLASS_SHIFT | extent << EXTENT_SHIFT | place` where a place has several classes."""
@@ -58,6 +62,9 @@ class SlotSpace(Protocol):
     def give_back(self, row: int) -> None:
         """Nothing needs this row any more."""
 
+    def give_back_each(self, rows: Sequence[int]) -> None:
+        """`give_back`, one after the other."""
+
     def class_of(self, row: int) -> int:
         """Of a row that is in use, or free."""
 
@@ -73,8 +80,8 @@ class SlotSpace(Protocol):
     def obtain(self, slot_class: int, lacking: int, blocks: Blocks) -> int:
         """Extents that the class got because a reservation finds `lacking` rows too few."""
 
-    def restore(self, used: Mapping[int, int]) -> None:
-        """Start again: these rows (row -> class) are in use, and no others."""
+    def restore(self, used: Mapping[int, Sequence[int] | RowArray]) -> None:
+        """Start again: these rows (class -> rows) are in use, and no others."""
 
     def check(self) -> None:
         """Verify the invariants, for tests. Raises PactViolation."""
@@ -89,8 +96,8 @@ class PlainSlots:
         """Only the first `usable` slots are handed out, until `use` says otherwise; None: all."""
         self.num_rows = num_slots
         self.usable = num_slots if usable is None else usable
-        self._stack = list(reversed(range(self.usable)))  # the first reservations get neighbouring slots
-        self.free: tuple[list[int], ...] = (self._stack,)
+        self._stack = array("i", range(self.usable - 1, -1, -1))  # the first reservations get neighbouring slots
+        self.free: tuple[array[int], ...] = (self._stack,)
 
     def take(self, count: int, slot_class: int = 0) -> list[int]:
         """See `SlotSpace`."""
@@ -100,6 +107,10 @@ class PlainSlots:
         """See `SlotSpace`. A withdrawn row is nobody's."""
         if row < self.usable:
             self._stack.append(row)
+
+    def give_back_each(self, rows: Sequence[int]) -> None:
+        """See `SlotSpace`."""
+        self._stack.extend(rows if max(rows) < self.usable else [row for row in rows if row < self.usable])
 
     def class_of(self, row: int) -> int:
         """See `SlotSpace`."""
@@ -112,23 +123,23 @@ class PlainSlots:
     def use(self, usable: int, in_use: Callable[[int], bool]) -> None:
         """See `SlotSpace`. The new ones are handed out after all others."""
         new = range(self.usable, min(usable, self.num_rows))
-        self._stack[:0] = [row for row in reversed(new) if not in_use(row)]
+        self._stack[:0] = array("i", (row for row in reversed(new) if not in_use(row)))
         self.usable += len(new)
 
     def withdraw(self, usable: int) -> list[int]:
         """See `SlotSpace`."""
         withdrawn = range(usable, self.usable)
         self.usable -= len(withdrawn)
-        self._stack[:] = [row for row in self._stack if row < self.usable]
+        self._stack[:] = array("i", (row for row in self._stack if row < self.usable))
         return list(withdrawn)
 
     def obtain(self, slot_class: int, lacking: int, blocks: Blocks) -> int:
         """See `SlotSpace`."""
         return 0
 
-    def restore(self, used: Mapping[int, int]) -> None:
+    def restore(self, used: Mapping[int, Sequence[int] | RowArray]) -> None:
         """See `SlotSpace`."""
-        self._stack[:] = [row for row in reversed(range(self.usable)) if row not in used]
+        self._stack[:] = _without(range(self.usable), used.get(0, ()))
 
     def check(self) -> None:
         """See `SlotSpace`."""
@@ -145,7 +156,7 @@ class PlainSlotsAndNames(PlainSlots):
         """See `PlainSlots`; the names are class 1."""
         super().__init__(num_slots, usable)
         self._num_slots, self.num_rows = num_slots, num_slots + names
-        self._names = list(reversed(range(num_slots, self.num_rows)))
+        self._names = array("i", range(self.num_rows - 1, num_slots - 1, -1))
         self.free = (self._stack, self._names)
 
     def take(self, count: int, slot_class: int = 0) -> list[int]:
@@ -159,6 +170,11 @@ class PlainSlotsAndNames(PlainSlots):
         else:
             self._names.append(row)
 
+    def give_back_each(self, rows: Sequence[int]) -> None:
+        """See `SlotSpace`."""
+        for row in rows:
+            self.give_back(row)
+
     def class_of(self, row: int) -> int:
         """See `SlotSpace`."""
         return int(row >= self._num_slots)
@@ -171,10 +187,10 @@ class PlainSlotsAndNames(PlainSlots):
         """See `SlotSpace`."""
         super().use(min(usable, self._num_slots), in_use)
 
-    def restore(self, used: Mapping[int, int]) -> None:
+    def restore(self, used: Mapping[int, Sequence[int] | RowArray]) -> None:
         """See `SlotSpace`."""
         super().restore(used)
-        self._names[:] = [row for row in reversed(range(self._num_slots, self.num_rows)) if row not in used]
+        self._names[:] = _without(range(self._num_slots, self.num_rows), used.get(1, ()))
 
     def check(self) -> None:
         """See `SlotSpace`."""
@@ -182,15 +198,25 @@ class PlainSlotsAndNames(PlainSlots):
         require(len(set(self._names)) == len(self._names), "a name is free twice")
 
 
-def popped(stack: list[int], count: int) -> list[int]:
+def popped(stack: list[int] | array[int], count: int) -> list[int]:
     """Take the last `count` off, the last one first. Raises PactViolation if there are fewer."""
     left = len(stack) - count
     if left < 0:
         raise PactViolation(f"{count} rows were asked for, {len(stack)} are free")
-    rows = stack[left:]
+    rows = list(stack[left:])
     del stack[left:]
     rows.reverse()
     return rows
+
+
+def _without(rows: range, used: Sequence[int] | RowArray) -> array[int]:
+    """All but the used ones of `rows`, the last one first."""
+    free = np.ones(len(rows), np.bool_)
+    numbers = np.asarray(used, np.int64) - rows.start
+    free[numbers[(numbers >= 0) & (numbers < len(rows))]] = False
+    left = array("i")
+    left.frombytes((np.flatnonzero(free)[::-1] + rows.start).astype(np.int32).tobytes())
+    return left
 
 
 def require(condition: bool, what: str) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import xxhash
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
@@ -29,8 +31,22 @@ NO_SLOT = 2**64 - 1
 """The position of a record that has none, because its store finds it by key."""
 
 _FIELDS = struct.Struct("<8sIIQQdd32s32s32s16s16s")
+FIELDS = np.dtype(
+    [
+        ("magic", "<u8"), ("version", "<u4"), ("depth", "<u4"), ("slot", "<u8"), ("length", "<u8"), ("written", "<f8"),
+        ("used", "<f8"), ("namespace", "<u8", 4), ("key", "<u8", 4), ("parent", "<u8", 4), ("digest", "V16"),
+        ("epoch", "V16"), ("seal", "<u8", 4), ("unused", "V40"), ("checksum", "<u8"),
+    ]
+)  # fmt: skip
+"""A header as `RecordHeader.encode` writes it, for arrays of them; keys as four numbers, no parent as zeros."""
+
 _CHECKSUM = struct.Struct("<Q")
 _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
+_AT_ONCE = 1024
+"""Headers whose checksums are computed together: as many as stay in the processor's cache."""
+
+_checksum_of = xxhash.xxh3_64_intdigest
+
 _EMPTY = bytes(HEADER_BYTES)
 _ROOT_PARENT = bytes(KEY_BYTES)
 
@@ -197,6 +213,29 @@ class RecordHeader:
             raise RecordError(f"depth {depth} does not fit its parent {parent.hex()[:16]}")
         before = b"" if root else parent
         return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch))
+
+
+def sound_in_slab(headers: np.ndarray, namespace: bytes, max_length: int, first_slot: int) -> NDArray[np.bool_]:
+    """Which of the `headers`, an array of `FIELDS` of neighbouring slots, `RecordHeader.decode` accepts: those without
+    a seal, of this namespace, with a payload of at most `max_length` bytes, each in its own slot. 0.25 us for each.
+    """
+    slots = np.arange(first_slot, first_slot + len(headers), dtype=np.uint64)
+    sound: NDArray[np.bool_] = (
+        (headers["magic"] == np.frombuffer(RECORD_MAGIC, "<u8"))
+        & (headers["version"] == RECORD_FORMAT)
+        & (headers["slot"] == slots)
+        & (headers["length"] <= max_length)
+        & (headers["namespace"] == np.frombuffer(namespace, "<u8")).all(axis=1)
+        & ((headers["depth"] == 0) != headers["parent"].any(axis=1))
+        & ~headers["seal"].any(axis=1)
+    )
+    if sound.any():
+        checked = np.ndarray(len(headers), f"V{_CHECKED_BYTES}", headers, 0, (HEADER_BYTES,))
+        for first in range(0, len(headers), _AT_ONCE):
+            part = slice(first, first + _AT_ONCE)
+            pieces = checked[part].tolist()
+            sound[part] &= headers["checksum"][part] == np.fromiter(map(_checksum_of, pieces), np.uint64, len(pieces))
+    return sound
 
 
 def written_in_older_format(raw: bytes | memoryview) -> float | None:

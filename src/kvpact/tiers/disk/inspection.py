@@ -15,7 +15,8 @@ from pathlib import Path
 from kvpact.errors import TierError
 from kvpact.own_files import OwnFolder, closing, open_own
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header, payload_digest
-from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock, occupied
+from kvpact.tiers.disk.header_table import occupied
+from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock
 from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at
 
 

@@ -197,6 +197,29 @@ class SlabReader:
         self._read(self._buffered, [memoryview(table)], PAGE_BYTES + first * HEADER_BYTES)
         return table
 
+    def written_headers(self) -> Iterator[tuple[int, int]]:
+        """[first, end) of the slots whose headers are not in a hole of the file, as far as the file system says."""
+        slots, at = self.superblock.table_slots, PAGE_BYTES
+        while at < PAGE_BYTES + slots * HEADER_BYTES:
+            try:
+                data = os.lseek(self._buffered, at, os.SEEK_DATA)
+                at = os.lseek(self._buffered, data, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # nothing but a hole from there on
+                    return
+                if error.errno != errno.EINVAL:
+                    raise
+                data, at = at, PAGE_BYTES + slots * HEADER_BYTES
+            first, end = (data - PAGE_BYTES) // HEADER_BYTES, -(-(at - PAGE_BYTES) // HEADER_BYTES)
+            if first < min(end, slots):
+                yield first, min(end, slots)
+
+    def read_ahead(self, first: int, count: int) -> None:
+        """Have the kernel read the headers of `count` slots meanwhile."""
+        os.posix_fadvise(
+            self._buffered, PAGE_BYTES + first * HEADER_BYTES, count * HEADER_BYTES, os.POSIX_FADV_WILLNEED
+        )
+
     def read_header(self, slot: int) -> bytes:
         """The header of one slot as it is on disk."""
         return os.pread(self._buffered, HEADER_BYTES, PAGE_BYTES + slot * HEADER_BYTES)
@@ -293,10 +316,6 @@ class Slab(SlabReader):
             raise
         self.slots = slots
 
-    def read_table(self) -> bytearray:
-        """All headers in slot order, in one read, also those of slots beyond the end of the file."""
-        return self.read_headers(0, self.superblock.table_slots)
-
     def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
         """Write the headers of the records in `slots`, which makes them visible."""
         for first, count in runs(slots):
@@ -319,14 +338,6 @@ class Slab(SlabReader):
 def digest_table(slots: int) -> np.ndarray:
     """Room for the digest of each slot's payload, 16 bytes each."""
     return np.zeros(slots, "V16")
-
-
-def occupied(table: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
-    """(slot, raw header) of every slot in a header table whose header is not empty."""
-    view = memoryview(table)[: len(table) // HEADER_BYTES * HEADER_BYTES]
-    words = np.frombuffer(view, np.uint64).reshape(-1, HEADER_BYTES // 8)
-    for slot in np.flatnonzero(words.any(axis=1)).tolist():
-        yield slot, view[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
 
 
 def runs(slots: Sequence[int], is_last: Callable[[int], bool] = lambda index: False) -> Iterator[tuple[int, int]]:

@@ -14,17 +14,22 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import BlockIndex, StoredBlock
+from kvpact.index.block_index import BlockIndex
 from kvpact.tiers.base import RecordError, RecordHeader, TierCounts
-from kvpact.tiers.disk.slab import Slab, digest_table, occupied
+from kvpact.tiers.disk.header_table import judged, occupied, pieces_of
+from kvpact.tiers.disk.slab import Slab, digest_table
 from kvpact.tiers.log_once import LastErrors
 
 logger = logging.getLogger(__name__)
 
 _PERSIST_S: Final = 1.0
+
+_EXPLAINED: Final = 64
+"""Unusable records of one piece of the table whose reasons are looked for."""
 
 
 class SlabContent:
@@ -42,7 +47,7 @@ class SlabContent:
         self.index = BlockIndex(most_slots, slab.superblock.slots_in(slab.superblock.claim_bytes))
         self.digests = digest_table(most_slots)
         """Of each slot's payload."""
-        self.lengths = np.zeros(most_slots, np.int64)
+        self.lengths = np.zeros(most_slots, np.uint32 if slab.superblock.slot_bytes < 1 << 32 else np.uint64)
         """Bytes of each slot's payload."""
         self.rooted = np.zeros(most_slots, np.bool_)
         """Whether each slot's record says that no block is before it: a chain's first one, or a loose one."""
@@ -125,25 +130,55 @@ class SlabContent:
 
     def _restore(self) -> None:
         """Fill the index from the header table; payloads are not read (H59). Raises OSError."""
-        blocks, unusable = list[StoredBlock](), list[int]()
-        for slot, raw in occupied(self.slab.read_table()):
-            try:
-                header = self.slab.superblock.header(slot, raw)
-                if slot >= self.slab.slots:
-                    raise RecordError("its payload is beyond the end of the file")
-            except RecordError as error:
-                unusable.append(slot)
-                self.last_errors.warn_once(f"damaged: {error}", f"slot {slot} of {self.slab.path}: {error}; dropped")
-                continue
-            self.note(slot, header)
-            blocks.append(StoredBlock(header.key, header.parent, slot, header.used))
-        orphans = self.index.restore(blocks)
-        self._counts = replace(self._counts, damaged=len(unusable))
-        self._forget_headers({*unusable, *(block.slot for block in orphans)})
+        damaged = 0
+        with self.lock:
+            self.index.begin_restore()
+        for first, table in pieces_of(self.slab):
+            damaged += self._restore_piece(first, table)
+        with self.lock:
+            orphans = self.index.end_restore()
+            self._counts = replace(self._counts, damaged=self._counts.damaged + damaged)
+        self._forget_headers(orphans.tolist())
         logger.info(
             "disk tier: %s holds %d blocks (%d records unusable, %d without the block before them)",
-            self.slab.path, self.index.held_count, len(unusable), len(orphans),
+            self.slab.path, self.index.held_count, damaged, len(orphans),
         )  # fmt: skip
+
+    def _restore_piece(self, first: int, table: bytearray) -> int:
+        """Enter neighbouring slots, and clear the unusable ones' headers; returns how many these are."""
+        headers, sound = judged(self.slab.superblock, first, table)
+        sound[max(0, self.slab.slots - first) :] = False
+        end = max(first, min(first + len(headers), self.index.usable_slots, self.index.num_slots))
+        (good,) = sound[: end - first].nonzero()
+        fields = headers[: len(good)] if len(good) == end - first else headers[good]
+        with self.lock:
+            at = slice(first, end)  # of other slots in between nothing is asked
+            self.digests[at] = headers["digest"][: end - first]
+            self.lengths[at] = headers["length"][: end - first]
+            self.rooted[at] = headers["depth"][: end - first] == 0
+            self.index.restore_some(good + first, fields["key"], fields["parent"], fields["used"])
+        if len(good) == len(headers):
+            return 0
+        unusable = self._unusable(first, table, sound)
+        beyond = np.flatnonzero(sound[end - first :]) + end
+        self._forget_headers([*unusable, *beyond.tolist()])
+        return len(unusable)
+
+    def _unusable(self, first: int, table: bytearray, sound: NDArray[np.bool_]) -> list[int]:
+        """The slots whose headers are neither empty nor sound; the reasons of the first ones are logged."""
+        unusable = list[int]()
+        for slot, raw in occupied(table, first):
+            if sound[slot - first]:
+                continue
+            unusable.append(slot)
+            if len(unusable) > _EXPLAINED:
+                continue
+            try:
+                self.slab.superblock.header(slot, raw)
+                raise RecordError("its payload is beyond the end of the file")
+            except RecordError as error:
+                self.last_errors.warn_once(f"damaged: {error}", f"slot {slot} of {self.slab.path}: {error}; dropped")
+        return unusable
 
     def persist_use(self) -> None:
         """Store when blocks were last used, newest first, for at most `_PERSIST_S`. A kill loses these times."""
@@ -157,11 +192,10 @@ class SlabContent:
 
     def scan(self) -> Iterator[RecordHeader]:
         """The header of every sound record, in no order."""
-        table = bytearray()
         try:
-            table = self.slab.read_table()
+            for first, table in pieces_of(self.slab):
+                for slot, raw in occupied(table, first):
+                    with suppress(RecordError):
+                        yield self.slab.superblock.header(slot, raw)
         except OSError as error:
             self.note_read_failed(error)
-        for slot, raw in occupied(table):
-            with suppress(RecordError):
-                yield self.slab.superblock.header(slot, raw)

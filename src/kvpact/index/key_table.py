@@ -1,0 +1,305 @@
+"""Which key lies in which row, for millions of rows: the keys in one buffer, found through a table of numbers.
+
+Owns the keys' bytes and the table. Knows no chains and no states; its owner says which rows are in use.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from kvpact.errors import PactViolation
+from kvpact.identity.keys import KEY_BYTES, BlockKey
+
+NONE: Final = -1
+
+FEW: Final = 8
+"""Below this many rows a loop over them is cheaper than calls of numpy."""
+
+RowArray: TypeAlias = NDArray[np.int64]
+Names: TypeAlias = NDArray[np.uint64]
+"""Keys as numbers, an array of shape (keys, 4)."""
+
+_WORDS: Final = KEY_BYTES // 8
+_HALVES: Final = KEY_BYTES // 4
+
+_SPREAD: Final = 0x9E3779B1
+"""Odd, its bits in no order: what only differs in a few bits gets different lists, too (Knuth's golden ratio)."""
+
+_WHOLE: Final = 0xFFFFFFFF
+
+_ONE_BY_ONE: Final = 24
+"""Keys that are not the first of their lists are followed one by one up to this number."""
+_ENDS = struct.Struct(f"<I{KEY_BYTES - 8}xI").unpack
+
+
+def zeros(rows: int, kind: str) -> tuple[NDArray[np.int_], memoryview]:
+    """Zeros of a dtype for each row, as an array and as the memory of it, which is faster for single rows.
+
+    The kernel gives their memory when they are first written.
+    """
+    each = np.zeros(rows, kind)
+    return each, memoryview(each.data)
+
+
+class KeyTable:
+    """The keys of rows. 44 to 52 bytes a row: a key, a link, and a table of two to four entries a row.
+
+    Keys are digests, so a few of their bytes are the hash; the first and the last ones, so that handmade keys differ,
+    too. Those with one hash form a list that starts in the table and goes on from row to row. A row leaves its list at
+    once, so that nothing is left behind to be cleared up, however often rows change their keys. Where keys have one
+    hash, a lookup compares all of them.
+
+    A key has 32 bytes. One of another length, as tests make them, is known by its digest, and kept beside the table.
+    """
+
+    __slots__ = ("_bytes", "_count", "_halves", "_handmade", "_heads", "_heads_each", "_next", "_next_each", "_records",
+                 "_shift", "_words")  # fmt: skip
+
+    def __init__(self, num_rows: int) -> None:
+        """No row has a key. The last row must never get one."""
+        self._bytes = mmap.mmap(-1, num_rows * KEY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._words: Names = np.frombuffer(self._bytes, np.uint64).reshape(num_rows, _WORDS)
+        self._halves = memoryview(self._bytes).cast("I")
+        self._records = np.frombuffer(self._bytes, f"V{KEY_BYTES}")
+        if num_rows > 1 << 30:
+            raise ValueError(f"an index has at most {1 << 30} rows, not {num_rows}")
+        bits = 1 + max(1, (num_rows - 1).bit_length())
+        self._shift = 32 - bits
+        self._heads_each, self._heads = zeros(1 << bits, "i4")  # row + 1; 0 for none
+        self._next_each, self._next = zeros(num_rows, "i4")
+        self._handmade: dict[int, BlockKey] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Rows that have a key."""
+        return self._count
+
+    # One key
+
+    def find(self, key: BlockKey) -> int:
+        """The row of a key; NONE if it is unknown."""
+        name = key if len(key) == KEY_BYTES else _name(key)
+        first, last = _ENDS(name)
+        row: int = self._heads[((first ^ last) * _SPREAD & _WHOLE) >> self._shift] - 1
+        stored, following = self._bytes, self._next
+        while row >= 0:
+            at = row * KEY_BYTES
+            if stored[at : at + KEY_BYTES] == name:
+                return row
+            row = following[row] - 1
+        return NONE
+
+    def key(self, row: int) -> BlockKey:
+        """The key of a row that has one."""
+        if self._handmade and (key := self._handmade.get(row)) is not None:
+            return key
+        at = row * KEY_BYTES
+        return self._bytes[at : at + KEY_BYTES]
+
+    def add(self, key: BlockKey, row: int) -> None:
+        """Give an unknown key to a row without one."""
+        name = key
+        if len(key) != KEY_BYTES:
+            name = _name(key)
+            self._handmade[row] = key
+        at = row * KEY_BYTES
+        self._bytes[at : at + KEY_BYTES] = name
+        first, last = _ENDS(name)
+        bucket = ((first ^ last) * _SPREAD & _WHOLE) >> self._shift
+        self._next[row] = self._heads[bucket]
+        self._heads[bucket] = row + 1
+        self._count += 1
+
+    def remove(self, row: int) -> None:
+        """Take a row's key away."""
+        self._unlist(row, self._bucket(row))
+        self._count -= 1
+        if self._handmade:
+            self._handmade.pop(row, None)
+
+    def _unlist(self, row: int, bucket: int) -> None:
+        heads, following = self._heads, self._next
+        link = heads[bucket]
+        if link == row + 1:
+            heads[bucket] = following[row]
+            return
+        while (after := following[link - 1]) != row + 1:
+            link = after
+        following[link - 1] = following[row]
+
+    def _bucket(self, row: int) -> int:
+        at = row * _HALVES
+        return ((self._halves[at] ^ self._halves[at + _HALVES - 1]) * _SPREAD & _WHOLE) >> self._shift
+
+    # Many keys
+
+    def names(self, keys: Sequence[BlockKey]) -> Names:
+        """The keys as numbers, for the other methods. Keys of other lengths than 32 bytes cost a digest each."""
+        joined = b"".join(keys)
+        if len(joined) != KEY_BYTES * len(keys) or (keys and len(keys[0]) != KEY_BYTES):
+            joined = b"".join(map(_name, keys))
+        return np.frombuffer(joined, np.uint64).reshape(-1, _WORDS)
+
+    def find_each(self, names: Names) -> RowArray:
+        """The row of each key; NONE for the unknown ones."""
+        return self._find(names, self._buckets(names))
+
+    def _buckets(self, names: Names) -> RowArray:
+        halves = names.view(np.uint32)
+        buckets = halves[:, 0] ^ halves[:, -1]
+        buckets *= np.uint32(_SPREAD)
+        buckets >>= np.uint32(self._shift)
+        return buckets.astype(np.int64)
+
+    def _find(self, names: Names, buckets: RowArray) -> RowArray:
+        wanted, words = names[:, 0], self._words[:, 0]
+        rows = self._heads_each[buckets].astype(np.int64)
+        rows -= 1
+        (left,) = ((words[rows] != wanted) & (rows >= 0)).nonzero()
+        while len(left) > _ONE_BY_ONE:
+            step = self._next_each[rows[left]].astype(np.int64)
+            step -= 1
+            rows[left] = step
+            left = left[(step >= 0) & (words[step] != wanted[left])]
+        for index in left.tolist():
+            rows[index] = self._find_after(self._next[int(rows[index])] - 1, names[index].tobytes())
+        if (there := self._words.take(rows, 0, mode="wrap").tobytes()) != (sought := names.tobytes()):
+            self._tell_apart(rows, there, sought)
+        return rows
+
+    def _tell_apart(self, rows: RowArray, there: bytes, sought: bytes) -> None:
+        """Go on from rows whose keys have only their first words in common with those that are sought."""
+        pairs = (np.frombuffer(each, np.uint64).reshape(-1, _WORDS) for each in (there, sought))
+        for index in ((rows >= 0) & np.not_equal(*pairs).any(axis=1)).nonzero()[0].tolist():
+            rows[index] = self._find_after(int(rows[index]), sought[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+
+    def _find_after(self, row: int, name: bytes) -> int:
+        while row >= 0 and self._bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES] != name:
+            row = self._next[row] - 1
+        return row
+
+    def keys(self, rows: slice | RowArray) -> list[BlockKey]:
+        """The keys of rows that have one."""
+        keys: list[BlockKey] = self._records[rows].tolist()
+        if self._handmade:
+            numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+            keys = [self._handmade.get(row, key) for row, key in zip(numbers, keys, strict=True)]
+        return keys
+
+    def add_each(self, keys: Sequence[BlockKey], names: Names, rows: slice | RowArray) -> None:
+        """Give unknown keys, no two of them the same, to rows without one."""
+        self.add_names(names, rows)
+        if len(keys[0]) != KEY_BYTES or len(keys[-1]) != KEY_BYTES:
+            numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+            self.note_handmade(zip(numbers, keys, strict=True))
+
+    def add_names(self, names: Names, rows: slice | RowArray) -> None:
+        """As `add_each`, of keys of 32 bytes."""
+        self._words[rows] = names
+        numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        self._count += len(numbers)
+        self._enlist(self._buckets(names), numbers)
+
+    def _enlist(self, buckets: RowArray, rows: RowArray) -> None:
+        """Enter rows into their lists; of several in one list the last one comes in at each turn."""
+        heads, following = self._heads_each, self._next_each
+        while True:
+            following[rows] = heads[buckets]
+            heads[buckets] = rows + 1
+            late = heads[buckets] != rows + 1
+            if not late.any():
+                return
+            buckets, rows = buckets[late], rows[late]
+
+    # Hidden keys, which only these methods find: they belong to rows whose chain is not known to be whole yet
+
+    def find_either(self, names: Names) -> RowArray:
+        """As `find_each`, also of hidden keys."""
+        wanted, words = names[:, 0], self._words[:, 0]
+        rows = self._heads_each[self._buckets(names)].astype(np.int64)
+        rows -= 1
+        left = np.flatnonzero(rows >= 0)
+        left = left[_differ(words[rows[left]], wanted[left])]
+        while len(left):
+            step = self._next_each[rows[left]].astype(np.int64)
+            step -= 1
+            rows[left] = step
+            left, step = left[step >= 0], step[step >= 0]
+            left = left[_differ(words[step], wanted[left])]
+        found = np.flatnonzero(rows >= 0)
+        there, sought = self._words[rows[found]], names[found]
+        for index in found[((there != sought).any(axis=1) & (there != ~sought).any(axis=1))].tolist():
+            name, hidden, row = names[index].tobytes(), (~names[index]).tobytes(), int(rows[index])
+            while row >= 0 and self._bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES] not in (name, hidden):
+                row = self._next[row] - 1
+            rows[index] = row
+        return rows
+
+    def add_hidden(self, names: Names, rows: RowArray) -> None:
+        """Give hidden keys, which are in the table neither so nor openly, to rows without one."""
+        self._words[rows] = ~names
+        self._enlist(self._buckets(names), rows)
+
+    def show(self, rows: RowArray) -> None:
+        """Turn the hidden keys of rows into keys."""
+        self._words[rows] = ~self._words[rows]
+        self._count += len(rows)
+
+    def hide(self, rows: RowArray) -> None:
+        """Turn the keys of rows into hidden ones."""
+        self._words[rows] = ~self._words[rows]
+        self._count -= len(rows)
+
+    def names_at(self, rows: RowArray) -> Names:
+        """The keys of rows as numbers."""
+        return self._words[rows]
+
+    def note_handmade(self, keys: Iterable[tuple[int, BlockKey]]) -> None:
+        """Keep the keys of (row, key) that have not 32 bytes; the others are in the table already."""
+        self._handmade.update(each for each in keys if len(each[1]) != KEY_BYTES)
+
+    def remove_each(self, rows: Sequence[int]) -> None:
+        """Take the keys of rows away, each once."""
+        self._count -= len(rows)
+        if self._handmade:
+            for row in rows:
+                self._handmade.pop(row, None)
+        if len(rows) < FEW:
+            for row in rows:
+                self._unlist(row, self._bucket(row))
+            return
+        numbers = np.asarray(rows, np.int64)
+        buckets = self._buckets(self._words.take(numbers, 0))
+        later = self._heads_each[buckets] != numbers + 1
+        first = ~later
+        self._heads_each[buckets[first]] = self._next_each[numbers[first]]
+        for row, bucket in zip(numbers[later].tolist(), buckets[later].tolist(), strict=True):
+            self._unlist(row, bucket)
+
+    def lists(self) -> Iterator[int]:
+        """Every row that has a key, as the table has them, for checks.
+
+        Raises PactViolation for a row in a wrong list.
+        """
+        for bucket, link in enumerate(self._heads):
+            while link:
+                if self._bucket(link - 1) != bucket:
+                    raise PactViolation(f"row {link - 1} is listed as {bucket}, and its key has another hash")
+                yield link - 1
+                link = self._next[link - 1]
+
+
+def _name(key: BlockKey) -> bytes:
+    return key if len(key) == KEY_BYTES else blake3(key).digest()
+
+
+def _differ(words: Names, wanted: Names) -> NDArray[np.bool_]:
+    """Whether each word is neither the wanted one nor, as in a hidden key, its complement."""
+    return (words ^ wanted) + np.uint64(1) > 1
