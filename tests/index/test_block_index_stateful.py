@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
-from hypothesis import event, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, State
@@ -112,6 +112,7 @@ class Model:
 
 class IndexMachine(RuleBasedStateMachine):
     num_slots = NUM_SLOTS
+    blocks_a_letter = 1
 
     @initialize()
     def start(self) -> None:
@@ -144,7 +145,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(path=paths)
     def reserve(self, path: str) -> None:
-        keys = chain(path)
+        keys = chain("".join(letter * self.blocks_a_letter for letter in path))
         start, end = self.index.known_prefix(keys), len(keys)
         parent = keys[start - 1] if start else ROOT
         before = {key: block.slot for key, block in self.model.known().items()}
@@ -301,5 +302,16 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.known_prefix(keys) == sum(key in known for key in keys)
 
 
+class LongChains(IndexMachine):
+    """Chains of tens of blocks, which go in runs of neighbouring slots, whole or in part."""
+
+    num_slots = 10 * NUM_SLOTS
+    blocks_a_letter = 9
+
+
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestLongChains = LongChains.TestCase
+TestLongChains.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -134,11 +134,18 @@ class LeastRecentlyUsed:
             self._queued[slot] = slot_class + 1
             self._queues[slot_class].add(self._used[slot], slot)
 
+    def begin_restore(self) -> None:
+        """From now on each use is after every number that is stored as the time of a last use."""
+        self.tick = int(np.float64(np.inf).view(np.int64))
+
     def restore(self, slots: RowArray, leaves: RowArray) -> None:
         """Start with `slots`, used one after the other, of which the `leaves`, in the same order, are evictable."""
         self.used_each[slots] = np.arange(1, len(slots) + 1)
         self.tick = len(slots)
-        np.frombuffer(self._queued, np.uint8)[leaves] = 1
+        marks = np.frombuffer(self._queued, np.uint8)
+        marks[:] = 0
+        marks[leaves] = 1
+        self._queues = [_Queue() for _ in self._queues]
         self._queues[0].fill(self.used_each[leaves], leaves)
 
     def take(self, evictable: Callable[[int], bool], slot_class: int = 0) -> int | None:

@@ -64,12 +64,12 @@ class KeyTable:
 
     def __init__(self, num_rows: int) -> None:
         """No row has a key. The last row must never get one."""
+        if num_rows > 1 << 30:
+            raise ValueError(f"an index has at most {1 << 30} rows, not {num_rows}")
         self._bytes = mmap.mmap(-1, num_rows * KEY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._words: Names = np.frombuffer(self._bytes, np.uint64).reshape(num_rows, _WORDS)
         self._halves = memoryview(self._bytes).cast("I")
         self._records = np.frombuffer(self._bytes, f"V{KEY_BYTES}")
-        if num_rows > 1 << 30:
-            raise ValueError(f"an index has at most {1 << 30} rows, not {num_rows}")
         bits = 1 + max(1, (num_rows - 1).bit_length())
         self._shift = 32 - bits
         self._heads_each, self._heads = zeros(1 << bits, "i4")  # row + 1; 0 for none

@@ -36,10 +36,10 @@ class StoredBlock:
 
 
 class Restoring(Losses):
-    """Rows that come from a table: `begin_restore`, `restore_some` for each piece, `end_restore`.
+    """Rows that come from a table: `begin_restore`, `restore_some` for each piece, `settle_restore`, `end_restore`.
 
-    Between the first call and the last one no slot is free and nothing can be reserved; what is held can be looked up,
-    pinned and dropped. A block is held as soon as it and all blocks before it have been read.
+    Between the first call and the last one nothing may be reserved; what is held can be looked up, used, pinned and
+    dropped. A block is held as soon as it and all blocks before it have been read; others are unknown.
 
     About 0.3 us a block, whatever the order of the table: parents are found by keys, and whether a chain reaches the
     root by doubling the steps along it. Blocks whose parents come later in the table are looked at again when the table
@@ -47,11 +47,6 @@ class Restoring(Losses):
     """
 
     __slots__ = ("_rejected", "_settled_at", "_waiting")
-
-    @property
-    def restoring(self) -> bool:
-        """Whether a table is being read."""
-        return self._waiting is not None
 
     def _reset(self) -> None:
         super()._reset()
@@ -89,7 +84,8 @@ class Restoring(Losses):
                 self._keys.names([block.parent or bytes(KEY_BYTES) for block in table]),
                 np.array([ranks[slot] for slot in slots], np.float64),
             )
-        rejected += [by_slot[slot] for slot in self.end_restore().tolist()]
+        rejected += [by_slot[slot] for slot in self.settle_restore().tolist()]
+        self.end_restore(self.order_of_use())
         self._keys.note_handmade((slot, by_slot[slot].key) for slot in slots if self._state[slot] == HELD)
         return rejected
 
@@ -99,6 +95,7 @@ class Restoring(Losses):
             raise PactViolation(f"only an empty index can be restored, not one with {len(self)} blocks")
         self._reset()
         self.space.restore({0: np.arange(self.usable_slots)})
+        self._policy.begin_restore()
         self._waiting = []
 
     def restore_some(self, slots: RowArray, keys: Names, parents: Names, last_used: NDArray[np.float64]) -> None:
@@ -108,7 +105,7 @@ class Restoring(Losses):
         shape (blocks, 4), zeros for no parent. `last_used` is any number, not negative, that grows with time.
         """
         slots, keys, parents, last_used = self._without_doubles(slots, keys, parents, last_used)
-        self._policy.used_each[slots] = (np.fmax(last_used, 0.0) + 0.0).view(np.int64)  # in the order of the numbers
+        self._policy.used_each[slots] = (np.fmax(last_used, 0.0) + 0.0).view(np.int64)  # their order is the numbers'
         self._keys.add_hidden(keys, slots)
         known = self._held + sum(len(waiting) for waiting, _ in self._waiting or ()) + len(slots)
         if known >= 2 * self._settled_at:
@@ -117,23 +114,38 @@ class Restoring(Losses):
         else:
             self._waiting = [*(self._waiting or ()), *self._reach(slots, parents)]
 
-    def end_restore(self) -> RowArray:
-        """The table was read in full: hand out the free slots. Returns the slots of blocks that cannot be used.
+    def settle_restore(self) -> RowArray:
+        """The table was read in full. Returns the slots of blocks that cannot be used.
 
         Those are blocks whose chains do not reach the root, and of two blocks with one key the less recently used one,
         or the one in the higher slot.
         """
         self._settle(self._waiting or [])
         lost = [slots for slots, _ in self._waiting or ()]
-        self._waiting = None
+        self._waiting = []
         for slots in lost:
             self._keys.show(slots)
             self._keys.remove_each(slots.tolist())
-        self._join_runs()
-        self._order_by_use()
-        self.space.restore({0: np.flatnonzero(self._state_each[: self.num_slots] != FREE)})
         rejected, self._rejected = [*self._rejected, *lost], []
         return np.concatenate(rejected) if rejected else np.zeros(0, np.int64)
+
+    def order_of_use(self) -> RowArray:
+        """The held rows in the order of their last use, for `end_restore`; joins runs, too.
+
+        After `settle_restore`. The owner's lock is not needed: meanwhile blocks may be used, pinned and dropped. A use
+        in that time may not count.
+        """
+        self._join_runs()
+        rows = np.flatnonzero(self._state_each[: self.num_slots] == HELD)[::-1]
+        return rows[np.argsort(self._policy.used_each[rows], kind="stable")]
+
+    def end_restore(self, order: RowArray) -> None:
+        """Hand out the free slots; `order` is what `order_of_use` has returned."""
+        self._waiting = None
+        states = self._state_each
+        rows = order[states[order] == HELD]
+        self._policy.restore(rows, rows[self._first_child_each[rows] == NONE])
+        self.space.restore({0: np.flatnonzero(states[: self.num_slots] != FREE)})
 
     # Blocks with one key
 
@@ -148,17 +160,17 @@ class Restoring(Losses):
             return slots, keys, parents, last_used
         keep, best = np.ones(len(slots), np.bool_), dict[bytes, int]()
         times = np.fmax(last_used, 0.0)
-        for index in clash:
-            there = int(older[index])
-            is_younger = float(times[index]) > float(self._policy.used_each[there : there + 1].view(np.float64)[0])
-            if not (is_younger and self._give_up(there)):
-                keep[index] = False
-        for index in np.flatnonzero(keep).tolist():
+        for index in range(len(slots)):
             other = best.setdefault(keys[index].tobytes(), index)
             if other != index:
                 loser = other if times[index] > times[other] else index
                 best[keys[index].tobytes()] = other + index - loser
                 keep[loser] = False
+        for index in clash:
+            there = int(older[index])
+            is_younger = float(times[index]) > float(self._policy.used_each[there : there + 1].view(np.float64)[0])
+            if keep[index] and not (is_younger and self._give_up(there)):
+                keep[index] = False
         self._rejected.append(slots[~keep])
         return slots[keep], keys[keep], parents[keep], last_used[keep]
 
@@ -256,9 +268,3 @@ class Restoring(Losses):
             start = self._start[first - 1] if joined[0] else 0
             starts = np.maximum.accumulate(np.where(joined, start, rows))
             self._start_each[first:end] = starts
-
-    def _order_by_use(self) -> None:
-        """Turn the times of last use into ticks, and queue the last blocks of all chains."""
-        rows = np.flatnonzero(self._state_each[: self.num_slots] == HELD)[::-1]
-        rows = rows[np.argsort(self._policy.used_each[rows], kind="stable")]
-        self._policy.restore(rows, rows[self._first_child_each[rows] == NONE])

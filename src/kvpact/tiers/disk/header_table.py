@@ -22,15 +22,16 @@ _AHEAD: Final = 8
 """Pieces that the kernel reads while one is judged."""
 
 
-def pieces_of(slab: SlabReader) -> Iterator[tuple[int, bytearray]]:
-    """(first slot, headers) of neighbouring slots, in order. Raises OSError.
+def pieces_of(slab: SlabReader, start: int = 0) -> Iterator[tuple[int, bytearray]]:
+    """(first slot, headers) of neighbouring slots from `start` on, in order. Raises OSError.
 
     Also of slots beyond the end of the file. What was never written is left out where the file system says so.
     """
     for first, end in slab.written_headers():
-        for start in range(first, end, PIECE_SLOTS):
-            slab.read_ahead(start + PIECE_SLOTS, min(_AHEAD * PIECE_SLOTS, max(0, end - start - PIECE_SLOTS)))
-            yield start, slab.read_headers(start, min(PIECE_SLOTS, end - start))
+        for at in range(max(first, start), end, PIECE_SLOTS):
+            if (ahead := min(_AHEAD * PIECE_SLOTS, end - at - PIECE_SLOTS)) > 0:
+                slab.read_ahead(at + PIECE_SLOTS, ahead)
+            yield at, slab.read_headers(at, min(PIECE_SLOTS, end - at))
 
 
 def judged(superblock: Superblock, first: int, table: bytearray) -> tuple[np.ndarray, NDArray[np.bool_]]:

@@ -7,8 +7,9 @@ writes the slab, so lookups are answered from memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, islice, takewhile
+from typing import Final
 
 import numpy as np
 
@@ -25,6 +26,12 @@ from kvpact.tiers.disk.two_threads import MISPLACED, UNREADABLE, groups_of, on_t
 from kvpact.tiers.log_once import LastErrors
 from kvpact.tiers.record import Block, bytes_of, chained
 
+FIRST_READ_S: Final = 1.0
+"""Seconds for which opening a slab reads its header table, some 1.5 million blocks; the rest follows."""
+
+FIRST_PIECES: Final = 16
+"""Pieces of it, of 4,096 slots each, that it reads however long they take."""
+
 
 class OwnSlab:
     """The methods have the meaning of those of `Tier`, for this slab alone; `slab` must be open meanwhile."""
@@ -37,8 +44,19 @@ class OwnSlab:
         self._last_errors = last_errors
         self._content = SlabContent(slab, max(1, slab.superblock.slots_in(directory.capacity_bytes)), last_errors)
         self._lock, self._index = self._content.lock, self._content.index
+        late, pieces = time.monotonic() + FIRST_READ_S, count()
+        self._content.read_on(lambda: next(pieces) > FIRST_PIECES and time.monotonic() > late)
         self.size = SlabSize(self._content, directory)
         """How many slots it has and may have."""
+
+    @property
+    def reading(self) -> bool:
+        """Whether a part of the header table is still to be read: what is in it is not found, and nothing is stored."""
+        return self._content.reading
+
+    def read_on(self, stopped: Callable[[], bool]) -> None:
+        """Read the header table on until the end or `stopped`. Raises OSError."""
+        self._content.read_on(stopped)
 
     # Lookups and reads
 
@@ -149,7 +167,9 @@ class OwnSlab:
     # Writes
 
     def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch) -> None:
-        """Store what is new of these blocks, if all before `start` are in this slab."""
+        """Store what is new of these blocks, if all before `start` are in this slab. Nothing while it is `reading`."""
+        if self.reading:
+            return
         with self._lock:
             misplaced = self._misplaced(keys, self._index.known_prefix(keys), start + len(buffers))
         self._quarantine_all(misplaced)
@@ -170,7 +190,9 @@ class OwnSlab:
             return begin, reservation.slots
 
     def put_each(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch) -> None:
-        """Store what is new of these loose blocks, as far as there is room."""
+        """Store what is new of these loose blocks, as far as there is room. Nothing while the slab is `reading`."""
+        if self.reading:
+            return
         numbers, slots = list[int](), list[int]()
         with self._lock:
             for key in filter(self._index.__contains__, keys):
@@ -261,12 +283,9 @@ class OwnSlab:
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         """Drop these blocks and all after them; return how many were dropped. Raises TierError as `Tier.delete`."""
-        dropped = sum([self._drop(key) for key in keys])
+        dropped = self._content.delete(keys)
         self._content.require_no_stale_headers()
         return dropped
-
-    def _drop(self, key: BlockKey) -> int:
-        return self._content.lose(lambda: self._index.drop(key))
 
     def clear(self) -> None:
         """Drop every block. Raises TierError as `Tier.clear`."""

@@ -20,6 +20,7 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -207,7 +208,7 @@ class SlabReader:
             except OSError as error:
                 if error.errno == errno.ENXIO:  # nothing but a hole from there on
                     return
-                if error.errno != errno.EINVAL:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 data, at = at, PAGE_BYTES + slots * HEADER_BYTES
             first, end = (data - PAGE_BYTES) // HEADER_BYTES, -(-(at - PAGE_BYTES) // HEADER_BYTES)
@@ -216,9 +217,9 @@ class SlabReader:
 
     def read_ahead(self, first: int, count: int) -> None:
         """Have the kernel read the headers of `count` slots meanwhile."""
-        os.posix_fadvise(
-            self._buffered, PAGE_BYTES + first * HEADER_BYTES, count * HEADER_BYTES, os.POSIX_FADV_WILLNEED
-        )
+        offset, length = PAGE_BYTES + first * HEADER_BYTES, count * HEADER_BYTES
+        with suppress(OSError):  # no more than advice
+            os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_WILLNEED)
 
     def read_header(self, slot: int) -> bytes:
         """The header of one slot as it is on disk."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
-from kvpact.tiers.base import RecordError, RecordHeader, TierCounts
+from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, TierCounts
 from kvpact.tiers.disk.header_table import judged, occupied, pieces_of
 from kvpact.tiers.disk.slab import Slab, digest_table
 from kvpact.tiers.log_once import LastErrors
@@ -40,7 +41,7 @@ class SlabContent:
     """
 
     def __init__(self, slab: Slab, most_slots: int, last_errors: LastErrors) -> None:
-        """Take over an open slab, which may grow to its claim, and read its header table. Raises OSError."""
+        """Take over an open slab, which may grow to its claim. `read_on` reads its header table."""
         self.slab = slab
         self.last_errors = last_errors
         self.lock, self.header_lock = threading.Lock(), threading.Lock()
@@ -56,7 +57,12 @@ class SlabContent:
         self._counts = TierCounts()
         self._stale_headers: set[int] = set()
         """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
-        self._restore()
+        self.reading = True
+        """Whether a part of the header table is still to be read. Nothing is written meanwhile."""
+        self._pieces, self._read_to = pieces_of(slab), 0
+        self._deleted: set[BlockKey] = set()
+        """Blocks that were deleted before the table was read in full: they may be there still."""
+        self.index.begin_restore()
 
     # Records
 
@@ -128,41 +134,75 @@ class SlabContent:
 
     # Opening and closing
 
-    def _restore(self) -> None:
-        """Fill the index from the header table; payloads are not read (H59). Raises OSError."""
-        damaged = 0
-        with self.lock:
-            self.index.begin_restore()
-        for first, table in pieces_of(self.slab):
-            damaged += self._restore_piece(first, table)
-        with self.lock:
-            orphans = self.index.end_restore()
-            self._counts = replace(self._counts, damaged=self._counts.damaged + damaged)
-        self._forget_headers(orphans.tolist())
-        logger.info(
-            "disk tier: %s holds %d blocks (%d records unusable, %d without the block before them)",
-            self.slab.path, self.index.held_count, damaged, len(orphans),
-        )  # fmt: skip
+    def read_on(self, stopped: Callable[[], bool]) -> None:
+        """Read the header table on, piece by piece, until the end or `stopped`. One thread at a time. Raises OSError.
 
-    def _restore_piece(self, first: int, table: bytearray) -> int:
-        """Enter neighbouring slots, and clear the unusable ones' headers; returns how many these are."""
+        Payloads are not read (H59). What has been read is served; what has not is unknown, and its slots are not free.
+        After an error the next call goes on where this one was.
+        """
+        while self.reading and not stopped():
+            with self.header_lock:  # what is cleared meanwhile must not come back
+                try:
+                    piece = next(self._pieces, None)
+                except OSError:
+                    self._pieces = pieces_of(self.slab, self._read_to)
+                    raise
+                if piece is not None:
+                    self._read_piece(*piece)
+                    self._read_to = piece[0] + len(piece[1]) // HEADER_BYTES
+            if piece is None:
+                self._end_reading()
+            else:
+                time.sleep(0)  # other threads need the interpreter, too
+
+    def _read_piece(self, first: int, table: bytearray) -> None:
+        """Enter neighbouring slots, and clear the headers of unusable ones; the header lock is held."""
         headers, sound = judged(self.slab.superblock, first, table)
         sound[max(0, self.slab.slots - first) :] = False
         end = max(first, min(first + len(headers), self.index.usable_slots, self.index.num_slots))
         (good,) = sound[: end - first].nonzero()
         fields = headers[: len(good)] if len(good) == end - first else headers[good]
         with self.lock:
-            at = slice(first, end)  # of other slots in between nothing is asked
+            at = slice(first, end)  # nothing is asked of the other slots there
             self.digests[at] = headers["digest"][: end - first]
             self.lengths[at] = headers["length"][: end - first]
             self.rooted[at] = headers["depth"][: end - first] == 0
             self.index.restore_some(good + first, fields["key"], fields["parent"], fields["used"])
-        if len(good) == len(headers):
-            return 0
-        unusable = self._unusable(first, table, sound)
-        beyond = np.flatnonzero(sound[end - first :]) + end
-        self._forget_headers([*unusable, *beyond.tolist()])
-        return len(unusable)
+            deleted = [lost for key in self._deleted for lost in self.index.drop(key)]
+        if deleted:
+            self._forget_headers([slot for _, slot in deleted])
+        if len(good) < len(headers):
+            unusable = self._unusable(first, table, sound)
+            beyond = np.flatnonzero(sound[end - first :]) + end
+            with self.lock:
+                self.count(damaged=len(unusable))
+            self._forget_headers([*unusable, *beyond.tolist()])
+
+    def _end_reading(self) -> None:
+        with self.header_lock:
+            with self.lock:
+                unusable = self.index.settle_restore().tolist()
+                deleted = [slot for key in self._deleted for _, slot in self.index.drop(key)]
+            self._forget_headers([*unusable, *deleted])
+        order = self.index.order_of_use()
+        with self.header_lock, self.lock:
+            self.index.end_restore(order)
+            self._deleted.clear()
+            self.reading = False
+        logger.info(
+            "disk tier: %s holds %d blocks (%d records unusable, %d without the block before them)",
+            self.slab.path, self.index.held_count, self._counts.damaged, len(unusable),
+        )  # fmt: skip
+
+    def delete(self, keys: Iterable[BlockKey]) -> int:
+        """Drop blocks and all after them, those too that are still to be read; return how many were dropped."""
+        doomed, dropped = list(keys), 0
+        for key in doomed:
+            with self.header_lock:
+                if self.reading:
+                    self._deleted.add(key)
+            dropped += self.lose(partial(self.index.drop, key))
+        return dropped
 
     def _unusable(self, first: int, table: bytearray, sound: NDArray[np.bool_]) -> list[int]:
         """The slots whose headers are neither empty nor sound; the reasons of the first ones are logged."""

@@ -121,6 +121,11 @@ class DiskTier(Tier):
             raise TierError(f"disk tier: the other engines of {self._directory.path} leave no room for a slab yet")
         return self._own.slab
 
+    @property
+    def reading(self) -> bool:
+        """Whether a part of the own slab's header table is still to be read: its blocks are misses until then."""
+        return self._own is not None and self._own.reading
+
     # Lookups and reads
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
@@ -272,6 +277,10 @@ class DiskTier(Tier):
         with self._tending, self._uses.one() as running:
             if running and not self._stopped.is_set() and not (self._own is not None and self._own.slab.closed):
                 try:
+                    if self._own is not None:
+                        self._own.read_on(self._stopped.is_set)
+                        if self._own.reading:
+                            return
                     self._take_share()
                     self._last_errors.clear("share")
                 except DirectoryBusy:

@@ -1,0 +1,113 @@
+"""The table of keys against a dictionary: collisions, keys that come and go, and nothing that is left behind."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from kvpact.index.key_table import NONE, KeyTable
+
+ROWS = 60
+
+
+def digest(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(32)
+
+
+def alike(number: int) -> bytes:
+    """Keys of one hash: all of them are in one list."""
+    return b"12345678" + number.to_bytes(16, "big") + b"12345678"
+
+
+def one_word(number: int) -> bytes:
+    """Keys of one first word, but different hashes."""
+    return b"12345678" + number.to_bytes(24, "big")
+
+
+def handmade(number: int) -> bytes:
+    return b"%d" % number
+
+
+KINDS = {"digests": digest, "alike": alike, "one word": one_word, "handmade": handmade}
+KEYS = {kind: [make(number) for number in range(2 * ROWS)] for kind, make in KINDS.items()}
+
+
+def agrees(table: KeyTable, expected: dict[bytes, int], all_keys: list[bytes]) -> None:
+    assert len(table) == len(expected)
+    assert sorted(table.lists()) == sorted(expected.values())
+    wanted = [expected.get(key, NONE) for key in all_keys]
+    assert [table.find(key) for key in all_keys] == wanted
+    assert table.find_each(table.names(all_keys)).tolist() == wanted
+    assert table.find_either(table.names(all_keys)).tolist() == wanted
+    rows = list(expected.values())
+    assert table.keys(np.array(rows, np.int64)) == list(expected) == [table.key(row) for row in rows]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_table_is_a_dictionary(kind: str, data: st.DataObject) -> None:
+    keys = KEYS[kind]
+    table, expected, free = KeyTable(ROWS + 1), dict[bytes, int](), list(range(ROWS))
+    for _ in range(data.draw(st.integers(1, 8))):
+        count = data.draw(st.integers(0, 60))
+        chance = random.Random(data.draw(st.integers(0, 1 << 30)))
+        if chance.random() < 0.5:
+            new = [key for key in chance.sample(keys, len(keys)) if key not in expected][: min(count, len(free))]
+            chance.shuffle(free)
+            rows = [free.pop() for _ in new]
+            if chance.random() < 0.5 and new:
+                table.add_each(new, table.names(new), np.array(rows, np.int64))
+            else:
+                for key, row in zip(new, rows, strict=True):
+                    table.add(key, row)
+            expected |= dict(zip(new, rows, strict=True))
+        else:
+            rows = [expected.pop(key) for key in chance.sample(list(expected), min(count, len(expected)))]
+            free += rows
+            if chance.random() < 0.5:
+                table.remove_each(rows)
+            else:
+                for row in rows:
+                    table.remove(row)
+        agrees(table, expected, keys)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_full_table_is_no_longer_to_search_after_many_cycles(kind: str) -> None:
+    """Nothing is left behind by keys that are gone: all lists together have exactly the rows that have keys."""
+    table, width = KeyTable(ROWS + 1), 20
+    table.add_each(first := [KINDS[kind](number) for number in range(ROWS)], table.names(first), slice(0, ROWS))
+    for cycle in range(200):
+        start = cycle * width % ROWS
+        rows = range(start, start + width)
+        table.remove_each(rows)
+        new = [KINDS[kind](ROWS + cycle * width + number) for number in range(width)]
+        table.add_each(new, table.names(new), slice(start, start + width))
+        assert len(list(table.lists())) == len(table) == ROWS
+    assert table.find_each(table.names(new)).tolist() == list(rows)
+    assert (table.find_each(table.names(first)) == NONE).all()
+
+
+@pytest.mark.parametrize("kind", ["digests", "alike", "one word"])
+def test_hidden_keys_are_found_by_those_who_ask_for_them_only(kind: str) -> None:
+    table = KeyTable(101)
+    keys = [KINDS[kind](number) for number in range(100)]
+    names, rows = table.names(keys), np.arange(100)
+    table.add_hidden(names, rows)
+    assert (len(table), (table.find_each(names) == NONE).all(), table.find(keys[3])) == (0, True, NONE)
+    assert table.find_either(names).tolist() == rows.tolist()
+    table.show(rows[:50])
+    assert (len(table), table.find_each(names).tolist()) == (50, [*range(50), *[NONE] * 50])
+    assert table.find_either(names).tolist() == rows.tolist()
+    table.hide(rows[:10])
+    assert (len(table), table.find(keys[3]), table.find(keys[13])) == (40, NONE, 13)
+
+
+def test_more_rows_than_a_link_can_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        KeyTable((1 << 30) + 1)
