@@ -46,6 +46,7 @@ class Losses(Rows):
         its slots are free. There must be enough of them."""
         free, policy = self.space.free[slot_class], self._policy
         evicted: list[tuple[BlockKey, int]] = []
+        gone: list[int] = []  # their keys are taken away together
         while len(free) < wanted:
             row = policy.take(self._evictable_leaf, slot_class)
             if row is None:
@@ -53,9 +54,10 @@ class Losses(Rows):
                     f"{self._evictable[slot_class]} blocks count as evictable, but none is queued for eviction"
                 )
             if self._first_side[row] != NONE:
-                evicted += self._remove(row)
+                evicted += [*self._forget(gone), *self._remove(row)]
+                gone = []
                 continue
-            top = self._evict_run(row, slot_class, wanted - len(free), evicted)
+            top = self._evict_run(row, slot_class, wanted - len(free), gone)
             parent = self._parent[top]
             while not (self._is_side[top] or self._holds[parent]) and self._first_child[parent] == NONE:
                 # A chain goes from its end on, without a way through the queue for each block.
@@ -63,29 +65,33 @@ class Losses(Rows):
                 if len(free) >= wanted or self._first_side[parent] != NONE or not is_next:
                     policy.offer(parent, slot_class)
                     break
-                top = self._evict_run(parent, slot_class, wanted - len(free), evicted)
+                top = self._evict_run(parent, slot_class, wanted - len(free), gone)
                 parent = self._parent[top]
-        return evicted
+        return evicted + self._forget(gone)
 
-    def _evict_run(self, row: int, slot_class: int, most: int, evicted: list[tuple[BlockKey, int]]) -> int:
+    def _forget(self, rows: Sequence[int]) -> list[tuple[BlockKey, int]]:
+        """Take the keys of rows away; returns (key, row) of each."""
+        if not rows:
+            return []
+        pairs = list(zip(self._keys.keys(np.array(rows, np.int64)), rows, strict=True))
+        self._keys.remove_each(rows)
+        return pairs
+
+    def _evict_run(self, row: int, slot_class: int, most: int, gone: list[int]) -> int:
         """Free `row`, a leaf that nothing holds, and of the run before it at most `most` rows that would be next.
 
-        Returns the first of them.
+        Notes them in `gone`: their keys are still to be taken away. Returns the first of them.
         """
         top = row if self._is_side[row] else self._next_to_go(row, slot_class, most)
         if top < row:
             parent, last_use = self._parent[top], int(self._policy.used_each[top : row + 1].max())
             self._policy.use_at(top, last_use)
             rows: Sequence[int] = range(row, top - 1, -1)
-            keys = self._keys.keys(slice(top, row + 1))
-            keys.reverse()
-            evicted += zip(keys, rows, strict=True)
             self._state_each[top : row + 1] = FREE
         else:
             parent, rows = self._parent[row], (row,)
-            evicted.append((self._keys.key(row), row))
             self._state[row] = FREE
-        self._keys.remove_each(rows)
+        gone += rows
         self._policy.inherit(parent, top)
         self._cut(top)
         self._held -= len(rows)
@@ -113,8 +119,7 @@ class Losses(Rows):
         order = self._subtree(top)
         self._unlink(top)
         order.reverse()
-        removed = list(zip(self._keys.keys(np.array(order, np.int64)), order, strict=True))
-        self._keys.remove_each(order)
+        removed = self._forget(order)
         for row in order:
             self._policy.inherit(self._parent[row], row)
             self._first_child[row] = self._first_side[row] = NONE
