@@ -54,7 +54,7 @@ def test_one_class_has_the_numbers_and_the_order_that_it_always_had() -> None:
     segment.usable_slots = 3
     space = Arena([segment]).slot_space(0)
     assert isinstance(space, PlainSlots)
-    assert (space.num_rows, space.usable, space.free) == (4, 3, ([2, 1, 0],))
+    assert (space.num_rows, space.usable, [list(free) for free in space.free]) == (4, 3, [[2, 1, 0]])
     arena.close()
 
 

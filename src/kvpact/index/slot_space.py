@@ -96,7 +96,7 @@ class PlainSlots:
         """Only the first `usable` slots are handed out, until `use` says otherwise; None: all."""
         self.num_rows = num_slots
         self.usable = num_slots if usable is None else usable
-        self._stack = array("i", range(self.usable - 1, -1, -1))  # the first reservations get neighbouring slots
+        self._stack = _without(range(self.usable), ())  # the first reservations get neighbouring slots
         self.free: tuple[array[int], ...] = (self._stack,)
 
     def take(self, count: int, slot_class: int = 0) -> list[int]:
@@ -156,7 +156,7 @@ class PlainSlotsAndNames(PlainSlots):
         """See `PlainSlots`; the names are class 1."""
         super().__init__(num_slots, usable)
         self._num_slots, self.num_rows = num_slots, num_slots + names
-        self._names = array("i", range(self.num_rows - 1, num_slots - 1, -1))
+        self._names = _without(range(num_slots, self.num_rows), ())
         self.free = (self._stack, self._names)
 
     def take(self, count: int, slot_class: int = 0) -> list[int]:
