@@ -112,12 +112,15 @@ class Planner:
         refused = self._why_not(request, state, computed_tokens)
         if refused is not None:
             return self._miss(name, state, start, Miss(refused))
-        keys, now = self.finder.usable_keys(request, state), self.clock()
-        plan = self.ledger.find(name)
+        plan, now = self.ledger.find(name), self.clock()
         if plan is not None and plan.state is State.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
         if plan is not None:
             self.ledger.renew(plan, now)
+        keys = self.finder.usable_keys(request, state, start)
+        if keys is None:
+            state.put_off, state.waits_until = True, state.waits_until or now + self.config.prepare_deadline
+            return None
         if plan is not None and (plan.blocks.start != start or plan.blocks.end > len(keys)):
             plan = None
         if plan is not None and plan.state is State.PLANNED:
