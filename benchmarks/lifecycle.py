@@ -1,10 +1,11 @@
 """CPU time of the scheduler's thread for one request in a connector's scheduler half, from arrival to the last report.
 
-vLLM's own scheduler drives kvpact's scheduler half and, in the same run and in turn, those of two connectors of vLLM. States:
-"cold", a new prompt that is saved; "hit", the same prompt from a new request, of which the engine itself has nothing;
-"restart", the same in an engine that never saw the prompt and reads it from disk; "arrivals", many hits in one step.
-`cpu_ms` is that of all hooks together for one request, `cpu_ms_worst_step` the most in one step. `hash_ms` is what kvpact's own
-keys take of it; `engine_hash_ms` are vLLM's block hashes, made where a request arrives and not in a step: a peer's keys.
+vLLM's own scheduler drives kvpact's scheduler half and, in the same run and in turn, those of two connectors of vLLM.
+States: "cold", a new prompt that is saved; "hit", the same prompt from a new request, of which the engine itself has
+nothing; "restart", the same in an engine that never saw the prompt and reads it from disk; "arrivals", many hits in one
+step. `cpu_ms` is that of all hooks together for one request, `cpu_ms_worst_step` the most in one step. `hash_ms` is
+what kvpact's own keys take of it; `engine_hash_ms` are vLLM's block hashes, made where a request arrives and not in a
+step: the peers' keys. `over_...` is kvpact's time over the peer's, each with its own hashes and without them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ DISK_LIMIT_TOKENS = 131_072
 
 def _transfer(subject: str, blocks: int, block_size: int, folder: Path | None) -> dict[str, Any]:
     """Fields of `KVTransferConfig`: the cache has room for `blocks` blocks."""
+    config: dict[str, Any]
     module, name, config = {
         "kvpact": ("kvpact.vllm", "PactConnector", {"memory": f"{blocks * SLOT_BYTES}B", "model_id": "benchmark"}),
         "offloading": (
@@ -39,7 +41,7 @@ def _transfer(subject: str, blocks: int, block_size: int, folder: Path | None) -
             {
                 "spec_name": "MemcpySpec",
                 "spec_module_path": "kvpact.testkit.vllm.offloading",
-                "cpu_bytes_to_use": blocks * block_size * 8,
+                "cpu_bytes_to_use": blocks * SLOT_BYTES,
             },
         ),
         "simple": (
@@ -49,7 +51,8 @@ def _transfer(subject: str, blocks: int, block_size: int, folder: Path | None) -
         ),
     }[subject]
     if folder is not None:
-        config["disk"] = {"path": str(folder), "capacity": f"{2 * blocks * SLOT_BYTES}B"}
+        config["tiers"] = [f"disk://{folder}?capacity={max(2 * blocks * SLOT_BYTES, 64 << 20)}B"]
+        config |= {"shutdown_timeout": "60s", "write_queue": "1GiB", "prepare_deadline": "60s"}
     return {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": config}
 
 
@@ -57,9 +60,7 @@ SUBJECTS = ("kvpact", "offloading", "simple")
 """kvpact, vLLM's OffloadingConnector (CPU) and vLLM's SimpleCPUOffloadConnector."""
 
 
-def _halves(
-    subjects: Sequence[str], room: int, folder: Path | None, **shape: int
-) -> Iterator[tuple[str, Any]]:
+def _halves(subjects: Sequence[str], room: int, folder: Path | None, **shape: int) -> Iterator[tuple[str, Any]]:
     from benchmarks.scheduler_halves import SchedulerHalf
 
     blocks = room * shape["requests"] * (-(-shape["tokens"] // shape["block_size"]) + 2) + 16

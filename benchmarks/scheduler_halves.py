@@ -1,8 +1,8 @@
 """A connector's scheduler half under vLLM's own scheduler, with the CPU time of each of its hooks.
 
-Owns the engine without a model: its workers are the connector's own, over KV memory of eight bytes a token, so that their
-copies cost next to nothing, and nothing is computed. Only the time that the scheduler's thread spends in the connector's
-hooks is counted.
+Owns the engine without a model: its workers are the connector's own, over KV memory of eight bytes a token, so that
+their copies cost next to nothing, and nothing is computed. Only the time that the scheduler's thread spends in the
+connector's hooks is counted.
 """
 
 from __future__ import annotations
@@ -223,6 +223,7 @@ class SchedulerHalf:
 
     def probe_seconds(self, prompt: list[int], times: int) -> float:
         """Seconds of one of many repeated probes of a waiting request; the first one does not count."""
+        self.spent = Spent()
         request = self.request("probed", prompt)
         probe = self.connector.get_num_new_matched_tokens
         inner = getattr(probe, "__wrapped__", probe)
@@ -234,7 +235,6 @@ class SchedulerHalf:
             inner(request, 0)
         seconds = (thread_time() - began) / times
         self.connector.request_finished(request, [])
-        self._step = 0.0
         return seconds
 
     def forget(self) -> None:
