@@ -30,7 +30,7 @@ DISK_LIMIT_TOKENS = 131_072
 """Longer prompts are not read back from disk here."""
 
 
-def _transfer(subject: str, blocks: int, block_size: int, folder: Path | None) -> dict[str, Any]:
+def transfer(subject: str, blocks: int, block_size: int, folder: Path | None) -> dict[str, Any]:
     """Fields of `KVTransferConfig`: the cache has room for `blocks` blocks."""
     config: dict[str, Any]
     module, name, config = {
@@ -65,8 +65,8 @@ def _halves(subjects: Sequence[str], room: int, folder: Path | None, **shape: in
 
     blocks = room * shape["requests"] * (-(-shape["tokens"] // shape["block_size"]) + 2) + 16
     for subject in subjects:
-        transfer = _transfer(subject, blocks, shape["block_size"], folder)
-        yield subject, SchedulerHalf(transfer, **shape)
+        fields = transfer(subject, blocks, shape["block_size"], folder)
+        yield subject, SchedulerHalf(fields, **shape)
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _started(subjects: Sequence[str], room: int, folder: Path | None = None, **s
         yield started
 
 
-def _prompts(seed: int, tokens: int, requests: int) -> list[list[int]]:
+def random_prompts(seed: int, tokens: int, requests: int) -> list[list[int]]:
     source = random.Random(seed)
     return [source.choices(range(30_000), k=tokens) for _ in range(requests)]
 
@@ -140,7 +140,7 @@ def _measure(
     shape = {"tokens": tokens, "block_size": block_size, "chunk": chunk, "requests": requests}
     with _started(subjects, 2, **shape) as halves:
         for number in range(rounds + 1):  # the first round warms up and is not counted
-            prompts = _prompts(number, tokens, requests)
+            prompts = random_prompts(number, tokens, requests)
             order = list(halves.items())
             for subject, half in order if number % 2 else order[::-1]:
                 cold = half.serve({f"cold{number}-{at}": prompt for at, prompt in enumerate(prompts)})
@@ -169,7 +169,7 @@ def _measure_restart(tokens: int, block_size: int, chunk: int, rounds: int) -> _
     shape = {"tokens": tokens, "block_size": block_size, "chunk": chunk, "requests": 1}
     with tempfile.TemporaryDirectory(prefix="kvpact-lifecycle-") as folder:
         for number in range(rounds):
-            (prompt,) = _prompts(1000 + number, tokens, 1)
+            (prompt,) = random_prompts(1000 + number, tokens, 1)
             with _started(("kvpact",), 2, Path(folder), **shape) as halves:
                 halves["kvpact"].serve({"cold": prompt})
             with _started(("kvpact",), 2, Path(folder), **shape) as halves:

@@ -77,6 +77,9 @@ class Spent:
     parts: Counter[str] = field(default_factory=Counter)
     worst_step: float = 0.0
     steps: int = 0
+    each_step: list[float] = field(default_factory=list)
+    ended: dict[str, int] = field(default_factory=dict)
+    """Request -> the step in which it ended."""
     engine_hash: float = 0.0
     """Seconds of vLLM's own block hashes; not in a hook, they are made where a request arrives."""
 
@@ -90,7 +93,7 @@ class SchedulerHalf:
     """One engine: vLLM's scheduler, the connector's scheduler half, and one worker half."""
 
     def __init__(self, transfer: Mapping[str, Any], *, tokens: int, block_size: int, chunk: int, requests: int) -> None:
-        """For `requests` prompts of `tokens` tokens at once; `chunk` tokens a step, 0: all prompts in one step."""
+        """Room for `requests` prompts of `tokens` tokens at once; `chunk` tokens a step, 0: all those in one step."""
         blocks = requests * (-(-tokens // block_size) + 2) + 8
         self.settings = EngineSettings(
             num_blocks=blocks,
@@ -98,7 +101,7 @@ class SchedulerHalf:
             layers=1,
             heads=1,
             head_size=2,
-            max_num_seqs=max(16, requests),
+            max_num_seqs=requests,
             token_budget=chunk or requests * (tokens + 64),
         )
         self.vllm_config = make_vllm_config(self.settings, transfer, _model(max(8192, tokens + 64)))
@@ -187,8 +190,11 @@ class SchedulerHalf:
     def _one_step(self) -> None:
         output = self.scheduler.schedule()
         answer = self._execute(output)
-        self.scheduler.update_from_output(output, answer)
+        results = self.scheduler.update_from_output(output, answer)
         self.spent.steps += 1
+        self.spent.each_step.append(self._step)
+        for one in (one for client in results.values() for one in client.outputs if one.finish_reason is not None):
+            self.spent.ended[one.request_id] = self.spent.steps
         self.spent.worst_step = max(self.spent.worst_step, self._step)
         self._step = 0.0
         if not output.total_num_scheduled_tokens:
