@@ -5,7 +5,7 @@ SYSTEM := ./scripts/system_packages.sh
 SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
 # What `make bench` runs. `python -m benchmarks` lists the others, which take real engines, hours or a GPU.
-BENCHMARKS := limits copy tiers index_speed lifecycle step_time disk_tier engine_speed
+BENCHMARKS := limits copy tiers index_speed lifecycle flood step_time disk_tier engine_speed
 
 .PHONY: help setup demo gpu test lint bench proofs soak
 

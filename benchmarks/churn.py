@@ -64,7 +64,7 @@ def rows(minutes: float = 30.0) -> list[dict[str, Any]]:
                     steps += spent.each_step
                     requests, loaded = requests + BATCH, loaded + tokens
                 held = PactAdapter().held(half.connector)
-                cuts = quantiles(steps, n=100)
+                cuts = quantiles(steps, n=100, method="inclusive")
                 found.append(
                     {
                         "minute": round((time.monotonic() - began) / 60, 2),

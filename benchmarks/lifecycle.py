@@ -51,8 +51,13 @@ def transfer(subject: str, blocks: int, block_size: int, folder: Path | None) ->
         ),
     }[subject]
     if folder is not None:
-        config["tiers"] = [f"disk://{folder}?capacity={max(2 * blocks * SLOT_BYTES, 64 << 20)}B"]
-        config |= {"shutdown_timeout": "60s", "write_queue": "1GiB", "prepare_deadline": "60s"}
+        config["tiers"] = [f"disk://{folder}?capacity={max(2 * blocks * SLOT_BYTES, 1 << 30)}B"]
+        config |= {
+            "shutdown_timeout": "60s",
+            "write_queue": "1GiB",
+            "prepare_deadline": "60s",
+            "recompute_if_faster": False,
+        }
     return {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": config}
 
 
