@@ -4,6 +4,8 @@
 SYSTEM := ./scripts/system_packages.sh
 SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
+# What `make bench` runs. `python -m benchmarks` lists the others, which take real engines, hours or a GPU.
+BENCHMARKS := limits copy tiers index_speed lifecycle flood step_time disk_tier engine_speed
 
 .PHONY: help setup demo gpu test lint bench proofs soak
 
@@ -12,7 +14,7 @@ help:
 	@echo 'make gpu    what only a GPU can prove, with the packages that are there: no network is needed'
 	@echo 'make test   format, lint, types, all tests'
 	@echo 'make lint   format, lint, types'
-	@echo 'make bench  the benchmarks'
+	@echo 'make bench  the benchmarks of the core; python -m benchmarks lists all'
 	@echo 'make proofs what takes real engines longest, in a short form; what fails is run once more'
 	@echo 'make soak   the proofs, and the long form of what has one'
 	@echo 'make setup  only .venv, with vLLM for the CPU and the development tools'
@@ -40,8 +42,8 @@ test: setup lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20
 
 bench: setup
-	@set -e; for benchmark in $(sort $(wildcard benchmarks/*.py)); do \
-		echo "== $$benchmark"; $(BIN)/python $$benchmark; \
+	@set -e; for benchmark in $(BENCHMARKS); do \
+		echo "== $$benchmark"; $(BIN)/python -m benchmarks $$benchmark; \
 	done
 
 proofs: setup

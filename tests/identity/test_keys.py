@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 
 import hypothesis.strategies as st
 import pytest
@@ -50,6 +51,43 @@ def test_keys_extended_step_by_step_are_those_computed_at_once(tokens: list[int]
     for length in sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=5))):
         keys.extend(tokens[:length])
     assert keys.extend(tokens) == keys_of(RequestIdentity(salt="tenant"), tokens)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_key_is_the_digest_of_all_tokens_up_to_the_end_of_its_block(ahead: int) -> None:
+    """Written down a second time: what other programs need to name blocks as kvpact does."""
+    fields = [
+        b"kvpact-key", (3).to_bytes(2, "little"), NAMESPACE, FIRST_EPOCH.value, bytes(32), (4).to_bytes(8, "little"),
+        ahead.to_bytes(8, "little"), b"adapter", b"salt",
+    ]  # fmt: skip
+
+    def framed(*parts: bytes) -> bytes:
+        return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+    root = sha256(framed(*fields)).digest()
+    packed = b"".join(token.to_bytes(4, "little") for token in TOKENS)
+    image = MediaSpan(start=9, count=1, content="sha256:cat")
+    keys = BlockKeys(NAMESPACE, 4, RequestIdentity("adapter", "salt", (image,)), ahead=ahead).extend(TOKENS)
+    first = [sha256(root + bytes(32) + packed[: 4 * (4 * block + 4 + ahead)]).digest() for block in range(2)]
+    begin = 1 if ahead > 1 else 2  # the first block whose key covers token 9
+    assert keys[:begin] == first[:begin]
+    extras = sha256(framed(framed(b"media", b"sha256:cat", (9 - 4 * begin).to_bytes(8, "little")))).digest()
+    anew = sha256(first[begin - 1] + extras + packed[16 * begin : 4 * (4 * begin + 4 + ahead)]).digest()
+    assert keys[begin] == anew
+    if not ahead:
+        assert keys[3:] == [sha256(first[1] + extras + packed[32:end]).digest() for end in (64, 80)]
+
+
+@given(tokens=st.lists(st.integers(0, 99), max_size=60), data=st.data(), ahead=st.integers(0, 5))
+def test_keys_made_in_pieces_are_those_made_at_once(tokens: list[int], data: st.DataObject, ahead: int) -> None:
+    media = data.draw(st.lists(st.builds(MediaSpan, st.integers(0, 40), st.integers(1, 9), st.just("a")), max_size=2))
+    identity = RequestIdentity(media=tuple(media))
+    at_once = BlockKeys(NAMESPACE, 4, identity, ahead=ahead).extend(tokens)
+    pieces = BlockKeys(NAMESPACE, 4, identity, ahead=ahead)
+    for most in data.draw(st.lists(st.integers(0, 16), max_size=5).map(sorted)):
+        assert pieces.extend(tokens, most) == at_once[: max(len(pieces.keys), min(most, len(at_once)))]
+    assert pieces.extend(tokens) == at_once
+    assert len({*at_once}) == len(at_once)
 
 
 def test_keys_are_computed_once() -> None:
@@ -143,16 +181,17 @@ def test_keys_of_another_group_are_other_keys() -> None:
     spans=st.lists(st.builds(MediaSpan, st.integers(0, 40), st.integers(1, 12), st.sampled_from("ab")), max_size=4),
     known=st.integers(0, 4),
     tokens=st.integers(0, 48),
+    ahead=st.integers(0, 2),
 )
 def test_h47_keys_of_a_request_that_has_grown_are_those_of_one_that_came_so(
-    spans: list[MediaSpan], known: int, tokens: int
+    spans: list[MediaSpan], known: int, tokens: int, ahead: int
 ) -> None:
     """Media of a later chunk: what stands before them keeps its keys, and nothing else does."""
     whole = RequestIdentity(media=tuple(spans))
-    growing = BlockKeys(NAMESPACE, 4, RequestIdentity(media=tuple(spans[:known])))
+    growing = BlockKeys(NAMESPACE, 4, RequestIdentity(media=tuple(spans[:known])), ahead=ahead)
     before = list(growing.extend(range(tokens)))
     kept = growing.renew(whole)
-    after = BlockKeys(NAMESPACE, 4, whole).extend(range(48))
+    after = BlockKeys(NAMESPACE, 4, whole, ahead=ahead).extend(range(48))
     assert growing.extend(range(48)) == after
     assert before[:kept] == after[:kept]
     assert kept == len(before) or before[kept] != after[kept]
@@ -194,13 +233,13 @@ def test_h25_keys_do_not_depend_on_the_process() -> None:
 
 
 GOLDEN_KEYS = [
-    "70384aa2f3c76a780bedbf7f7cbe45dc563ce8d7c1bec407248b760c7b312edc",
-    "05f6c95c6fa2dfd2ee25cbdde960d69534c843fdd39fe812825d8c3603e75199",
-    "6113e0588d5376a3db8a8af74829c3c2fa56f2c95c129c857dbec38ab514f9d7",
-    "600abe28220b10bf2b5f80228cf21eb88e03285c26a5a0eac8ebda25957dcfb7",
-    "34bb2e0cf6e556e0f44089712853902338a1ffe1765e2345fc501d2e9f49cb4f",
+    "8965504bc381154a4e6c2e65746a98cbac7aee0f2817d7f3891bfae833938f9c",
+    "d3b775a93e7aa96f440d5d4670f5680cfdf982ee0330d4c31461d0b782d299bf",
+    "cdc4b20e1cdf73a990e246f3a2009b8642cc4400b22e711c91ed1795b0420b42",
+    "f4c41246fc9ab654322e0bd85b67bc905ce47a81ca2beaf5410fca0ce04c3974",
+    "da464cefe34feadfba8fa5de668b30a4f2d926be5737eaa89939371911b4fcee",
 ]
-GOLDEN_PLAIN_KEY = "b504ca80d4122200e3a20e00fb78780641118669e28d8bb4f02f4dd636f89a98"
+GOLDEN_PLAIN_KEY = "d24c77d6cbc9ed5ceb32a54736cfe6d507b8ea5cbd3c1d88588af93e97d08536"
 GOLDEN_NAMESPACE = "87878441118bbe3a785406bcc38bd9d35a5f8cfb637856aeb2b3dc7b217a9490"
 
 

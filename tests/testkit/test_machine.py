@@ -156,3 +156,20 @@ def test_a_cache_of_several_full_groups_has_the_room_of_a_new_one() -> None:
     groups = (KVCacheGroup(GroupKind.FULL, 4),) * 3
     settings = HarnessSettings(num_slots=48, num_blocks=42, groups=groups)
     assert perform(pact_cache, settings, []) is None
+
+
+@pytest.mark.parametrize("subject", [*MEMORY, *REFERENCE])
+def test_h26_what_another_request_failed_to_load_is_not_promised_anew_to_one_that_was_postponed(subject: str) -> None:
+    """Two requests are promised the same blocks; the first one's load fails while the second one has no room."""
+    settings_ = HarnessSettings(num_blocks=24, num_slots=8, max_running=8, prefix_caching=False)
+    calls = [
+        Call.of("arrive", prefix=2, shared=22, tail=11, outputs=1, kind=0, priority=0),
+        Call.of("step", times=1),
+        Call.of("arrive", prefix=2, shared=44, tail=0, outputs=0, kind=0, priority=0),
+        Call.of("arrive", prefix=2, shared=43, tail=12, outputs=0, kind=0, priority=0),
+        Call.of(
+            "misbehave", rank=0, copy_after=0, report_after=0, reports=0, pieces=0, fail_at=0, fail_count=3, load=1
+        ),
+        Call.of("step", times=1),
+    ]
+    assert perform(SUBJECTS[subject], settings_, calls) is None

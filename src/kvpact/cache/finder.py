@@ -24,6 +24,9 @@ from kvpact.metrics import MissReason
 from kvpact.ranges import BlockRange
 from kvpact.tiers.costs import PrefillRate
 
+KEY_PIECE_TOKENS = 8192
+"""Tokens whose blocks are named at once: about 0.2 ms of the scheduler's thread, in blocks of 16."""
+
 SIDE_ROUNDS = 3
 """How often a request asks shared tiers for blocks of side groups: for the longest match, and for shorter ones."""
 
@@ -59,14 +62,41 @@ class Finder:
         """Whether shared tiers may hold blocks of this epoch."""
         return bool(self.tiers.shared) and self.tiers.may_share(self.epochs.current)
 
-    def usable_keys(self, request: EngineRequest, state: RequestState) -> Sequence[BlockKey]:
-        """The keys of the blocks that may be promised: not the last token's (P6), and none that failed before (H09)."""
+    def usable_keys(self, request: EngineRequest, state: RequestState, start: int) -> Sequence[BlockKey] | None:
+        """The keys of the blocks that may be promised from `start` on, as far as some place may hold them.
+
+        Those are not the last token's block (P6), and none that failed before (H09). Keys are made piece by piece, and
+        no more once nobody holds the last one. None: the step has used its budget, and the next one makes more; each
+        call makes some. A request whose deadline has passed gets those that there are.
+        """
         if state.keys is None:
             return ()
+        names, end = state.keys, self.usable_blocks(request, state)
+        piece, made, deadline = max(1, KEY_PIECE_TOKENS // self.block_size), False, self.deadline(state)
+        while (known := len(names.keys)) < end and not names.ended:
+            if known > start and not self._may_go_on(names.keys):
+                break
+            if made and deadline > -inf and self.budget.exhausted:
+                return None
+            if known > start and self.clock() >= deadline > -inf:
+                break
+            names.extend(request.token_ids, min(end, max(known, start) + piece))
+            made = True
+        return names.keys[:end]
+
+    def _may_go_on(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether some place may hold blocks of a chain after `keys`, the first ones of it."""
+        if self._may_be_shared or (self.sides is not None and self.sides.groups.chain is None):
+            return True
+        if keys[-1] in self.index:
+            return True
+        now = self.clock()
+        return any(client.held(keys, now) == len(keys) for client in self.tiers.clients if not client.shared)
+
+    def usable_blocks(self, request: EngineRequest, state: RequestState) -> int:
+        """How many blocks of a request may be promised, if they all have keys."""
         end = self.loadable_blocks(request)
-        if state.invalid_from is not None:
-            end = min(end, state.invalid_from)
-        return state.keys.extend(request.token_ids)[:end]
+        return end if state.invalid_from is None else min(end, state.invalid_from)
 
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Whole blocks before the request's last token."""
@@ -115,7 +145,10 @@ class Finder:
         """Keys up to the end of `blocks` that workers may look for in shared tiers; none if fewer than a match."""
         if not self.looks_up_at_step or not request.may_load:
             return ()
-        keys = self.usable_keys(request, state)[: blocks.end]
+        if state.keys is None:
+            return ()
+        end = min(blocks.end, self.usable_blocks(request, state))
+        keys: Sequence[BlockKey] = state.keys.extend(request.token_ids, end)[:end]
         keys = keys[: self.tiers.readable_elsewhere(keys)]
         return keys if len(keys) - blocks.start >= self.config.min_match_blocks else ()
 
@@ -148,11 +181,12 @@ class Finder:
     def ask_early(self, request: EngineRequest, state: RequestState) -> None:
         """Ask the shared tiers for a request that the engine has no room for yet, if that is worth it.
 
-        A step that has used its budget leaves this to the first prepare.
+        A step that has used its budget leaves this, or what is left of it, to the first prepare.
         """
         if state.keys is not None and request.may_load and self.asks_shared and not self.budget.exhausted:
-            keys = self.usable_keys(request, state)
-            self.ask(state, keys, self.find(state, keys, self.clock()))
+            keys = self.usable_keys(request, state, 0)
+            if keys is not None:
+                self.ask(state, keys, self.find(state, keys, self.clock()))
 
     def limits(self, state: RequestState, available: Availability, start: int, *, has_news: bool) -> Limits:
         """The limits of a prepare from block `start` on; `has_news`: tiers have answered something for it."""

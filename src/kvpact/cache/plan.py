@@ -112,12 +112,18 @@ class Planner:
         refused = self._why_not(request, state, computed_tokens)
         if refused is not None:
             return self._miss(name, state, start, Miss(refused))
-        keys, now = self.finder.usable_keys(request, state), self.clock()
-        plan = self.ledger.find(name)
+        plan, now = self.ledger.find(name), self.clock()
         if plan is not None and plan.state is State.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
+        if plan is not None and plan.postponed is not None and self._has_lost_blocks(plan):
+            self.exits.end_plan(name, EndReason.SUPERSEDED)
+            plan = None
         if plan is not None:
             self.ledger.renew(plan, now)
+        keys = self.finder.usable_keys(request, state, start)
+        if keys is None:
+            state.put_off, state.waits_until = True, state.waits_until or now + self.config.prepare_deadline
+            return None
         if plan is not None and (plan.blocks.start != start or plan.blocks.end > len(keys)):
             plan = None
         if plan is not None and plan.state is State.PLANNED:
@@ -129,6 +135,14 @@ class Planner:
     def _engine_has_all(self, request: EngineRequest, start: int) -> bool:
         """Whether the request has whole blocks that could be loaded, and the engine has computed all of them."""
         return 0 < self.finder.loadable_blocks(request) <= start
+
+    def _has_lost_blocks(self, plan: PactPlan) -> bool:
+        """Whether blocks of a promise were dropped since. Their slots are kept, but they are not to be promised anew.
+
+        A chain loses its last block whenever it loses one.
+        """
+        sides = (slot for run in plan.slots.sides for slot in run.slots)
+        return any(self.index.key_at(slot) is None for slot in (*plan.slots.chain[-1:], *sides))
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
         """Why nothing is looked up for a request; None if it is."""

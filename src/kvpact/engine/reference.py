@@ -98,6 +98,8 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         keys = self._keys_of(request)[: self._failed_from.get(request_id)]
         self._filled.begin(request_id, num_computed_tokens)
         plan = self.plans.get(request_id)
+        if plan is not None and plan.postponed:  # the promise may end; what was dropped is not promised anew
+            plan = plan if all(self.entries.get(piece.name) is piece.entry for piece in plan.pieces) else None
         if plan is None or plan.start != start:
             self._release(request_id)
             most = min(len(request.token_ids) - 1, len(keys) * self._block_size)

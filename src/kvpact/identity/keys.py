@@ -1,6 +1,6 @@
 """Names for blocks: the keys that identify their content, and the namespace that bounds their use.
 
-Owns kvpact's own block keys (chained BLAKE3) and the namespace digest. Knows no engine: a request's
+Owns kvpact's own block keys (SHA-256 over a whole prefix) and the namespace digest. Knows no engine: a request's
 content arrives as plain values.
 """
 
@@ -12,18 +12,23 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from hashlib import sha256
+from struct import Struct
+from typing import TYPE_CHECKING, TypeAlias
 
 from blake3 import blake3
 
 from kvpact._moved import moved_names
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
 BlockKey: TypeAlias = bytes
 """32 bytes naming one block and every token before it; equal in every process, host and release."""
 
 KEY_BYTES = 32
-KEY_FORMAT = 2
+KEY_FORMAT = 3
 """Incremented when the preimage of a key changes, so that old and new records never match."""
 
 
@@ -64,9 +69,10 @@ class BlockKeys:
     """The block keys of one request, computed once and extended as the request grows; never recomputed per step.
 
     Only full blocks have a key. `namespace` is 32 bytes, `block_size` in tokens, `group` names a KV cache group (32
-    bytes; zeros where there is one). Each key is the BLAKE3 of 64 bytes, the key before it and a digest of what the
-    block has besides tokens (zeros if nothing), and of the block's token ids, 4 bytes each, little endian: frames of
-    one length, so that one call could digest many of them.
+    bytes; zeros where there is one). A key is the SHA-256 of 64 bytes and all token ids up to the end of its block, 4
+    bytes each, little endian. The 64 bytes are the root and zeros. A block with anything besides tokens begins anew:
+    after it they are the key before the block, and a digest of what the block has. SHA-256 is a chain by itself, so a
+    key costs its own block's tokens, and one call to hash them.
 
     With `ahead` a key covers so many tokens after its block too, and exists once they are known: what the layers of a
     draft model keep of a token depends on the next one.
@@ -75,7 +81,7 @@ class BlockKeys:
     before the first such block, and nothing is raised (P14).
     """
 
-    __slots__ = ("_identity", "_root", "ahead", "block_size", "ended", "keys")
+    __slots__ = ("_frames", "_hashed", "_identity", "_root", "ahead", "block_size", "ended", "keys")
 
     def __init__(
         self,
@@ -89,6 +95,7 @@ class BlockKeys:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, not {block_size}")
         self.block_size, self.ahead = block_size, ahead
+        self._frames = Struct(f"{4 * block_size}s").iter_unpack
         self.keys: list[BlockKey] = []
         self.ended = False
         """Whether a block without a key was found: no further keys are made, whatever the request brings later."""
@@ -105,37 +112,78 @@ class BlockKeys:
             epoch.value,
             group,
             block_size.to_bytes(8, "little"),
+            ahead.to_bytes(8, "little"),
             adapter,
             salt,
         )
-        self._root = blake3(root).digest()
+        self._root = sha256(root).digest()
+        self._hashed: _Hash | None = sha256(self._root + _NO_EXTRAS)
+        """Over all that the last key covers; None after keys were dropped."""
 
     def count(self, num_tokens: int) -> int:
         """How many blocks of a request of `num_tokens` tokens have a key, if all its content can be encoded."""
         return max(0, num_tokens - self.ahead) // self.block_size
 
-    def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
-        """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys."""
+    def extend(self, token_ids: Sequence[int], most: int | None = None) -> list[BlockKey]:
+        """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys.
+
+        Not those after the first `most` blocks, so that a caller can spread the work over steps.
+        """
         size, first, last = self.block_size, len(self.keys), self.count(len(token_ids))
-        if first == last or self.ended:
+        if most is not None and most < last:
+            last = most
+        if first >= last or self.ended:
             return self.keys
         tokens = self._packable(token_ids[first * size : last * size + self.ahead])
         if sys.byteorder == "big":
             tokens.byteswap()
-        packed, nbytes, after = tokens.tobytes(), size * tokens.itemsize, self.ahead * tokens.itemsize
-        plain = not self._identity.media and not self._identity.embeddings
-        extras = _NO_EXTRAS
-        parent = self.keys[-1] if first else self._root
-        for at in range(0, len(packed) - after, nbytes):
-            if not plain:
-                try:
-                    extras = self._extras(self._identity, len(self.keys))
-                except _NAMELESS:
-                    self.ended = True
-                    break
-            parent = blake3(parent + extras + packed[at : at + nbytes + after]).digest()
-            self.keys.append(parent)
+        packed, after = tokens.tobytes(), self.ahead * tokens.itemsize
+        count = (len(packed) - after) // (size * tokens.itemsize)
+        if count < 1:
+            return self.keys
+        hashed = self._hashed or self._hashed_again(token_ids)
+        if self._identity.media or self._identity.embeddings:
+            hashed = self._extend_with_extras(hashed, packed, count, after)
+        else:
+            if not first:
+                hashed.update(packed[:after])
+            update, digest = hashed.update, hashed.digest
+            whole = packed[after : after + count * size * tokens.itemsize]
+            self.keys += [digest() for (frame,) in self._frames(whole) if not update(frame)]
+        self._hashed = hashed
         return self.keys
+
+    def _extend_with_extras(self, hashed: _Hash, packed: bytes, count: int, after: int) -> _Hash:
+        """As `extend`, for `count` blocks, some of which have something besides tokens; returns the new state."""
+        nbytes = 4 * self.block_size
+        for at in range(0, count * nbytes, nbytes):
+            try:
+                extras = self._extras(self._identity, len(self.keys))
+            except _NAMELESS:
+                self.ended = True
+                break
+            if extras != _NO_EXTRAS:
+                hashed = sha256((self.keys[-1] if self.keys else self._root) + extras)
+            begins = extras != _NO_EXTRAS or not self.keys
+            hashed.update(packed[at if begins else at + after : at + nbytes + after])
+            self.keys.append(hashed.digest())
+        return hashed
+
+    def _hashed_again(self, token_ids: Sequence[int]) -> _Hash:
+        """The state after the last key, from the tokens before it."""
+        begin, extras = 0, _NO_EXTRAS
+        for block in reversed(range(len(self.keys))):
+            if (extras := self._extras(self._identity, block)) != _NO_EXTRAS:
+                begin = block
+                break
+        hashed = sha256((self.keys[begin - 1] if begin else self._root) + extras)
+        if self.keys:
+            end = len(self.keys) * self.block_size + self.ahead
+            tokens = array("I", token_ids[begin * self.block_size : end])
+            if sys.byteorder == "big":
+                tokens.byteswap()
+            hashed.update(tokens)
+        return hashed
 
     def _packable(self, token_ids: Sequence[int]) -> array[int]:
         """The token ids of whole blocks and those after them that their keys cover, up to the first that has none.
@@ -162,7 +210,9 @@ class BlockKeys:
             while kept < len(self.keys) and self._extras(identity, kept) == self._extras(before, kept):
                 kept += 1
         self._identity = identity
-        del self.keys[kept:]
+        if kept < len(self.keys):
+            self._hashed = None
+            del self.keys[kept:]
         return kept
 
     def _extras(self, identity: RequestIdentity, block: int) -> bytes:
@@ -177,7 +227,7 @@ class BlockKeys:
             if number in identity.embeddings:
                 ahead = b" ahead" * (number - block)
                 parts.append(_framed(b"embeddings" + ahead, identity.embeddings[number]))
-        return blake3(_framed(*parts)).digest() if parts else _NO_EXTRAS
+        return sha256(_framed(*parts)).digest() if parts else _NO_EXTRAS
 
 
 _NO_EXTRAS = bytes(KEY_BYTES)

@@ -1,0 +1,83 @@
+"""How fast pages are gathered into slots and scattered out of them, over one core's memcpy of the same bytes.
+
+The engine's own way (`PageCopier`), page sizes from 4 KiB to 4 MiB, neighbouring and scattered blocks. The goal is
+0.8 from 64 KiB on. The memcpy is one call over contiguous memory of the same size; both take turns.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.table import spread
+
+NAME = "copy"
+LAYERS = 4
+PAGES_KIB = (4, 16, 64, 256, 1024, 4096)
+
+
+def _measure(page_bytes: int, blocks: int, scattered: bool, rounds: int) -> list[dict[str, Any]]:
+    import torch
+
+    from kvpact.memory.arena import ArenaSegment
+    from kvpact.worker.copy.cpu import PageCopier
+    from kvpact.worker.paged import CopyPlan, PagedKV
+
+    total = 2 * blocks
+    memory = torch.zeros((LAYERS, total, page_bytes), dtype=torch.uint8).random_(0, 255)
+    paged = PagedKV.from_tensors({str(layer): memory[layer] for layer in range(LAYERS)}, total)
+    segment = ArenaSegment.create(total, paged.layout.rank_slot_bytes)
+    segment.pages.take_all()
+    copier = PageCopier(paged, segment, segment.classes)
+    order = np.random.default_rng(0)
+    ids, slots = (order.permutation(total)[:blocks] if scattered else np.arange(blocks) for _ in range(2))
+    plan = CopyPlan.of(ids.tolist(), slots.tolist())
+    size = blocks * page_bytes * LAYERS
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+
+    def seconds(copy: Any) -> float:
+        began = time.perf_counter()
+        copy()
+        return time.perf_counter() - began
+
+    groups = range(len(copier.pages))
+
+    def every_group(one: Any) -> None:
+        for group in groups:
+            one(group, plan)
+
+    found = []
+    for way, one in (("gather", copier.gather), ("scatter", copier.scatter)):
+        ours, memcpy = [], []
+        for number in range(rounds + 1):
+            actions = [(ours, lambda one=one: every_group(one)), (memcpy, lambda: np.copyto(target, source))]
+            for taken, action in actions if number % 2 else reversed(actions):
+                taken.append(seconds(action))
+        pairs = list(zip(ours[1:], memcpy[1:], strict=True))
+        found.append(
+            {
+                "way": way,
+                "page_kib": page_bytes >> 10,
+                "blocks": "scattered" if scattered else "neighbours",
+                **spread("gb_per_s", [size / taken / 1e9 for taken, _ in pairs]),
+                **spread("memcpy_gb_per_s", [size / taken / 1e9 for _, taken in pairs]),
+                **spread("ratio", [reference / taken for taken, reference in pairs]),
+            }
+        )
+    del copier
+    segment.close()
+    return found
+
+
+def rows(rounds: int = 15, mib: int = 64, pages_kib: tuple[int, ...] = PAGES_KIB) -> list[dict[str, Any]]:
+    """One row for each way, page size and order of blocks; `mib` are copied each time."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    found: list[dict[str, Any]] = []
+    for kib in pages_kib:
+        for scattered in (False, True):
+            blocks = max(4, (mib << 10) // kib // LAYERS)
+            found += _measure(kib << 10, blocks, scattered, rounds)
+    return found

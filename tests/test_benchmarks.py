@@ -1,0 +1,83 @@
+"""`python -m benchmarks` lists and runs the benchmarks, and says in one line what a user got wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from documents import ROOT
+
+COMMAND = (sys.executable, "-m", "benchmarks")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+
+
+def rows_of(*arguments: str) -> list[dict[str, Any]]:
+    """What `--json -` prints on standard output, on which nothing else stands."""
+    ended = run(*arguments, "--json", "-")
+    assert ended.returncode == 0, ended.stderr
+    rows: list[dict[str, Any]] = json.loads(ended.stdout)
+    return rows
+
+
+def test_without_a_name_each_benchmark_is_listed_with_one_line() -> None:
+    ended = run()
+    assert ended.returncode == 0, ended.stderr
+    listed = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines()[2:])
+    helpers = {"__init__", "__main__", "measured_hooks", "scheduler_halves", "table"}
+    assert len(listed) == len({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers)
+    assert all(len(line) > 20 for line in listed.values())
+
+
+def test_make_bench_runs_benchmarks_that_are_there() -> None:
+    (names,) = re.findall(r"^BENCHMARKS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(names.split()) <= {line.split()[0] for line in run().stdout.splitlines()[2:]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nosuch"], "there is no benchmark 'nosuch'"),
+        (["lifecycle", "--json", "/nowhere/rows.json"], "--json: /nowhere/rows.json cannot be written"),
+        (["lifecycle", "--tokens", "many"], "numbers with commas between them, not 'many'"),
+        (["lifecycle", "--subjects", "nobody"], "nobody is not one of kvpact"),
+        (["step_time", "--json", "-"], "run it without --json"),
+    ],
+)
+def test_what_a_user_got_wrong_is_one_line(arguments: list[str], says: str) -> None:
+    pytest.importorskip("vllm")
+    ended = run(*arguments)
+    assert ended.returncode != 0
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert says in line
+
+
+def test_a_package_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['vllm'] = None; from benchmarks.__main__ import main; main(['lifecycle'])"
+    ended = subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "lifecycle needs the package 'vllm', which is not installed here\n"
+
+
+def test_lifecycle_says_what_a_prompt_costs_the_schedulers_thread() -> None:
+    pytest.importorskip("vllm")
+    small = ("--tokens", "1024", "--block-sizes", "16", "--chunks", "512", "--waiting", "10", "--rounds", "1")
+    rows = rows_of("lifecycle", *small)
+    assert {row["state"] for row in rows} == {"cold", "hit", "restart", "arrivals"}
+    for row in rows:
+        assert (row["tokens"], row["block_size"]) == (1024, 16)
+        positive = ["cpu_ms", "cpu_ms_worst_step", "hash_ms", "engine_hash_ms", "prepare_ms", "order_ms", "report_ms"]
+        assert all(row[column] > 0 for column in positive), row
+        parts = sum(row[f"{part}_ms"] for part in ("prepare", "order", "report"))
+        assert row["cpu_ms"] == pytest.approx(parts, abs=0.001)
+        assert row["cpu_ms_worst_step"] <= row["waiting"] * row["cpu_ms"] + 0.001
+    assert all(row["over_offloading"] > 0 for row in rows if row["state"] != "restart")
