@@ -11,7 +11,15 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, TypeAlias
 
+import numpy as np
+
 Tag: TypeAlias = int
+
+FEW: Final = 8
+"""Up to so many blocks are looked at one by one: numpy takes longer to begin."""
+
+MIN_GROWTH: Final = 1024
+"""Blocks for which the table of tags grows at least."""
 
 NO_TAG: Final[Tag] = 0
 """The tag of a block that holds garbage, or content without a name."""
@@ -37,7 +45,7 @@ class BlockTags:
     """The tags of one engine's blocks, by block id. A block that was never filled has none."""
 
     def __init__(self) -> None:
-        self._of_block = array("q")
+        self._of_block = np.zeros(0, np.int64)
         self._known: dict[str, Tag] = {}
         self._generation = 0
         self._last: Tag = NO_TAG
@@ -59,27 +67,41 @@ class BlockTags:
 
     def blocks_with(self, tag: Tag) -> list[int]:
         """All blocks with this tag. O(blocks of the engine)."""
-        return [block_id for block_id, found in enumerate(self._of_block) if found == tag]
+        found: list[int] = np.flatnonzero(self._of_block == tag).tolist()
+        return found
 
     def fill(self, block_ids: Collection[int], tag: Tag) -> None:
         """These blocks have been filled, or are about to be."""
-        of_block, most = self._of_block, max(block_ids, default=0)
-        if most >= len(of_block):
-            of_block.extend([NO_TAG] * max(1024, most + 1 - len(of_block)))
-        for block_id in block_ids:
-            of_block[block_id] = tag
+        if len(block_ids) <= FEW:
+            for block_id in block_ids:
+                self._know(block_id)
+                self._of_block[block_id] = tag
+        else:
+            places = np.frombuffer(array("q", block_ids), np.int64)
+            self._know(int(places.max()))
+            self._of_block[places] = tag
+
+    def _know(self, block_id: int) -> None:
+        """Have a place for the tag of each block up to `block_id`."""
+        if block_id >= len(self._of_block):
+            more = max(MIN_GROWTH, block_id + 1 - len(self._of_block))
+            self._of_block = np.concatenate((self._of_block, np.full(more, NO_TAG, np.int64)))
 
     def has(self, block_id: int, tag: Tag) -> bool:
         """Whether the block has this tag, which is not `NO_TAG`."""
-        return tag != NO_TAG and block_id < len(self._of_block) and self._of_block[block_id] == tag
+        return tag != NO_TAG and block_id < len(self._of_block) and bool(self._of_block[block_id] == tag)
 
     def same_prefix(self, block_ids: Sequence[int], start: int, tag: Tag) -> int:
         """The number of leading `block_ids` with this tag; those before `start` are known to have it."""
         if tag == NO_TAG:
             return 0
-        tags, end = self._of_block, len(block_ids)
-        for place in range(start, end):
-            block_id = block_ids[place]
-            if block_id >= len(tags) or tags[block_id] != tag:
-                return place
-        return end
+        if start >= len(block_ids):
+            return len(block_ids)
+        if len(block_ids) - start <= FEW:
+            others = (place for place in range(start, len(block_ids)) if not self.has(block_ids[place], tag))
+            return next(others, len(block_ids))
+        places = np.frombuffer(array("q", block_ids[start:]), np.int64)
+        known = len(self._of_block)
+        differ = (places >= known) | (self._of_block[np.minimum(places, known - 1)] != tag) if known else places >= 0
+        first = int(differ.argmax())
+        return start + first if differ[first] else len(block_ids)
