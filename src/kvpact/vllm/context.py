@@ -83,7 +83,7 @@ class VllmContext:
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """See `SchedulerContext`; all of `block_ids` or, on an error, none. The null block: PactViolation."""
-        blocks = [self._block(block_id) for block_id in block_ids]
+        blocks = self._blocks(block_ids)
         self._holds.take(blocks)
         count_more(self._touches, block_ids)
         self._pool.touch(blocks)
@@ -91,7 +91,7 @@ class VllmContext:
     def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
         """See `SchedulerContext`; all of `block_ids` or, on an error, none."""
         self._holds.give_back(block_ids)
-        blocks = [self._block(block_id) for block_id in block_ids]
+        blocks = self._blocks(block_ids)
         self._pool.free_blocks(blocks)
         if evict_first:
             evict_first_of_all(self._pool, {block.block_id: block for block in blocks if is_free(block)}.values())
@@ -165,6 +165,13 @@ class VllmContext:
         if not 0 <= block_id < len(self._pool.blocks):
             raise no_such_block(block_id, len(self._pool.blocks))
         return self._pool.blocks[block_id]
+
+    def _blocks(self, block_ids: Sequence[int]) -> list[Any]:
+        """vLLM's blocks; PactViolation, and nothing else happens, if one does not exist."""
+        blocks = self._pool.blocks
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(blocks):
+            raise no_such_block(next(each for each in block_ids if not 0 <= each < len(blocks)), len(blocks))
+        return [blocks[block_id] for block_id in block_ids]
 
     def _view(self, block: Any) -> KVCacheBlockView:
         block_hash = block.block_hash
