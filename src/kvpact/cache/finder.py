@@ -143,9 +143,7 @@ class Finder:
 
     def find_elsewhere(self, request: EngineRequest, state: RequestState, blocks: BlockRange) -> Sequence[BlockKey]:
         """Keys up to the end of `blocks` that workers may look for in shared tiers; none if fewer than a match."""
-        if not self.looks_up_at_step or not request.may_load:
-            return ()
-        if state.keys is None:
+        if not self.looks_up_at_step or not request.may_load or state.keys is None:
             return ()
         end = min(blocks.end, self.usable_blocks(request, state))
         keys: Sequence[BlockKey] = state.keys.extend(request.token_ids, end)[:end]

@@ -80,7 +80,7 @@ class Loads:
             self.tags.fill(ids, state.tag)
         # If a failed load has dropped the entry, only the plan's own pin keeps its slots: all or none.
         last = keys[blocks.end - 1]
-        dropped = last not in self.index or self.index.slot(last) != plan.slots.chain[blocks.count - 1]
+        dropped = self.index.key_at(plan.slots.chain[blocks.count - 1]) is None
         whole = blocks == plan.blocks or dropped or self.sides is not None
         keep = [*plan.leases, *cut] if whole else [self.index.pin(last)]
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.config.load_deadline)

@@ -120,14 +120,15 @@ class Planner:
             plan = None
         if plan is not None:
             self.ledger.renew(plan, now)
+        usable = self.finder.usable_blocks(request, state)
+        if plan is not None and (plan.blocks.start != start or plan.blocks.end > usable):
+            plan = None
+        if plan is not None and plan.state is State.PLANNED:
+            return self._match(plan)
         keys = self.finder.usable_keys(request, state, start)
         if keys is None:
             state.put_off, state.waits_until = True, state.waits_until or now + self.config.prepare_deadline
             return None
-        if plan is not None and (plan.blocks.start != start or plan.blocks.end > len(keys)):
-            plan = None
-        if plan is not None and plan.state is State.PLANNED:
-            return self._match(plan)
         if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(_why_so_few(state, len(keys))))
         return self._look_up(_Probe(name, state, keys, start, plan, now))

@@ -30,7 +30,7 @@ from kvpact.engine.config import EngineConfig
 from kvpact.engine.engine import Engine
 from kvpact.engine.open_jobs import OpenJobs
 from kvpact.engine.quirks import EngineQuirks
-from kvpact.engine.reference_blocks import Entry, EntryKey, FilledBlocks, ReferencePlan, StoredBlocks, runs
+from kvpact.engine.reference_blocks import Entry, EntryKey, FilledBlocks, Piece, ReferencePlan, StoredBlocks, runs
 from kvpact.engine.simulated_worker import ByteSegment, Job, JobBehavior, SimulatedWorker
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.identity.epochs import Epochs
@@ -98,8 +98,8 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         keys = self._keys_of(request)[: self._failed_from.get(request_id)]
         self._filled.begin(request_id, num_computed_tokens)
         plan = self.plans.get(request_id)
-        if plan is not None and plan.postponed:  # the promise may end; what was dropped is not promised anew
-            plan = plan if all(self.entries.get(piece.name) is piece.entry for piece in plan.pieces) else None
+        if plan is not None and plan.postponed and any(self._is_gone(piece) for piece in plan.pieces):
+            plan = None  # the promise may end, and what was dropped is not promised anew
         if plan is None or plan.start != start:
             self._release(request_id)
             most = min(len(request.token_ids) - 1, len(keys) * self._block_size)
@@ -166,6 +166,9 @@ class ReferenceCache(StoredBlocks, ExternalCache):
             if len(self.free_slots) + len(self._unheld(keep)) < wanted:
                 self._release(request_id)
         return super()._take_slots(wanted, keep)
+
+    def _is_gone(self, piece: Piece) -> bool:
+        return self.entries.get(piece.name) is not piece.entry
 
     def _release(self, request_id: str) -> None:
         plan = self.plans.pop(request_id, None)

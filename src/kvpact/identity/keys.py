@@ -28,6 +28,8 @@ BlockKey: TypeAlias = bytes
 """32 bytes naming one block and every token before it; equal in every process, host and release."""
 
 KEY_BYTES = 32
+TOKEN_BYTES = 4
+"""Of a token id in the preimage of a key."""
 KEY_FORMAT = 3
 """Incremented when the preimage of a key changes, so that old and new records never match."""
 
@@ -95,7 +97,7 @@ class BlockKeys:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, not {block_size}")
         self.block_size, self.ahead = block_size, ahead
-        self._frames = Struct(f"{4 * block_size}s").iter_unpack
+        self._frames = Struct(f"{TOKEN_BYTES * block_size}s").iter_unpack
         self.keys: list[BlockKey] = []
         self.ended = False
         """Whether a block without a key was found: no further keys are made, whatever the request brings later."""
@@ -134,11 +136,9 @@ class BlockKeys:
             last = most
         if first >= last or self.ended:
             return self.keys
-        tokens = self._packable(token_ids[first * size : last * size + self.ahead])
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        packed, after = tokens.tobytes(), self.ahead * tokens.itemsize
-        count = (len(packed) - after) // (size * tokens.itemsize)
+        packed = _packed(self._packable(token_ids[first * size : last * size + self.ahead]))
+        nbytes, after = TOKEN_BYTES * size, TOKEN_BYTES * self.ahead
+        count = (len(packed) - after) // nbytes
         if count < 1:
             return self.keys
         hashed = self._hashed or self._hashed_again(token_ids)
@@ -148,14 +148,14 @@ class BlockKeys:
             if not first:
                 hashed.update(packed[:after])
             update, digest = hashed.update, hashed.digest
-            whole = packed[after : after + count * size * tokens.itemsize]
+            whole = packed[after : after + count * nbytes]
             self.keys += [digest() for (frame,) in self._frames(whole) if not update(frame)]
         self._hashed = hashed
         return self.keys
 
     def _extend_with_extras(self, hashed: _Hash, packed: bytes, count: int, after: int) -> _Hash:
         """As `extend`, for `count` blocks, some of which have something besides tokens; returns the new state."""
-        nbytes = 4 * self.block_size
+        nbytes = TOKEN_BYTES * self.block_size
         for at in range(0, count * nbytes, nbytes):
             try:
                 extras = self._extras(self._identity, len(self.keys))
@@ -179,10 +179,7 @@ class BlockKeys:
         hashed = sha256((self.keys[begin - 1] if begin else self._root) + extras)
         if self.keys:
             end = len(self.keys) * self.block_size + self.ahead
-            tokens = array("I", token_ids[begin * self.block_size : end])
-            if sys.byteorder == "big":
-                tokens.byteswap()
-            hashed.update(tokens)
+            hashed.update(_packed(array("I", token_ids[begin * self.block_size : end])))
         return hashed
 
     def _packable(self, token_ids: Sequence[int]) -> array[int]:
@@ -234,6 +231,13 @@ _NO_EXTRAS = bytes(KEY_BYTES)
 
 _NAMELESS = (OverflowError, TypeError, UnicodeEncodeError)
 """Raised by encoding a block without a key."""
+
+
+def _packed(tokens: array[int]) -> bytes:
+    """`TOKEN_BYTES` a token, little endian."""
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()
 
 
 def _fits(token: object) -> bool:
