@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvpact.block_refs import BlockRefs
 from kvpact.contract import BlockHolder, KVCacheBlockView
-from kvpact.engine.block_pool import BlockPool
+from kvpact.engine.block_pool import NULL_BLOCK, BlockPool
 
 
 class Pool(BlockHolder, Protocol):
@@ -31,7 +31,7 @@ class HostPool:
 
     def __init__(self, blocks: BlockPool) -> None:
         self._blocks = blocks
-        self._refs = BlockRefs()
+        self._refs = BlockRefs(NULL_BLOCK)
 
     @property
     def num_free(self) -> int:
@@ -51,7 +51,9 @@ class HostPool:
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """See `BlockHolder`."""
-        self._refs.take([self.get_block(block_id) for block_id in block_ids])
+        for block_id in block_ids:
+            self._blocks.require(block_id)
+        self._refs.take(block_ids)
         for block_id in block_ids:
             self._blocks.touch(block_id)
 
@@ -69,7 +71,7 @@ class HostPool:
     def take(self, group_ids: Iterable[int]) -> list[int]:
         """Hold a block for each of these groups, from the head of the queue; what was in them is forgotten."""
         taken = [block for group_id in group_ids for block in self._blocks.allocate(1, group_id)]
-        self._refs.take([self.get_block(block) for block in taken])
+        self._refs.take(taken)
         return taken
 
     def publish(self, block_id: int, name: bytes) -> None:

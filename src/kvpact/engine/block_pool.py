@@ -110,11 +110,15 @@ class BlockPool:
 
     def view(self, block: int) -> KVCacheBlockView:
         """The block as a connector may see it. Raises PactViolation for an unknown block id."""
-        if not 0 <= block < self.num_blocks:
-            raise no_such_block(block, self.num_blocks)
+        self.require(block)
         block_hash, group = self.block_hash[block], self.group_of[block]
         name = block_hash + group.to_bytes(4, "big") if block_hash is not None else None
         return KVCacheBlockView(block, self.ref_count[block], block == NULL_BLOCK, name, group)
+
+    def require(self, block: int) -> None:
+        """Raises PactViolation for an unknown block id."""
+        if not 0 <= block < self.num_blocks:
+            raise no_such_block(block, self.num_blocks)
 
     def is_free(self, block: int) -> bool:
         """Whether the block is in the free queue."""

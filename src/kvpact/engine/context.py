@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvpact.block_refs import BlockRefs, no_such_request
 from kvpact.contract import KVCacheBlockView
+from kvpact.engine.block_pool import NULL_BLOCK
 from kvpact.engine.scheduler import Scheduler
 
 
@@ -19,7 +20,7 @@ class EngineContext:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.kv.pool
-        self._holds = BlockRefs()
+        self._holds = BlockRefs(NULL_BLOCK)
 
     @property
     def held(self) -> Mapping[int, int]:
@@ -33,7 +34,9 @@ class EngineContext:
     def touch(self, block_ids: Sequence[int]) -> None:
         """See `SchedulerContext`; all of `block_ids` or, on an error, none. The null block holds nothing:
         PactViolation."""
-        self._holds.take([self._pool.view(block_id) for block_id in block_ids])
+        for block_id in block_ids:
+            self._pool.require(block_id)
+        self._holds.take(block_ids)
         for block_id in block_ids:
             self._pool.touch(block_id)
 

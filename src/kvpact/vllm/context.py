@@ -7,11 +7,11 @@ For any connector, not only kvpact's: see `scheduler_context`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-from kvpact.block_refs import BlockRefs, count_more, cursor_lost, no_such_block, no_such_request, not_free
+from kvpact.block_refs import BlockRefs, cursor_lost, no_such_block, no_such_request, not_free
 from kvpact.contract import KVCacheBlockView
 from kvpact.identity.groups import GroupSet
 from kvpact.vllm.compat.group_tables import StateBlocks
@@ -21,6 +21,7 @@ from kvpact.vllm.compat.scheduler import (
     evict_first_of_all,
     group_of,
     is_free,
+    live_block_ids,
     next_free,
     pool_and_tables,
 )
@@ -50,9 +51,9 @@ class VllmContext:
         self._pool = block_pool
         self._by_priority = policy == "priority"
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self._holds = BlockRefs()
-        self._touches: dict[int, int] = {}
-        """Block id -> how often it was touched here in this step, and so may have left the free queue."""
+        self._holds = BlockRefs(block_pool.null_block.block_id)
+        self._touched: list[tuple[int, ...]] = []
+        """What was touched here in this step, in order, and so may have left the free queue."""
         self._step = 0
 
     # What the connector passes on
@@ -71,7 +72,7 @@ class VllmContext:
     def build_connector_meta(self, scheduler_output: Any) -> None:
         """vLLM's step is decided: walks begun in it end here, because vLLM does not announce when it moves a block."""
         self._step += 1
-        self._touches.clear()
+        self._touched.clear()
         if isinstance(self.tables, StepBlockTables):
             self.tables.note_step(scheduler_output)
 
@@ -84,8 +85,8 @@ class VllmContext:
     def touch(self, block_ids: Sequence[int]) -> None:
         """See `SchedulerContext`; all of `block_ids` or, on an error, none. The null block: PactViolation."""
         blocks = self._blocks(block_ids)
-        self._holds.take(blocks)
-        count_more(self._touches, block_ids)
+        self._holds.take(block_ids)
+        self._touched.append(tuple(block_ids))
         self._pool.touch(blocks)
 
     def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
@@ -128,27 +129,40 @@ class VllmContext:
         return self._walk(start)
 
     def _walk(self, cursor: Any) -> Iterator[KVCacheBlockView]:
-        step, touches = self._step, self._touches.get(cursor.block_id) if cursor is not None else None
+        step, touched = self._step, len(self._touched)
         while True:
             if cursor is not None and (
-                step != self._step or not is_free(cursor) or self._touches.get(cursor.block_id) != touches
+                step != self._step
+                or not is_free(cursor)
+                or any(cursor.block_id in block_ids for block_ids in self._touched[touched:])
             ):
                 raise cursor_lost(cursor.block_id)
             cursor = next_free(self._pool, cursor)
             if cursor is None:
                 return
-            touches = self._touches.get(cursor.block_id)
+            touched = len(self._touched)
             yield self._view(cursor)
 
     def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
         """See `SchedulerContext`; empty sequences for a request without blocks. PactViolation for an unknown
         request."""
         tables = self._states.shown(request_id, self.tables.get_block_ids(request_id))
+        self._require_alive(request_id, any(tables))
+        return tables or ((),) * self.tables.num_kv_cache_groups
+
+    def chain_of(self, request_id: str) -> Sequence[int]:
+        """`blocks_of(request_id)[0]`, of which each part is read when it is asked for; not for later than this hook."""
+        if self.tables.num_kv_cache_groups > 1:
+            return self.blocks_of(request_id)[0]
+        block_ids = live_block_ids(self.tables, request_id)
+        self._require_alive(request_id, bool(block_ids))
+        return block_ids
+
+    def _require_alive(self, request_id: str, has_blocks: bool) -> None:
         request = self._requests.get(request_id)
         over = request is None or request.is_finished()
-        if over and (not any(tables) or isinstance(self.tables, StepBlockTables)):  # which hear of its end too late
+        if over and (not has_blocks or isinstance(self.tables, StepBlockTables)):  # which hear of its end too late
             raise no_such_request(request_id)
-        return tables or ((),) * self.tables.num_kv_cache_groups
 
     def waiting_requests(self) -> Sequence[str]:
         """See `SchedulerContext`. In order of arrival, preempted ones first, unless vLLM's policy is by priority."""
@@ -169,9 +183,10 @@ class VllmContext:
     def _blocks(self, block_ids: Sequence[int]) -> list[Any]:
         """vLLM's blocks; PactViolation, and nothing else happens, if one does not exist."""
         blocks = self._pool.blocks
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(blocks):
-            raise no_such_block(next(each for each in block_ids if not 0 <= each < len(blocks)), len(blocks))
-        return [blocks[block_id] for block_id in block_ids]
+        if len(block_ids) and min(block_ids) >= 0:
+            with suppress(IndexError):
+                return [*map(blocks.__getitem__, block_ids)]
+        return [self._block(block_id) for block_id in block_ids]
 
     def _view(self, block: Any) -> KVCacheBlockView:
         block_hash = block.block_hash

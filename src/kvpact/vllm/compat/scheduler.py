@@ -6,9 +6,10 @@ release moves any of this, only this module changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, Protocol, overload
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.kv_cache_utils import get_group_id
@@ -39,6 +40,9 @@ TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 def transfer_results(arrived: set[str], failed: set[str]) -> Any:
     """The report to vLLM on asynchronous loads: requests whose load is over, and those of them that got nothing."""
     return _TRANSFER_RESULTS(finished_recving=arrived, failed_recving=failed & arrived)
+
+
+_block_id = attrgetter("block_id")
 
 
 class BlockTables(Protocol):
@@ -96,6 +100,39 @@ class StepBlockTables:
     def get_block_ids(self, request_id: str) -> tuple[Sequence[int], ...]:
         """See `BlockTables`."""
         return self._tables.get(request_id, ((),) * self.num_kv_cache_groups)
+
+
+class LiveBlockIds(Sequence[int]):
+    """The ids of some of vLLM's blocks, read when they are asked for: a look at a few of many costs no copy of all."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        found = self._blocks[place]
+        return [*map(_block_id, found)] if isinstance(place, slice) else int(_block_id(found))
+
+    def __iter__(self) -> Iterator[int]:
+        return map(_block_id, self._blocks)
+
+
+def live_block_ids(tables: BlockTables, request_id: str) -> Sequence[int]:
+    """A request's blocks of the first group as they are now; what is read of them later is what they are then."""
+    if isinstance(tables, StepBlockTables):
+        return tables.get_block_ids(request_id)[0]
+    manager: Any = tables
+    return LiveBlockIds(manager.get_blocks(request_id).blocks[0])
 
 
 def pool_and_tables(offered: Any, groups: GroupSet | None = None) -> tuple[Any, BlockTables]:
