@@ -405,7 +405,7 @@ class ExternalCache(ABC):
     def note_computed(
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """After this step the KV of the first `num_computed_tokens` tokens will be valid in `block_ids()`."""
+        """After this step the first `num_computed_tokens` tokens have valid KV in `block_ids()`: copy what is kept."""
 
     @abstractmethod
     def end_step(self) -> StepWork:

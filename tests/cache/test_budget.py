@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpact.cache import budget as budget_module
-from kvpact.cache.budget import STEP_BUDGET_SECONDS, StepBudget, Turn
+from kvpact.cache.budget import CROWD_BUDGETS, STEP_BUDGET_SECONDS, StepBudget, Turn
 
 PATIENCE = 0.5
 STEP_SECONDS = 0.01
@@ -92,3 +92,26 @@ def test_after_the_deadline_twice_the_budget_counts_and_then_there_is_no_turn(mo
     steps.now += PATIENCE
     told = steps.step(waiting, 0.0, 1.01 * STEP_BUDGET_SECONDS)
     assert told == [Turn.NOW, Turn.NOW, Turn.NEVER, Turn.NEVER, Turn.NEVER, Turn.NEVER]
+
+
+@given(costs=st.lists(st.floats(1e-5, 0.02), min_size=1, max_size=60))
+def test_p11_a_crowd_that_memory_answers_is_spread_over_steps_and_none_starves(costs: list[float]) -> None:
+    """However dear a probe is: each step answers the first that waits, and no other one after 5 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        steps, waiting = Steps(patch), [(Waiter(), cost) for cost in costs]
+        limit, number = CROWD_BUDGETS * STEP_BUDGET_SECONDS, 0
+        while waiting:
+            number += 1
+            assert number <= len(costs)
+            steps.spent = 0.0
+            steps.budget.begin_hook()
+            told = []
+            for waiter, cost in waiting:
+                before = steps.spent
+                told.append(steps.budget.has_time_for(waiter))
+                assert told[-1] == (before <= limit or len(told) == 1)
+                steps.spent += cost if told[-1] else 0.0
+            answered = (Waiter(was_answered=True), 0.0)
+            assert steps.budget.has_time_for(answered[0]), "an open promise is only repeated"
+            steps.budget.end_step()
+            waiting = [each for each, done in zip(waiting, told, strict=True) if not done]

@@ -145,12 +145,12 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
     scene.cache.budget.limit = 0.0
     for _ in range(3):
-        scene.cache.writeback.note_saved(())
+        scene.cache.writeback.note_saved((), 0)
     scene.cache.end_step()
     scene.cache.end_step()
     assert scene.cache.writeback.waiting == 2
     for _ in range(4 * MAX_UNWRITTEN):
-        scene.cache.writeback.note_saved(())
+        scene.cache.writeback.note_saved((), 0)
     scene.cache.end_step()
     scene.cache.end_step()
     assert scene.cache.writeback.waiting == MAX_UNWRITTEN, "however late steps are, only so many wait (P12)"

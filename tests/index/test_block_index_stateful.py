@@ -285,6 +285,9 @@ class IndexMachine(RuleBasedStateMachine):
         for key, block in known.items():
             assert self.index.slot(key) == block.slot
             assert self.index.key_at(block.slot) == key
+            chain_slots = [each.slot for each in block.lineage()][::-1]
+            for count in {1, len(chain_slots)} if not block.is_side else ():
+                assert [*self.index.slots_to(block.slot, count)] == chain_slots[-count:]
             expected = State.HELD if block.held else State.SAVED if block.filled else State.RESERVED
             assert self.index.state(block.slot) == expected
         for block in self.model.blocks:

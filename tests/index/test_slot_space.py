@@ -14,6 +14,7 @@ from lru_of_classes import CacheOfClasses, Key
 
 from kvpact.errors import PactViolation
 from kvpact.index.classed_slots import ClassedSlots
+from kvpact.index.key_table import FEW
 from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots
 
 EXTENT_BYTES = 24
@@ -153,6 +154,14 @@ def test_plain_slots_are_what_a_list_of_numbers_is() -> None:
     space.check()
     with pytest.raises(PactViolation, match="2 rows were asked for, 1 are free"):
         space.take(2)
+
+
+def test_many_neighbours_are_a_range_and_others_a_list() -> None:
+    space = PlainSlots(40)
+    assert space.take(FEW) == range(FEW)
+    assert space.take(FEW - 1) == [*range(FEW, 2 * FEW - 1)], "few of them are a list"
+    space.give_back_each([3, 1, 2])
+    assert space.take(FEW) == [2, 1, 3, *range(2 * FEW - 1, 3 * FEW - 4)]
 
 
 def classed(places: Sequence[int] = (4, 8), num_extents: int = 4, **others: int) -> ClassedSlots:

@@ -15,6 +15,12 @@ STEP_BUDGET_SECONDS = 0.2e-3
 less than a third of that at once, on a slow machine with cold caches."""
 
 
+CROWD_BUDGETS = 25
+"""Budgets, 5 ms in all, after which a step leaves further probes to the next one even where memory alone answers them.
+A step that answered a thousand of them at once would keep every decode waiting for 0.3 s. Fewer budgets would cost more
+than they spare: the engine asks each waiting request again in each step."""
+
+
 class Turn(Enum):
     """What happens to a probe."""
 
@@ -71,13 +77,17 @@ class StepBudget:
         """Whether the step has used its budget: what can wait is left to the next step."""
         return self.spent > self.limit
 
-    def turn_of(self, waiter: Waiter, timeout: float) -> Turn:
+    def turn_of(self, waiter: Waiter, timeout: float, *, asks_shared: bool = True) -> Turn:
         """What happens to the probe that the engine makes now: the probes of many requests are spread over steps.
+
+        Those that ask no shared tiers as `has_time_for` says; the others so:
 
         A step answers probes while it is within its budget. After a step that answered none, the first probe is
         answered in any case. A request is put off for at most `timeout` seconds; then twice the budget counts, and if
         that is spent too, the request is not prepared.
         """
+        if not asks_shared:
+            return Turn.NOW if self.has_time_for(waiter) else Turn.LATER
         if waiter.was_answered:
             return Turn.NOW
         spent = self.spent
@@ -91,6 +101,17 @@ class StepBudget:
                 return Turn.NEVER
         self._probes += 1
         return Turn.NOW
+
+    def has_time_for(self, waiter: Waiter) -> bool:
+        """Whether memory's answer to the probe that the engine makes now need not wait for the next step.
+
+        Each step answers one such probe in any case, and all of requests that were answered before.
+        """
+        if waiter.was_answered or not self._probes or self.spent <= CROWD_BUDGETS * self.limit:
+            self._probes += 1
+            return True
+        self._put_off += 1
+        return False
 
     def do_in_turn(self, *works: Callable[[], object]) -> None:
         """Do the one of `works` whose turn it is, even if the step is late, and the others while it has time."""

@@ -132,7 +132,11 @@ class PactCache(ExternalCache):
     @property
     def under_way(self) -> Mapping[str, int]:
         """Operations that have not ended, by kind; all are 0 once the engine rests and all reports are in."""
-        return {"loads": len(self._jobs.loads), "saves": len(self._jobs.saves), "tier operations": self.tiers.pending}
+        return {
+            "loads": len(self._jobs.loads),
+            "saves": len(self._jobs) - len(self._jobs.loads),
+            "tier operations": self.tiers.pending,
+        }
 
     @property
     def live_requests(self) -> int:
@@ -227,6 +231,7 @@ class PactCache(ExternalCache):
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
         self._prefill.note_step(max(0, self._computing), now)
+        self.saves.order_put_off(now)
         self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
@@ -251,7 +256,7 @@ class PactCache(ExternalCache):
         settlements += [self._loads.end_late(load) for load in self._overdue.give_up(self._clock())]
         for save in saves:
             if saved := self.saves.settle(save):
-                self.writeback.note_saved(save.keys[:saved])
+                self.writeback.note_saved(save.keys, saved)
         if not self.budget.exhausted:
             self.writeback.offer_some()
         self._steps.end_saves(self._jobs.saves.__contains__)
@@ -261,17 +266,15 @@ class PactCache(ExternalCache):
 
     def _renamed(self, request_id: str, record: RequestState, block: int) -> None:
         """A request's blocks from `block` on have other keys: end their plan and lookup."""
-        plan = self.ledger.find(request_id)
-        if plan is not None and plan.blocks.end > block:
-            self._exits.end_plan(request_id, EndReason.SUPERSEDED)
+        self._exits.end_renamed(request_id, block)
+        self._jobs.cut_put_off(request_id, block)
         record.drop_lookup()
 
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep their blocks until all ranks have reported."""
         self.ledger.finish_request(request_id)
         self._load_budget.release(request_id)
-        if self.saves.lazy is not None:
-            self.saves.lazy.request_finished(request_id)
+        self.saves.request_finished(request_id)
         record = self._requests.live.pop(request_id, None)
         if record is not None:
             record.drop_lookup()
@@ -285,10 +288,8 @@ class PactCache(ExternalCache):
         Not for ever: a tier may hang, and a hook or a worker may fail in every step. The next request's steps then take
         in the rest.
         """
-        dirty = self.saves.lazy is not None and self.saves.lazy.dirty
-        return self._idle_steps.wait_for(
-            len(self._jobs) + self.writeback.waiting + self.tiers.pending + dirty, self._jobs.ordered
-        )
+        under_way = len(self._jobs) + self.writeback.waiting + self.tiers.pending + self.saves.dirty
+        return self._idle_steps.wait_for(under_way, self._jobs.ordered)
 
     @property
     def epoch(self) -> Epoch:
@@ -317,8 +318,7 @@ class PactCache(ExternalCache):
         """The weights may have changed: everything under way belongs to the old ones."""
         self._exits.end_all(EndReason.CACHE_RESET)
         self._jobs.recall()
-        if self.saves.lazy is not None:
-            self.saves.lazy.clear()
+        self.saves.clear()
         self.writeback.clear()
 
     @property

@@ -62,6 +62,12 @@ class Exits:
         if plan is not None and plan.state is not State.LOADING:
             self.ledger.abort(plan, reason)
 
+    def end_renamed(self, request_id: str, block: int) -> None:
+        """A request's blocks from `block` on have other keys: end a plan that has some of them."""
+        plan = self.ledger.find(request_id)
+        if plan is not None and plan.blocks.end > block:
+            self.end_plan(request_id, EndReason.SUPERSEDED)
+
     def end_all(self, reason: EndReason) -> None:
         """End every plan that is not loading."""
         for plan in self.ledger.open_plans():

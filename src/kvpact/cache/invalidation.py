@@ -68,8 +68,7 @@ class Invalidation:
         the first such block on is dropped everywhere.
         """
         self.tags.fill(block_ids, NO_TAG)
-        saves = (save.job for save in self.jobs.saves.values())
-        saving = first_among(block_ids, ((job.request_id, job.start_block, job.block_ids) for job in saves))
+        saving = first_among(block_ids, self.jobs.blocks_to_save())
         computed = first_among(block_ids, ((request_id, 0, table) for request_id, table in tables.items()))
         for request_id, first in computed.items():
             self.tags.fill(tables[request_id][first:], NO_TAG)
@@ -78,6 +77,7 @@ class Invalidation:
 
     def _distrust_from(self, request_id: str, first: int) -> None:
         """The content of a request's blocks from `first` on is unknown. The request may have finished."""
+        self.jobs.cut_put_off(request_id, first)
         chains: list[Sequence[BlockKey]] = [
             save.keys for save in self.jobs.saves.values() if save.job.request_id == request_id
         ]
@@ -97,6 +97,8 @@ class Invalidation:
         tag = self.tags.withdraw(adapter)
         for save in self.jobs.saves.values():
             save.trusted &= tag != NO_TAG and not self.tags.same_prefix(save.job.block_ids, 0, tag)
+        for waiting in self.jobs.put_off:
+            waiting.trusted &= waiting.tag != tag
         if self.saves.lazy is not None:
             if tag == NO_TAG:
                 self.saves.lazy.clear()

@@ -6,14 +6,16 @@ finished copy means. No clock: times are arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from sys import maxsize
 
 from kvpact.cache.ledger import Plan
 from kvpact.contract import JobOutcome, JobQuery, JobTally, LoadJob, SaveJob, StepLookup, StepWork, WorkerReport
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import BlockKey
+from kvpact.identity.keys import BlockKey, BlockKeys
+from kvpact.identity.tags import Tag
 from kvpact.index.block_index import Pin
 from kvpact.ranges import BlockRange, RangeSet
 
@@ -34,7 +36,7 @@ class SideBlocks:
 class PlanSlots:
     """The slots of a plan's blocks: its pins keep their content, even if entries are dropped."""
 
-    chain: Slots = ()
+    chain: Sequence[int] = ()
     sides: tuple[SideBlocks, ...] = ()
     """What the plan's last token needs of the side groups, and the engine has not computed."""
 
@@ -113,7 +115,10 @@ class SaveState:
     """
 
     job: SaveJob
-    keys: tuple[BlockKey, ...]
+    slots: Slots | range
+    """Those of the job, as they were reserved."""
+    keys: Sequence[BlockKey]
+    """The chain from its first block on; it may go on after the job's."""
     pin: Pin
     tally: JobTally
     ask_at: float
@@ -129,6 +134,28 @@ class SaveState:
     def is_complete(self) -> bool:
         """Whether every rank has reported the job."""
         return self.tally.complete
+
+
+@dataclass(slots=True)
+class PutOffSave:
+    """Computed blocks whose save a later step orders, so that no step orders too many; the engine's blocks are held.
+
+    The content of the chain's blocks from `garbage_from` on is unknown; `trusted` is as of `SaveState`.
+    """
+
+    request_id: str
+    names: BlockKeys
+    token_ids: Sequence[int]
+    """All of the request; `names` makes the keys of them."""
+    tag: Tag
+    """With which the blocks were computed."""
+    start: int
+    """The first block."""
+    pieces: deque[tuple[int, ...]]
+    """The engine's blocks from there on, in the parts that are held and saved together; the last block of each first.
+    """
+    trusted: bool = True
+    garbage_from: int = maxsize
 
 
 @dataclass(slots=True)
@@ -168,7 +195,7 @@ _NOTHING = StepWork()
 
 @dataclass(eq=False)
 class TransferJobs:
-    """All loads and saves under way on `ranks` ranks.
+    """All loads and saves under way on `ranks` ranks, and the saves that are still to be ordered.
 
     Ranks are asked about a job every `timeout` seconds, which leaves time to ask twice before a load's deadline.
     """
@@ -179,6 +206,8 @@ class TransferJobs:
     """Tells the number by which workers know a slot; None if it is the index's."""
     loads: dict[int, LoadState] = field(default_factory=dict, init=False)
     saves: dict[int, SaveState] = field(default_factory=dict, init=False)
+    put_off: deque[PutOffSave] = field(default_factory=deque, init=False)
+    """In the order in which they are to be ordered."""
     ordered: int = field(default=0, init=False)
     """Number of jobs so far; also the id of the last one."""
     _outbox: _Outbox = field(default_factory=_Outbox, init=False)
@@ -201,7 +230,7 @@ class TransferJobs:
             for job in [LoadJob(self._next_id(), name, run.start, run.slots, ids, synchronous, run.group)]
         }
         if chain is not None:
-            slots, ids = plan.slots.chain[: blocks.count], tuple(block_ids[blocks.start : blocks.end])
+            slots, ids = tuple(plan.slots.chain[: blocks.count]), tuple(block_ids[blocks.start : blocks.end])
             job = LoadJob(self._next_id(), name, blocks.start, slots, ids, synchronous, chain)
             tally = JobTally(blocks, self.ranks)
             self._outbox.loads.append(job)
@@ -214,13 +243,15 @@ class TransferJobs:
         return load
 
     def order_save(
-        self, request_id: str, start: int, slots: Slots, block_ids: tuple[int, ...], keys: Sequence[BlockKey], pin: Pin,
+        self, request_id: str, start: int, slots: Slots | range, block_ids: tuple[int, ...],
+        keys: Sequence[BlockKey], pin: Pin,
         now: float, leaving: frozenset[int] = frozenset(), group: int = 0,
     ) -> SaveState:  # fmt: skip
         """After this step, copy the engine's blocks from `start` on into `slots`; `pin` keeps the chain of `keys`."""
-        job = SaveJob(self._next_id(), request_id, start, slots, block_ids, group)
+        job = SaveJob(self._next_id(), request_id, start, tuple(slots), block_ids, group)
         tally = JobTally(job.blocks, self.ranks)
-        save = self.saves[job.job_id] = SaveState(job, tuple(keys), pin, tally, now + self.timeout, leaving)
+        save = SaveState(job, slots, keys, pin, tally, now + self.timeout, leaving)
+        self.saves[job.job_id] = save
         self._outbox.saves.append(job)
         return save
 
@@ -308,8 +339,28 @@ class TransferJobs:
     def invalidate(self, request_id: str, key: BlockKey, block: int) -> None:
         """The content of a request's `block`, named `key`, is unknown: store nothing from it on."""
         for save in self.saves.values():
-            if save.job.request_id == request_id or save.keys[block : block + 1] == (key,):
+            if save.job.request_id == request_id or (block < len(save.keys) and save.keys[block] == key):
                 save.garbage_from = min(save.garbage_from, block)
+        for waiting in self.put_off:
+            keys = waiting.names.keys
+            if waiting.request_id == request_id or (block < len(keys) and keys[block] == key):
+                waiting.garbage_from = min(waiting.garbage_from, block)
+
+    def blocks_to_save(self) -> Iterator[tuple[str, int, Sequence[int]]]:
+        """Request, first block and the engine's blocks of all that is being saved, or to be saved, in parts."""
+        for save in self.saves.values():
+            yield save.job.request_id, save.job.start_block, save.job.block_ids
+        for waiting in self.put_off:
+            start = waiting.start
+            for piece in waiting.pieces:
+                yield waiting.request_id, start, piece[::-1]
+                start += len(piece)
+
+    def cut_put_off(self, request_id: str, block: int) -> None:
+        """Of a request's blocks from `block` on, order no save that is not ordered yet."""
+        for waiting in self.put_off:
+            if waiting.request_id == request_id:
+                waiting.garbage_from = min(waiting.garbage_from, block)
 
     def recall(self) -> None:
         """The weights may have changed: do not store what is being saved, do not use what is being loaded.
@@ -318,6 +369,8 @@ class TransferJobs:
         """
         for save in self.saves.values():
             save.trusted = False
+        for waiting in self.put_off:
+            waiting.trusted = False
         for load in self.loads.values():
             if not load.recalled and not load.job.synchronous:
                 self._outbox.recalls += [job.job_id for job in load.jobs]
@@ -331,4 +384,4 @@ class TransferJobs:
                 raise PactViolation(f"job {job_id} is kept as under way and in disorder: {task}")
 
     def __len__(self) -> int:
-        return len(self.loads) + len(self.saves)
+        return len(self.loads) + len(self.saves) + len(self.put_off)

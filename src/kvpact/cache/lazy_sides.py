@@ -27,16 +27,19 @@ CHAIN_KEYS_PER_STEP: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class OffloadRun:
-    """Blocks to save now: `keys[start:]` of the whole chain `keys`, from the engine's `block_ids`.
+    """Blocks to save now, from the engine's `block_ids`: those of the chain `keys` from `start` on.
 
+    `keys` begins with the chain's first block, and may go on after the blocks that are saved.
     `leaving` are those that the engine evicts next; they stay so after the save.
     """
 
     request_id: str
-    keys: tuple[BlockKey, ...]
+    keys: Sequence[BlockKey]
     start: int
     block_ids: tuple[int, ...]
     leaving: frozenset[int] = frozenset()
+    is_held: bool = field(default=False, kw_only=True)
+    """Whether the engine's blocks are held already."""
 
 
 @dataclass(frozen=True, slots=True)

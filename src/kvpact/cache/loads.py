@@ -71,8 +71,10 @@ class Loads:
             self.load_budget.spend(loaded)
         keys = state.keys.keys if state.keys is not None else []
         if chain is not None:
-            self.writeback.note_used(keys[: blocks.end])
+            self.writeback.note_used(keys, blocks.end)
             self.tags.fill(block_ids[blocks.start : blocks.end], state.tag)
+            if blocks.start <= state.sound < blocks.end and self.sides is None:
+                state.sound = blocks.end
         if self.sides is not None:
             self.tags.fill(self.sides.filled(plan.request_id, blocks), NO_TAG)
             state.loaded_rows = blocks.end
@@ -116,6 +118,8 @@ class Loads:
         job, blocks = load.job, load.plan.committed_blocks
         self.metrics.add("overdue_loads")
         self.requests.not_again(job.request_id, blocks.start)
+        if (state := self.requests.live.get(job.request_id)) is not None:
+            state.sound = min(state.sound, blocks.start)
         if job.synchronous:
             self.jobs.invalidate(job.request_id, load.keys[blocks.start], blocks.start)
         else:

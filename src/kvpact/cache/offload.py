@@ -7,24 +7,33 @@ what a block was filled with, `lazy_offload.py` what the engine holds and evicts
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvpact.cache.jobs import SaveState, TransferJobs
+from kvpact.cache.jobs import PutOffSave, SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.cache.lazy_sides import LazySides, OffloadRun, SideRun
 from kvpact.cache.request import RequestState
 from kvpact.cache.room import ArenaRoom
-from kvpact.cache.side_saves import SideSaves, give_back
+from kvpact.cache.side_saves import SideSaves, give_back, hold
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext, num_blocks_for
 from kvpact.errors import PactViolation
-from kvpact.identity.tags import BlockTags
+from kvpact.identity.keys import BlockKeys
+from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.metrics import MEMORY, Metrics
 
 logger = logging.getLogger(__name__)
+
+PIECE_BLOCKS = 512
+"""Blocks that one step orders saves of before it leaves others to later steps: about 0.7 ms of the scheduler's thread
+with all that becomes of them."""
+
+CATCH_UP_STEPS = 8
+"""If more wait than so many steps would take in pieces, a step orders the part that lets them take so many."""
 
 
 @dataclass(eq=False)
@@ -44,6 +53,9 @@ class Offloader:
     """None: blocks are saved as they are computed."""
     side_saves: SideSaves | None = None
     """The side groups' blocks; None if the model has none."""
+    piece_blocks: int = PIECE_BLOCKS
+    _left: int = field(default=PIECE_BLOCKS, init=False)
+    """Blocks of which the running step may still order saves."""
     _context: BlockHolder | None = field(default=None, init=False)
 
     def bind(self, context: BlockHolder, *, lazy_window: int | None) -> None:
@@ -86,8 +98,11 @@ class Offloader:
         begun, filled = before // size, computed_tokens // size
         held = block_ids() if filled > begun else ()
         if filled > begun and state.sound < begun:
-            state.sound = self.tags.same_prefix(held[:begun], state.sound, state.tag)
-        self.tags.fill(held[begun:filled], state.tag_of_filled(before, computed_tokens, size))
+            state.sound = self.tags.same_prefix(held, state.sound, state.tag, begun)
+        tag = state.tag_of_filled(before, computed_tokens, size)
+        self.tags.fill(held[begun:filled], tag)
+        if tag != NO_TAG and begun <= state.sound < filled:
+            state.sound = filled
         if state.keys is None:
             if lazy is not None:
                 lazy.invalidate_blocks(held)
@@ -98,22 +113,85 @@ class Offloader:
         if full <= state.offloaded_blocks:
             return
         first, state.offloaded_blocks = state.offloaded_blocks, full
-        keys = state.keys.extend(request.token_ids)
-        named = min(full, len(keys))
+        stop = full - self._to_put_off(first, full, state.keys)
+        keys = state.keys.extend(request.token_ids, stop)
+        named = min(stop, len(keys))
         known = min(named, self.index.known_prefix(keys))
         if known and (known == named or lazy is not None):
             self.index.touch(keys[known - 1])
-            self.writeback.note_used(keys[:named])
-        if lazy is None and known == named:
+            self.writeback.note_used(keys, named)
+        if lazy is None and known == named and stop == full:
             return
         held = held or block_ids()
-        sound = state.sound = self.tags.same_prefix(held[:named], min(state.sound, named), state.tag)
+        sound = named
+        if state.sound < named:
+            sound = state.sound = self.tags.same_prefix(held, state.sound, state.tag, named)
         if lazy is not None:
             lazy.invalidate_blocks(held[max(first, sound) : full])
             lazy.note(request.request_id, keys, first, max(first, sound), held)
         elif known < sound:
-            run = OffloadRun(request.request_id, tuple(keys[:sound]), known, tuple(held[known:sound]))
+            run = OffloadRun(request.request_id, keys, known, tuple(held[known:sound]))
             self._save(run, self.clock())
+        if stop < full and sound == stop:
+            self._put_off(request, state, state.keys, stop, held[stop:full])
+
+    def _to_put_off(self, first: int, full: int, names: BlockKeys) -> int:
+        """How many of a request's blocks [first, full) later steps save; those that are stored do not count."""
+        if self.lazy is not None or self._context is None or self.config.match_at == "step":
+            return 0  # a step's lookups look for what the step saves
+        if full - first <= self._left and not self.jobs.put_off:
+            self._left -= full - first
+            return 0
+        new = full - max(first, min(full, self.index.known_prefix(names.keys)))
+        now = 0 if self.jobs.put_off else min(new, self._left)
+        self._left -= now
+        return new - now
+
+    def _put_off(
+        self, request: EngineRequest, state: RequestState, names: BlockKeys, start: int, block_ids: Sequence[int]
+    ) -> None:
+        """Have later steps save these blocks of a request, the first of which is its block `start`; hold them."""
+        assert self._context is not None
+        pieces = deque[tuple[int, ...]]()
+        for at in range(0, len(block_ids), self.piece_blocks):
+            pieces.append(tuple(block_ids[at : at + self.piece_blocks])[::-1])
+            self._context.touch(pieces[-1])
+        self.jobs.put_off.append(PutOffSave(request.request_id, names, request.token_ids, state.tag, start, pieces))
+
+    def order_put_off(self, now: float) -> None:
+        """End the step: order saves that earlier steps have put off, the oldest first, as far as the step may."""
+        waiting = self.jobs.put_off
+        while waiting and self._left > 0:
+            self._order_piece(waiting[0], now)
+            if not waiting[0].pieces:
+                waiting.popleft()
+        left = sum(len(piece) for each in waiting for piece in each.pieces)
+        self._left = max(self.piece_blocks, left // CATCH_UP_STEPS)
+
+    def _order_piece(self, waiting: PutOffSave, now: float) -> None:
+        """Order the next piece; if it cannot be saved as a whole, release what is left."""
+        context, piece, start = self._context, waiting.pieces.popleft(), waiting.start
+        assert context is not None
+        end = waiting.start = start + len(piece)
+        self._left -= len(piece)
+        saved = sound = known = 0
+        if waiting.trusted and start < waiting.garbage_from:
+            keys = waiting.names.extend(waiting.token_ids, end)
+            block_ids = piece[::-1]
+            sound = start + self.tags.same_prefix(block_ids, 0, waiting.tag)
+            sound = min(sound, waiting.garbage_from, len(keys))
+            known = min(sound, self.index.known_prefix(keys))
+            if start <= known < sound:
+                whole = known == start and sound == end
+                run = OffloadRun(
+                    waiting.request_id, keys, known, block_ids[known - start : sound - start], is_held=whole
+                )
+                saved = self._save(run, now)
+        if saved < len(piece):
+            context.free_blocks(piece)
+        if known < start or sound < end:
+            while waiting.pieces:
+                context.free_blocks(waiting.pieces.popleft())
 
     def _note_groups(
         self, side_saves: SideSaves, request: EngineRequest, state: RequestState, before: int, computed: int
@@ -152,14 +230,29 @@ class Offloader:
                 lazy.invalidate_blocks(chain[max(first, sound) : rows])
                 lazy.note(request.request_id, keys, first, max(first, sound), chain)
             elif rows > state.offloaded_blocks and known < sound:
-                run = OffloadRun(request.request_id, tuple(keys[:sound]), known, tuple(chain[known:sound]))
+                run = OffloadRun(request.request_id, keys, known, tuple(chain[known:sound]))
                 self._save(run, now)
         if known and rows > state.offloaded_blocks:
             self.index.touch(keys[known - 1])
             if chain is not None:
-                self.writeback.note_used(keys[:known])
+                self.writeback.note_used(keys, known)
         state.sound, state.offloaded_blocks = sound, max(named, state.offloaded_blocks)
         side_saves.note(request.request_id, state, known_tokens, len(request.token_ids), sound, now)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether lazy saving has something to do in a step of an idle engine."""
+        return self.lazy is not None and self.lazy.dirty
+
+    def request_finished(self, request_id: str) -> None:
+        """The engine has forgotten the request; what it computed is still saved."""
+        if self.lazy is not None:
+            self.lazy.request_finished(request_id)
+
+    def clear(self) -> None:
+        """A new epoch begins: what the engine holds belongs to the old one."""
+        if self.lazy is not None:
+            self.lazy.clear()
 
     def order_what_is_leaving(self, loading_blocks: int, computed_tokens: int, now: float) -> None:
         """Save what the engine is about to evict; in this step it took blocks for these."""
@@ -183,27 +276,30 @@ class Offloader:
             self.index.unpin(before)
 
     def _order(self, run: OffloadRun, now: float) -> int:
-        before, wanted = run.keys[run.start - 1] if run.start else ROOT, len(run.keys) - run.start
-        end = min(len(run.keys), run.start + self.room.reservable(before, wanted))
-        self.metrics.add("dropped_blocks", len(run.keys) - end)
-        keys, held = run.keys[:end], run.block_ids[: end - run.start]
+        before, wanted = run.keys[run.start - 1] if run.start else ROOT, len(run.block_ids)
+        room = self.room.reservable(before, wanted)
+        self.metrics.add("dropped_blocks", max(0, wanted - room))
+        keys, held = run.keys, run.block_ids[:room]
+        end = run.start + len(held)
         if not held:
             return 0
         reservation = self.index.reserve(keys, run.start, end)
         if reservation is None:
             raise PactViolation(f"there is no room for {len(held)} blocks, although so many were reservable")
         self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
-        if self._context is not None:
-            self._context.touch(held)
-        pin, leaving = self.index.pin(keys[-1]), run.leaving.intersection(held)
+        pin, leaving = self.index.pin(keys[end - 1]), run.leaving.intersection(held)
+        if self._context is not None and not (run.is_held and len(held) == wanted):
+            hold(self._context, held, leaving)
         chain = self.side_saves.sides.groups.chain or 0 if self.side_saves is not None else 0
         self.jobs.order_save(run.request_id, run.start, reservation.slots, held, keys, pin, now, leaving, chain)
         return len(held)
 
     def check(self) -> None:
-        """See `LazyOffload.check`."""
+        """See `LazyOffload.check`; verify what is put off. Raises PactViolation."""
         if self.lazy is not None:
             self.lazy.check()
+        if not all(waiting.pieces and all(waiting.pieces) for waiting in self.jobs.put_off):
+            raise PactViolation("a save without blocks is put off")
 
     def settle(self, save: SaveState) -> int:
         """All ranks have reported: release the engine's blocks; returns the number of the chain's saved blocks."""
@@ -219,12 +315,12 @@ class Offloader:
             give_back(self._context, save)
         done = outcome.done.prefix_from(job.start_block)
         done = max(0, min(done, save.garbage_from - job.start_block))
-        self.index.complete(job.slots[:done])
-        self.index.abandon(job.slots[done:])
+        self.index.complete(save.slots[:done])
+        self.index.abandon(save.slots[done:])
         self.index.unpin(save.pin)
         self.metrics.add("saved_blocks", done)
         self.metrics.add("dropped_blocks", len(job.slots) - done)
         if self.lazy is not None:
             self.lazy.saved(len(job.block_ids))
-            self.lazy.forget(save.keys[job.start_block + done :])
+            self.lazy.forget(save.keys[job.start_block + done : job.blocks.end])
         return job.start_block + done

@@ -285,8 +285,8 @@ class Planner:
 
     def _lease(self, probe: _Probe, blocks: BlockRange) -> tuple[PlanSlots, list[Pin]]:
         """The slots of blocks that memory holds, and pins that keep them."""
-        chain = tuple(self.index.slots_of(probe.keys[blocks.start : blocks.end]))
-        pins = [self.index.pin(probe.keys[blocks.end - 1])]
+        last = probe.keys[blocks.end - 1]
+        chain, pins = self.index.slots_to(self.index.slot(last), blocks.count), [self.index.pin(last)]
         if self.sides is None:
             return PlanSlots(chain), pins
         runs, side_pins = self.sides.lease(probe.state, blocks.end, blocks.start)

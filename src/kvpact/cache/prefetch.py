@@ -41,7 +41,7 @@ class PrefetchOp:
     """Blocks on their way from a tier into reserved slots; `pin` keeps the chain before them."""
 
     keys: tuple[BlockKey, ...]
-    slots: tuple[int, ...]
+    slots: tuple[int, ...] | range
     pin: Pin
 
 

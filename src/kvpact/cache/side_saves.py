@@ -29,14 +29,26 @@ Tables = Sequence[Sequence[int]]
 """The engine's blocks of a request, by group."""
 
 
+def hold(context: BlockHolder, block_ids: Sequence[int], leaving: frozenset[int]) -> None:
+    """Hold the engine's blocks of a save, in the sequences in which `give_back` releases them."""
+    for part in filter(None, _parts(block_ids, leaving)):
+        context.touch(part)
+
+
 def give_back(context: BlockHolder, save: SaveState) -> None:
     """Release the engine's blocks of a save, the last first; the engine evicts `leaving` blocks before all others."""
-    block_ids = save.job.block_ids[::-1]
-    if save.leaving:
-        context.free_blocks([block_id for block_id in block_ids if block_id not in save.leaving])
-        context.free_blocks([block_id for block_id in block_ids if block_id in save.leaving], evict_first=True)
-    else:
-        context.free_blocks(block_ids)
+    kept, leaving = _parts(save.job.block_ids, save.leaving)
+    context.free_blocks(kept)
+    if leaving:
+        context.free_blocks(leaving, evict_first=True)
+
+
+def _parts(block_ids: Sequence[int], leaving: frozenset[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """The blocks that stay and those that leave, each with the last one first."""
+    turned = block_ids[::-1]
+    if not leaving:
+        return turned, ()
+    return [each for each in turned if each not in leaving], [each for each in turned if each in leaving]
 
 
 @dataclass(eq=False, slots=True)
@@ -155,8 +167,8 @@ class SideSaves:
         if reservation is None:
             raise PactViolation(f"there is no room for {len(names)} side blocks, although so many were reservable")
         self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
-        self.sides.context.touch(held)
         pin, chain, leaving = self.index.pin(names[-1]), run.keys[: rows[-1] + 1], run.leaving.intersection(held)
+        hold(self.sides.context, held, leaving)
         save = self.jobs.order_save(
             run.request_id, run.start, reservation.slots, held, chain, pin, now, leaving, run.group
         )

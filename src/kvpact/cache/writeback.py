@@ -56,7 +56,7 @@ class WriteBack:
     clock: Callable[[], float]
     budget: StepBudget
     seen_once: LRUKeySet | None
-    _unwritten: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
+    _unwritten: deque[tuple[Sequence[BlockKey], int]] = field(default_factory=deque, init=False)
     _unwritten_sides: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
     _backlog: range = field(default=range(0), init=False)
     """Slots whose blocks are still to be offered to tiers that were opened late."""
@@ -68,21 +68,23 @@ class WriteBack:
         """Number of chains, and slots of the backlog, that wait to be offered to the tiers."""
         return len(self._unwritten) + len(self._unwritten_sides) + len(self._backlog)
 
-    def note_saved(self, keys: Sequence[BlockKey]) -> None:
-        """A chain was saved: offer it to the tiers in this step or a later one."""
-        self._unwritten.append(keys)
+    def note_saved(self, keys: Sequence[BlockKey], end: int) -> None:
+        """The chain `keys[:end]` was saved: offer it to the tiers in this step or a later one."""
+        if self.tiers.clients:
+            self._unwritten.append((keys, end))
 
     def note_saved_sides(self, names: Sequence[BlockKey]) -> None:
         """Blocks of side groups were saved: offer them, as chains."""
         if self.tiers.clients:
             self._unwritten_sides.append(names)
 
-    def note_used(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks of the arena are used: offer them to tiers that get what is used twice, or that may have lost them."""
+    def note_used(self, keys: Sequence[BlockKey], end: int) -> None:
+        """Blocks `keys[:end]` of the arena are used: offer them to tiers that get what is used twice, or that may have
+        lost them."""
         if self.seen_once is not None:
-            self.offer(keys)
-        elif (held := self.index.held_prefix(keys)) and self._lacks(keys[held - 1]):
-            self.note_saved(keys[:held])
+            self.offer(keys, end)
+        elif self.tiers.shared and (held := self.index.held_prefix(keys, end)) and self._lacks(keys[held - 1]):
+            self.note_saved(keys, held)
 
     def offer_some(self) -> None:
         """Offer waiting chains to the tiers, the oldest first, without blocks that memory has dropped since.
@@ -90,7 +92,7 @@ class WriteBack:
         At least one is offered, and all but `MAX_UNWRITTEN`; the others while the step is not late.
         """
         while self._unwritten:
-            self.offer(self._unwritten.popleft())
+            self.offer(*self._unwritten.popleft())
             if len(self._unwritten) <= MAX_UNWRITTEN and self.budget.exhausted:
                 break
         while self._unwritten_sides:
@@ -110,7 +112,8 @@ class WriteBack:
             self._backlog = self._backlog[1:]
             key = self.index.key_at(slot)
             if key is not None and self.index.is_last(key):
-                self.offer(self.index.chain(key))
+                chain = self.index.chain(key)
+                self.offer(chain, len(chain))
 
     def clear(self) -> None:
         """A new epoch begins: drop what waits, which belongs to the old one."""
@@ -140,12 +143,12 @@ class WriteBack:
 
     # Writing
 
-    def offer(self, keys: Sequence[BlockKey]) -> None:
-        """Have every tier store what it lacks of the part of a chain that memory holds.
+    def offer(self, keys: Sequence[BlockKey], end: int) -> None:
+        """Have every tier store what it lacks of the part of the chain `keys[:end]` that memory holds.
 
         A write whose tier is ill, or has a full queue, is dropped with all that it held (H52).
         """
-        epoch, end = self.epochs.current, self.index.held_prefix(keys)
+        epoch, end = self.epochs.current, self.index.held_prefix(keys, end)
         if self.seen_once is not None:
             held, seen = keys[:end], self.seen_once
             end = next((at for at, key in enumerate(held) if key not in seen), end)

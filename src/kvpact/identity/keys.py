@@ -209,7 +209,7 @@ class BlockKeys:
         self._identity = identity
         if kept < len(self.keys):
             self._hashed = None
-            del self.keys[kept:]
+            self.keys = self.keys[:kept]  # who has the list keeps what was in it
         return kept
 
     def _extras(self, identity: RequestIdentity, block: int) -> bytes:

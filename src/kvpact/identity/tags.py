@@ -91,17 +91,18 @@ class BlockTags:
         """Whether the block has this tag, which is not `NO_TAG`."""
         return tag != NO_TAG and block_id < len(self._of_block) and bool(self._of_block[block_id] == tag)
 
-    def same_prefix(self, block_ids: Sequence[int], start: int, tag: Tag) -> int:
-        """The number of leading `block_ids` with this tag; those before `start` are known to have it."""
+    def same_prefix(self, block_ids: Sequence[int], start: int, tag: Tag, end: int | None = None) -> int:
+        """The number of leading `block_ids[:end]` with this tag; those before `start` are known to have it."""
+        end = len(block_ids) if end is None else end
         if tag == NO_TAG:
             return 0
-        if start >= len(block_ids):
-            return len(block_ids)
-        if len(block_ids) - start <= FEW:
-            others = (place for place in range(start, len(block_ids)) if not self.has(block_ids[place], tag))
-            return next(others, len(block_ids))
-        places = np.frombuffer(array("q", block_ids[start:]), np.int64)
+        if start >= end:
+            return end
+        if end - start <= FEW:
+            others = (place for place in range(start, end) if not self.has(block_ids[place], tag))
+            return next(others, end)
+        places = np.frombuffer(array("q", block_ids[start:end]), np.int64)
         known = len(self._of_block)
         differ = (places >= known) | (self._of_block[np.minimum(places, known - 1)] != tag) if known else places >= 0
         first = int(differ.argmax())
-        return start + first if differ[first] else len(block_ids)
+        return start + first if differ[first] else end

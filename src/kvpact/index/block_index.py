@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.key_table import FEW, Names
+from kvpact.index.key_table import FEW, Names, may_repeat
 from kvpact.index.links import NONE, selection
 from kvpact.index.links import ROOT as ROOT
 from kvpact.index.restoring import Restoring
@@ -25,10 +25,11 @@ from kvpact.index.rows import State as State
 class Reservation:
     """Slots for a run of keys, in the keys' order, and the (key, slot) pairs that were evicted to make room.
 
-    `slots` may include slots of `evicted`. Every slot ends with `complete` or `abandon`, exactly once.
+    Many neighbours are a range. `slots` may include slots of `evicted`. Every slot ends with `complete` or `abandon`,
+    exactly once.
     """
 
-    slots: tuple[int, ...]
+    slots: tuple[int, ...] | range
     evicted: tuple[tuple[BlockKey, int], ...] = ()
 
 
@@ -48,9 +49,9 @@ class BlockIndex(Restoring):
 
     # Lookups
 
-    def held_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """How many blocks from the start of the chain `keys` may be served. O(log n) probes (H55)."""
-        return bisect_left(keys, True, key=lambda key: not self.is_held(key))
+    def held_prefix(self, keys: Sequence[BlockKey], end: int | None = None) -> int:
+        """How many blocks from the start of the chain `keys[:end]` may be served. O(log n) probes (H55)."""
+        return bisect_left(keys, True, hi=end, key=lambda key: not self.is_held(key))
 
     def known_prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many blocks from the start of the chain `keys` need not be saved: held, or on their way. O(log n)."""
@@ -192,15 +193,13 @@ class BlockIndex(Restoring):
         slots = self.space.take(len(wanted), self._chain_class)
         if slots:
             self._reserve_chain(wanted, names, parent, slots, selection(slots))
-        return Reservation(tuple(slots), evicted)
+        return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
     def _are_new(self, keys: Sequence[BlockKey], names: Names | None) -> bool:
         """Whether the keys are all different and unknown."""
-        if len(set(keys)) < len(keys):
-            return False
         if names is not None:
-            return bool((self._keys.find_each(names) == NONE).all())
-        return all(self._row(key) == NONE for key in keys)
+            return not (self._keys.knows_any(names) or (may_repeat(names) and len(set(keys)) < len(keys)))
+        return len(set(keys)) == len(keys) and all(self._row(key) == NONE for key in keys)
 
     def reserve_sides(
         self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], slot_class: int = 0
@@ -226,7 +225,7 @@ class BlockIndex(Restoring):
             return None
         slots = self.space.take(len(keys), slot_class)
         self._reserve_sides(keys, rows, slots)
-        return Reservation(tuple(slots), evicted)
+        return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
     def complete(self, slots: Sequence[int]) -> list[BlockKey]:
         """The writers of reserved `slots` are done and the bytes are good; return the blocks that became held by it.
@@ -235,9 +234,10 @@ class BlockIndex(Restoring):
         blocks after them were waiting). Parents come before children. Raises PactViolation, and changes nothing, if a
         slot has no writer.
         """
-        self._require_writers(slots)
         became_held: list[BlockKey] = []
-        if len(slots) >= FEW and self._serve_chain(slots, selection(slots), became_held):
+        at = selection(slots) if len(slots) >= FEW else None
+        self._require_writers(slots, at)
+        if at is not None and self._serve_chain(slots, at, became_held):
             slots = slots[-1:]
         state, parent = self._state, self._parent
         for slot in slots:

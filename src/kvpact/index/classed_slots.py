@@ -127,7 +127,7 @@ class ClassedSlots:
 
     # Rows
 
-    def take(self, count: int, slot_class: int = 0) -> list[int]:
+    def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
         """See `SlotSpace`."""
         rows = popped(self.free[slot_class], count)
         out = self._out

@@ -151,6 +151,21 @@ class KeyTable:
         """The row of each key; NONE for the unknown ones."""
         return self._find(names, self._buckets(names))
 
+    def knows_any(self, names: Names) -> bool:
+        """Whether one of the keys is in the table."""
+        wanted, words = names[:, 0], self._words[:, 0]
+        links = self._heads_each[self._buckets(names)]
+        (left,) = links.nonzero()
+        rows = links[left] - 1
+        while len(left):
+            same = (words[rows] == wanted[left]).nonzero()[0]
+            if len(same) and (self._words[rows[same]] == names[left[same]]).all(axis=1).any():
+                return True
+            links = self._next_each[rows]
+            (more,) = links.nonzero()
+            left, rows = left[more], links[more] - 1
+        return False
+
     def _buckets(self, names: Names) -> RowArray:
         halves = names.view(np.uint32)
         buckets = halves[:, 0] ^ halves[:, -1]
@@ -294,6 +309,12 @@ class KeyTable:
                     raise PactViolation(f"row {link - 1} is listed as {bucket}, and its key has another hash")
                 yield link - 1
                 link = self._next[link - 1]
+
+
+def may_repeat(names: Names) -> bool:
+    """Whether two of the keys have the same first word; keys that are the same do."""
+    words = np.sort(names[:, 0])
+    return bool((words[1:] == words[:-1]).any())
 
 
 def _name(key: BlockKey) -> bytes:

@@ -6,6 +6,7 @@ Owns keys, parents and children, and nothing of what becomes of a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -20,8 +21,10 @@ ROOT: Final[BlockKey] = b""
 
 def selection(rows: Sequence[int]) -> slice | RowArray:
     """Some rows, in this order, as an index of an array: neighbours as a slice, which costs least."""
+    if isinstance(rows, range):
+        return slice(rows.start, rows.stop)
     first, last = rows[0], rows[-1]
-    if last - first == len(rows) - 1 and list(rows) == list(range(first, last + 1)):
+    if last - first == len(rows) - 1 and tuple(rows) == tuple(range(first, last + 1)):
         return slice(first, last + 1)
     return np.array(rows, np.int64)
 
@@ -152,6 +155,19 @@ class Links:
                     order.append(child)
                     child = self._next[child]
         return order
+
+    def slots_to(self, row: int, count: int) -> Sequence[int]:
+        """The slots of the last `count` blocks of the chain up to that in slot `row`, in order; it has so many.
+
+        Neighbours are a range. A step for each run.
+        """
+        runs = []
+        while count > 0:
+            first = max(self._start[row], row - count + 1)
+            runs.append(range(first, row + 1))
+            count -= row + 1 - first
+            row = self._parent[first]
+        return runs[0] if len(runs) == 1 else [*chain.from_iterable(reversed(runs))]
 
     def _run(self, row: int, most: int) -> int:
         """The first of at most `most` rows that end with `row` of which each follows its neighbour, and has it as its

@@ -259,9 +259,17 @@ class Rows(Links):
         became_held += self._keys.keys(above)
         return True
 
-    def _require_writers(self, slots: Sequence[int]) -> None:
+    def _require_writers(self, slots: Sequence[int], at: slice | RowArray | None = None) -> None:
+        """Raise PactViolation if a slot has no writer, or is named twice. `at` selects the slots, if given."""
         state = self._state
-        if not {*map(state.__getitem__, slots)} <= _WITH_WRITER:
+        if at is None:
+            written = {*map(state.__getitem__, slots)} <= _WITH_WRITER
+        else:
+            states = self._state_each[at]
+            written = bool(((states == RESERVED) | (states == CANCELLED)).all())
+            if written and isinstance(at, slice):
+                return
+        if not written:
             slot = next(slot for slot in slots if state[slot] not in _WITH_WRITER)
             raise PactViolation(f"slot {slot} is {State(state[slot]).name}, not reserved: its writer ended already")
         if len(set(slots)) != len(slots):

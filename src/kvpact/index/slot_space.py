@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvpact.errors import PactViolation
-from kvpact.index.key_table import RowArray
+from kvpact.index.key_table import FEW, RowArray
 
 EXTENT_SHIFT: Final = 24
 """A slot's number is `class << CLASS_SHIFT | extent << EXTENT_SHIFT | place` where a place has several classes."""
@@ -56,8 +56,8 @@ class SlotSpace(Protocol):
     def free(self) -> Sequence[Sequence[int]]:
         """Per class, the free rows; the one that is taken next is the last."""
 
-    def take(self, count: int, slot_class: int = 0) -> list[int]:
-        """Rows in the order of use. Raises PactViolation if fewer than `count` are free."""
+    def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
+        """Rows in the order of use, many neighbours as a range. Raises PactViolation if fewer than `count` are free."""
 
     def give_back(self, row: int) -> None:
         """Nothing needs this row any more."""
@@ -99,7 +99,7 @@ class PlainSlots:
         self._stack = _without(range(self.usable), ())  # the first reservations get neighbouring slots
         self.free: tuple[array[int], ...] = (self._stack,)
 
-    def take(self, count: int, slot_class: int = 0) -> list[int]:
+    def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
         """See `SlotSpace`."""
         return popped(self._stack, count)
 
@@ -159,7 +159,7 @@ class PlainSlotsAndNames(PlainSlots):
         self._names = _without(range(num_slots, self.num_rows), ())
         self.free = (self._stack, self._names)
 
-    def take(self, count: int, slot_class: int = 0) -> list[int]:
+    def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
         """See `SlotSpace`."""
         return popped(self.free[slot_class], count)
 
@@ -198,15 +198,26 @@ class PlainSlotsAndNames(PlainSlots):
         require(len(set(self._names)) == len(self._names), "a name is free twice")
 
 
-def popped(stack: list[int] | array[int], count: int) -> list[int]:
-    """Take the last `count` off, the last one first. Raises PactViolation if there are fewer."""
+def popped(stack: list[int] | array[int], count: int) -> Sequence[int]:
+    """Take the last `count` off, the last one first; many neighbours as a range.
+
+    Raises PactViolation if there are fewer.
+    """
     left = len(stack) - count
     if left < 0:
         raise PactViolation(f"{count} rows were asked for, {len(stack)} are free")
-    rows = list(stack[left:])
+    rows = stack[left:]
     del stack[left:]
     rows.reverse()
-    return rows
+    if count >= FEW and rows[-1] - rows[0] == count - 1 and _ascend(rows):
+        return range(rows[0], rows[0] + count)
+    return list(rows)
+
+
+def _ascend(rows: list[int] | array[int]) -> bool:
+    """Whether each row is the neighbour of the one before it."""
+    numbers = np.frombuffer(rows, np.int32) if isinstance(rows, array) else np.array(rows)
+    return bool((numbers[1:] - numbers[:-1] == 1).all())
 
 
 def _without(rows: range, used: Sequence[int] | RowArray) -> array[int]:

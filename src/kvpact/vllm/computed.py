@@ -39,14 +39,18 @@ def note_computed(
             context.evict_published(list(chain.from_iterable(context.blocks_of(request_id))))
     with context.saving(scheduler_output, computed) if context is not None else nullcontext():
         for request_id, num_tokens in computed.items():
-            cache.note_computed(requests[request_id], num_tokens, partial(blocks_of, context, request_id))
+            cache.note_computed(requests[request_id], num_tokens, partial(_chain_of, context, request_id))
 
 
-def blocks_of(context: VllmContext | None, request_id: str) -> Sequence[int]:
-    """A request's blocks of the first KV cache group. Raises as `SchedulerContext.blocks_of`."""
+def _chain_of(context: VllmContext | None, request_id: str) -> Sequence[int]:
+    return required(context).chain_of(request_id)
+
+
+def required(context: VllmContext | None) -> VllmContext:
+    """The context. Raises PactViolation if there is none yet."""
     if context is None:
         raise PactViolation("vLLM computes requests before it offered its block pool to the connector")
-    return context.blocks_of(request_id)[0]
+    return context
 
 
-__all__ = ["blocks_of", "note_computed"]
+__all__ = ["note_computed", "required"]

@@ -21,7 +21,7 @@ from kvpact.tiers.registry import load_seal
 from kvpact.vllm.compat.configuration import runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
 from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
-from kvpact.vllm.computed import blocks_of, note_computed
+from kvpact.vllm.computed import note_computed, required
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_groups, require_groups
 from kvpact.vllm.guard import Guard
@@ -127,7 +127,7 @@ class SchedulerSide:
             view.was_answered = False
             return None
         deadline = self._config.prepare_deadline
-        turn = self._budget.turn_of(view, deadline) if cache.asks_shared else Turn.NOW
+        turn = self._budget.turn_of(view, deadline, asks_shared=cache.asks_shared)
         if turn is Turn.LATER:
             return None
         if turn is Turn.NEVER:
@@ -259,7 +259,7 @@ class SchedulerSide:
     def _block_ids_or_none(self, request_id: str) -> Sequence[int]:
         """A request's blocks, of the first group; none if it has none, or has ended."""
         try:
-            return blocks_of(self.context, request_id)
+            return required(self.context).blocks_of(request_id)[0]
         except (PactViolation, KeyError, ValueError):
             return ()
 

@@ -36,8 +36,10 @@ PLAYS = 4
 SUBJECTS: Mapping[str, CacheFactory] = {
     "memory": pact_cache,
     "memory, asynchronous": partial(pact_cache, sync_load_budget=0),
+    "memory, pieces of one block": partial(pact_cache, piece_blocks=1),
     "disk": pact_cache_with_disk,
     "disk, asynchronous": partial(pact_cache_with_disk, sync_load_budget=0),
+    "disk, pieces of two blocks": partial(pact_cache_with_disk, piece_blocks=2, sync_load_budget=0),
     "shared": pact_cache_with_shared,
     "disk and shared, second use": partial(pact_cache_with_all, sync_load_budget=0, admit="second-use"),
     "lazy": lazy_pact_cache,

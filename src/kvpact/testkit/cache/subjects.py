@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from kvpact._moved import renamed
 from kvpact.cache.cache import PactCache
 from kvpact.cache.lazy_offload import MIN_WINDOW
+from kvpact.cache.offload import PIECE_BLOCKS
 from kvpact.config import load_config
 from kvpact.contract import ExternalCache, ExternalCacheWorker
 from kvpact.engine import ReferenceCache
@@ -129,11 +130,12 @@ def pact_cache(
     disk_slots: int = 0,
     shared: bool = False,
     lazy_window: int = MIN_WINDOW,
+    piece_blocks: int = PIECE_BLOCKS,
     **settings: object,
 ) -> CacheUnderTest:
     """kvpact's own cache; with `disk_slots`, a disk tier below it, with `shared`, a shared one. Both outlive a restart.
 
-    `settings` as a user's; `lazy_window` as in `PactCache`.
+    `settings` as a user's; `lazy_window` as in `PactCache`, `piece_blocks` as in its `Offloader`.
     """
     slot_bytes = -(-place.slot_bytes // PAGE_BYTES) * PAGE_BYTES
     namespace = Namespace({"weights": place.weights, "block_size": str(place.block_size)})
@@ -159,6 +161,7 @@ def pact_cache(
         lazy_window=lazy_window,
         groups=_named(place.groups),
     )
+    cache.saves.piece_blocks = piece_blocks
 
     def held() -> Mapping[str, int]:
         return {

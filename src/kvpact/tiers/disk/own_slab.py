@@ -176,7 +176,7 @@ class OwnSlab:
         begin, slots = self._reserve(keys, start, start + len(buffers))
         self._write(chained(keys, begin, begin + len(slots)), slots, buffers[begin - start :], epoch)
 
-    def _reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> tuple[int, tuple[int, ...]]:
+    def _reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> tuple[int, Sequence[int]]:
         """(first block, slots) for those of blocks [start, end) that are new and have room."""
         with self._lock:
             begin = self._index.known_prefix(keys)
