@@ -9,6 +9,7 @@ import pytest
 from kvpact.cache.offload import CATCH_UP_STEPS
 from kvpact.contract import JobOutcome, SaveJob, StepWork, WorkerReport
 from kvpact.identity.keys import MediaSpan, RequestIdentity
+from kvpact.index.block_index import BlockIndex
 from kvpact.metrics import series
 from kvpact.ranges import RangeSet
 from scenes import BLOCK_SIZE, Scene, SceneRequest, tokens
@@ -171,3 +172,13 @@ def test_where_memory_is_full_the_rest_is_dropped_and_released() -> None:
     assert not scene.blocks.held
     assert scene.cache.observe()[series("dropped_blocks", "")] >= 2
     scene.close()
+
+
+def test_an_error_in_the_middle_of_a_save_leaves_nothing_held(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = computed(scene, SceneRequest("a", tokens(LENGTH)))
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockIndex, "reserve", None)
+        with pytest.raises(TypeError):
+            scene.cache.end_step()
+    assert len(steps_until_rest(scene, work)) == 1
+    assert not scene.blocks.held

@@ -162,36 +162,46 @@ class Offloader:
         """End the step: order saves that earlier steps have put off, the oldest first, as far as the step may."""
         waiting = self.jobs.put_off
         while waiting and self._left > 0:
-            self._order_piece(waiting[0], now)
+            if waiting[0].pieces:
+                self._order_piece(waiting[0], now)
             if not waiting[0].pieces:
                 waiting.popleft()
         left = sum(len(piece) for each in waiting for piece in each.pieces)
         self._left = max(self.piece_blocks, left // CATCH_UP_STEPS)
 
     def _order_piece(self, waiting: PutOffSave, now: float) -> None:
-        """Order the next piece; if it cannot be saved as a whole, release what is left."""
-        context, piece, start = self._context, waiting.pieces.popleft(), waiting.start
-        assert context is not None
-        end = waiting.start = start + len(piece)
+        """Order the next piece; if it cannot be saved as a whole, drop what is left."""
+        assert self._context is not None
+        piece, saved, goes_on = waiting.pieces.popleft(), 0, False
         self._left -= len(piece)
-        saved = sound = known = 0
-        if waiting.trusted and start < waiting.garbage_from:
-            keys = waiting.names.extend(waiting.token_ids, end)
-            block_ids = piece[::-1]
-            sound = start + self.tags.same_prefix(block_ids, 0, waiting.tag)
-            sound = min(sound, waiting.garbage_from, len(keys))
-            known = min(sound, self.index.known_prefix(keys))
-            if start <= known < sound:
-                whole = known == start and sound == end
-                run = OffloadRun(
-                    waiting.request_id, keys, known, block_ids[known - start : sound - start], is_held=whole
-                )
-                saved = self._save(run, now)
-        if saved < len(piece):
-            context.free_blocks(piece)
-        if known < start or sound < end:
-            while waiting.pieces:
-                context.free_blocks(waiting.pieces.popleft())
+        try:
+            saved, goes_on = self._save_piece(waiting, piece[::-1], now)
+        finally:
+            if saved < len(piece):
+                self._context.free_blocks(piece)
+            while waiting.pieces and not goes_on:
+                dropped = waiting.pieces.popleft()
+                self.metrics.add("dropped_blocks", len(dropped))
+                self._context.free_blocks(dropped)
+
+    def _save_piece(self, waiting: PutOffSave, block_ids: tuple[int, ...], now: float) -> tuple[int, bool]:
+        """Order the next blocks, as far as they are not stored; returns how many, and whether those after them can be
+        saved too."""
+        start = waiting.start
+        end = waiting.start = start + len(block_ids)
+        if not waiting.trusted or start >= waiting.garbage_from:
+            return 0, False
+        keys = waiting.names.extend(waiting.token_ids, end)
+        sound = min(start + self.tags.same_prefix(block_ids, 0, waiting.tag), waiting.garbage_from, len(keys))
+        known = min(sound, self.index.known_prefix(keys))
+        if known < start:
+            return 0, False
+        saved = 0
+        if known < sound:
+            whole = known == start and sound == end
+            held = block_ids[known - start : sound - start]
+            saved = self._save(OffloadRun(waiting.request_id, keys, known, held, is_held=whole), now)
+        return saved, sound == end
 
     def _note_groups(
         self, side_saves: SideSaves, request: EngineRequest, state: RequestState, before: int, computed: int
