@@ -162,10 +162,11 @@ class Offloader:
         """End the step: order saves that earlier steps have put off, the oldest first, as far as the step may."""
         waiting = self.jobs.put_off
         while waiting and self._left > 0:
-            if waiting[0].pieces:
+            try:
                 self._order_piece(waiting[0], now)
-            if not waiting[0].pieces:
-                waiting.popleft()
+            finally:
+                if not waiting[0].pieces:
+                    waiting.popleft()
         left = sum(len(piece) for each in waiting for piece in each.pieces)
         self._left = max(self.piece_blocks, left // CATCH_UP_STEPS)
 
