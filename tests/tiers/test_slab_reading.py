@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from kvpact.index.block_index import BlockIndex
+from kvpact.index.key_table import RowArray
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.disk import header_table, own_slab
 from kvpact.tiers.disk.header_table import PIECE_SLOTS
@@ -177,3 +180,25 @@ print(tier.capacity().blocks, grown)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     blocks, grown = map(int, done.stdout.split())
     assert (blocks, grown <= 150 * blocks) == (400_000, True), f"{grown / blocks:.0f} bytes a block"
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_h58_no_lookup_waits_for_the_reader_of_a_large_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, capacity = write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)
+    tier = opened(tmp_path, capacity)
+    at_its_end, goes_on, end_restore = threading.Event(), threading.Event(), BlockIndex.end_restore
+
+    def slow(index: BlockIndex, order: RowArray) -> None:
+        at_its_end.set()
+        assert goes_on.wait(20)
+        end_restore(index, order)
+
+    monkeypatch.setattr(BlockIndex, "end_restore", slow)
+    reader = threading.Thread(target=tier.tend)
+    reader.start()
+    assert at_its_end.wait(20)
+    assert tier.lookup(chain_at(0)) == 0
+    goes_on.set()
+    reader.join()
+    assert tier.lookup(chain_at(0)) == CHAIN
+    tier.close()

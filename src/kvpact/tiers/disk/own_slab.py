@@ -61,9 +61,8 @@ class OwnSlab:
     # Lookups and reads
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Number of leading `keys` that the slab holds."""
-        with self._lock:
-            return self._index.held_prefix(keys)
+        """Number of leading `keys` that the slab holds; see `SlabContent.held_prefix`."""
+        return self._content.held_prefix(keys)
 
     def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of these loose blocks the slab holds."""
