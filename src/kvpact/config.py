@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,9 @@ REPLACED_KEYS: Final = {
     ),
 }
 """Keys of earlier versions, and what to set instead."""
+
+NO_TIERS: Final = 'tiers, and "match_at": "step", which asks them, belong to kvpact\'s own cache; leave them out'
+"""What a user with another author's cache is told."""
 
 
 def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
@@ -162,6 +164,12 @@ class KvpactConfig(BaseModel):
         return json.dumps(self.kv_transfer_config(without=without))
 
 
+def check_cache(config: KvpactConfig) -> None:
+    """Raise ConfigError for settings that exclude another author's cache."""
+    if config.cache is not None and (config.tiers or config.match_at == "step"):
+        raise ConfigError(f'"cache": "{config.cache}" excludes other settings: {NO_TIERS}')
+
+
 @dataclass(frozen=True, slots=True)
 class _Setting:
     value: object
@@ -227,6 +235,8 @@ def load_with_variables(
 
 
 def _toml_settings(path: Path) -> dict[str, _Setting]:
+    import tomllib
+
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -33,7 +33,7 @@ class Devices:
         self._devices: list[PlayedDevice] = []
         self.segments: list[ArenaSegment] = []
         """Opened so far."""
-        monkeypatch.setattr("kvpact.vllm.connector.open_cuda", self._open)
+        monkeypatch.setattr("kvpact.torch_cuda.device.open_cuda", self._open)
 
     def _open(self, config: Any, paged: Any, segment: Any, rank: int) -> Any:
         self.segments.append(segment)

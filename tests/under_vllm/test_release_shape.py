@@ -214,7 +214,7 @@ def test_what_no_engine_of_this_configuration_uses_may_be_missing(
 
 
 def test_a_known_release_is_not_examined(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("kvpact.vllm.checks.check_shape", lambda *_: pytest.fail("examined"))
+    monkeypatch.setattr("kvpact.vllm.compat.shape.check_shape", lambda *_: pytest.fail("examined"))
     assert started(caplog) == []
 
 

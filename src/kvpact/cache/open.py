@@ -11,7 +11,7 @@ from importlib import import_module
 
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.cache import PactCache
-from kvpact.config import KvpactConfig
+from kvpact.config import NO_TIERS, KvpactConfig
 from kvpact.contract import CacheSpec, ExternalCache
 from kvpact.errors import ConfigError
 from kvpact.identity.groups import GroupSet
@@ -38,19 +38,13 @@ class OpenCache:
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
         """Use these tiers, which were not there from the start."""
         if self.own is None:
-            raise ConfigError(_NO_TIERS)
+            raise ConfigError(NO_TIERS)
         self.own.open_tiers(tiers)
 
     def shutdown(self) -> None:
         """End the cache, and then its arena."""
         self.cache.shutdown()
         self._arena.close()
-
-
-def check_cache(config: KvpactConfig) -> None:
-    """Raise ConfigError for settings that exclude another author's cache."""
-    if config.cache is not None and (config.tiers or config.match_at == "step"):
-        raise ConfigError(f'"cache": "{config.cache}" excludes other settings: {_NO_TIERS}')
 
 
 def open_cache(
@@ -111,6 +105,3 @@ def _find_factory(name: str) -> Callable[[CacheSpec], object]:
         raise ConfigError(f'"cache": "{name}" is a {type(factory).__name__}; a class or function is needed')
     made: Callable[[CacheSpec], object] = factory
     return made
-
-
-_NO_TIERS = 'tiers, and "match_at": "step", which asks them, belong to kvpact\'s own cache; leave them out'

@@ -8,22 +8,17 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvpact.cache.open import check_cache
-from kvpact.config import KvpactConfig
+from kvpact.config import KvpactConfig, check_cache
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.configuration import (
     allows_cascade_attention,
     may_sleep,
-    ranks_with_same_kv,
     takes_scales_from_a_prompt,
 )
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER
 from kvpact.vllm.compat.releases import is_known
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
-from kvpact.vllm.compat.shape import check_shape
 from kvpact.vllm.groups import EngineGroups, engine_groups
-from kvpact.worker.segment import Sharing
-from kvpact.worker.worker import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +33,8 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
 
     release = str(vllm.__version__)
     if not is_known(release):
+        from kvpact.vllm.compat.shape import check_shape
+
         logger.warning("kvpact: %s", check_shape(release, vllm_config, kv_cache_config, connector))
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
@@ -111,29 +108,3 @@ def log_like_vllm() -> None:
         ours.handlers = engine.handlers
         ours.setLevel(engine.level)
         ours.propagate = False
-
-
-def worker_place(vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> RankInfo:
-    """This worker's rank and number of ranks; pipeline stages are counted before tensor-parallel ranks.
-
-    Of tensor-parallel ranks that hold the same keys and values, the first tells the others where it stores them.
-    """
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    parallel = vllm_config.parallel_config
-    rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
-    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    same_kv = ranks_with_same_kv(vllm_config, kv_cache_config)
-    return RankInfo(
-        rank=rank,
-        world_size=ranks,
-        num_blocks=int(kv_cache_config.num_blocks),
-        sharing=Sharing(
-            rank,
-            ranks,
-            same_kv,
-            get_tp_group().broadcast_object if same_kv > 1 else None,
-            stages=int(parallel.pipeline_parallel_size),
-        ),
-        groups=groups.layers if groups.several else (),
-    )

@@ -1,7 +1,7 @@
 """`PactConnector`: kvpact as stock vLLM loads it.
 
-Owns no logic beyond vLLM's calling convention: it builds one of the two halves and passes every hook on, guarded so
-that a mistake of kvpact costs a hit and never the engine. Written for vLLM 0.26 to 0.33.
+Owns no logic beyond vLLM's calling convention: it imports and builds one of the two halves and passes every hook on,
+guarded so that a mistake of kvpact costs a hit and never the engine. Written for vLLM 0.26 to 0.33.
 """
 
 from __future__ import annotations
@@ -25,24 +25,19 @@ from kvpact.config import load_config
 from kvpact.contract import WorkerReport
 from kvpact.errors import ConfigError
 from kvpact.metrics import Metrics
-from kvpact.torch_cuda.device import open_cuda
-from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm, worker_place
+from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm
 from kvpact.vllm.compat.configuration import replica_number
 from kvpact.vllm.compat.layouts import wanted_layout
 from kvpact.vllm.compat.objects import failed_requests, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
-from kvpact.vllm.context import VllmContext
 from kvpact.vllm.groups import GroupsHooks
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.kv_memory import KVMemoryHooks
 from kvpact.vllm.match_hooks import MatchHooks
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
-from kvpact.vllm.scheduler_side import SchedulerSide
 from kvpact.vllm.stats import PactPromMetrics, PactStats
 from kvpact.vllm.worker_identity import worker_facts
 from kvpact.wire import StepMessage
-from kvpact.worker.jobs import EndedLoads
-from kvpact.worker.worker import CacheWorker
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +51,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvpact.vllm.context import VllmContext
+    from kvpact.vllm.scheduler_side import SchedulerSide
+    from kvpact.worker.jobs import EndedLoads
+    from kvpact.worker.worker import CacheWorker
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +85,14 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
         self._invalid_blocks: set[int] = set()
         """Blocks that the step's end found invalid; vLLM asks for them after the requests."""
         if role == KVConnectorRole.SCHEDULER:
+            from kvpact.vllm.scheduler_side import SchedulerSide
+
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
             self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard, self._groups)
         else:
-            self._worker = CacheWorker(
-                config, worker_place(vllm_config, kv_cache_config, self._groups), {"cuda": open_cuda}
-            )
+            from kvpact.vllm.worker_side import open_worker
+
+            self._worker = open_worker(config, vllm_config, kv_cache_config, self._groups)
             if config.match_at == "step":
                 self.before_update_states = self._find_hits
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvpact.errors import ConfigError
 from kvpact.vllm.worker_identity import layer_pages
-from kvpact.worker.worker import CacheWorker
 
 if TYPE_CHECKING:
     import torch
+
+    from kvpact.worker.worker import CacheWorker
 
 logger = logging.getLogger(__name__)
 

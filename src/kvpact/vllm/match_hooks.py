@@ -5,11 +5,15 @@ Owns no state. Both forms go to the same methods of `SchedulerSide`; a request's
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvpact.contract import Exit, ExternalKVMatch
 from kvpact.vllm.guard import Guard, guarded
-from kvpact.vllm.scheduler_side import NO_MATCH, SchedulerSide
+
+if TYPE_CHECKING:
+    from kvpact.vllm.scheduler_side import SchedulerSide
+
+_NO_MATCH: Final = ExternalKVMatch(0)
 
 
 class MatchHooks:
@@ -37,7 +41,7 @@ class MatchHooks:
 
     # The pact: see `SupportsExternalMatch`
 
-    @guarded(lambda: NO_MATCH)
+    @guarded(lambda: _NO_MATCH)
     def prepare_external_match(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
         """Prepare a match."""
         return self.scheduler_side.prepare(request, num_computed_tokens)

@@ -1,0 +1,65 @@
+"""What an engine's processes import of kvpact: their own half of it, and nothing that they may never need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+CONNECTOR = "kvpact.vllm.connector"
+SCHEDULER = "kvpact.vllm.scheduler_side"
+WORKER = "kvpact.vllm.worker_side"
+
+BROUGHT = {"kvpact", "blake3"}
+"""The packages that kvpact may bring into a process in which vLLM's connector base and core are."""
+
+PROGRAM = """
+import json, sys
+import vllm.v1.engine.core, vllm.v1.worker.cpu_worker
+import vllm.distributed.kv_transfer.kv_connector.v1.metrics
+known = set(sys.modules)
+import {modules}
+print(json.dumps(sorted(set(sys.modules) - known)))
+"""
+
+
+def brought_by(*modules: str) -> set[str]:
+    """The modules that come with `modules` in a fresh process, beyond vLLM's own."""
+    program = PROGRAM.format(modules=", ".join(modules))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return set(json.loads(ran.stdout.splitlines()[-1]))
+
+
+def test_the_package_alone_brings_next_to_nothing() -> None:
+    """vLLM's plugin loader imports it in every process."""
+    assert brought_by("kvpact.vllm") == {"kvpact", "kvpact._moved", "kvpact.vllm"}
+
+
+def test_the_connector_brings_neither_half() -> None:
+    """vLLM's front end imports it, for the layout of KV memory and for metrics."""
+    brought = brought_by("kvpact.vllm", CONNECTOR)
+    assert CONNECTOR in brought
+    assert {name.partition(".")[0] for name in brought} <= BROUGHT
+    assert not brought & {"kvpact.cache.cache", "kvpact.tiers.client", "kvpact.worker.worker", SCHEDULER, WORKER}
+    assert not {name for name in brought if name.startswith(("kvpact.torch_cuda", "kvpact.cli", "kvpact.worker.c"))}
+
+
+@pytest.mark.parametrize(
+    ("half", "others"),
+    [
+        (SCHEDULER, ("kvpact.worker.worker", "kvpact.worker.copy", "kvpact.torch_cuda", WORKER)),
+        (WORKER, ("kvpact.cache.cache", "kvpact.cache.open", "kvpact.torch_cuda", SCHEDULER)),
+    ],
+)
+def test_a_half_brings_neither_the_other_nor_the_client_of_a_store(half: str, others: tuple[str, ...]) -> None:
+    brought = brought_by("kvpact.vllm", CONNECTOR, half)
+    assert half in brought
+    assert {name.partition(".")[0] for name in brought} <= BROUGHT
+    assert not brought & set(others)
+    opened_by_url = ("disk", "redis", "objects", "directory", "mooncake")
+    assert not {name for name in brought if name.startswith(tuple(f"kvpact.tiers.{kind}." for kind in opened_by_url))}
