@@ -71,7 +71,7 @@ class RedisStore(RecordStore):
 
         with self._batches.call() as deadline:
             keys = _keys(names)
-            self._batches.each(keys, send, receive, deadline)
+            self._batches.each(keys, send, receive, deadline, lambda index: length_of(buffers[index]))
             whole = {index: head for index, head in heads.items() if head.nbytes == length_of(buffers[index])}
             for index in self._read_parts(keys, buffers, whole, deadline):
                 found[index] = True
@@ -96,7 +96,8 @@ class RedisStore(RecordStore):
                 if not value:
                     missing.add(parts[at].record)
 
-            self._batches.each([part.key for part in parts], send, receive, deadline)
+            part_keys = [part.key for part in parts]
+            self._batches.each(part_keys, send, receive, deadline, lambda at: parts[at].nbytes)
             return missing
 
         return without_missing(keys, heads, read)

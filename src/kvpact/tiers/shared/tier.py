@@ -48,7 +48,8 @@ from kvpact.tiers.use_count import UseCount
 logger = logging.getLogger(__name__)
 
 GROUP_BYTES: Final = 16 << 20
-"""Size of one call of a store: large enough for its batches, small enough to end early at a deadline."""
+"""Payload of one call of a store: large enough for its batches, small enough to end early at a deadline. Headers do not
+count, so that a read of as many bytes into the arena is one call."""
 
 USAGE_SECONDS: Final = 30.0
 """Maximum age of the known usage while blocks are written."""
@@ -258,10 +259,10 @@ class SharedTier(Tier):
 
 
 def _batches(buffers: Sequence[BlockBuffer]) -> Iterator[tuple[int, int]]:
-    """`buffers` as ranges (first, end) for one call of a store each: about `GROUP_BYTES`, with headers."""
+    """`buffers` as ranges (first, end) for one call of a store each: at most `GROUP_BYTES`, or one block."""
     first = nbytes = 0
     for index, buffer in enumerate(buffers):
-        size = HEADER_BYTES + bytes_of(buffer)
+        size = max(HEADER_BYTES, bytes_of(buffer))
         if nbytes and nbytes + size > GROUP_BYTES:
             yield first, index
             first, nbytes = index, 0
