@@ -43,13 +43,16 @@ from benchmarks.e2e_engines import (
 )
 from benchmarks.e2e_runs import BLOCK, Cold, Name, Prompt, RawDisk, RawRedis, Runner, Warm, started
 from benchmarks.table import spread
+from kvpact.demo.engine import EngineProcess
 from kvpact.demo.messages import Output
 from kvpact.demo.model import ModelShape, ensure_model
 from kvpact.demo.phases import Plan, drop_page_cache
 
 sys.path.append(str(Path(__file__).parents[1] / "testbeds"))
 
-PEERS = ("kvpact", "example", "lmcache", "mooncake")
+PEERS = ("kvpact", "redis", "example", "lmcache", "mooncake")
+"""kvpact with memory and a disk, kvpact with Redis, and others."""
+
 SHORTEST = 256
 """Tokens of the shortest prompt: LMCache keeps pieces of that length."""
 
@@ -121,7 +124,7 @@ class Comparison:
                 folder.mkdir()
                 try:
                     settings = subject.configure(self._run, self._stack, folder)
-                    pair.append(Runner(subject.name, subject.source, settings, folder))
+                    pair.append(Runner(subject.name, subject.source, self._run.kind(settings, folder / "log"), folder))
                     self._stack.callback(pair[-1].end)
                 except RuntimeError as error:
                     self.failures[subject.name] = str(error)
@@ -219,8 +222,9 @@ def _prompts(tokens: Sequence[int], prompts: int) -> list[Prompt]:
 
 
 def _compare(
-    folder: Path, tokens: Sequence[int], prompts: int, rounds: int, there: set[str], python: str
+    folder: Path, tokens: Sequence[int], prompts: int, rounds: int, there: set[str], python: str, *, fork: bool
 ) -> list[dict[str, Any]]:
+    from forked_engine import ForkedEngine
     from servers.redis_server import redis_server
     from tiny_engine import TOKENIZER_TEXT
 
@@ -233,7 +237,7 @@ def _compare(
     arguments = {"dtype": dtype, "max_model_len": length, "max_num_batched_tokens": length}
     model = ensure_model(folder, shape, TOKENIZER_TEXT)
     with ExitStack() as stack:
-        run = Run(folder, model, arguments, python, max(sizes), sum(sizes))
+        run = Run(folder, model, arguments, python, ForkedEngine if fork else EngineProcess, max(sizes), sum(sizes))
         subjects, redis, again = [NO_CACHE], None, []
         if "kvpact" in there:
             subjects.append(KVPACT)
@@ -255,10 +259,11 @@ def _compare(
         comparison.ask_warm([runner for runner in first if runner.source != "redis"], {})
         for runner in first[1:]:
             runner.end(in_order=runner.source == "memory")
-        if again:
+        raw: dict[str, RawDisk | RawRedis] = {} if redis is None else {"redis": redis}
+        if "kvpact" in there:
             drop_page_cache(disk_folder(run))
-            raw: dict[str, RawDisk | RawRedis] = {} if redis is None else {"redis": redis}
             raw["disk"] = stack.enter_context(closing(RawDisk(disk_folder(run), comparison.written())))
+        if again:
             comparison.ask_warm([first[0], *comparison.start(again)], raw)
         found = [row for length in tokens for row in comparison.rows(length)]
         return [*found, *({"what": name, "state": "failed", "note": why} for name, why in comparison.failures.items())]
@@ -270,19 +275,20 @@ def rows(
     rounds: int = 3,
     peers: tuple[str, ...] = PEERS,
     peer_python: Path | None = None,
+    fork: bool = False,
 ) -> list[dict[str, Any]]:
     """For each length a row of each engine, cold and warm; what is not there, or failed, has a row that says so.
 
-    `peer_python` is an interpreter that has vLLM and the packages of peers, by default this one.
+    `peer_python` is an interpreter that has vLLM and the packages of peers, by default this one. With
+    `fork` engines start three times as fast, and poll less when they have no work: for tests.
     """
     _check(tokens, prompts, rounds, peers)
     if find_spec("vllm") is None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
     python = str(peer_python or sys.executable)
-    wanted = [*peers, *(["redis"] if "kvpact" in peers else [])]
-    absent = [peer for peer in wanted if not is_there(peer, python)]
+    absent = [peer for peer in peers if not is_there(peer, python)]
     found: list[dict[str, Any]] = []
     if set(peers) - set(absent):
         with tempfile.TemporaryDirectory(prefix="kvpact-e2e-") as folder:
-            found = _compare(Path(folder), tokens, prompts, rounds, set(wanted) - set(absent), python)
+            found = _compare(Path(folder), tokens, prompts, rounds, set(peers) - set(absent), python, fork=fork)
     return [*found, *({"what": peer, "state": "not there", "note": WAYS_TO_GET[peer]} for peer in absent)]

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.cold_costs import FOLDER
 from kvpact.config import load_config
-from kvpact.demo.engine import CORES, EngineSettings
+from kvpact.demo.engine import CORES, EngineProcess, EngineSettings
 from kvpact.demo.phases import kvpact_config
 
 ALL_CORES = sorted(os.sched_getaffinity(0))
@@ -57,6 +57,7 @@ class Run:
     arguments: Mapping[str, Any]
     python: str
     """The interpreter of peers whose packages are not beside kvpact's."""
+    kind: type[EngineProcess]
     longest_bytes: int
     all_bytes: int
 

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.cold_costs import Meter
 from benchmarks.e2e_engines import COMPUTING_CORE, hook_times, on_core
 from kvpact.demo.cpu_time import look_at
-from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings, loading_on_all_cores
+from kvpact.demo.engine import EngineError, EngineProcess, loading_on_all_cores
 from kvpact.demo.messages import Output
 from kvpact.demo.phases import settle
 from kvpact.tiers.disk.slab import Superblock
@@ -85,10 +85,10 @@ class Warm:
 class Runner:
     """An engine that stands still unless it is its turn. `failure` is what it died of, in one line, or ""."""
 
-    def __init__(self, name: str, source: str, settings: EngineSettings, folder: Path) -> None:
-        """Starts; `source` is the tier of kvpact from which its warm prompts come, "" for others."""
+    def __init__(self, name: str, source: str, engine: EngineProcess, folder: Path) -> None:
+        """`source` is the tier of kvpact from which its warm prompts come, or "memory", or "" for others."""
         self.name, self.source, self.failure = name, source, ""
-        self.engine = EngineProcess(settings, folder / "engine.log")
+        self.engine = engine
         hooks = hook_times(folder)
         self._meter = Meter(self.engine, hooks if hooks.exists() else None)
         self._measured = hooks.exists()

@@ -51,7 +51,7 @@ def test_make_bench_runs_benchmarks_that_are_there() -> None:
         (["lifecycle", "--tokens", "many"], "numbers with commas between them, not 'many'"),
         (["lifecycle", "--subjects", "nobody"], "nobody is not one of kvpact"),
         (["step_time", "--json", "-"], "run it without --json"),
-        (["e2e", "--peers", "kvpact,nobody"], "nobody is not one of kvpact, example, lmcache, mooncake"),
+        (["e2e", "--peers", "kvpact,nobody"], "nobody is not one of kvpact, redis, example, lmcache, mooncake"),
         (["e2e", "--prompts", "1"], "at least 2 of each length, so that one drives out the other, not 1"),
         (["e2e", "--rounds", "0"], "at least 1, not 0"),
         (["e2e", "--tokens", "1024,128"], "different lengths of at least 256, not 1024,128"),
