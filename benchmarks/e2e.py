@@ -3,12 +3,13 @@
 Random Llama, the same prompts for all, each engine on one core, its servers on the other; all but one stand still.
 "cold": a prompt that nothing knows, its time over that without a cache, what EngineCore's process takes of the CPU,
 also beyond the one without a cache, and kvpact's share of the prompt's CPU time (hooks and threads; the goal is 0.01).
-"warm": the engine's own prefix cache is emptied, then the prompt comes from the external cache (`ttft_ms`), then from
-the engine's own (`local_ms`). `over_local` is the ratio, whose goal is 1.05 from memory. `raw_ms` is one plain read of
-the same bytes right before or after: preadv past the page cache, or pipelined redis-py with hiredis; `over_raw` is warm
-over local and raw together, whose goal is 1.1. "new process": one that never computed the prompts, with memory for
-little more than one of them, so that each reading is the store's. Answers are compared bit by bit with a local prefix
-hit in the engine without a cache.
+EngineCore polls for up to a second while the worker computes, which differs by more than any cache takes; with `--fork`
+it polls for 10 ms. "warm": the engine's own prefix cache is emptied, then the prompt comes from the external cache
+(`ttft_ms`), then from the engine's own (`local_ms`). `over_local` is the ratio, whose goal is 1.05 from memory.
+`raw_ms` is one plain read of the same bytes right before or after, while all engines stand still: preadv past the page
+cache, or pipelined redis-py with hiredis; `over_raw` is warm over local and raw together, whose goal is 1.1. "new
+process": one that never computed the prompts, with memory for little more than one of them, so that each reading is the
+store's. Answers are compared bit by bit with a local prefix hit in the engine without a cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -155,20 +156,24 @@ class Comparison:
         self._living(runners)
 
     def ask_warm(self, runners: Sequence[Runner], raw: Mapping[str, RawDisk | RawRedis]) -> None:
-        """Each prompt once a round by each engine, in turns."""
+        """Each prompt once a round by each engine, in turns; raw reads while all engines stand still."""
         for number in range(self._rounds):
             say(f"warm, round {number + 1} of {self._rounds}")
             for at, prompt in enumerate(self._asked):
                 for runner in _in_turns(self._living(runners), number + at):
-                    with runner.turn():
-                        if runner.name == NO_CACHE.name:
+                    if runner.name == NO_CACHE.name:
+                        with runner.turn():
                             self.local[prompt.tokens].append(runner.ask_local(prompt).first_token_seconds * 1e3)
-                            continue
-                        reader = raw.get(runner.source)
-                        read = None if reader is None else partial(reader.seconds, prompt)
-                        first = (number + at) % 2 == 0
-                        found = runner.ask_warm(prompt, self._references[prompt.name], read, raw_first=first)
-                        self.warm[prompt.tokens, runner.name, runner.source].append(found)
+                        continue
+                    reader, raw_first = raw.get(runner.source), (number + at) % 2 == 0
+                    raw_ms = reader.seconds(prompt) * 1e3 if reader is not None and raw_first else None
+                    found = None
+                    with runner.turn():
+                        found = runner.ask_warm(prompt, self._references[prompt.name])
+                    if reader is not None and not raw_first:
+                        raw_ms = reader.seconds(prompt) * 1e3
+                    if found is not None:
+                        self.warm[prompt.tokens, runner.name, runner.source].append(replace(found, raw_ms=raw_ms))
         self._living(runners)
 
     def written(self) -> list[Prompt]:

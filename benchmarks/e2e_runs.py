@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -32,6 +32,9 @@ BLOCK = 128
 WAKE_UP = list(range(2, 10))
 """A prompt that is shorter than a block of any cache. It is asked before each prompt that is timed, so that all meet an
 engine that has just computed something."""
+
+STORES = ("disk", "redis")
+"""Where kvpact's warm prompts come from in a new process."""
 
 REST_SECONDS = 0.5
 """After a cold prompt's answer; what a peer's threads do later is not counted."""
@@ -70,16 +73,16 @@ class Cold:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """A prompt from the external cache, then from the engine's own, and a raw read of the same bytes.
+    """A prompt from the external cache, then from the engine's own; `raw_ms`: a raw read of the same bytes, if any.
 
     `verdict` says what was wrong with the answer; "" if nothing was.
     """
 
     ttft_ms: float
     local_ms: float
-    raw_ms: float | None
     cached_tokens: int
     verdict: str
+    raw_ms: float | None = None
 
 
 class Runner:
@@ -134,31 +137,25 @@ class Runner:
         (output,) = self.engine.generate([prompt.ids])
         return output
 
-    def ask_warm(self, prompt: Prompt, reference: Output, raw: Callable[[], float] | None, *, raw_first: bool) -> Warm:
-        """A prompt that only the external cache has, then from the engine's own cache, beside a `raw` read.
+    def ask_warm(self, prompt: Prompt, reference: Output) -> Warm:
+        """A prompt that only the external cache has, then from the engine's own cache.
 
         `reference` is the answer to compare with.
         """
-        raw_seconds = raw() if raw is not None and raw_first else None
         self.engine.generate([WAKE_UP], max_tokens=1)
         self.engine.reset_prefix_cache()
         read = self._blocks_read()
         (warm,) = self.engine.generate([prompt.ids])
         settle(self.engine)
         read = self._blocks_read() - read
-        if raw is not None and not raw_first:
-            raw_seconds = raw()
         local = self.ask_local(prompt)
         verdict = judge(warm, reference)
         if not verdict and local.cached_tokens < warm.cached_tokens:
             verdict = f"the local hit had {local.cached_tokens} tokens only"
         expected = warm.cached_tokens // self.engine.block_size
-        if not verdict and raw is not None and read < expected:
+        if not verdict and self.source in STORES and read < expected:
             verdict = f"{read:.0f} of {expected} blocks were read from {self.source}, the others were in memory"
-        raw_ms = None if raw_seconds is None else raw_seconds * 1e3
-        return Warm(
-            warm.first_token_seconds * 1e3, local.first_token_seconds * 1e3, raw_ms, warm.cached_tokens, verdict
-        )
+        return Warm(warm.first_token_seconds * 1e3, local.first_token_seconds * 1e3, warm.cached_tokens, verdict)
 
     def _blocks_read(self) -> float:
         return float(self.engine.stats().get(f'read_blocks{{tier="{self.source}"}}', 0.0))
