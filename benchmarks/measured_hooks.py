@@ -2,14 +2,13 @@
 
 The files are `scheduler` and `worker-<pid>` in the folder `$KVPACT_HOOK_TIMES`: the sum so far, eight bytes that change
 in place. What `$KVPACT_LEAVE_OUT` names (see `SUSPECTS`) does not happen, to find out what it costs. Used by
-`cold_overhead.py`.
+`cold_overhead.py` and `e2e.py`.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
 from collections.abc import Callable
 from functools import wraps
 from inspect import isfunction
@@ -17,13 +16,13 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
+from cold_costs import FOLDER, SECONDS
+
 from kvpact.memory.prefault import PageTaker
 from kvpact.vllm import PactConnector
 from kvpact.worker.transfer import RankTransfers
 
-FOLDER = "KVPACT_HOOK_TIMES"
 LEAVE_OUT = "KVPACT_LEAVE_OUT"
-SECONDS = struct.Struct("d")
 
 SUSPECTS: dict[str, str] = {
     "prefault": "no page of the arena is taken from the machine before its first use",

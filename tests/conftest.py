@@ -35,6 +35,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_by_name.py",
     "tests/under_vllm/test_engine_company.py",
     "tests/under_vllm/test_engine_documents.py",
+    "tests/under_vllm/test_engine_e2e.py",
     "tests/under_vllm/test_engine_families.py",
     "tests/under_vllm/test_engine_faults.py",
     "tests/under_vllm/test_engine_fleet.py",

@@ -32,7 +32,8 @@ def test_without_a_name_each_benchmark_is_listed_with_one_line() -> None:
     ended = run()
     assert ended.returncode == 0, ended.stderr
     listed = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines()[2:])
-    helpers = {"__init__", "__main__", "measured_hooks", "scheduler_halves", "table"}
+    helpers = {"__init__", "__main__", "cold_costs", "e2e_engines", "e2e_runs", "measured_hooks"}
+    helpers |= {"scheduler_halves", "table"}
     assert len(listed) == len({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers)
     assert all(len(line) > 20 for line in listed.values())
 
@@ -50,6 +51,10 @@ def test_make_bench_runs_benchmarks_that_are_there() -> None:
         (["lifecycle", "--tokens", "many"], "numbers with commas between them, not 'many'"),
         (["lifecycle", "--subjects", "nobody"], "nobody is not one of kvpact"),
         (["step_time", "--json", "-"], "run it without --json"),
+        (["e2e", "--peers", "kvpact,nobody"], "nobody is not one of kvpact, redis, example, lmcache, mooncake"),
+        (["e2e", "--prompts", "1"], "at least 2 of each length, so that one drives out the other, not 1"),
+        (["e2e", "--rounds", "0"], "at least 1, not 0"),
+        (["e2e", "--tokens", "1024,128"], "different lengths of at least 256, not 1024,128"),
     ],
 )
 def test_what_a_user_got_wrong_is_one_line(arguments: list[str], says: str) -> None:
@@ -81,3 +86,10 @@ def test_lifecycle_says_what_a_prompt_costs_the_schedulers_thread() -> None:
         assert row["cpu_ms"] == pytest.approx(parts, abs=0.001)
         assert row["cpu_ms_worst_step"] <= row["waiting"] * row["cpu_ms"] + 0.001
     assert all(row["over_offloading"] > 0 for row in rows if row["state"] != "restart")
+
+
+def test_a_peer_that_is_not_there_has_a_row_that_says_how_to_get_it(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    (row,) = rows_of("e2e", "--peers", "lmcache", "--peer-python", str(tmp_path / "python"))
+    assert (row["what"], row["state"]) == ("lmcache", "not there")
+    assert "lmcache==0.5.6" in row["note"]

@@ -62,12 +62,16 @@ BASE_ARGUMENTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How to start an engine: `vllm.LLM` arguments over `BASE_ARGUMENTS`, environment over `PINNED_ENVIRONMENT`."""
+    """How to start an engine: `vllm.LLM` arguments over `BASE_ARGUMENTS`, environment over `PINNED_ENVIRONMENT`.
+
+    `python` is the interpreter of its process, which must find vLLM and kvpact; another one has other packages beside.
+    """
 
     model: Path
     kv_transfer_config: Mapping[str, Any] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
 
     def llm_arguments(self) -> dict[str, Any]:
         """The keyword arguments for `vllm.LLM`."""
@@ -117,7 +121,7 @@ class EngineProcess:
         try:
             with log.open("wb") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, *self.HOST, str(replies)],
+                    [settings.python, *self.HOST, str(replies)],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
