@@ -15,10 +15,11 @@ STEP_BUDGET_SECONDS = 0.2e-3
 less than a third of that at once, on a slow machine with cold caches."""
 
 
-CROWD_BUDGETS = 25
-"""Budgets, 5 ms in all, after which a step leaves further probes to the next one even where memory alone answers them.
-A step that answered a thousand of them at once would keep every decode waiting for 0.3 s. Fewer budgets would cost more
-than they spare: the engine asks each waiting request again in each step."""
+CROWD_BUDGETS, MOST_CROWD_BUDGETS, CROWD_SHARE = 25, 100, 0.1
+"""A step leaves further probes to the next one, even where memory alone answers them, after this share of the time that
+the last step took: at least 25 budgets, which are 5 ms, and at most 100. A step that answered a thousand of them at
+once would keep every decode waiting for 0.3 s. Less time would cost more than it spares: the engine asks each waiting
+request again in each step, and an engine with long steps must find enough requests to fill one."""
 
 
 class Turn(Enum):
@@ -57,6 +58,9 @@ class StepBudget:
         self._owes_probe = False
         """Whether the last step put off probes and answered none."""
         self._whose_turn = 0
+        self._ended_at = monotonic()
+        self._crowd = CROWD_BUDGETS * limit
+        """Seconds for probes of this step that memory alone answers."""
 
     def begin_hook(self) -> float:
         """A hook begins; returns its start time, for `charge`."""
@@ -107,7 +111,7 @@ class StepBudget:
 
         Each step answers one such probe in any case, and all of requests that were answered before.
         """
-        if waiter.was_answered or not self._probes or self.spent <= CROWD_BUDGETS * self.limit:
+        if waiter.was_answered or not self._probes or self.spent <= self._crowd:
             self._probes += 1
             return True
         self._put_off += 1
@@ -125,4 +129,7 @@ class StepBudget:
         self._owes_probe = bool(self._put_off and not self._probes)
         self._probes = self._put_off = 0
         spent, self._charged = self._charged, 0.0
+        now = monotonic()
+        lasted, self._ended_at = now - self._ended_at, now
+        self._crowd = min(max(CROWD_BUDGETS * self.limit, CROWD_SHARE * lasted), MOST_CROWD_BUDGETS * self.limit)
         return spent
