@@ -1,6 +1,7 @@
 """What the block index costs a block, of CPU time and memory, from 10,000 blocks to ten million, and a slab's restart.
 
-Run: python benchmarks/index.py [--blocks N,N,..] [--restart N]. Needs no engine. Ten million blocks need 2 GB of memory
+Also of a slab that another engine writes. Run: python benchmarks/index.py [--blocks N,N,..] [--restart N]
+[--foreign N]. Needs no engine. Ten million blocks need 2 GB of memory
 and 3 GB of disk, most of the file being a hole.
 """
 
@@ -21,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "testbeds"))
 
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.index.block_index import ROOT, BlockIndex
+from kvpact.own_files import PRIVATE
+from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.tier import DiskTier
 from slab_tables import chain_keys, write_slab
 
@@ -126,6 +129,36 @@ def restart_rows(blocks: int, directory: Path | None) -> list[dict[str, Any]]:
     return rows
 
 
+def foreign_row(blocks: int, directory: Path | None) -> dict[str, Any]:
+    """What one learns of a slab with `blocks` records that another engine writes, with its table in the page cache.
+
+    Then a chain is looked up, and one block with all after it is refused.
+    """
+    namespace, chains = Namespace({"model": "benchmark"}), blocks // CHAIN_BLOCKS
+    with tempfile.TemporaryDirectory(prefix="kvpact-foreign-", dir=directory) as folder:
+        path, _ = write_slab(Path(folder), namespace, blocks, slot_bytes=PAGE_BYTES)
+        before = resident_bytes()
+        slab = ForeignSlab.open(path, namespace.digest, PAGE_BYTES, PRIVATE, lambda *_: None)
+        if slab is None:
+            raise SystemExit(f"{path} cannot be read")
+        began = time.monotonic()
+        learning = seconds(partial(slab.scan, lambda: False))
+        took, resident = time.monotonic() - began, resident_bytes() - before
+        some = [chain(chains - 1 - turn * (chains - 1) // REPEATS) for turn in range(REPEATS)]
+        row = {
+            "blocks": blocks,
+            "foreign": True,
+            "all_read_s": took,
+            "cpu_us_per_block": 1e6 * learning / blocks,
+            "resident_bytes_per_block": resident / blocks,
+            "run_250_us": 1e6 * statistics.median(seconds(partial(slab.run, keys, 0)) for keys in some),
+            "served": len(slab),
+            "refuse_ms": 1e3 * seconds(partial(slab.refuse, some[0][:1])),
+        }
+        slab.close()
+    return row
+
+
 def drop_from_page_cache(path: Path) -> None:
     """Have the next reads of a file come from the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -135,10 +168,17 @@ def drop_from_page_cache(path: Path) -> None:
 
 
 def rows(
-    sizes: Sequence[int] = SIZES, restart_blocks: int = SIZES[-1], directory: Path | None = None
+    sizes: Sequence[int] = SIZES,
+    restart_blocks: int = SIZES[-1],
+    foreign_blocks: int = 1_000_000,
+    directory: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row for each size of the index, and two for the restart, in `directory` or where temporary files are."""
-    return [*map(index_row, sizes), *(restart_rows(restart_blocks, directory) if restart_blocks else ())]
+    """One row for each size of the index, two for the restart, and one for another engine's slab.
+
+    Slabs are in `directory`, or where temporary files are.
+    """
+    foreign = [foreign_row(foreign_blocks, directory)] if foreign_blocks else []
+    return [*map(index_row, sizes), *(restart_rows(restart_blocks, directory) if restart_blocks else ()), *foreign]
 
 
 def main() -> None:
@@ -146,9 +186,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", default=",".join(map(str, SIZES)), help="sizes of the index")
     parser.add_argument("--restart", type=int, default=SIZES[-1], help="blocks of the slab; 0: none")
+    parser.add_argument("--foreign", type=int, default=1_000_000, help="blocks of another engine's slab; 0: none")
     parser.add_argument("--directory", type=Path, help="where the slab lies")
     given = parser.parse_args()
-    for row in rows([int(size) for size in given.blocks.split(",") if size], given.restart, given.directory):
+    for row in rows(
+        [int(size) for size in given.blocks.split(",") if size], given.restart, given.foreign, given.directory
+    ):
         print(
             "  ".join(
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()

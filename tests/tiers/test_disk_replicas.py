@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_slab_kill import start
 
 from kvpact.errors import TierError
 from kvpact.tiers.client import LentSlots, TierClient
-from kvpact.tiers.disk import foreign_slab, slab_directory, slab_size
+from kvpact.tiers.disk import foreign_records, foreign_slab, slab_directory, slab_size
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
-from kvpact.tiers.disk.slab import Slab, SlabReader, Superblock
+from kvpact.tiers.disk.slab import Slab, SlabReader
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
 from slab_scenes import (
@@ -376,13 +377,13 @@ def test_only_headers_that_have_changed_are_decoded(host: Host, monkeypatch: pyt
     for number in range(4):
         store(first, chain(f"document {number}", 4))
     decoded: list[int] = []
-    original = Superblock.header
+    original = foreign_records.sound_in_slab
 
-    def counted(superblock: Superblock, slot: int, raw: bytes) -> object:
-        decoded.append(slot)
-        return original(superblock, slot, raw)
+    def counted(headers: Any, namespace: bytes, max_length: int, slots: Any) -> Any:
+        decoded.extend(slots.tolist())
+        return original(headers, namespace, max_length, slots)
 
-    monkeypatch.setattr(Superblock, "header", counted)
+    monkeypatch.setattr(foreign_records, "sound_in_slab", counted)
     second.tend()
     assert len(decoded) == 16
     store(first, KEYS[:3])

@@ -19,6 +19,8 @@ from kvpact.identity.keys import KEY_BYTES, BlockKey
 
 NONE: Final = -1
 
+MAX_ROWS: Final = 1 << 30
+
 FEW: Final = 8
 """Below this many rows a loop over them is cheaper than calls of numpy."""
 
@@ -64,8 +66,8 @@ class KeyTable:
 
     def __init__(self, num_rows: int) -> None:
         """No row has a key. The last row must never get one."""
-        if num_rows > 1 << 30:
-            raise ValueError(f"an index has at most {1 << 30} rows, not {num_rows}")
+        if num_rows > MAX_ROWS:
+            raise ValueError(f"an index has at most {MAX_ROWS} rows, not {num_rows}")
         self._bytes = mmap.mmap(-1, num_rows * KEY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._words: Names = np.frombuffer(self._bytes, np.uint64).reshape(num_rows, _WORDS)
         self._halves = memoryview(self._bytes).cast("I")

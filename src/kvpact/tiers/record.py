@@ -215,15 +215,17 @@ class RecordHeader:
         return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch))
 
 
-def sound_in_slab(headers: np.ndarray, namespace: bytes, max_length: int, first_slot: int) -> NDArray[np.bool_]:
-    """Which of the `headers`, an array of `FIELDS` of neighbouring slots, `RecordHeader.decode` accepts: those without
-    a seal, of this namespace, with a payload of at most `max_length` bytes, each in its own slot. 0.25 us for each.
+def sound_in_slab(
+    headers: np.ndarray, namespace: bytes, max_length: int, slots: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Which of the `headers`, a contiguous array of `FIELDS` that were found in `slots`, `RecordHeader.decode` accepts:
+    those without a seal, of this namespace, with a payload of at most `max_length` bytes, each in its own slot.
+    0.25 us for each.
     """
-    slots = np.arange(first_slot, first_slot + len(headers), dtype=np.uint64)
     sound: NDArray[np.bool_] = (
         (headers["magic"] == np.frombuffer(RECORD_MAGIC, "<u8"))
         & (headers["version"] == RECORD_FORMAT)
-        & (headers["slot"] == slots)
+        & (headers["slot"] == slots.astype(np.uint64))
         & (headers["length"] <= max_length)
         & (headers["namespace"] == np.frombuffer(namespace, "<u8")).all(axis=1)
         & ((headers["depth"] == 0) != headers["parent"].any(axis=1))

@@ -94,6 +94,11 @@ class ForeignSlabs:
         """Damaged records and failed reads."""
         return TierCounts(damaged=self._damaged, failed_reads=self._failed_reads)
 
+    def check(self) -> None:
+        """See `ForeignSlab`."""
+        for slab in self._slabs:
+            slab.check()
+
     def close(self) -> None:
         """Close all; reads under way end first."""
         before, self._slabs = self._slabs, ()

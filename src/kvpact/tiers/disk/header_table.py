@@ -37,7 +37,8 @@ def pieces_of(slab: SlabReader, start: int = 0) -> Iterator[tuple[int, bytearray
 def judged(superblock: Superblock, first: int, table: bytearray) -> tuple[np.ndarray, NDArray[np.bool_]]:
     """The headers of neighbouring slots from `first` on, as an array of `FIELDS`, and which of them are sound."""
     headers = np.frombuffer(table, FIELDS)
-    return headers, sound_in_slab(headers, superblock.namespace.digest, superblock.slot_bytes, first)
+    slots = np.arange(first, first + len(headers))
+    return headers, sound_in_slab(headers, superblock.namespace.digest, superblock.slot_bytes, slots)
 
 
 def occupied(table: bytes | bytearray, first: int = 0) -> Iterator[tuple[int, memoryview]]:

@@ -45,7 +45,7 @@ TEND_SHARE: Final = 0.01
 LONGEST_PAUSE_S: Final = 10.0
 
 FIRST_LOOK_S: Final = 0.2
-"""Seconds for which opening the tier learns what others have stored, some 8,000 blocks; the rest follows."""
+"""Seconds for which opening the tier learns what others have stored, some 300,000 blocks; the rest follows."""
 
 _TEND_LOCK_S: Final = 0.2
 _CLOSE_S: Final = 2.0
@@ -266,6 +266,7 @@ class DiskTier(Tier):
         """Verify the index's invariants, for tests. Raises PactViolation."""
         if self._own is not None:
             self._own.check()
+        self._others.check()
 
     # The other engines
 
