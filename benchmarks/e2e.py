@@ -8,7 +8,7 @@ it polls for 10 ms. "warm": the engine's own prefix cache is emptied, then the p
 (`ttft_ms`), then from the engine's own (`local_ms`). `over_local` is the ratio, whose goal is 1.05 from memory.
 `raw_ms` is one plain read of the same bytes right before or after, while all engines stand still: preadv past the page
 cache, or pipelined redis-py with hiredis; `over_raw` is warm over local and raw together, whose goal is 1.1. "new
-process": one that never computed the prompts, with memory for little more than one of them, so that each reading is the
+process": one that never computed the prompts, with memory for the longest of them, so that each reading is the
 store's. Answers are compared bit by bit with a local prefix hit in the engine without a cache.
 """
 
@@ -237,7 +237,7 @@ def _compare(
     shape = WIDE if dtype == "bfloat16" else NARROW
     asked = _prompts(tokens, prompts)
     block_bytes = BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if dtype == "bfloat16" else 4)
-    sizes = [(prompt.blocks + 1) * block_bytes for prompt in asked]
+    sizes = [prompt.blocks * block_bytes for prompt in asked]
     length = max(tokens) + 2 * BLOCK
     arguments = {"dtype": dtype, "max_model_len": length, "max_num_batched_tokens": length}
     model = ensure_model(folder, shape, TOKENIZER_TEXT)

@@ -110,7 +110,7 @@ def kvpact_first(run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
 
 
 def kvpact_again(run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
-    """Over the same disk, with memory for little more than one prompt."""
+    """Over the same disk, with memory for one prompt."""
     return run.settings(kvpact_config(disk_folder(run), folder / "stats.json", _memory_of_one(run)))
 
 
@@ -119,8 +119,8 @@ def _bytes(count: int) -> str:
 
 
 def _memory_of_one(run: Run) -> str:
-    """Each prompt drives out the others, so that it is read from the store again in the next round."""
-    return _bytes(run.longest_bytes + run.longest_bytes // 4)
+    """The longest prompt's blocks and no more: each prompt drives out the others, which are read again in each round."""
+    return _bytes(run.longest_bytes)
 
 
 @dataclass(frozen=True, slots=True)
