@@ -12,13 +12,13 @@ import random
 import tempfile
 import time
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from benchmarks.lifecycle import transfer
-from benchmarks.table import ratio
+from benchmarks.needs import require_vllm
+from benchmarks.table import ratio, step_columns
 
 BLOCK_SIZE = 16
 TOKENS = 1024
@@ -35,8 +35,7 @@ def _resident_mib() -> float:
 
 def rows(minutes: float = 30.0) -> list[dict[str, Any]]:
     """One row for each twentieth of the run: MiB of the process's own memory, what is held at rest, CPU of steps."""
-    if find_spec("vllm") is None:
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+    require_vllm()
     logging.disable(logging.WARNING)
     from benchmarks.scheduler_halves import SchedulerHalf
     from kvpact.testkit.vllm.adapters import PactAdapter
@@ -64,7 +63,6 @@ def rows(minutes: float = 30.0) -> list[dict[str, Any]]:
                     steps += spent.each_step
                     requests, loaded = requests + BATCH, loaded + tokens
                 held = PactAdapter().held(half.connector)
-                cuts = quantiles(steps, n=100, method="inclusive")
                 found.append(
                     {
                         "minute": round((time.monotonic() - began) / 60, 2),
@@ -72,9 +70,7 @@ def rows(minutes: float = 30.0) -> list[dict[str, Any]]:
                         "loaded_tokens": loaded,
                         "memory_mib": round(_resident_mib(), 1),
                         "held": sum(held.values()),
-                        "cpu_ms_step_median": round(median(steps) * 1e3, 4),
-                        "cpu_ms_step_p99": round(cuts[98] * 1e3, 4),
-                        "cpu_ms_worst_step": round(max(steps) * 1e3, 4),
+                        **step_columns(steps),
                     }
                 )
     quarter = PARTS // 4

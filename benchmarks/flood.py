@@ -12,12 +12,12 @@ import logging
 import random
 import tempfile
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.lifecycle import random_prompts, transfer
+from benchmarks.needs import require_vllm
+from benchmarks.table import step_columns
 
 BLOCK_SIZE = 16
 BATCH = 8
@@ -39,7 +39,6 @@ def _measure(requests: int, tokens: int, seats: int, disk: bool, seed: int) -> d
             spent, found = half.computed_of_cache({f"flood{at}": prompt for at, prompt in enumerate(prompts)})
     ends = [spent.ended[f"flood{at}"] for at in range(requests)]
     overtaken = max(sum(later < end for later in ends[at + 1 :]) for at, end in enumerate(ends))
-    cuts = quantiles(spent.each_step, n=100, method="inclusive")
     return {
         "requests": requests,
         "tokens": tokens,
@@ -47,9 +46,7 @@ def _measure(requests: int, tokens: int, seats: int, disk: bool, seed: int) -> d
         "tiers": "memory + disk" if disk else "memory",
         "steps": spent.steps,
         "cpu_ms": round(spent.total * 1e3 / requests, 4),
-        "cpu_ms_step_median": round(median(spent.each_step) * 1e3, 4),
-        "cpu_ms_step_p99": round(cuts[98] * 1e3, 4),
-        "cpu_ms_worst_step": round(spent.worst_step * 1e3, 4),
+        **step_columns(spent.each_step),
         "hit_share": round(found / (len(stored) * ((tokens - 1) // BLOCK_SIZE * BLOCK_SIZE)), 3),
         "unanswered": requests - len(spent.ended),
         "overtaken": overtaken,
@@ -60,8 +57,7 @@ def rows(
     requests: tuple[int, ...] = (1000, 4000), tokens: int = 1024, seats: int = 32, disk: bool = True
 ) -> list[dict[str, Any]]:
     """One row for each number of requests, with memory alone and, unless `--no-disk`, with a disk below it."""
-    if find_spec("vllm") is None:
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+    require_vllm()
     logging.disable(logging.WARNING)
     places = (False, True) if disk else (False,)
     return [_measure(count, tokens, seats, place, 7) for count in requests for place in places]

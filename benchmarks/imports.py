@@ -13,9 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
 from typing import Any
 
+from benchmarks.needs import require_vllm
 from benchmarks.table import spread
 
 STEPS = {
@@ -54,8 +54,7 @@ def measured(half: str, cache: str | None) -> tuple[float, list[tuple[float, int
 
 def rows(rounds: int = 5, bytecode: bool = True) -> list[dict[str, Any]]:
     """One row for each half's process and each step of its imports."""
-    if find_spec("vllm") is None:
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+    require_vllm()
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kvpact-imports-") as folder:
         for half, steps in STEPS.items():

@@ -16,11 +16,11 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from time import thread_time
 from typing import Any
 
+from benchmarks.needs import require_vllm
 from benchmarks.table import ratio, spread
 
 SLOT_BYTES = 4096
@@ -209,8 +209,7 @@ def rows(
     restart: bool = True,
 ) -> list[dict[str, Any]]:
     """One row for each case; `chunks` are the engine's tokens a step, 0: the whole prompt in one step."""
-    if find_spec("vllm") is None:
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+    require_vllm()
     if unknown := set(subjects) - set(SUBJECTS):
         raise SystemExit(f"--subjects: {', '.join(sorted(unknown))} is not one of {', '.join(SUBJECTS)}")
     logging.disable(logging.WARNING)

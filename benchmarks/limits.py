@@ -17,9 +17,10 @@ import numpy as np
 import xxhash
 from blake3 import blake3
 
+from benchmarks.needs import find_testbeds
 from benchmarks.table import spread
 
-sys.path.append(str(Path(__file__).parents[1] / "testbeds"))
+find_testbeds()
 
 MIB = 1 << 20
 

@@ -14,6 +14,13 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: round(median(values), 4), f"{name}_q1": round(low, 4), f"{name}_q3": round(high, 4)}
 
 
+def step_columns(seconds: Sequence[float]) -> dict[str, float]:
+    """The columns of the steps' CPU times, in ms: median, 99th percentile and most."""
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    columns = {"cpu_ms_step_median": median(seconds), "cpu_ms_step_p99": cuts[98], "cpu_ms_worst_step": max(seconds)}
+    return {name: round(value * 1e3, 4) for name, value in columns.items()}
+
+
 def ratio(ours: float, reference: float) -> float | None:
     """Ours over the reference; None where that is nothing."""
     return round(ours / reference, 3) if reference else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +18,10 @@ from pathlib import Path
 from threading import local
 from typing import Any
 
+from benchmarks.needs import find_testbeds
 from benchmarks.table import spread
 
-sys.path.append(str(Path(__file__).parents[1] / "testbeds"))
+find_testbeds()
 
 MIB = 1 << 20
 Chain = list[bytes]
