@@ -213,6 +213,23 @@ def test_blocks_written_together_are_one_object_and_one_of_them_is_a_range(scene
     assert len(reading) == 1
 
 
+def test_all_blocks_of_an_object_are_read_as_the_whole_object(scene: Scene) -> None:
+    """A server may have to copy a range."""
+    tier = scene.tier()
+    stored(tier)
+    with scene.traffic.counted() as reading:
+        assert (served(tier), served(tier, end=7)) == (8, 7)
+    assert [bool(request.range) for request in reading] == [False, True]
+
+
+def test_what_stands_behind_the_last_block_of_an_object_is_not_asked_for(scene: Scene) -> None:
+    stored(scene.tier())
+    overwrite(scene.store, scene.name(0), scene.object(0) + bytes(1 << 20))
+    with scene.traffic.counted() as reading:
+        assert served(scene.tier()) == 8
+    assert all(request.range for request in reading)
+
+
 def test_an_engine_that_has_just_started_finds_a_block_in_the_middle_of_an_object(scene: Scene) -> None:
     stored(scene.tier())
     tier = scene.tier()

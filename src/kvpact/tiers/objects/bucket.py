@@ -99,11 +99,13 @@ class Bucket:
             raise StoreRefused(f"{self.place}: obstore broke down on this request; check the tier's options") from None
 
     def get(self, name: str, start: int = 0, end: int | None = None, version: PackVersion | None = None) -> Part | None:
-        """Bytes [start, end) of an object, fewer if it ends before; None if there is no such object.
+        """Bytes [start, end) of an object, by default all, fewer if it ends before; None if there is no such object.
 
         Raises ObjectChanged if it is there in another `version`.
         """
-        options: dict[str, object] = {"range": {"offset": start} if end is None else (start, end)}
+        options: dict[str, object] = {}
+        if start or end is not None:
+            options["range"] = {"offset": start} if end is None else (start, end)
         if version and "e_tag" in version:
             options["if_match"] = version["e_tag"]
         try:

@@ -28,6 +28,9 @@ _ENTRY: Final = struct.Struct("<HQ")
 _LONGEST_NAME: Final = 255
 """Maximum bytes of a record's name after its group; a block's has 64."""
 
+LITTLE_BYTES: Final = 16 << 10
+"""A table of 200 blocks."""
+
 REMEMBERED_RECORDS: Final = 65_536
 """At most this many records' places are remembered: 20 MB for tens of gigabytes of blocks. No pack has more."""
 
@@ -52,6 +55,8 @@ class Pack:
     """The object's name: that of the first record it was written with, which may have been removed."""
     records: Mapping[str, tuple[int, int]]
     version: PackVersion = field(default_factory=dict)
+    nbytes: int = 0
+    """The size of the object."""
 
 
 def encode_pack(records: Mapping[str, RecordPieces]) -> bytes:
@@ -104,7 +109,7 @@ def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version
             offset += length
     except (struct.error, UnicodeDecodeError):  # a forged object may have a valid checksum
         raise PackError("its table is none") from None
-    return Pack(name, records, version)
+    return Pack(name, records, version, object_bytes)
 
 
 class PackMemory:
@@ -177,6 +182,15 @@ class Span:
     start: int
     end: int
     names: list[str]
+
+    @property
+    def is_almost_all(self) -> bool:
+        """Whether the whole object may be read instead: it is known to end with the span and begin little before it.
+
+        Some servers copy the bytes of a range.
+        """
+        pack = self.pack
+        return "e_tag" in pack.version and self.end == pack.nbytes and self.start <= LITTLE_BYTES
 
 
 def spans(wanted: Mapping[str, Pack], *, gap: int, head: int | None = None) -> list[Span]:

@@ -197,10 +197,11 @@ class ObjectStore(RecordStore):
 
     def _read_span(self, span: Span) -> memoryview:
         """The bytes of a span; empty if the pack is gone or has changed."""
+        start, end = (0, None) if span.is_almost_all else (span.start, span.end)
         with suppress(ObjectChanged):
-            part = self.bucket.get(span.pack.name, span.start, span.end, span.pack.version)
+            part = self.bucket.get(span.pack.name, start, end, span.pack.version)
             if part is not None:
-                return part.data
+                return part.data[span.start - start :]
         return memoryview(b"")
 
     # Writing
