@@ -119,7 +119,7 @@ def _bytes(count: int) -> str:
 
 
 def _memory_of_one(run: Run) -> str:
-    """The longest prompt's blocks and no more: each prompt drives out the others, which are read anew in each round."""
+    """The longest prompt's blocks and no more: each prompt drives out the others, to be read again next time."""
     return _bytes(run.longest_bytes)
 
 
