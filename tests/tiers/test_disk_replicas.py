@@ -21,6 +21,7 @@ from kvpact.tiers.disk import foreign_records, foreign_slab, slab_directory, sla
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.slab import Slab, SlabReader
+from kvpact.tiers.disk.slab_directory import NoRoomYet
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
 from slab_scenes import (
@@ -495,3 +496,33 @@ def test_tools_work_beside_engines_that_write(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.communicate()
+
+
+@pytest.mark.parametrize("how", ["delete", "clear", "many"])
+def test_h36_what_was_deleted_stays_deleted_in_a_slab_that_is_taken_over(
+    host: Host, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second engine has no slab yet. It deletes what it reads from the first one's, and then that is its own."""
+    first = host.open()
+    store(first, KEYS)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_tier.SlabOpener, "open", no_room)
+        second = host.open()
+        assert second.lookup(KEYS) == len(KEYS)
+        if how == "many":
+            patch.setattr(disk_tier, "MOST_DOOMED", 2)
+            second.delete([*chain("elsewhere", 3)])
+        elif how == "clear":
+            second.clear()
+        else:
+            assert second.delete([KEYS[5]]) == 3
+    host.close(first)
+    host.settle()
+    assert second.slab.path == slab_path(host.directory)
+    assert second.lookup(KEYS) == served(second, KEYS) == (5 if how == "delete" else 0)
+    assert second.put(KEYS, second.put_start(KEYS), filled(KEYS[second.put_start(KEYS) :])) > 0
+    assert served(second, KEYS) == len(KEYS), "it can be stored again"
+
+
+def no_room(*_: object) -> Slab:
+    raise NoRoomYet("others have all of it")

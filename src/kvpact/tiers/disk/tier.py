@@ -51,6 +51,10 @@ _TEND_LOCK_S: Final = 0.2
 _CLOSE_S: Final = 2.0
 
 
+MOST_DOOMED: Final = 1 << 16
+"""Blocks whose deletion is remembered while there is no own slab; after more, one that is taken over is emptied."""
+
+
 class DiskTier(Tier):
     """See `Tier`. Open one with `DiskTier.open`.
 
@@ -68,6 +72,9 @@ class DiskTier(Tier):
         self._slot_bytes = opener.slot_bytes
         self._last_errors = LastErrors(logger, "disk tier")
         self._own = self._opened(slab) if slab is not None else None
+        self._doomed: set[BlockKey] = set()
+        """What was deleted while there is no own slab: one that is taken over may have it (H36)."""
+        self._all_doomed = False
         self._others = ForeignSlabs(self._directory, opener.namespace, opener.slot_bytes, self._last_errors)
         self._tending = threading.Lock()
         self._stopped = threading.Event()
@@ -228,12 +235,16 @@ class DiskTier(Tier):
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         doomed = list(keys)
+        if self._own is None:
+            self._doomed.update(doomed)
+            self._all_doomed |= len(self._doomed) > MOST_DOOMED
         with self._uses.one() as running:
             refused = self._others.refuse(doomed) if running else 0
             return refused + (self._own.delete(doomed) if running and self._own is not None else 0)
 
     def clear(self) -> None:
         with self._uses.one() as running:
+            self._all_doomed |= self._own is None
             if running:
                 self._others.refuse_all()
             if running and self._own is not None:
@@ -302,12 +313,22 @@ class DiskTier(Tier):
             slab.close()
             raise
 
+    def _forget_doomed(self, own: OwnSlab) -> None:
+        if self._all_doomed:
+            own.clear()
+        own.delete(self._doomed.copy())
+        self._doomed.clear()
+        self._all_doomed = False
+
     def _take_share(self) -> None:
         """Grow or shrink to this engine's share, or make a slab if there is room for one now."""
         own = self._own
         if own is None:
             with suppress(NoRoomYet):
-                self._own = self._opened(self._opener.open(0.0))
+                own = self._opened(self._opener.open(0.0))
+                self._forget_doomed(own)
+                self._own = own
+                self._forget_doomed(own)  # what was deleted in between
             return
         with self._directory.locked(_TEND_LOCK_S):
             room = self._directory.room(self._opener.namespace, own.slab.path)
