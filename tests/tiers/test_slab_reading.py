@@ -157,9 +157,12 @@ def test_opening_reads_the_table_in_few_reads_and_skips_holes(tmp_path: Path, mo
 
 
 def test_memory_of_a_slab_that_is_open_is_at_most_150_bytes_a_block(tmp_path: Path) -> None:
-    """What is resident, in a process of its own, because an earlier test leaves memory that can be used again."""
+    """What is resident, in a process of its own, because an earlier test leaves memory that can be used again.
+
+    So many blocks that the 20 MB that malloc may keep of what a start has freed are few bytes for each.
+    """
     folders = []
-    for blocks in (1_000, 400_000):  # the first one pays for what is loaded once
+    for blocks in (1_000, 1_500_000):  # the first one pays for what is loaded once
         folder = tmp_path / str(blocks)
         folder.mkdir()
         folders.append((str(folder), write_slab(folder, NAMESPACE, blocks)[1]))
@@ -179,7 +182,7 @@ print(tier.capacity().blocks, grown)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     blocks, grown = map(int, done.stdout.split())
-    assert (blocks, grown <= 150 * blocks) == (400_000, True), f"{grown / blocks:.0f} bytes a block"
+    assert (blocks, grown <= 150 * blocks) == (1_500_000, True), f"{grown / blocks:.0f} bytes a block"
 
 
 @pytest.mark.usefixtures("small_pieces")
