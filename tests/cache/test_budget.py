@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpact.cache import budget as budget_module
-from kvpact.cache.budget import CROWD_BUDGETS, CROWD_SHARE, MOST_CROWD_BUDGETS, STEP_BUDGET_SECONDS, StepBudget, Turn
+from kvpact.cache.budget import CROWD_BUDGETS, CROWD_SHARE, MAX_CROWD_BUDGETS, STEP_BUDGET_SECONDS, StepBudget, Turn
 
 PATIENCE = 0.5
 STEP_SECONDS = 0.01
@@ -119,6 +119,6 @@ def test_p11_a_crowd_that_memory_answers_is_spread_over_steps_and_none_starves(
             lasted = engine_seconds + steps.spent
             steps.now += lasted
             steps.budget.end_step()
-            longest = MOST_CROWD_BUDGETS * STEP_BUDGET_SECONDS
+            longest = MAX_CROWD_BUDGETS * STEP_BUDGET_SECONDS
             limit = min(max(CROWD_BUDGETS * STEP_BUDGET_SECONDS, CROWD_SHARE * lasted), longest)
             waiting = [each for each, done in zip(waiting, told, strict=True) if not done]

@@ -510,7 +510,7 @@ def test_h36_what_was_deleted_stays_deleted_in_a_slab_that_is_taken_over(
         second = host.open()
         assert second.lookup(KEYS) == len(KEYS)
         if how == "many":
-            patch.setattr(disk_tier, "MOST_DOOMED", 2)
+            patch.setattr(disk_tier, "MAX_DOOMED", 2)
             second.delete([*chain("elsewhere", 3)])
         elif how == "clear":
             second.clear()

@@ -15,7 +15,7 @@ STEP_BUDGET_SECONDS = 0.2e-3
 less than a third of that at once, on a slow machine with cold caches."""
 
 
-CROWD_BUDGETS, MOST_CROWD_BUDGETS, CROWD_SHARE = 25, 100, 0.1
+CROWD_BUDGETS, MAX_CROWD_BUDGETS, CROWD_SHARE = 25, 100, 0.1
 """A step leaves further probes to the next one, even where memory alone answers them, after this share of the time that
 the last step took: at least 25 budgets, which are 5 ms, and at most 100. A step that answered a thousand of them at
 once would keep every decode waiting for 0.3 s. Less time would cost more than it spares: the engine asks each waiting
@@ -131,5 +131,5 @@ class StepBudget:
         spent, self._charged = self._charged, 0.0
         now = monotonic()
         lasted, self._ended_at = now - self._ended_at, now
-        self._crowd = min(max(CROWD_BUDGETS * self.limit, CROWD_SHARE * lasted), MOST_CROWD_BUDGETS * self.limit)
+        self._crowd = min(max(CROWD_BUDGETS * self.limit, CROWD_SHARE * lasted), MAX_CROWD_BUDGETS * self.limit)
         return spent

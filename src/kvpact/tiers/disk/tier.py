@@ -51,7 +51,7 @@ _TEND_LOCK_S: Final = 0.2
 _CLOSE_S: Final = 2.0
 
 
-MOST_DOOMED: Final = 1 << 16
+MAX_DOOMED: Final = 1 << 16
 """Blocks whose deletion is remembered while there is no own slab; after more, one that is taken over is emptied."""
 
 
@@ -237,7 +237,7 @@ class DiskTier(Tier):
         doomed = list(keys)
         if self._own is None:
             self._doomed.update(doomed)
-            self._all_doomed |= len(self._doomed) > MOST_DOOMED
+            self._all_doomed |= len(self._doomed) > MAX_DOOMED
         with self._uses.one() as running:
             refused = self._others.refuse(doomed) if running else 0
             return refused + (self._own.delete(doomed) if running and self._own is not None else 0)
