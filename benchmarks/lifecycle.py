@@ -5,7 +5,8 @@ States: "cold", a new prompt that is saved; "hit", the same prompt from a new re
 nothing; "restart", the same in an engine that never saw the prompt and reads it from disk; "arrivals", many hits in one
 step. `cpu_ms` is that of all hooks together for one request, `cpu_ms_worst_step` the most in one step. `hash_ms` is
 what kvpact's own keys take of it; `engine_hash_ms` are vLLM's block hashes, made where a request arrives and not in a
-step: the peers' keys. `over_...` is kvpact's time over the peer's, each with its own hashes and without them.
+step: the peers' keys. `over_...` is kvpact's time over the peer's, each with its own hashes and without them. With
+`--lmcache-port` LMCache's half takes part, whose server is another process: the interpreter must have LMCache.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ DISK_LIMIT_TOKENS = 131_072
 """Longer prompts are not read back from disk here."""
 
 
-def transfer(subject: str, blocks: int, block_size: int, folder: Path | None) -> dict[str, Any]:
-    """Fields of `KVTransferConfig`: the cache has room for `blocks` blocks."""
+def transfer(subject: str, blocks: int, block_size: int, folder: Path | None, lmcache_port: int = 0) -> dict[str, Any]:
+    """Fields of `KVTransferConfig`: the cache has room for `blocks` blocks. LMCache's is what its server has."""
     config: dict[str, Any]
     module, name, config = {
         "kvpact": (
@@ -60,6 +61,15 @@ def transfer(subject: str, blocks: int, block_size: int, folder: Path | None) ->
             "MemcpySimpleCPUOffloadConnector",
             {"cpu_bytes_to_use": blocks * block_size * 8},
         ),
+        "lmcache": (
+            "lmcache.integration.vllm.lmcache_mp_connector",
+            "LMCacheMPConnector",
+            {
+                "lmcache.mp.host": "tcp://localhost",
+                "lmcache.mp.port": lmcache_port,
+                "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+            },
+        ),
     }[subject]
     if folder is not None:
         config["tiers"] = [f"disk://{folder}?capacity={max(2 * blocks * SLOT_BYTES, 1 << 30)}B"]
@@ -74,23 +84,29 @@ def transfer(subject: str, blocks: int, block_size: int, folder: Path | None) ->
 
 SUBJECTS = ("kvpact", "offloading", "simple")
 """kvpact, vLLM's OffloadingConnector (CPU) and vLLM's SimpleCPUOffloadConnector."""
+LMCACHE = "lmcache"
+"""LMCache's connector, where a server of it listens."""
 
 
-def _halves(subjects: Sequence[str], room: int, folder: Path | None, **shape: int) -> Iterator[tuple[str, Any]]:
+def _halves(
+    subjects: Sequence[str], room: int, folder: Path | None, lmcache_port: int, **shape: int
+) -> Iterator[tuple[str, Any]]:
     from benchmarks.scheduler_halves import SchedulerHalf
 
     blocks = room * shape["requests"] * (-(-shape["tokens"] // shape["block_size"]) + 2) + 16
     for subject in subjects:
-        fields = transfer(subject, blocks, shape["block_size"], folder)
+        fields = transfer(subject, blocks, shape["block_size"], folder, lmcache_port)
         yield subject, SchedulerHalf(fields, **shape)
 
 
 @contextmanager
-def started(subjects: Sequence[str], room: int, folder: Path | None = None, **shape: int) -> Iterator[dict[str, Any]]:
+def started(
+    subjects: Sequence[str], room: int, folder: Path | None = None, lmcache_port: int = 0, **shape: int
+) -> Iterator[dict[str, Any]]:
     """The scheduler halves by name, each with a cache for `room` times what the engine's `shape` holds at once."""
     with ExitStack() as stack:
         halves = {}
-        for subject, half in _halves(subjects, room, folder, **shape):
+        for subject, half in _halves(subjects, room, folder, lmcache_port, **shape):
             halves[subject] = stack.enter_context(closing(half))
         yield halves
 
@@ -135,9 +151,10 @@ class _Case:
         found: dict[str, Any] = {}
         for name, values in self._values.items():
             found |= spread(name, values)
-        for peer in SUBJECTS[1:]:
+        for peer in (*SUBJECTS[1:], LMCACHE):
             if (theirs := found.get(f"{peer}_cpu_ms")) is not None:
-                found[f"over_{peer}"] = ratio(found["cpu_ms"], theirs + found["engine_hash_ms"])
+                hashes = found["engine_hash_ms"] if peer != LMCACHE else 0.0  # its server makes them
+                found[f"over_{peer}"] = ratio(found["cpu_ms"], theirs + hashes)
                 found[f"over_{peer}_without_hashes"] = ratio(found["cpu_ms"] - found["hash_ms"], theirs)
         return found
 
@@ -149,13 +166,20 @@ def _require_hit(subject: str, found: int, tokens: int, requests: int, block_siz
 
 
 def _measure(
-    subjects: Sequence[str], tokens: int, block_size: int, chunk: int, requests: int, rounds: int, probes: int
+    subjects: Sequence[str],
+    tokens: int,
+    block_size: int,
+    chunk: int,
+    requests: int,
+    rounds: int,
+    probes: int,
+    lmcache_port: int,
 ) -> Mapping[str, _Case]:
     """Cold prompts and the same again, in turn for all subjects."""
     cases: defaultdict[str, _Case] = defaultdict(_Case)
     warm = "hit" if requests == 1 else "arrivals"
     shape = {"tokens": tokens, "block_size": block_size, "chunk": chunk, "requests": requests}
-    with started(subjects, 2, **shape) as halves:
+    with started(subjects, 2, lmcache_port=lmcache_port, **shape) as halves:
         for number in range(rounds + 1):  # the first round warms up and is not counted
             prompts = random_prompts(number, tokens, requests)
             order = list(halves.items())
@@ -207,12 +231,17 @@ def rows(
     rounds: int = 5,
     probes: int = PROBES,
     restart: bool = True,
+    lmcache_port: int = 0,
 ) -> list[dict[str, Any]]:
-    """One row for each case; `chunks` are the engine's tokens a step, 0: the whole prompt in one step."""
+    """One row for each case; `chunks` are the engine's tokens a step, 0: the whole prompt in one step.
+
+    `lmcache_port`: of an `lmcache server` whose `--supported-transfer-mode` is `auto`.
+    """
     require_vllm()
     if unknown := set(subjects) - set(SUBJECTS):
         raise SystemExit(f"--subjects: {', '.join(sorted(unknown))} is not one of {', '.join(SUBJECTS)}")
     logging.disable(logging.WARNING)
+    subjects = (*subjects, LMCACHE) if lmcache_port else subjects
     found: list[dict[str, Any]] = []
 
     def add(state: str, case: _Case, length: int, block_size: int, chunk: int, requests: int) -> None:
@@ -223,13 +252,17 @@ def rows(
         for length in tokens:
             for chunk in chunks:
                 repeated = rounds if length <= DISK_LIMIT_TOKENS else min(rounds, 2)
-                for state, case in _measure(subjects, length, block_size, chunk, 1, repeated, probes).items():
+                for state, case in _measure(
+                    subjects, length, block_size, chunk, 1, repeated, probes, lmcache_port
+                ).items():
                     add(state, case, length, block_size, chunk, 1)
             if restart and length <= DISK_LIMIT_TOKENS:
                 case = _measure_restart(length, block_size, chunks[0], min(rounds, 3))
                 add("restart", case, length, block_size, chunks[0], 1)
         for requests in waiting:
             repeated = rounds if requests < 1000 else min(rounds, 2)
-            for state, case in _measure(subjects, waiting_tokens, block_size, 0, requests, repeated, 0).items():
+            for state, case in _measure(
+                subjects, waiting_tokens, block_size, 0, requests, repeated, 0, lmcache_port
+            ).items():
                 add(state, case, waiting_tokens, block_size, 0, requests)
     return found

@@ -105,6 +105,9 @@ class SchedulerHalf:
             token_budget=chunk or requests * (tokens + 64),
         )
         self.vllm_config = make_vllm_config(self.settings, transfer, _model(max(8192, tokens + 64)))
+        cache_config = self.vllm_config.cache_config
+        if getattr(cache_config, "kv_cache_layout", "") is None:
+            cache_config.kv_cache_layout = "LBNHC"  # as an engine's core does
         self.worker = make_worker_connector(self.settings, self.vllm_config, 0)
         layers = layers_of_worker(self.settings, 0)
         memory = OracleMemory.of(layers, PageShape(blocks, 1, block_size, 8), 0).tensors
