@@ -426,11 +426,19 @@ def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
     engine.assert_at_rest()
 
 
-def test_where_no_tier_is_shared_no_request_waits_for_another_ones_turn(start: Callable[..., PlayedEngine]) -> None:
+def test_where_no_tier_is_shared_a_request_waits_for_the_next_step_at_most(start: Callable[..., PlayedEngine]) -> None:
+    """A step that has cost a second already answers the first that waits; the next one has time for the others."""
     engine = start()
     budget = engine.connector.guard.budget
     played = [engine.add(prompt) for prompt in PROMPTS]
+
+    def begun() -> list[bool]:
+        requests = (engine.scheduler.requests.get(one.request.request_id) for one in played)
+        return [request is None or request.num_computed_tokens > 0 for request in requests]
+
     budget.charge(perf_counter() - 1.0)
     engine.step()
-    assert all(one.said or engine.scheduler.requests[one.request_id].num_computed_tokens for one in played)
+    assert begun() == [True] + [False] * (len(PROMPTS) - 1)
+    engine.step()
+    assert all(begun())
     engine.run()
