@@ -88,26 +88,19 @@ LMCACHE = "lmcache"
 """LMCache's connector, where a server of it listens."""
 
 
-def _halves(
-    subjects: Sequence[str], room: int, folder: Path | None, lmcache_port: int, **shape: int
-) -> Iterator[tuple[str, Any]]:
-    from benchmarks.scheduler_halves import SchedulerHalf
-
-    blocks = room * shape["requests"] * (-(-shape["tokens"] // shape["block_size"]) + 2) + 16
-    for subject in subjects:
-        fields = transfer(subject, blocks, shape["block_size"], folder, lmcache_port)
-        yield subject, SchedulerHalf(fields, **shape)
-
-
 @contextmanager
 def started(
     subjects: Sequence[str], room: int, folder: Path | None = None, lmcache_port: int = 0, **shape: int
 ) -> Iterator[dict[str, Any]]:
     """The scheduler halves by name, each with a cache for `room` times what the engine's `shape` holds at once."""
+    from benchmarks.scheduler_halves import SchedulerHalf
+
+    blocks = room * shape["requests"] * (-(-shape["tokens"] // shape["block_size"]) + 2) + 16
     with ExitStack() as stack:
         halves = {}
-        for subject, half in _halves(subjects, room, folder, lmcache_port, **shape):
-            halves[subject] = stack.enter_context(closing(half))
+        for subject in subjects:
+            fields = transfer(subject, blocks, shape["block_size"], folder, lmcache_port)
+            halves[subject] = stack.enter_context(closing(SchedulerHalf(fields, **shape)))
         yield halves
 
 
