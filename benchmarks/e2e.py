@@ -43,13 +43,14 @@ from benchmarks.e2e_engines import (
     require_memory,
 )
 from benchmarks.e2e_runs import BLOCK, Cold, Name, Prompt, RawDisk, RawRedis, Runner, Warm, started
+from benchmarks.needs import find_testbeds
 from benchmarks.table import spread
 from kvpact.demo.engine import EngineProcess
 from kvpact.demo.messages import Output
 from kvpact.demo.model import ModelShape, ensure_model
 from kvpact.demo.phases import Plan, drop_page_cache
 
-sys.path.append(str(Path(__file__).parents[1] / "testbeds"))
+find_testbeds()
 
 PEERS = ("kvpact", "redis", "example", "lmcache", "mooncake")
 """kvpact with memory and a disk, kvpact with Redis, and others."""

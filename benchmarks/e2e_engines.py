@@ -148,15 +148,6 @@ def example(run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
     return run.settings({"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra})
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on, all different."""
-    with ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
-
-
 def _serve(stack: ExitStack, command: Sequence[object], log: Path, port: int) -> None:
     """A server on the storing core, once it listens; ended by its pid with the stack."""
     with log.open("wb") as output, on_core(STORING_CORE):
@@ -187,6 +178,8 @@ class LMCache:
     mode: str
 
     def __call__(self, run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
+        from servers.redis_server import free_ports
+
         port, *others = free_ports(3)
         listen = ["--host", "localhost", "--port", port, "--http-port", others[0], "--prometheus-port", others[1]]
         size = ["--l1-size-gb", max(1, -(-2 * run.all_bytes // GIB)), "--eviction-policy", "LRU", "--chunk-size", 256]
@@ -220,6 +213,8 @@ class Mooncake:
     mode: str
 
     def __call__(self, run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
+        from servers.redis_server import free_ports
+
         port, metrics_port, client_port = free_ports(3)
         programs = _mooncake_programs(run.python)
         master = [f"-rpc_port={port}", f"-metrics_port={metrics_port}", f"-client_ttl={FOR_EVER}"]

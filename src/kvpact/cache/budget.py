@@ -114,7 +114,6 @@ class StepBudget:
         if waiter.was_answered or not self._probes or self.spent <= self._crowd:
             self._probes += 1
             return True
-        self._put_off += 1
         return False
 
     def do_in_turn(self, *works: Callable[[], object]) -> None:
