@@ -37,10 +37,11 @@ from benchmarks.e2e_engines import (
     Run,
     Subject,
     disk_folder,
+    engines_with_room,
+    groups_with_room,
     is_there,
     kvpact_with_redis,
     on_core,
-    require_memory,
 )
 from benchmarks.e2e_runs import BLOCK, Cold, Name, Prompt, RawDisk, RawRedis, Runner, Warm, started
 from benchmarks.needs import find_testbeds
@@ -217,21 +218,20 @@ def _check(tokens: Sequence[int], prompts: int, rounds: int, peers: Sequence[str
 
 
 def _prompts(tokens: Sequence[int], prompts: int) -> list[Prompt]:
-    """Of each length, all different from the first token on; each has a few tokens more, as no cache has."""
-    found = []
-    for length in tokens:
-        for number in range(prompts):
-            source = random.Random(f"{length} {number}")
-            extra = 24 + number % 8
-            found.append(Prompt(length, number, source.choices(range(16, WIDE.vocabulary), k=length + extra)))
-    return found
+    """Of each length, all different from the first token on."""
+    return [_prompt(length, number) for length in tokens for number in range(prompts)]
+
+
+def _prompt(length: int, number: int) -> Prompt:
+    """It has a few tokens more than `length`, as no cache has them."""
+    source = random.Random(f"{length} {number}")
+    return Prompt(length, number, source.choices(range(16, WIDE.vocabulary), k=length + 24 + number % 8))
 
 
 def _compare(
-    folder: Path, tokens: Sequence[int], prompts: int, rounds: int, there: set[str], python: str, *, fork: bool
-) -> list[dict[str, Any]]:
+    folder: Path, tokens: Sequence[int], prompts: int, rounds: int, there: Sequence[str], python: str, *, fork: bool
+) -> Iterator[dict[str, Any]]:
     from forked_engine import ForkedEngine
-    from servers.redis_server import redis_server
     from tiny_engine import TOKENIZER_TEXT
 
     dtype = Plan.for_this_machine().dtype
@@ -242,21 +242,32 @@ def _compare(
     length = max(tokens) + 2 * BLOCK
     arguments = {"dtype": dtype, "max_model_len": length, "max_num_batched_tokens": length}
     model = ensure_model(folder, shape, TOKENIZER_TEXT)
+    run = Run(folder, model, arguments, python, ForkedEngine if fork else EngineProcess, max(sizes), sum(sizes))
+    for number, group in enumerate(groups_with_room(there, engines_with_room(run))):
+        part = replace(run, folder=folder / f"group-{number}")
+        part.folder.mkdir()
+        yield from _compare_group(part, tokens, asked, rounds, group, block_bytes)
+
+
+def _compare_group(
+    run: Run, tokens: Sequence[int], asked: Sequence[Prompt], rounds: int, peers: Sequence[str], block_bytes: int
+) -> Iterator[dict[str, Any]]:
+    """Those engines, with one of their own without a cache, interleaved."""
+    from servers.redis_server import redis_server
+
     with ExitStack() as stack:
-        run = Run(folder, model, arguments, python, ForkedEngine if fork else EngineProcess, max(sizes), sum(sizes))
         subjects, redis, again = [NO_CACHE], None, []
-        if "kvpact" in there:
+        if "kvpact" in peers:
             subjects.append(KVPACT)
             again.append(KVPACT_AGAIN)
-        if "redis" in there:
+        if "redis" in peers:
             with on_core(STORING_CORE):
-                server = stack.enter_context(redis_server(folder / "redis"))
+                server = stack.enter_context(redis_server(run.folder / "redis"))
             redis = RawRedis(stack.enter_context(server.client()), block_bytes)
             subjects.append(kvpact_with_redis(server.address, new=False))
             again.append(kvpact_with_redis(server.address, new=True))
-        subjects += [subject for subject in OTHERS if subject.peer in there]
-        require_memory(run, len(subjects))
-        comparison = Comparison(run, asked, Prompt(min(tokens), -1, _prompts([SHORTEST], 1)[0].ids), rounds, stack)
+        subjects += [subject for subject in OTHERS if subject.peer in peers]
+        comparison = Comparison(run, asked, _prompt(SHORTEST, -1), rounds, stack)
         first = comparison.start(subjects)
         comparison.ask_cold(first, redis)
         for runner in first:
@@ -266,13 +277,15 @@ def _compare(
         for runner in first[1:]:
             runner.end(in_order=runner.source == "memory")
         raw: dict[str, RawDisk | RawRedis] = {} if redis is None else {"redis": redis}
-        if "kvpact" in there:
+        if "kvpact" in peers:
             drop_page_cache(disk_folder(run))
             raw["disk"] = stack.enter_context(closing(RawDisk(disk_folder(run), comparison.written())))
         if again:
             comparison.ask_warm([first[0], *comparison.start(again)], raw)
-        found = [row for length in tokens for row in comparison.rows(length)]
-        return [*found, *({"what": name, "state": "failed", "note": why} for name, why in comparison.failures.items())]
+        for length in tokens:
+            yield from comparison.rows(length)
+        for name, why in comparison.failures.items():
+            yield {"what": name, "state": "failed", "note": why}
 
 
 def rows(
@@ -285,6 +298,9 @@ def rows(
 ) -> list[dict[str, Any]]:
     """For each length a row of each engine, cold and warm; what is not there, or failed, has a row that says so.
 
+    Where memory is too little for all of them, peers are compared in several groups, each beside an engine without a
+    cache of its own.
+
     `peer_python` is an interpreter that has vLLM and the packages of peers, by default this one. With
     `fork` engines start three times as fast, and poll less when they have no work: for tests.
     """
@@ -293,8 +309,9 @@ def rows(
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
     python = str(peer_python or sys.executable)
     absent = [peer for peer in peers if not is_there(peer, python)]
+    there = [peer for peer in PEERS if peer in peers and peer not in absent]
     found: list[dict[str, Any]] = []
-    if set(peers) - set(absent):
+    if there:
         with tempfile.TemporaryDirectory(prefix="kvpact-e2e-") as folder:
-            found = _compare(Path(folder), tokens, prompts, rounds, set(peers) - set(absent), python, fork=fork)
+            found += _compare(Path(folder), tokens, prompts, rounds, there, python, fork=fork)
     return [*found, *({"what": peer, "state": "not there", "note": WAYS_TO_GET[peer]} for peer in absent)]

@@ -277,16 +277,31 @@ def kvpact_with_redis(address: str, *, new: bool) -> Subject:
     return Subject(name, "kvpact", WithRedis(address, measured=not new), "redis")
 
 
-def require_memory(run: Run, engines: int) -> None:
-    """End with one line if the machine has too little: it would end processes of others."""
-    needed = engines * (ENGINE_BYTES + run.longest_bytes) + (2 * engines + 1) * run.all_bytes
+def engines_with_room(run: Run) -> int:
+    """How many engines there is memory for. With more of them the machine would end processes of others."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    if needed > free:
+    return (free - run.all_bytes) // (ENGINE_BYTES + run.longest_bytes + 2 * run.all_bytes)
+
+
+def groups_with_room(peers: Sequence[str], engines: int) -> list[list[str]]:
+    """Peers in order, in groups of which each has at most so many engines with the one without a cache.
+
+    Ends the program with one line if that is too few for one peer and an engine beside it.
+    """
+    sizes = {peer: max(1, sum(subject.peer == peer for subject in OTHERS)) for peer in peers}
+    if engines < 1 + max(sizes.values()):
         raise SystemExit(
-            f"{engines} engines need about {needed / GIB:.0f} GiB, {free / GIB:.0f} are free: "
-            "compare fewer --peers, or one length (--tokens) at a time"
+            f"{max(sizes, key=sizes.__getitem__)}: memory is free for {max(0, engines)} engines, it takes "
+            f"{1 + max(sizes.values())}: compare shorter prompts (--tokens) or others (--peers)"
         )
+    groups: list[list[str]] = []
+    for peer in peers:
+        if groups and 1 + sum(sizes[other] for other in groups[-1]) + sizes[peer] <= engines:
+            groups[-1].append(peer)
+        else:
+            groups.append([peer])
+    return groups
 
 
 WAYS_TO_GET = {

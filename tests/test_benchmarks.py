@@ -93,3 +93,21 @@ def test_a_peer_that_is_not_there_has_a_row_that_says_how_to_get_it(tmp_path: Pa
     (row,) = rows_of("e2e", "--peers", "lmcache", "--peer-python", str(tmp_path / "python"))
     assert (row["what"], row["state"]) == ("lmcache", "not there")
     assert "lmcache==0.5.6" in row["note"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "groups"),
+    [
+        (8, [["kvpact", "redis", "example", "lmcache", "mooncake"]]),
+        (5, [["kvpact", "redis", "example"], ["lmcache", "mooncake"]]),
+        (3, [["kvpact", "redis"], ["example"], ["lmcache"], ["mooncake"]]),
+    ],
+)
+def test_engines_are_compared_in_groups_that_memory_has_room_for(engines: int, groups: list[list[str]]) -> None:
+    pytest.importorskip("vllm")
+    from benchmarks.e2e import PEERS
+    from benchmarks.e2e_engines import groups_with_room
+
+    assert groups_with_room(PEERS, engines) == groups
+    with pytest.raises(SystemExit, match=r"lmcache: memory is free for 2 engines, it takes 3: compare shorter prompts"):
+        groups_with_room(PEERS, 2)
