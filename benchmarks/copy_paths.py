@@ -2,9 +2,9 @@
 
 Compares ways to move one layer's pages between paged KV memory and arena slots, for the page sizes of a CPU engine
 (128 tokens a block) and of a GPU engine (16 tokens), with neighbouring and with scattered block ids. "busy" runs a pure
-Python loop on the main thread meanwhile: what then counts is how often a way takes the GIL. `index` and `runs` are the
-two that `PageCopier` uses. Then: what joining the layers of a block brings where they are neighbours. Takes a minute on
-two idle cores. Usage: python benchmarks/copy_paths.py [--quick]
+Python loop on the main thread meanwhile: what then counts is how often a way takes the GIL. `index`, `pages` and
+`runs` are what `PageCopier` uses. Then: what joining the layers of a block brings where they are neighbours. Takes a
+minute on two idle cores. Usage: python benchmarks/copy_paths.py [--quick]
 """
 
 from __future__ import annotations
@@ -69,6 +69,16 @@ def way_runs(scene: Scene, layer: int, load: bool) -> None:
         np.copyto(*(ends if load else ends[::-1]))
 
 
+def way_pages(scene: Scene, layer: int, load: bool) -> None:
+    """numpy, one page for another by their numbers."""
+    pages, pieces = scene.copier.pages[layer], scene.copier.pieces[layer]
+    for block, slot in zip(scene.plan.block_ids.tolist(), scene.plan.slots.tolist(), strict=True):
+        if load:
+            pages[block] = pieces[slot]
+        else:
+            pieces[slot] = pages[block]
+
+
 def way_index(scene: Scene, layer: int, load: bool) -> None:
     """numpy indexing with arrays: two calls a layer, by way of a temporary."""
     pages, pieces = scene.copier.pages[layer], scene.copier.pieces[layer]
@@ -103,7 +113,7 @@ def way_engine(scene: Scene, layer: int, load: bool) -> None:
     (scene.copier.scatter if load else scene.copier.gather)(layer, scene.plan)
 
 
-WAYS = (way_memmove, way_runs, way_index, way_torch_copy, way_torch_index, way_engine)
+WAYS = (way_memmove, way_runs, way_pages, way_index, way_torch_copy, way_torch_index, way_engine)
 
 
 def rate(scene: Scene, way: Callable[[Scene, int, bool], None], load: bool, busy: bool, repeats: int) -> float:

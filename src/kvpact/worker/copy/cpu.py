@@ -68,7 +68,7 @@ class Slots:
 
 
 class PageCopier:
-    """Copies one group of layers at a time, by numpy: long runs one call each, scattered small pages by index.
+    """Copies one group of layers at a time, by numpy: long runs one call each, scattered small pages by an index array.
 
     Each KV cache group has slots of the class of its size, or of the only one; plans count them from its first one.
     """
@@ -126,8 +126,12 @@ def _copy(
     if num_runs > 1 and len(of) * source[0].nbytes < RUN_BYTES * num_runs:
         target[to] = source[of]
         return
+    if num_runs == len(of):  # a number costs a sixth of two slices, which take 0.3 of the time to copy 64 KiB
+        for row, source_row in zip(to.tolist(), of.tolist(), strict=True):
+            target[row] = source[source_row]
+        return
     for rows, source_rows in runs:
-        np.copyto(target[rows], source[source_rows])
+        target[rows] = source[source_rows]
 
 
 @dataclass(slots=True, eq=False)
