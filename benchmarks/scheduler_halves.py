@@ -231,8 +231,9 @@ class SchedulerHalf:
         return self._aggregator.aggregate([result])
 
     def probe_seconds(self, prompt: list[int], times: int) -> float:
-        """Seconds of one of many repeated probes of a waiting request; the first one does not count."""
+        """Seconds of one of many repeated probes of a waiting request; the first one, in a new step, does not count."""
         self.spent = Spent()
+        self.scheduler.schedule()
         request = self.request("probed", prompt)
         probe = self.connector.get_num_new_matched_tokens
         inner = getattr(probe, "__wrapped__", probe)
