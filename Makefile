@@ -6,7 +6,7 @@ SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
 # What `make bench` runs; `make bench BENCHMARKS="copy tiers"` runs those two. `python -m benchmarks` lists the others, which
 # take hours or a GPU. The last two take 17 and 30 minutes.
-BENCHMARKS := limits copy tiers index index_speed imports lifecycle flood step_time disk_tier engine_speed e2e churn
+BENCHMARKS := limits copy tiers index imports lifecycle flood step_time disk_tier engine_speed e2e churn
 
 .PHONY: help setup demo gpu test lint bench proofs soak
 

@@ -1,39 +1,50 @@
 """What the block index costs a block, of CPU time and memory, from 10,000 blocks to ten million, and a slab's restart.
 
-Also of a slab that another engine writes. Run: python benchmarks/index.py [--blocks N,N,..] [--restart N]
-[--foreign N]. Needs no engine. Ten million blocks need 2 GB of memory
-and 3 GB of disk, most of the file being a hole.
+"fill": chains of 250 blocks are reserved and completed while there is room; "new": once each evicts others; beside them
+a Python dict of the same keys (`dict_...`), which evicts nothing and knows no chains. `growth` is the cost of a new
+block over that in the smallest index; the goal is 1.5. "two classes": slots of two sizes, a chain and a window of
+64 side blocks on its end, each new one evicting others. Microseconds of CPU time. "restart": a slab whose payloads are
+a hole is opened, with its header table in the page cache and without, beside plain reads of that table. "foreign slab":
+what one learns of a slab that another engine writes. Needs no engine. Ten million blocks need 3 GB of memory and 3 GB
+of disk.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "testbeds"))
-
+from benchmarks.needs import find_testbeds
+from benchmarks.table import ratio, spread
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.index.block_index import ROOT, BlockIndex
+from kvpact.index.classed_slots import ClassedSlots
 from kvpact.own_files import PRIVATE
+from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.tier import DiskTier
-from slab_tables import chain_keys, write_slab
+
+find_testbeds()
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 CHAIN_BLOCKS = 250
 """4,000 tokens in blocks of 16."""
 LONG_CHAIN_BLOCKS = 4096
 """65,536 tokens in blocks of 16 (H55)."""
+WINDOW_BLOCKS = 64
+"""A sliding window of 1,024 tokens in blocks of 16."""
 REPEATS = 200
 PAGE_BYTES = 4096
+NAMESPACE = Namespace({"model": "benchmark"})
+READ_BYTES = 16 << 20
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -41,6 +52,11 @@ def seconds(action: Callable[[], object]) -> float:
     began = time.thread_time()
     action()
     return time.thread_time() - began
+
+
+def micros(name: str, actions: Sequence[Callable[[], object]], blocks: int = 1) -> dict[str, float]:
+    """The columns of what one of these calls costs, for each of its blocks."""
+    return spread(name, [1e6 * seconds(action) / blocks for action in actions])
 
 
 def resident_bytes() -> int:
@@ -59,8 +75,20 @@ def save(index: BlockIndex, keys: Sequence[BlockKey]) -> None:
     index.complete(reservation.slots)
 
 
+def save_window(index: BlockIndex, keys: Sequence[BlockKey]) -> None:
+    """Reserve and complete side blocks on the last blocks of a chain, evicting as needed."""
+    names = [b"window" + key for key in keys[-WINDOW_BLOCKS:]]
+    index.reservable(keys[-1], WINDOW_BLOCKS, 1)
+    reservation = index.reserve_sides(names, keys[-WINDOW_BLOCKS:], 1)
+    if reservation is None:
+        raise SystemExit("the benchmark's index is too small for one window")
+    index.complete(reservation.slots)
+
+
 def chain(number: int, blocks: int = CHAIN_BLOCKS) -> list[BlockKey]:
     """The keys of chain `number`."""
+    from slab_tables import chain_keys
+
     return chain_keys(0, number * CHAIN_BLOCKS, blocks)
 
 
@@ -69,93 +97,132 @@ def pin_and_unpin(index: BlockIndex, key: BlockKey) -> None:
     index.unpin(index.pin(key))
 
 
-def index_row(blocks: int) -> dict[str, Any]:
+def dict_columns(blocks: int) -> dict[str, float]:
+    """What a dict of the same keys costs."""
+    before, known = resident_bytes(), dict[BlockKey, int]()
+
+    def enter(keys: list[BlockKey], first: int) -> None:
+        known.update(zip(keys, range(first, first + CHAIN_BLOCKS), strict=True))
+
+    taken = [seconds(partial(enter, chain(number), number * CHAIN_BLOCKS)) for number in range(blocks // CHAIN_BLOCKS)]
+    columns = spread("dict_fill_us", [1e6 * one / CHAIN_BLOCKS for one in taken[-REPEATS:]])
+    return columns | {"dict_bytes": round((resident_bytes() - before) / len(known), 1)}
+
+
+def index_row(blocks: int, smallest: dict[str, Any] | None) -> dict[str, Any]:
     """An index of `blocks` slots that is filled, and then evicts for each new block."""
     before = resident_bytes()
     index, chains = BlockIndex(blocks), blocks // CHAIN_BLOCKS
-    filling = [seconds(partial(save, index, keys)) for keys in map(chain, range(chains))]
+    filling = [seconds(partial(save, index, chain(number))) for number in range(chains)]
     resident = resident_bytes() - before
     held = [chain(chains - 1 - turn * (chains - 1) // REPEATS) for turn in range(REPEATS)]
-    row = {
-        "blocks": blocks,
-        "fill_us_per_block": 1e6 * statistics.median(filling[-REPEATS:]) / CHAIN_BLOCKS,
-        "resident_bytes_per_block": resident / blocks,
-        "held_prefix_250_us": 1e6 * statistics.median(seconds(partial(index.held_prefix, keys)) for keys in held),
-        "slots_of_250_us": 1e6 * statistics.median(seconds(partial(index.slots_of, keys)) for keys in held),
-        "pin_unpin_250_us": 1e6 * statistics.median(seconds(partial(pin_and_unpin, index, keys[-1])) for keys in held),
-    }
+    row: dict[str, Any] = {"what": "index", "blocks": blocks}
+    row |= spread("fill_us", [1e6 * one / CHAIN_BLOCKS for one in filling[-REPEATS:]])
+    row["bytes"] = round(resident / blocks, 1)
+    row |= micros("held_prefix_250_us", [partial(index.held_prefix, keys) for keys in held])
+    row |= micros("slots_of_250_us", [partial(index.slots_of, keys) for keys in held])
+    row |= micros("touch_250_us", [partial(index.touch, keys[-1]) for keys in held])
+    row |= micros("pin_unpin_250_us", [partial(pin_and_unpin, index, keys[-1]) for keys in held])
     fresh = map(chain, range(chains, chains + 3 * REPEATS))
     evicting = [seconds(partial(save, index, keys)) for keys in fresh]
-    row["new_us_per_block"] = 1e6 * statistics.median(evicting[-REPEATS:]) / CHAIN_BLOCKS
+    row |= spread("new_us", [1e6 * one / CHAIN_BLOCKS for one in evicting[-REPEATS:]])
     long_chain = chain(2 * chains + 3 * REPEATS, LONG_CHAIN_BLOCKS)
     save(index, long_chain)
-    for name, action in (
-        ("held_prefix_4096_us", partial(index.held_prefix, long_chain)),
-        ("slots_of_4096_us", partial(index.slots_of, long_chain)),
-        ("pin_unpin_4096_us", partial(pin_and_unpin, index, long_chain[-1])),
-    ):
-        row[name] = 1e6 * statistics.median(seconds(action) for _ in range(50))
+    row |= micros("held_prefix_4096_us", [partial(index.held_prefix, long_chain)] * 50)
+    row |= micros("slots_of_4096_us", [partial(index.slots_of, long_chain)] * 50)
+    row |= micros("pin_unpin_4096_us", [partial(pin_and_unpin, index, long_chain[-1])] * 50)
+    row["growth"] = ratio(row["new_us"], (smallest or row)["new_us"])
     return row
+
+
+def classes_row(blocks: int) -> dict[str, Any]:
+    """Chains with one window on each, in slots of two sizes; half of `blocks` for each size."""
+    space = ClassedSlots([16, 16], blocks // 16)
+    index, needed = BlockIndex(space.num_rows, space=space, classes=2), blocks // WINDOW_BLOCKS + 3 * REPEATS
+    chains, windows = list[float](), list[float]()
+    for keys in map(chain, range(needed)):
+        chains.append(1e6 * seconds(partial(save, index, keys)) / CHAIN_BLOCKS)
+        windows.append(1e6 * seconds(partial(save_window, index, keys)) / WINDOW_BLOCKS)
+    row = {"what": "two classes", "blocks": blocks}
+    return row | spread("new_us", chains[-REPEATS:]) | spread("window_us", windows[-REPEATS:])
 
 
 def restart_rows(blocks: int, directory: Path | None) -> list[dict[str, Any]]:
     """A slab of `blocks` records is opened with its header table in the page cache and without."""
-    rows, namespace = list[dict[str, Any]](), Namespace({"model": "benchmark"})
-    with tempfile.TemporaryDirectory(prefix="kvpact-restart-", dir=directory) as folder:
-        path, capacity = write_slab(Path(folder), namespace, blocks, slot_bytes=PAGE_BYTES)
-        for page_cache in ("warm", "cold"):
-            if page_cache == "cold":
-                drop_from_page_cache(path)
-            before, cpu, began = resident_bytes(), time.process_time(), time.monotonic()
-            tier = DiskTier.open(Path(folder), namespace, PAGE_BYTES, capacity)
-            opened, first = time.monotonic() - began, tier.capacity().blocks
-            while tier.reading:
-                time.sleep(0.01)
-            cpu, took = time.process_time() - cpu, time.monotonic() - began
-            rows.append(
-                {
-                    "blocks": blocks,
-                    "page_cache": page_cache,
-                    "opened_s": opened,
-                    "served_when_opened": first,
-                    "all_read_s": took,
-                    "cpu_us_per_block": 1e6 * cpu / blocks,
-                    "resident_bytes_per_block": (resident_bytes() - before) / blocks,
-                    "served": tier.capacity().blocks,
-                }
-            )
-            tier.close()
-            del tier
-    return rows
+    with slab(blocks, directory) as (path, capacity):
+        return [in_child(restart_row, path, capacity, blocks, cache) for cache in ("warm", "cold")]
 
 
-def foreign_row(blocks: int, directory: Path | None) -> dict[str, Any]:
+@contextmanager
+def slab(blocks: int, directory: Path | None) -> Iterator[tuple[Path, int]]:
+    """The file of a slab with `blocks` records, and a capacity that holds it."""
+    from slab_tables import write_slab
+
+    with tempfile.TemporaryDirectory(prefix="kvpact-slab-", dir=directory) as folder:
+        yield in_child(partial(write_slab, slot_bytes=PAGE_BYTES), Path(folder), NAMESPACE, blocks)
+
+
+def restart_row(path: Path, capacity: int, blocks: int, page_cache: str) -> dict[str, Any]:
+    """The slab in this file is read by plain reads, and then opened."""
+    if page_cache == "cold":
+        drop_from_page_cache(path)
+    plain = read_table(path, blocks)
+    if page_cache == "cold":
+        drop_from_page_cache(path)
+    before, cpu, began = resident_bytes(), time.process_time(), time.monotonic()
+    tier = DiskTier.open(path.parents[1], NAMESPACE, PAGE_BYTES, capacity)
+    opened, first = time.monotonic() - began, tier.capacity().blocks
+    while tier.reading:
+        time.sleep(0.01)
+    cpu, took = time.process_time() - cpu, time.monotonic() - began
+    row = {
+        "what": f"restart, {page_cache}",
+        "blocks": blocks,
+        "opened_s": round(opened, 3),
+        "served_when_opened": first,
+        "all_read_s": round(took, 3),
+        "table_read_s": round(plain, 3),
+        "restart_us": round(1e6 * cpu / blocks, 3),
+        "bytes": round((resident_bytes() - before) / blocks, 1),
+        "served": tier.capacity().blocks,
+    }
+    tier.close()
+    return row
+
+
+def read_table(path: Path, blocks: int) -> float:
+    """Seconds in which plain reads bring the header table of a slab."""
+    room, left, began = bytearray(READ_BYTES), PAGE_BYTES + blocks * HEADER_BYTES, time.monotonic()
+    with path.open("rb", buffering=0) as file:
+        while left > 0 and (got := file.readinto(room)):
+            left -= got
+    return time.monotonic() - began
+
+
+def foreign_row(path: Path, blocks: int) -> dict[str, Any]:
     """What one learns of a slab with `blocks` records that another engine writes, with its table in the page cache.
 
-    Then a chain is looked up, and one block with all after it is refused.
+    Then chains are looked up, and one block with all after it is refused.
     """
-    namespace, chains = Namespace({"model": "benchmark"}), blocks // CHAIN_BLOCKS
-    with tempfile.TemporaryDirectory(prefix="kvpact-foreign-", dir=directory) as folder:
-        path, _ = write_slab(Path(folder), namespace, blocks, slot_bytes=PAGE_BYTES)
-        before = resident_bytes()
-        slab = ForeignSlab.open(path, namespace.digest, PAGE_BYTES, PRIVATE, lambda *_: None)
-        if slab is None:
-            raise SystemExit(f"{path} cannot be read")
-        began = time.monotonic()
-        learning = seconds(partial(slab.scan, lambda: False))
-        took, resident = time.monotonic() - began, resident_bytes() - before
-        some = [chain(chains - 1 - turn * (chains - 1) // REPEATS) for turn in range(REPEATS)]
-        row = {
-            "blocks": blocks,
-            "foreign": True,
-            "all_read_s": took,
-            "cpu_us_per_block": 1e6 * learning / blocks,
-            "resident_bytes_per_block": resident / blocks,
-            "run_250_us": 1e6 * statistics.median(seconds(partial(slab.run, keys, 0)) for keys in some),
-            "served": len(slab),
-            "refuse_ms": 1e3 * seconds(partial(slab.refuse, some[0][:1])),
-        }
-        slab.close()
+    chains, before = blocks // CHAIN_BLOCKS, resident_bytes()
+    foreign = ForeignSlab.open(path, NAMESPACE.digest, PAGE_BYTES, PRIVATE, lambda *_: None)
+    if foreign is None:
+        raise SystemExit(f"{path} cannot be read")
+    began = time.monotonic()
+    learning = seconds(partial(foreign.scan, lambda: False))
+    took, resident = time.monotonic() - began, resident_bytes() - before
+    some = [chain(chains - 1 - turn * (chains - 1) // REPEATS) for turn in range(REPEATS)]
+    row = {
+        "what": "foreign slab",
+        "blocks": blocks,
+        "all_read_s": round(took, 3),
+        "restart_us": round(1e6 * learning / blocks, 3),
+        "bytes": round(resident / blocks, 1),
+        **micros("held_prefix_250_us", [partial(foreign.run, keys, 0) for keys in some]),
+        "served": len(foreign),
+        "refuse_ms": round(1e3 * seconds(partial(foreign.refuse, some[0][:1])), 1),
+    }
+    foreign.close()
     return row
 
 
@@ -169,35 +236,30 @@ def drop_from_page_cache(path: Path) -> None:
 
 def rows(
     sizes: Sequence[int] = SIZES,
-    restart_blocks: int = SIZES[-1],
-    foreign_blocks: int = 1_000_000,
+    classes: int = 100_000,
+    restart: int = SIZES[-1],
+    foreign: int = 1_000_000,
     directory: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row for each size of the index, two for the restart, and one for another engine's slab.
+    """One row for each size of the index, and those of the others; a number of blocks is 0: not measured.
 
     Slabs are in `directory`, or where temporary files are.
     """
-    foreign = [foreign_row(foreign_blocks, directory)] if foreign_blocks else []
-    return [*map(index_row, sizes), *(restart_rows(restart_blocks, directory) if restart_blocks else ()), *foreign]
+    found: list[dict[str, Any]] = []
+    for blocks in sizes:
+        row = in_child(index_row, blocks, found[0] if found else None) | in_child(dict_columns, blocks)
+        found.append(row | {"fill_over_dict": ratio(row["fill_us"], row["dict_fill_us"])})
+    if classes:
+        found.append(in_child(classes_row, classes))
+    if restart:
+        found += restart_rows(restart, directory)
+    if foreign:
+        with slab(foreign, directory) as (path, _):
+            found.append(in_child(foreign_row, path, foreign))
+    return found
 
 
-def main() -> None:
-    """Print the figures of each row on a line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", default=",".join(map(str, SIZES)), help="sizes of the index")
-    parser.add_argument("--restart", type=int, default=SIZES[-1], help="blocks of the slab; 0: none")
-    parser.add_argument("--foreign", type=int, default=1_000_000, help="blocks of another engine's slab; 0: none")
-    parser.add_argument("--directory", type=Path, help="where the slab lies")
-    given = parser.parse_args()
-    for row in rows(
-        [int(size) for size in given.blocks.split(",") if size], given.restart, given.foreign, given.directory
-    ):
-        print(
-            "  ".join(
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-            )
-        )
-
-
-if __name__ == "__main__":
-    main()
+def in_child(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns in a process of its own, which has no memory of earlier ones to use again."""
+    with ProcessPoolExecutor(1, get_context("fork")) as process:
+        return process.submit(measure, *arguments).result()

@@ -88,6 +88,28 @@ def test_lifecycle_says_what_a_prompt_costs_the_schedulers_thread() -> None:
     assert all(row["over_offloading"] > 0 for row in rows if row["state"] != "restart")
 
 
+def test_index_says_what_a_block_costs_beside_a_dict_and_what_a_restart_does() -> None:
+    small = ("--sizes", "10000,20000", "--classes", "5000", "--restart", "5000", "--foreign", "5000")
+    rows = {(row["what"], row["blocks"]): row for row in rows_of("index", *small)}
+    assert set(rows) == {
+        ("index", 10_000),
+        ("index", 20_000),
+        *((what, 5000) for what in ("two classes", "restart, warm", "restart, cold", "foreign slab")),
+    }
+    for blocks in (10_000, 20_000):
+        row = rows["index", blocks]
+        assert all(
+            row[f"{what}_q1"] <= row[what] <= row[f"{what}_q3"] for what in ("fill_us", "new_us", "dict_fill_us")
+        )
+        assert row["bytes"] > 0 < row["growth"]
+    assert rows["two classes", 5000]["window_us"] > 0
+    for what in ("restart, warm", "restart, cold"):
+        row = rows[what, 5000]
+        assert row["served"] == 5000
+        assert 0 < row["table_read_s"] < row["all_read_s"] >= row["opened_s"]
+    assert rows["foreign slab", 5000]["served"] == 5000
+
+
 def test_a_peer_that_is_not_there_has_a_row_that_says_how_to_get_it(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     (row,) = rows_of("e2e", "--peers", "lmcache", "--peer-python", str(tmp_path / "python"))
