@@ -115,10 +115,13 @@ class Comparison:
         self.warm: dict[tuple[int, str, str], list[Warm]] = defaultdict(list)
         self.local: dict[int, list[float]] = defaultdict(list)
         self.failures: dict[str, str] = {}
+        self._names: list[str] = []
+        """Of all that were started, in the order of their rows."""
 
     def start(self, subjects: Sequence[Subject]) -> list[Runner]:
         """Those that started; they stand still. Two at a time, one for each core."""
         runners = []
+        self._names += [subject.name for subject in subjects]
         for at in range(0, len(subjects), 2):
             pair = []
             for subject in subjects[at : at + 2]:
@@ -185,12 +188,13 @@ class Comparison:
     def rows(self, tokens: int) -> Iterator[dict[str, Any]]:
         """For prompts of one length: cold, the local hit, warm."""
         none = self.cold[tokens, NO_CACHE.name]
-        for (length, what), cold in self.cold.items():
-            if length == tokens:
+        for what in self._names:
+            if cold := self.cold.get((tokens, what)):
                 beside = None if cold is none else [none[name] for name in cold]
                 yield cold_row(tokens, what, list(cold.values()), beside)
         yield local_row(tokens, self.local[tokens])
-        for (length, what, source), warm in self.warm.items():
+        in_order = sorted(self.warm.items(), key=lambda item: self._names.index(item[0][1]))
+        for (length, what, source), warm in in_order:
             if length == tokens:
                 yield warm_row(tokens, what, source, warm)
 
