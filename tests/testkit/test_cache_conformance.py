@@ -38,11 +38,15 @@ class TestPactCache(CacheConformance):
 
 
 class TestPactCacheThatLoadsAsynchronously(CacheConformance):
+    plays = 2
+
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache(place, **ASYNCHRONOUS)
 
 
 class TestPactCacheAboveADisk(CacheConformance):
+    plays = 2
+
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_disk(place)
 
@@ -56,6 +60,8 @@ class TestPactCacheAboveADiskThatLoadsAsynchronously(CacheConformance):
 
 
 class TestPactCacheAboveASharedTier(CacheConformance):
+    plays = 2
+
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_shared(place)
 
