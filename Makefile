@@ -5,7 +5,7 @@ SYSTEM := ./scripts/system_packages.sh
 SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
 # What `make bench` runs; `make bench BENCHMARKS="copy tiers"` runs those two. `python -m benchmarks` lists the others, which
-# take hours or a GPU. The last two take 17 and 30 minutes.
+# take hours or a GPU. lifecycle, e2e and churn take 17 minutes and more.
 BENCHMARKS := limits copy tiers index imports lifecycle flood step_time disk_tier engine_speed e2e churn
 
 .PHONY: help setup demo gpu test lint bench proofs soak
