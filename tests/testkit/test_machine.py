@@ -174,3 +174,20 @@ def test_h26_what_another_request_failed_to_load_is_not_promised_anew_to_one_tha
         Call.of("step", times=1),
     ]
     assert perform(SUBJECTS[subject], settings_, calls) is None
+
+
+@pytest.mark.parametrize("subject", [*MEMORY, *LAZY, *REFERENCE])
+def test_h32_a_request_that_must_compute_its_prompt_is_given_no_blocks_of_other_weights(subject: str) -> None:
+    """The engine does not ask about such a request: what it got from the engine's own cache would count as computed."""
+    calls = [
+        Call.of("arrive", prefix=2, shared=59, tail=6, outputs=6, kind=0, priority=0),
+        Call.of("step", times=1),
+        Call.of("arrive", prefix=0, shared=0, tail=0, outputs=0, kind=0, priority=0),
+        Call.of("update_weights", to=1, clear=0),
+        Call.of("step", times=6),
+        Call.of("arrive", prefix=0, shared=41, tail=8, outputs=5, kind=5, priority=1),
+        Call.of("arrive", prefix=2, shared=55, tail=11, outputs=3, kind=4, priority=1),
+        Call.of("step", times=8),
+        Call.of("arrive", prefix=2, shared=55, tail=11, outputs=0, kind=0, priority=0),
+    ]
+    assert perform(SUBJECTS[subject], HarnessSettings(num_blocks=47, num_slots=8, max_running=8), calls) is None

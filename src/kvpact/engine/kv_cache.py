@@ -74,8 +74,11 @@ class KVCacheManager:
     # Hits
 
     def find_hit(self, request: Request) -> LocalHit:
-        """The longest prefix that all groups have, without the last token. Takes no references."""
-        if not self._prefix_caching:
+        """The longest prefix that all groups have, without the last token. Takes no references.
+
+        A request that must compute its prompt has none.
+        """
+        if not (self._prefix_caching and request.may_load):
             return self._no_hit
         hashes = self.extend_hashes(request)
 
