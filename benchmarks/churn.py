@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.index import resident_bytes
 from benchmarks.lifecycle import transfer
 from benchmarks.needs import require_vllm
 from benchmarks.table import ratio, step_columns
@@ -25,12 +26,6 @@ TOKENS = 1024
 KNOWN_PROMPTS = 400
 BATCH = 16
 PARTS = 20
-
-
-def _resident_mib() -> float:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    anonymous = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
-    return int(anonymous.split()[1]) / 1024
 
 
 def rows(minutes: float = 30.0) -> list[dict[str, Any]]:
@@ -68,7 +63,7 @@ def rows(minutes: float = 30.0) -> list[dict[str, Any]]:
                         "minute": round((time.monotonic() - began) / 60, 2),
                         "requests": requests,
                         "loaded_tokens": loaded,
-                        "memory_mib": round(_resident_mib(), 1),
+                        "memory_mib": round(resident_bytes() / (1 << 20), 1),
                         "held": sum(held.values()),
                         **step_columns(steps),
                     }

@@ -11,7 +11,6 @@ of disk.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from benchmarks.needs import find_testbeds
 from benchmarks.table import ratio, spread
+from kvpact.demo.phases import drop_page_cache
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.index.classed_slots import ClassedSlots
@@ -165,10 +165,10 @@ def slab(blocks: int, directory: Path | None) -> Iterator[tuple[Path, int]]:
 def restart_row(path: Path, capacity: int, blocks: int, page_cache: str) -> dict[str, Any]:
     """The slab in this file is read by plain reads, and then opened."""
     if page_cache == "cold":
-        drop_from_page_cache(path)
+        drop_page_cache(path.parent)
     plain = read_table(path, blocks)
     if page_cache == "cold":
-        drop_from_page_cache(path)
+        drop_page_cache(path.parent)
     before, cpu, began = resident_bytes(), time.process_time(), time.monotonic()
     tier = DiskTier.open(path.parents[1], NAMESPACE, PAGE_BYTES, capacity)
     opened, first = time.monotonic() - began, tier.capacity().blocks
@@ -224,14 +224,6 @@ def foreign_row(path: Path, blocks: int) -> dict[str, Any]:
     }
     foreign.close()
     return row
-
-
-def drop_from_page_cache(path: Path) -> None:
-    """Have the next reads of a file come from the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
 
 
 def rows(
