@@ -17,7 +17,7 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.testkit.vllm.compat import EngineSettings, release
 from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import BLOCK, prompt
@@ -44,7 +44,7 @@ class LaterConnector(SimpleConnector):
         """Never called."""
         return num_tokens
 
-    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """Nothing is held."""
 
 

@@ -112,7 +112,7 @@ class PlayedEngine:
         """See `SchedulerContext`."""
         return iter(())
 
-    def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
+    def get_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
         """See `SchedulerContext`."""
         return self._tables
 

@@ -349,7 +349,7 @@ engine = VllmEngine(EngineSettings(num_blocks=12, block_size=BLOCK), transfer, l
 engine.add("one", prompt(1, 3), max_tokens=8)
 engine.step()
 context = engine.scheduler.connector.context
-print(len(context.blocks_of("one")[0]), context.waiting_requests())
+print(len(context.get_block_ids("one")[0]), context.waiting_requests())
 engine.finish()
 engine.close()
 """

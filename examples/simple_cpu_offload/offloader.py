@@ -102,7 +102,7 @@ class Offloader:
         if promise is None or num_tokens == 0:
             self._withdraw(request_id)
             return
-        tables, pairs, lost = self.engine.blocks_of(request_id), [], False
+        tables, pairs, lost = self.engine.get_block_ids(request_id), [], False
         for group, block in self._needed(promise.start, promise.start + num_tokens):
             engine_block = tables[group][block]
             # A window that ends earlier than promised may begin earlier, too.
@@ -153,7 +153,7 @@ class Offloader:
         found: dict[bytes, KVCacheBlockView] = {}
         for request_id in scheduled:
             offered = self._offered.setdefault(request_id, [0] * len(self.groups.groups))
-            for group, table in enumerate(self.engine.blocks_of(request_id)):
+            for group, table in enumerate(self.engine.get_block_ids(request_id)):
                 for block_id in table[offered[group] :]:
                     view = self.engine.get_block(block_id)
                     if view.is_null:  # it left a window, and was offered before that

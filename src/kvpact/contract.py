@@ -37,7 +37,7 @@ class ExternalKVMatch:
     query_result: object = None
 
 
-class Exit(StrEnum):
+class ExternalMatchExit(StrEnum):
     """Why an engine did not take a match in a step (docs/contract-on-vllm.md has what vLLM does at each exit).
 
     Those before `OTHER_CONNECTOR` postpone it: the request still waits, and may ask again.
@@ -49,7 +49,7 @@ class Exit(StrEnum):
     """The step has no tokens left for it, or not for the smallest piece that its layers allow."""
     THROTTLED = "throttled"
     """The engine starts no prompts in this step."""
-    ADAPTER_LIMIT = "adapter_limit"
+    LORA_LIMIT = "lora_limit"
     """As many adapters are loaded as may be."""
     MAX_RUNNING = "max_running"
     """As many requests run as may."""
@@ -75,8 +75,12 @@ class Exit(StrEnum):
     """The request ended before it was admitted."""
     RESET = "reset"
     """The engine's prefix cache was reset."""
-    UNKNOWN = "unknown"
-    """The engine cannot say why; the request is not waiting any more."""
+    SUPERSEDED = "superseded"
+    """The next lookup answered with another match, or the engine asked anew."""
+    WITHDRAWN = "withdrawn"
+    """The next lookup found nothing."""
+    NOT_RENEWED = "not_renewed"
+    """The engine has not asked for it again in `POSTPONED_STEPS` steps."""
 
     @property
     def is_dropped(self) -> bool:
@@ -84,9 +88,16 @@ class Exit(StrEnum):
         return self in DROPPED
 
 
-DROPPED = frozenset({Exit.OTHER_CONNECTOR, Exit.DECLINED, Exit.REFUSED, Exit.CANCELLED, Exit.RESET, Exit.UNKNOWN})
+DROPPED = frozenset([*ExternalMatchExit][[*ExternalMatchExit].index(ExternalMatchExit.OTHER_CONNECTOR) :])
 """The exits after which a match is over. After all others its plan is kept for a few steps, or until its slots are
 needed: releasing it at once would have the head of the queue prepare again in each step."""
+
+POSTPONED_STEPS = 32
+"""Steps after its last lookup in which a postponed match may be asked for again, unless its slots are needed before.
+
+An engine asks again about requests behind a blocked head when others have ended. With 32 steps 9 % more blocks are read
+from disk than with plans kept for ever, with 8 steps 36 % more, with 1 step 64 % (benchmarks/postponed_steps.py).
+"""
 
 
 class EngineRequest(Protocol):
@@ -117,7 +128,7 @@ class KVCacheBlockView:
     """One block of the engine's pool. `block_hash` is opaque and names content and group; None if not published."""
 
     block_id: int
-    ref_count: int
+    ref_cnt: int
     is_null: bool
     block_hash: bytes | None
     group_id: int
@@ -147,7 +158,7 @@ class SchedulerContext(BlockHolder, Protocol):
     def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
         """The free queue in eviction order, from its head or after `after_block` (PactViolation if not in it)."""
 
-    def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
+    def get_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
         """The request's block ids, one sequence per KV cache group."""
 
     def waiting_requests(self) -> Sequence[str]:
@@ -382,7 +393,7 @@ class ExternalCache(ABC):
         0 tokens declines the match, which ends as an abort does.
 
         `block_ids` are the engine's blocks for the request, all of them, indexed from the request's first block; with
-        several KV cache groups those of the first, and `SchedulerContext.blocks_of` has them all.
+        several KV cache groups those of the first, and `SchedulerContext.get_block_ids` has them all.
         Engines that cannot take a smaller answer get `num_tokens` back.
         """
 
@@ -390,10 +401,10 @@ class ExternalCache(ABC):
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
         """The engine will not use the match (None: whatever plan the request has). Harmless if there is none.
 
-        `reason`: an `Exit` that drops the match, or a word of the engine's own. The leases end at once.
+        `reason`: an `ExternalMatchExit` that drops the match, or a word of the engine's own. The leases end at once.
         """
 
-    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """The engine could not take the request's match in this step, for `reason`, and may prepare it again.
 
         Said before `end_step`, at least when the reason changes and when the engine stops preparing it. A cache keeps
@@ -565,13 +576,14 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 __all__ = [
     "DROPPED",
+    "POSTPONED_STEPS",
     "BlockHolder",
     "CacheSpec",
     "EngineRequest",
-    "Exit",
     "ExternalCache",
     "ExternalCacheWorker",
     "ExternalKVMatch",
+    "ExternalMatchExit",
     "JobOutcome",
     "JobQuery",
     "JobTally",

@@ -14,7 +14,7 @@ from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 
-from kvpact.contract import Exit
+from kvpact.contract import ExternalMatchExit
 from kvpact.errors import PactViolation
 from kvpact.tiers.backends import BACKENDS, OTHER
 
@@ -37,36 +37,36 @@ TIER_LABELS: Final = (MEMORY, *(backend.label for backend in BACKENDS), OTHER)
 class EndReason(StrEnum):
     """Why a plan ended. The first two are settlements, the others reasons of an abort.
 
-    From `NO_BLOCKS` on, and `DECLINED`: the exits that an engine names, as `contract.Exit` has them.
+    From `NO_BLOCKS` on, and `DECLINED`: the exits that an engine names, as `contract.ExternalMatchExit` has them.
     """
 
     LOADED = "loaded"
     SHORT = "short"
-    DECLINED = Exit.DECLINED.value
-    SUPERSEDED = "superseded"
-    NOT_RENEWED = "not_renewed"
+    DECLINED = ExternalMatchExit.DECLINED.value
+    SUPERSEDED = ExternalMatchExit.SUPERSEDED.value
+    NOT_RENEWED = ExternalMatchExit.NOT_RENEWED.value
     REQUEST_FINISHED = "request_finished"
     DEADLINE = "deadline"
     TIER_FAILED = "tier_failed"
     CACHE_RESET = "cache_reset"
     SHUTDOWN = "shutdown"
     ERROR = "error"
-    NO_BLOCKS = Exit.NO_BLOCKS.value
-    BUDGET = Exit.BUDGET.value
-    THROTTLED = Exit.THROTTLED.value
-    ADAPTER_LIMIT = Exit.ADAPTER_LIMIT.value
-    MAX_RUNNING = Exit.MAX_RUNNING.value
-    ENCODER = Exit.ENCODER.value
-    BLOCKED = Exit.BLOCKED.value
-    PREEMPTION = Exit.PREEMPTION.value
-    NOT_REACHED = Exit.NOT_REACHED.value
-    PAUSED = Exit.PAUSED.value
-    OTHER_CONNECTOR_WAITS = Exit.OTHER_CONNECTOR_WAITS.value
-    OTHER_CONNECTOR = Exit.OTHER_CONNECTOR.value
-    REFUSED = Exit.REFUSED.value
-    CANCELLED = Exit.CANCELLED.value
-    RESET = Exit.RESET.value
-    UNKNOWN = Exit.UNKNOWN.value
+    NO_BLOCKS = ExternalMatchExit.NO_BLOCKS.value
+    BUDGET = ExternalMatchExit.BUDGET.value
+    THROTTLED = ExternalMatchExit.THROTTLED.value
+    LORA_LIMIT = ExternalMatchExit.LORA_LIMIT.value
+    MAX_RUNNING = ExternalMatchExit.MAX_RUNNING.value
+    ENCODER = ExternalMatchExit.ENCODER.value
+    BLOCKED = ExternalMatchExit.BLOCKED.value
+    PREEMPTION = ExternalMatchExit.PREEMPTION.value
+    NOT_REACHED = ExternalMatchExit.NOT_REACHED.value
+    PAUSED = ExternalMatchExit.PAUSED.value
+    OTHER_CONNECTOR_WAITS = ExternalMatchExit.OTHER_CONNECTOR_WAITS.value
+    OTHER_CONNECTOR = ExternalMatchExit.OTHER_CONNECTOR.value
+    REFUSED = ExternalMatchExit.REFUSED.value
+    CANCELLED = ExternalMatchExit.CANCELLED.value
+    RESET = ExternalMatchExit.RESET.value
+    WITHDRAWN = ExternalMatchExit.WITHDRAWN.value
 
 
 class MissReason(StrEnum):

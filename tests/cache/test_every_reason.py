@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from test_misses import CAUSES
 
-from kvpact.cache.ledger import POSTPONED_STEPS
 from kvpact.config import load_config
-from kvpact.contract import Exit, WorkerReport
+from kvpact.contract import POSTPONED_STEPS, ExternalMatchExit, WorkerReport
 from kvpact.metrics import METRICS, EndReason, MissReason, series
 from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
 from kvpact.testkit.tier.stepped_executor import SteppedExecutor
@@ -137,7 +136,7 @@ def engine_error(place: Path) -> Scene:
     return scene
 
 
-def dropped(reason: Exit) -> Callable[[Path], Scene]:
+def dropped(reason: ExternalMatchExit) -> Callable[[Path], Scene]:
     def scene_of(place: Path) -> Scene:
         scene = Situation(place)
         scene.cache.abort_external_match("again", scene.prepare(request("again")), reason)
@@ -146,7 +145,7 @@ def dropped(reason: Exit) -> Callable[[Path], Scene]:
     return scene_of
 
 
-def postponed(reason: Exit) -> Callable[[Path], Scene]:
+def postponed(reason: ExternalMatchExit) -> Callable[[Path], Scene]:
     def scene_of(place: Path) -> Scene:
         scene = Situation(place)
         scene.prepare(request("again"))
@@ -207,7 +206,7 @@ ENDS: dict[EndReason, Callable[[Path], Scene]] = {
     EndReason.CACHE_RESET: reset,
     EndReason.SHUTDOWN: shut_down,
     EndReason.ERROR: engine_error,
-    **{EndReason(reason): (dropped if reason.is_dropped else postponed)(reason) for reason in Exit},
+    **{EndReason(reason): (dropped if reason.is_dropped else postponed)(reason) for reason in ExternalMatchExit},
     EndReason.DECLINED: declined,
 }
 OTHERS = (never_asked, larger_than_memory, spared, used_again, read_from_disk, evicted)

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpact.cache.ledger import ENDINGS, HISTORY_LENGTH, POSTPONED_STEPS, TRANSITIONS, Event, Ledger, Plan, State
+from kvpact.cache.ledger import ENDINGS, HISTORY_LENGTH, TRANSITIONS, Event, Ledger, Plan, State
+from kvpact.contract import POSTPONED_STEPS
 from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason, Metrics
 from kvpact.ranges import BlockRange, RangeSet
@@ -200,10 +201,10 @@ def test_a_postponed_plan_keeps_its_state_and_ends_with_the_last_reason_after_so
         scene.ledger.postpone(plan, reason)
         assert scene.ledger.expire(scene.now) == []
     assert (plan.state, scene.number_held) == (State.PLANNED, 10)
-    scene.ledger.postpone(plan, EndReason.ADAPTER_LIMIT)
+    scene.ledger.postpone(plan, EndReason.LORA_LIMIT)
     assert scene.ledger.expire(scene.now) == [plan]
-    assert (plan.state, plan.reason, scene.number_held) == (State.ABORTED, EndReason.ADAPTER_LIMIT, 0)
-    assert scene.ledger.totals.ended == {EndReason.ADAPTER_LIMIT: 1}
+    assert (plan.state, plan.reason, scene.number_held) == (State.ABORTED, EndReason.LORA_LIMIT, 0)
+    assert scene.ledger.totals.ended == {EndReason.LORA_LIMIT: 1}
 
 
 def test_a_prepare_takes_the_postponement_back() -> None:

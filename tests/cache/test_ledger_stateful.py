@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpact.cache.ledger import ENDINGS, Ledger, Plan, State
-from kvpact.contract import Exit
+from kvpact.contract import ExternalMatchExit
 from kvpact.metrics import EndReason
 from kvpact.ranges import BlockRange, RangeSet
 
@@ -21,7 +21,7 @@ REQUESTS = st.sampled_from(["a", "b", "c", "d"])
 STARTS = st.integers(0, 3)
 COUNTS = st.integers(1, 6)
 LESS_TOKENS = st.integers(0, BLOCK_SIZE - 1)
-EXITS = st.sampled_from([EndReason(reason) for reason in Exit if not reason.is_dropped])
+EXITS = st.sampled_from([EndReason(reason) for reason in ExternalMatchExit if not reason.is_dropped])
 REASONS = st.sampled_from([reason for reason in EndReason if reason not in (EndReason.LOADED, EndReason.SHORT)])
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.cache.ledger import POSTPONED_STEPS
-from kvpact.contract import DROPPED, Exit
+from kvpact.contract import DROPPED, POSTPONED_STEPS, ExternalMatchExit
 from kvpact.metrics import EndReason, MissReason, series
 from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens
 
-POSTPONING = [reason for reason in Exit if not reason.is_dropped]
+POSTPONING = [reason for reason in ExternalMatchExit if not reason.is_dropped]
 
 
 class DiskScene(Scene):
@@ -59,7 +58,7 @@ def scene() -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("reason", sorted(DROPPED))
-def test_h01_a_dropped_match_holds_nothing_from_that_very_call_on(scene: Scene, reason: Exit) -> None:
+def test_h01_a_dropped_match_holds_nothing_from_that_very_call_on(scene: Scene, reason: ExternalMatchExit) -> None:
     match = scene.prepare(prompt("r", 0))
     assert scene.cache.ledger.leases_held == 1
     scene.cache.abort_external_match("r", match, reason)
@@ -68,7 +67,9 @@ def test_h01_a_dropped_match_holds_nothing_from_that_very_call_on(scene: Scene, 
 
 
 @pytest.mark.parametrize("reason", POSTPONING)
-def test_a_postponed_match_is_kept_for_some_steps_and_ends_with_its_reason(scene: Scene, reason: Exit) -> None:
+def test_a_postponed_match_is_kept_for_some_steps_and_ends_with_its_reason(
+    scene: Scene, reason: ExternalMatchExit
+) -> None:
     request = prompt("r", 0)
     match = scene.prepare(request)
     for _ in range(POSTPONED_STEPS):
@@ -88,17 +89,17 @@ def test_h02_a_head_that_is_blocked_for_long_has_one_plan(scene: Scene) -> None:
     request = prompt("r", 0)
     for _ in range(5 * POSTPONED_STEPS):
         assert scene.prepare(request).num_tokens == 16
-        scene.cache.postpone_external_match("r", Exit.NO_BLOCKS)
+        scene.cache.postpone_external_match("r", ExternalMatchExit.NO_BLOCKS)
         scene.cache.end_step()
     assert (scene.cache.ledger.totals.plans_opened, scene.cache.ledger.totals.leases_taken) == (1, 1)
 
 
 def test_a_postponement_without_a_plan_or_of_a_load_changes_nothing(scene: Scene) -> None:
-    scene.cache.postpone_external_match("nobody", Exit.NO_BLOCKS)
+    scene.cache.postpone_external_match("nobody", ExternalMatchExit.NO_BLOCKS)
     request = prompt("r", 0)
     match = scene.prepare(request)
     scene.cache.commit_external_match(request, match, match.num_tokens, scene.allocate(request))
-    scene.cache.postpone_external_match("r", Exit.PREEMPTION)
+    scene.cache.postpone_external_match("r", ExternalMatchExit.PREEMPTION)
     (settlement,) = scene.report(scene.cache.end_step())
     assert len(settlement.loaded) == 4
 
@@ -109,7 +110,7 @@ def test_a_postponed_match_leaves_its_bytes_of_the_step_to_others() -> None:
     first, second, third = (prompt(name, 0) for name in ("first", "second", "third"))
     assert not scene.prepare(first).load_kv_async
     assert scene.prepare(second).load_kv_async
-    scene.cache.postpone_external_match("first", Exit.ENCODER)
+    scene.cache.postpone_external_match("first", ExternalMatchExit.ENCODER)
     assert not scene.prepare(third).load_kv_async
     scene.close()
 
@@ -121,7 +122,7 @@ def test_a_read_gets_the_slots_of_postponed_matches_and_only_as_many_as_it_needs
     scene = DiskScene(tmp_path, 12, 1, 2, 3, 4)
     for seed in (1, 2, 3):
         assert scene.promised(prompt(f"r{seed}", seed)) == 16
-        scene.cache.postpone_external_match(f"r{seed}", Exit.NOT_REACHED)
+        scene.cache.postpone_external_match(f"r{seed}", ExternalMatchExit.NOT_REACHED)
         scene.step()
     assert scene.promised(prompt("head", 4)) == 16
     assert [plan.request_id for plan in scene.cache.ledger.open_plans()] == ["r2", "r3", "head"]
@@ -134,7 +135,7 @@ def test_a_read_gets_the_slots_of_postponed_matches_and_only_as_many_as_it_needs
 def test_a_match_that_was_asked_for_in_this_step_keeps_its_slots(tmp_path: Path) -> None:
     scene = DiskScene(tmp_path, 4, 1, 2)
     assert scene.promised(prompt("head", 1)) == 16
-    scene.cache.postpone_external_match("head", Exit.ENCODER)
+    scene.cache.postpone_external_match("head", ExternalMatchExit.ENCODER)
     assert scene.promised(prompt("behind", 2)) == 0
     assert scene.count("misses", MissReason.NO_ROOM) == 1
     scene.close()
@@ -152,7 +153,7 @@ def test_a_save_gets_the_slots_of_postponed_matches() -> None:
     scene = Scene(slots=8)
     scene.run_cold(prompt("cold", 0, 6))
     assert scene.prepare(prompt("r", 0, 6)).num_tokens == 24
-    scene.cache.postpone_external_match("r", Exit.MAX_RUNNING)
+    scene.cache.postpone_external_match("r", ExternalMatchExit.MAX_RUNNING)
     scene.report(scene.cache.end_step())
     scene.run_cold(prompt("other", 9, 8))
     assert scene.cache.index.held_count == 8
@@ -171,7 +172,7 @@ def test_two_requests_that_wait_do_not_take_each_others_slots_in_turn(tmp_path: 
             match = scene.cache.prepare_external_match(request, 0)
             answers.add((request.request_id, match.num_tokens if match is not None else None))
             if match is not None and match.num_tokens:
-                scene.cache.postpone_external_match(request.request_id, Exit.ENCODER)
+                scene.cache.postpone_external_match(request.request_id, ExternalMatchExit.ENCODER)
         scene.step()
     assert answers == {("first", None), ("first", 16), ("second", 0)}
     assert scene.count("read_blocks", "disk") == 4
@@ -184,7 +185,7 @@ def test_a_match_given_up_for_others_is_read_again_when_its_turn_comes_although_
 ) -> None:
     scene = DiskScene(tmp_path, 4, 1, 2, prepare_deadline="1s")
     assert scene.promised(prompt("behind", 1)) == 16
-    scene.cache.postpone_external_match("behind", Exit.NO_BLOCKS)
+    scene.cache.postpone_external_match("behind", ExternalMatchExit.NO_BLOCKS)
     scene.step()
     head = prompt("head", 2)
     assert scene.promised(head) == 16
@@ -201,7 +202,7 @@ def test_a_read_that_nobody_came_back_for_is_begun_again_when_its_turn_comes(tmp
     behind = prompt("behind", 1)
     assert scene.cache.prepare_external_match(behind, 0) is None
     for _ in range(POSTPONED_STEPS + 1):
-        scene.cache.postpone_external_match("behind", Exit.NOT_REACHED)
+        scene.cache.postpone_external_match("behind", ExternalMatchExit.NOT_REACHED)
         scene.step()
     assert scene.count("plans_ended", EndReason.NOT_REACHED) == 1
     scene.now += 60
@@ -217,7 +218,7 @@ def test_plans_that_share_their_blocks_may_end_without_a_slot_being_free_and_not
     scene.step()
     assert scene.promised(prompt("three", 1)) == 16
     for name in ("one", "two", "three"):
-        scene.cache.postpone_external_match(name, Exit.NO_BLOCKS)
+        scene.cache.postpone_external_match(name, ExternalMatchExit.NO_BLOCKS)
     assert scene.promised(prompt("other", 2)) == 0  # three was asked for in this step
     assert scene.cache.ledger.find("three") is not None
     scene.close()

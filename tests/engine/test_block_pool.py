@@ -156,23 +156,23 @@ class TestContext:
 
     def test_blocks_and_queues_are_shown(self) -> None:
         engine = self.scene()
-        (blocks,) = engine.context.blocks_of("r")
+        (blocks,) = engine.context.get_block_ids("r")
         assert len(blocks) == 3
         views = [engine.context.get_block(block) for block in blocks]
-        assert [view.ref_count for view in views] == [1, 1, 1]
+        assert [view.ref_cnt for view in views] == [1, 1, 1]
         assert [view.block_hash is not None for view in views] == [True, True, False]
         assert engine.context.get_block(0).is_null
         assert engine.context.waiting_requests() == ("queued",)
-        assert engine.context.blocks_of("queued") == ((),)
+        assert engine.context.get_block_ids("queued") == ((),)
 
     def test_a_touched_block_outlives_its_request_and_is_not_given_away(self) -> None:
         engine = self.scene()
-        held = engine.context.blocks_of("r")[0][:2]
+        held = engine.context.get_block_ids("r")[0][:2]
         engine.context.touch(held)
         engine.cancel("r")
         engine.cancel("queued")
         engine.run([Request(f"n{i}", list(range(i * 100, i * 100 + 140)), 2) for i in range(4)])
-        assert [engine.context.get_block(block).ref_count for block in held] == [1, 1]
+        assert [engine.context.get_block(block).ref_cnt for block in held] == [1, 1]
         engine.check()
         with pytest.raises(PactViolation, match="still held at rest"):
             engine.check_nothing_held()
@@ -181,13 +181,13 @@ class TestContext:
 
     def test_freeing_what_was_not_touched_is_an_error_and_frees_nothing(self) -> None:
         engine = self.scene()
-        first, second = engine.context.blocks_of("r")[0][:2]
+        first, second = engine.context.get_block_ids("r")[0][:2]
         engine.context.touch([first])
         with pytest.raises(PactViolation, match=f"block {second} is freed 1 times, touched 0 times"):
             engine.context.free_blocks([first, second])
         with pytest.raises(PactViolation, match="freed 2 times, touched 1 times"):
             engine.context.free_blocks([first, first])
-        assert engine.context.get_block(first).ref_count == 2
+        assert engine.context.get_block(first).ref_cnt == 2
         engine.context.free_blocks([first])
         engine.check()
 
@@ -206,7 +206,7 @@ class TestContext:
 
     def test_blocks_of_an_unknown_request_are_an_error(self) -> None:
         with pytest.raises(PactViolation, match="no request nobody"):
-            self.scene().context.blocks_of("nobody")
+            self.scene().context.get_block_ids("nobody")
 
     def test_lazy_offload_walks_the_queue_from_where_it_stopped(self) -> None:
         """What the cursor is for: look at what is evicted next, a few blocks a step."""

@@ -90,7 +90,7 @@ def test_a_state_is_kept_at_the_boundaries_where_steps_end_and_nowhere_else() ->
     request = engine.add_request(Request("r", prompt(100), 30))
     for step, there in enumerate([[2], [2, 5], [5, 6], [5, 6]]):
         engine.step()
-        full, states = engine.context.blocks_of("r")
+        full, states = engine.context.get_block_ids("r")
         assert [place for place, block in enumerate(states) if block] == there, step
         assert all(full)
     assert request.num_computed_tokens == 101

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from workloads import outputs_of, prompt, waiting_for_load
 
-from kvpact.contract import EngineRequest, Exit, ExternalKVMatch, StepWork
+from kvpact.contract import EngineRequest, ExternalKVMatch, ExternalMatchExit, StepWork
 from kvpact.engine import (
     ByteSegment,
     Engine,
@@ -64,7 +64,7 @@ class Diary(ReferenceCache):
         self.lines.append(("abort", request_id, str(reason)))
         super().abort_external_match(request_id, match, reason)
 
-    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         self.lines.append(("postpone", request_id, str(reason)))
         super().postpone_external_match(request_id, reason)
 
@@ -135,11 +135,11 @@ def test_h01_no_room_postpones_the_match(silent: bool) -> None:
     engine.add_request(warm_request())
     for _ in range(10):
         engine.step()
-    assert engine.counts.declined[Exit.NO_BLOCKS] == 10
+    assert engine.counts.declined[ExternalMatchExit.NO_BLOCKS] == 10
     assert cache.held == 4  # renewed by each probe, held once
     said = [] if silent else [("postpone", "r", "no_blocks")]
     assert cache.lines == [("prepare", "r", 0, 64), *said] * 10
-    assert engine.counts.postponed == ({} if silent else {Exit.NO_BLOCKS: 10})
+    assert engine.counts.postponed == ({} if silent else {ExternalMatchExit.NO_BLOCKS: 10})
     engine.scheduler.kv.pool.free(taken)
     engine.run()
     assert engine.finished["r"].output_token_ids == correct_output()
@@ -289,15 +289,15 @@ def test_the_cache_may_accept_less_and_the_rest_is_computed(accepted: int, async
 
 
 OBSTACLES = {
-    Exit.THROTTLED: EngineQuirks(throttles_prefill_every=1),
-    Exit.BUDGET: EngineQuirks(decode_padding_tokens=500),
-    Exit.ENCODER: EngineQuirks(encoder_tokens_per_step=10),
+    ExternalMatchExit.THROTTLED: EngineQuirks(throttles_prefill_every=1),
+    ExternalMatchExit.BUDGET: EngineQuirks(decode_padding_tokens=500),
+    ExternalMatchExit.ENCODER: EngineQuirks(encoder_tokens_per_step=10),
 }
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("silent", [False, True])
-def test_obstacles_behind_the_probe_postpone_the_match(obstacle: Exit, silent: bool) -> None:
+def test_obstacles_behind_the_probe_postpone_the_match(obstacle: ExternalMatchExit, silent: bool) -> None:
     engine, cache = warm_engine()
     engine.scheduler.quirks = replace(OBSTACLES[obstacle], silent_aborts=silent)
     engine.add_request(warm_request(encoder_tokens=50))
@@ -326,7 +326,7 @@ def test_a_request_short_of_encoder_budget_stops_the_queue_or_not() -> None:
 def test_an_encoder_transfer_is_waited_for_and_probed_each_step() -> None:
     engine, cache = warm_engine()
     engine.run([warm_request(encoder_ready_step=engine.scheduler.step + 4)])
-    assert engine.counts.declined == engine.counts.postponed == {Exit.ENCODER: 3}
+    assert engine.counts.declined == engine.counts.postponed == {ExternalMatchExit.ENCODER: 3}
     assert cache.held == 0
 
 
@@ -336,7 +336,7 @@ def test_a_whole_prompt_over_budget_is_declined_without_chunked_prefill() -> Non
     engine.add_request(Request("first", prompt(120, 9), 2))
     engine.add_request(warm_request())
     engine.step()
-    assert engine.counts.declined == {Exit.BUDGET: 1}
+    assert engine.counts.declined == {ExternalMatchExit.BUDGET: 1}
     assert ("postpone", "r", "budget") in cache.lines
     engine.run()
     assert engine.finished["r"].output_token_ids == correct_output()
@@ -351,7 +351,7 @@ def test_room_for_the_whole_prompt_or_a_watermark_may_be_asked() -> None:
         taken = blocker(engine, 13)
         engine.add_request(warm_request())
         engine.step()
-        assert engine.counts.declined == {Exit.NO_BLOCKS: 1}
+        assert engine.counts.declined == {ExternalMatchExit.NO_BLOCKS: 1}
         engine.scheduler.kv.pool.free(taken)
         engine.run()
 

@@ -10,7 +10,7 @@ from pact import pact_engine
 from test_exits import NO_REUSE, PREFIX, SILENT, Diary, blocker, correct_output, warm_engine, warm_request
 from workloads import Chance, prompt, workload
 
-from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.engine import (
     ByteSegment,
     Engine,
@@ -82,7 +82,7 @@ def blocked() -> Scene:
     return engine, cache
 
 
-def adapter_limit() -> Scene:
+def lora_limit() -> Scene:
     engine, cache, taken = promised(max_adapters=1)
     engine.scheduler.requests["r"].identity = RequestIdentity(adapter="two")
     urgent(engine, taken, identity=ADAPTER)
@@ -110,24 +110,24 @@ def by_quirk(quirks: EngineQuirks) -> Callable[[], Scene]:
     return scene
 
 
-POSTPONED: dict[Exit, Callable[[], Scene]] = {
-    Exit.NO_BLOCKS: no_blocks,
-    Exit.BUDGET: budget,
-    Exit.MAX_RUNNING: max_running,
-    Exit.NOT_REACHED: not_reached,
-    Exit.PAUSED: paused,
-    Exit.BLOCKED: blocked,
-    Exit.ADAPTER_LIMIT: adapter_limit,
-    Exit.PREEMPTION: preemption,
-    Exit.THROTTLED: by_quirk(EngineQuirks(throttles_prefill_every=1)),
-    Exit.ENCODER: by_quirk(EngineQuirks(encoder_tokens_per_step=10)),
+POSTPONED: dict[ExternalMatchExit, Callable[[], Scene]] = {
+    ExternalMatchExit.NO_BLOCKS: no_blocks,
+    ExternalMatchExit.BUDGET: budget,
+    ExternalMatchExit.MAX_RUNNING: max_running,
+    ExternalMatchExit.NOT_REACHED: not_reached,
+    ExternalMatchExit.PAUSED: paused,
+    ExternalMatchExit.BLOCKED: blocked,
+    ExternalMatchExit.LORA_LIMIT: lora_limit,
+    ExternalMatchExit.PREEMPTION: preemption,
+    ExternalMatchExit.THROTTLED: by_quirk(EngineQuirks(throttles_prefill_every=1)),
+    ExternalMatchExit.ENCODER: by_quirk(EngineQuirks(encoder_tokens_per_step=10)),
 }
 
 
 @pytest.mark.parametrize("reason", POSTPONED)
-def test_a_postponed_match_is_said_once_in_its_step_with_its_reason_and_is_kept(reason: Exit) -> None:
+def test_a_postponed_match_is_said_once_in_its_step_with_its_reason_and_is_kept(reason: ExternalMatchExit) -> None:
     engine, cache = POSTPONED[reason]()
-    if reason is not Exit.PREEMPTION:
+    if reason is not ExternalMatchExit.PREEMPTION:
         engine.step()
     said = [line for line in cache.lines if line[0] in ("postpone", "abort") and line[1] == "r"]
     assert said == [("postpone", "r", str(reason))]
@@ -136,7 +136,9 @@ def test_a_postponed_match_is_said_once_in_its_step_with_its_reason_and_is_kept(
 
 
 def test_all_exits_that_postpone_are_said_by_the_engine_or_by_several_caches() -> None:
-    assert POSTPONED.keys() | {Exit.OTHER_CONNECTOR_WAITS} == {reason for reason in Exit if not reason.is_dropped}
+    assert POSTPONED.keys() | {ExternalMatchExit.OTHER_CONNECTOR_WAITS} == {
+        reason for reason in ExternalMatchExit if not reason.is_dropped
+    }
 
 
 def test_an_engine_that_says_nothing_counts_why_it_did_not_use_a_match() -> None:
@@ -146,7 +148,11 @@ def test_an_engine_that_says_nothing_counts_why_it_did_not_use_a_match() -> None
     engine.step()
     engine.cancel("r")
     assert cache.lines == [("prepare", "r", 0, 64), ("finished", "r")]
-    assert (engine.counts.declined, engine.counts.postponed, engine.counts.aborts) == ({Exit.NO_BLOCKS: 1}, {}, {})
+    assert (engine.counts.declined, engine.counts.postponed, engine.counts.aborts) == (
+        {ExternalMatchExit.NO_BLOCKS: 1},
+        {},
+        {},
+    )
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -158,7 +164,7 @@ def test_a_request_cancelled_with_an_open_match_is_said_before_its_end(later: bo
     engine.step()
     engine.cancel("r")
     assert cache.lines[-2:] == [("abort", "r", "cancelled"), ("finished", "r")]
-    assert (engine.counts.aborts, cache.held) == ({Exit.CANCELLED: 1}, 0)
+    assert (engine.counts.aborts, cache.held) == ({ExternalMatchExit.CANCELLED: 1}, 0)
 
 
 def test_a_reset_drops_every_open_match() -> None:
@@ -215,7 +221,7 @@ def test_of_several_caches_those_that_are_ready_hear_that_one_waits_and_the_lose
     class Told(Diary):
         name = ""
 
-        def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+        def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
             told.append((self.name, "postponed", reason))
             super().postpone_external_match(request_id, reason)
 
@@ -233,11 +239,11 @@ def test_of_several_caches_those_that_are_ready_hear_that_one_waits_and_the_lose
     slow.later = True
     engine.add_request(warm_request())
     engine.step()
-    waits = Exit.OTHER_CONNECTOR_WAITS
+    waits = ExternalMatchExit.OTHER_CONNECTOR_WAITS
     assert told == [("first", "postponed", waits), ("second", "postponed", waits)]
     slow.later = False
     engine.run()
-    assert told[2:] == [("second", "dropped", Exit.OTHER_CONNECTOR)]
+    assert told[2:] == [("second", "dropped", ExternalMatchExit.OTHER_CONNECTOR)]
     assert engine.finished["r"].num_cached_tokens == 64
 
 
@@ -256,7 +262,7 @@ def test_kvpacts_own_cache_ends_its_plans_with_the_exits_of_the_engine() -> None
     engine.run()
     ended = {reason for reason, count in engine.cache.ledger.totals.ended.items() if count}  # type: ignore[union-attr]
     assert "not_renewed" not in ended
-    assert engine.counts.postponed[Exit.NO_BLOCKS] > 0
+    assert engine.counts.postponed[ExternalMatchExit.NO_BLOCKS] > 0
     engine.check_nothing_held()
 
 

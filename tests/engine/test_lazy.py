@@ -235,7 +235,7 @@ class Queue:
             self.walked.append(block_id)
             yield self.get_block(block_id)
 
-    def blocks_of(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+    def get_block_ids(self, request_id: str) -> tuple[tuple[int, ...], ...]:
         return ((),)
 
     def waiting_requests(self) -> tuple[str, ...]:

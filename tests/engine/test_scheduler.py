@@ -145,7 +145,7 @@ def test_a_window_gives_its_blocks_back_and_still_hits_at_its_end() -> None:
     engine.add_request(Request("first", tokens, 60))
     for _ in range(40):
         engine.step()
-    full, window = engine.context.blocks_of("first")
+    full, window = engine.context.get_block_ids("first")
     assert sum(block != 0 for block in window) <= 3
     assert all(full)
     engine.run()

@@ -12,9 +12,9 @@ from typing import Any
 
 from kvpact.contract import (
     EngineRequest,
-    Exit,
     ExternalCache,
     ExternalKVMatch,
+    ExternalMatchExit,
     JobOutcome,
     JobTally,
     LoadJob,
@@ -50,7 +50,7 @@ class KeepsWhatIsDropped(ReferenceCache):
 class GivesUpWhatIsPostponed(ReferenceCache):
     """A match that was not taken in its step is not offered again."""
 
-    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         self._release(request_id)
         self._failed_from[request_id] = 0
 
@@ -58,7 +58,7 @@ class GivesUpWhatIsPostponed(ReferenceCache):
 class KeepsWhatIsPostponed(ReferenceCache):
     """A match that the engine may come back for is held until its request ends."""
 
-    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         if request_id in self.plans:
             self.plans[request_id].seen = self._step
 

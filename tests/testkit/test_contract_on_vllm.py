@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.contract import Exit
+from kvpact.contract import ExternalMatchExit
 from kvpact.testkit.vllm.driver import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ def test_every_scenario_that_the_page_names_is_there() -> None:
     rows = [line for line in PAGE[PAGE.index("## Every way") :].splitlines() if line.startswith("|")]
     named = {name for row in rows for name in re.findall(r"`([a-z0-9]+(?:_[a-z0-9]+){2,})`", row)}
     named -= {"skip_reading_prefix_cache", "kv_load_failure_policy", "num_cached_tokens", "used_again_tokens"}
-    named -= {*map(str, Exit), "reset_prefix_cache"}
+    named -= {*map(str, ExternalMatchExit), "reset_prefix_cache"}
     assert len(named) > 20
     assert named <= {scenario.name for scenario in SCENARIOS}
 

@@ -206,7 +206,7 @@ class HostContext:
         self.get_block, self.touch, self.free_blocks = pool.get_block, pool.touch, pool.free_blocks
         self.iter_free_blocks = pool.iter_free_blocks
 
-    def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
+    def get_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
         from kvpact.block_refs import no_such_request
 
         if request_id not in self._stage.waiting and request_id not in self._stage.running:
@@ -425,7 +425,7 @@ def test_a_load_outlives_its_request_and_one_of_the_same_name() -> None:
         one.vllm.step()
         (load,) = one.offloader.jobs.values()
         one.vllm.abort("name")
-        assert [one.context.get_block(block).ref_count for block in load.engine_blocks[:6]] == [2] * 6
+        assert [one.context.get_block(block).ref_cnt for block in load.engine_blocks[:6]] == [2] * 6
         assert one.host.held == 6
         one.vllm.step(2)
         assert one.host.held == 6, "the ranks have not said that they are done"
@@ -484,7 +484,7 @@ def test_one_block_may_be_held_by_a_load_a_save_and_its_request() -> None:
         assert {*save.engine_blocks} >= {*load.engine_blocks}
         one.vllm.add("second", A)
         one.vllm.step()
-        assert max(one.context.get_block(block).ref_count for block in save.engine_blocks) == 3
+        assert max(one.context.get_block(block).ref_cnt for block in save.engine_blocks) == 3
 
 
 def test_two_requests_that_compute_the_same_are_saved_once() -> None:

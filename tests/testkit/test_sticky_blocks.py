@@ -52,7 +52,7 @@ def test_what_a_request_computed_stays_while_others_come_and_go(engine: VllmEngi
     assert engine.connector.step < until
     engine.add("turn-2", prompt(1, 3) + prompt(5, 1), salt="a")
     engine.step()
-    assert list(context.blocks_of("turn-2")[0][:3]) == kept[::-1], "the second turn finds the first one's blocks"
+    assert list(context.get_block_ids("turn-2")[0][:3]) == kept[::-1], "the second turn finds the first one's blocks"
 
 
 def test_blocks_are_given_back_in_time_and_at_once_if_somebody_waits(engine: VllmEngine) -> None:
@@ -66,7 +66,7 @@ def test_blocks_are_given_back_in_time_and_at_once_if_somebody_waits(engine: Vll
     assert engine.drain()
     assert not engine.connector.kept
     assert engine.held_blocks == 0
-    assert all(context.get_block(block).ref_count == 0 for block in range(1, 12))
+    assert all(context.get_block(block).ref_cnt == 0 for block in range(1, 12))
 
 
 def test_the_example_breaks_nothing() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.testkit.vllm.adapters import ConnectorAdapter
 from kvpact.testkit.vllm.simple_connector import SimpleConnector
 
@@ -74,11 +74,11 @@ class OfThePact(Leasing):
         accepts = Leasing.accepts
         return num_tokens if accepts is None else accepts(request.request_id, num_tokens)
 
-    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         assert match.query_result == request.request_id
         self.end_lease("abort", request, reason)
 
-    def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         self.heard.append(("postpone", request.request_id, reason))
 
 

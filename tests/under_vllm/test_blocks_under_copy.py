@@ -67,7 +67,7 @@ def test_h07_h27_blocks_stay_while_they_are_saved_however_their_request_ends(
     engine.step()
     context = engine.connector.scheduler_context
     assert context is not None
-    (blocks,) = context.blocks_of(victim.request.request_id)
+    (blocks,) = context.get_block_ids(victim.request.request_id)
     copied = blocks[:8]
     before = [engine.kv[name][list(copied)].clone() for name in engine.kv]
     end(engine, victim)
@@ -77,7 +77,7 @@ def test_h07_h27_blocks_stay_while_they_are_saved_however_their_request_ends(
         for _ in range(8):
             engine.step()
         engine.cancel(played)
-    assert all(context.get_block(block).ref_count == 1 for block in copied), "the copy holds them"
+    assert all(context.get_block(block).ref_cnt == 1 for block in copied), "the copy holds them"
     after = [engine.kv[name][list(copied)] for name in engine.kv]
     assert all(bool((one == two).all()) for one, two in zip(before, after, strict=True)), "nobody wrote into them"
     saves.go_on.set()

@@ -25,31 +25,30 @@ from leasing_connectors import (
     WithAQueryResult,
 )
 
-from kvpact.contract import Exit
+from kvpact.contract import POSTPONED_STEPS, ExternalMatchExit
 from kvpact.testkit.results import NotObservable
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import BLOCK, ConnectorUnderTest, Harness, ScenarioOver, prompt
-from kvpact.vllm.match_tracker import KEPT_STEPS
 
 SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
 
 STORED = prompt(1, 10)
 
 EXITS = {
-    "h01_lookups_that_are_not_committed": Exit.NO_BLOCKS,
-    "prompt_exceeds_the_step": Exit.BUDGET,
-    "draft_model_wants_the_rest_of_the_prompt": Exit.BUDGET,
-    "prefills_are_throttled": Exit.THROTTLED,
-    "as_many_run_as_may": Exit.MAX_RUNNING,
-    "encoder_outputs_are_on_their_way": Exit.ENCODER,
-    "preemption_closes_the_queue": Exit.PREEMPTION,
-    "overtaken_by_priority": Exit.NOT_REACHED,
-    "paused_with_a_promise": Exit.PAUSED,
-    "another_connector_asks_for_time": Exit.OTHER_CONNECTOR_WAITS,
-    "h04_another_connector_wins": Exit.OTHER_CONNECTOR,
-    "window_is_computed_again": Exit.DECLINED,
-    "cancelled_while_blocked": Exit.CANCELLED,
+    "h01_lookups_that_are_not_committed": ExternalMatchExit.NO_BLOCKS,
+    "prompt_exceeds_the_step": ExternalMatchExit.BUDGET,
+    "draft_model_wants_the_rest_of_the_prompt": ExternalMatchExit.BUDGET,
+    "prefills_are_throttled": ExternalMatchExit.THROTTLED,
+    "as_many_run_as_may": ExternalMatchExit.MAX_RUNNING,
+    "encoder_outputs_are_on_their_way": ExternalMatchExit.ENCODER,
+    "preemption_closes_the_queue": ExternalMatchExit.PREEMPTION,
+    "overtaken_by_priority": ExternalMatchExit.NOT_REACHED,
+    "paused_with_a_promise": ExternalMatchExit.PAUSED,
+    "another_connector_asks_for_time": ExternalMatchExit.OTHER_CONNECTOR_WAITS,
+    "h04_another_connector_wins": ExternalMatchExit.OTHER_CONNECTOR,
+    "window_is_computed_again": ExternalMatchExit.DECLINED,
+    "cancelled_while_blocked": ExternalMatchExit.CANCELLED,
 }
 
 
@@ -88,7 +87,8 @@ def test_each_exit_is_said_by_its_name(scenario: str) -> None:
     wanted = EXITS[scenario]
     play(scenario)
     assert wanted in heard("abort" if wanted.is_dropped else "postpone")
-    assert Exit.UNKNOWN not in heard("abort") | heard("postpone")
+    assert all(ExternalMatchExit(said).is_dropped for said in heard("abort"))
+    assert not any(ExternalMatchExit(said).is_dropped for said in heard("postpone"))
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def held_back(engine: VllmEngine) -> Any:
     engine.step(3)
     engine.add("silent", [*STORED, 1], priority=5)
     engine.step(throttle_prefills=True)
-    assert Leasing.heard == [("prepare", "silent", 160), ("postpone", "silent", Exit.THROTTLED)]
+    assert Leasing.heard == [("prepare", "silent", 160), ("postpone", "silent", ExternalMatchExit.THROTTLED)]
     assert leases(engine) == {"silent": 10}
     Leasing.heard.clear()
     return engine.scheduler.requests["silent"]
@@ -136,7 +136,7 @@ def test_a_spent_budget_is_said_of_a_request_that_is_not_reached() -> None:
     with engine_of(num_blocks=65, token_budget=64, by_priority=True) as engine:
         held_back(engine)
         engine.add("urgent", prompt(3, 20), priority=0)
-        assert said_in_a_step(engine) == [("postpone", "silent", Exit.BUDGET)]
+        assert said_in_a_step(engine) == [("postpone", "silent", ExternalMatchExit.BUDGET)]
 
 
 def test_a_request_that_waits_for_its_grammar_is_blocked() -> None:
@@ -145,7 +145,7 @@ def test_a_request_that_waits_for_its_grammar_is_blocked() -> None:
     with engine_of() as engine:
         request = held_back(engine)
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        assert said_in_a_step(engine) == [("postpone", "silent", Exit.BLOCKED)]
+        assert said_in_a_step(engine) == [("postpone", "silent", ExternalMatchExit.BLOCKED)]
         request.status = RequestStatus.WAITING
 
 
@@ -154,7 +154,7 @@ def test_as_many_adapters_as_may_be() -> None:
         request = held_back(engine)
         running = engine.scheduler.requests["running"]
         running.lora_request, request.lora_request = SimpleNamespace(lora_int_id=1), SimpleNamespace(lora_int_id=2)
-        assert said_in_a_step(engine) == [("postpone", "silent", Exit.ADAPTER_LIMIT)]
+        assert said_in_a_step(engine) == [("postpone", "silent", ExternalMatchExit.LORA_LIMIT)]
         running.lora_request = request.lora_request = None
 
 
@@ -162,7 +162,7 @@ def test_a_reset_drops_every_match_at_once() -> None:
     with engine_of() as engine:
         held_back(engine)
         engine.reset(running=True, connector=False)
-        assert Leasing.heard == [("abort", "silent", Exit.RESET)]
+        assert Leasing.heard == [("abort", "silent", ExternalMatchExit.RESET)]
         assert not leases(engine)
 
 
@@ -173,7 +173,7 @@ def test_the_lease_of_a_cancelled_request_ends_before_another_step(during_step: 
         engine.abort("silent", during_step=during_step)
         if during_step:
             engine.step(throttle_prefills=True)
-        assert ("abort", "silent", Exit.CANCELLED) in Leasing.heard
+        assert ("abort", "silent", ExternalMatchExit.CANCELLED) in Leasing.heard
         assert not leases(engine)
         assert "silent" not in engine.scheduler.requests
 
@@ -184,10 +184,10 @@ def test_a_match_that_is_not_asked_for_is_kept_for_some_steps_and_then_dropped()
     with engine_of() as engine:
         request = held_back(engine)
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        engine.step(KEPT_STEPS - 1)
-        assert {*Leasing.heard} == {("postpone", "silent", Exit.BLOCKED)}
+        engine.step(POSTPONED_STEPS - 1)
+        assert {*Leasing.heard} == {("postpone", "silent", ExternalMatchExit.BLOCKED)}
         assert leases(engine) == {"silent": 10}
-        assert said_in_a_step(engine) == [("abort", "silent", Exit.BLOCKED)]
+        assert said_in_a_step(engine) == [("abort", "silent", ExternalMatchExit.NOT_RENEWED)]
         assert not leases(engine)
         request.status = RequestStatus.WAITING
 
@@ -197,8 +197,10 @@ def test_a_head_that_is_blocked_for_long_keeps_one_match() -> None:
         engine.add("wall", prompt(2, 10), max_tokens=60)
         engine.step()
         engine.add("blocked", [*STORED, 1])
-        engine.step(KEPT_STEPS + 10)
-        assert [call for call in Leasing.heard if call[0] == "postpone"] == [("postpone", "blocked", Exit.NO_BLOCKS)]
+        engine.step(POSTPONED_STEPS + 10)
+        assert [call for call in Leasing.heard if call[0] == "postpone"] == [
+            ("postpone", "blocked", ExternalMatchExit.NO_BLOCKS)
+        ]
         assert not heard("abort") | heard("commit")
         assert leases(engine) == {"blocked": 10}
 
@@ -240,7 +242,7 @@ def test_a_load_that_the_step_waits_for_is_confirmed_before_blocks_are_allocated
         assert Leasing.heard == [
             ("prepare", "less", 160),
             ("confirm", "less", 160),
-            ("abort", "less", Exit.REFUSED),
+            ("abort", "less", ExternalMatchExit.REFUSED),
         ]
         assert (pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)) == (free, published)
         assert not leases(engine)

@@ -35,9 +35,9 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
-    Exit,
     ExternalCache,
     ExternalKVMatch,
+    ExternalMatchExit,
     LoadSettlement,
     StepWork,
     WorkerReport,
@@ -197,7 +197,7 @@ class PactCache(ExternalCache):
         """See `ExternalCache`. The plan ends with `reason`, or with "error" if that is a word of the engine's own."""
         self._exits.abort(request_id, match, reason)
 
-    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """See `ExternalCache`: `Ledger.postpone` says how long the promise holds."""
         self._exits.postpone(request_id, reason)
 

@@ -11,7 +11,7 @@ from kvpact.cache.jobs import PactPlan, PlanSlots
 from kvpact.cache.ledger import Ledger, State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.request import Requests
-from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.index.block_index import Pin
 from kvpact.metrics import EndReason
 
@@ -32,7 +32,7 @@ class Exits:
         self.load_budget.release(request_id)
         self.ledger.abort(plan, EndReason(reason) if reason in EndReason.__members__.values() else EndReason.ERROR)
 
-    def postpone(self, request_id: str, reason: Exit) -> None:
+    def postpone(self, request_id: str, reason: ExternalMatchExit) -> None:
         """See `ExternalCache`."""
         plan = self.ledger.find(request_id)
         if plan is not None and plan.state is not State.LOADING:

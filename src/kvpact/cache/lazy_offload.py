@@ -134,7 +134,7 @@ class LazyOffload:
         """The request ends; it still holds its blocks during this call."""
         if request_id in self.known_requests:
             try:
-                tables = self.context.blocks_of(request_id)
+                tables = self.context.get_block_ids(request_id)
             except PactViolation:
                 tables = ()
             chain = self.sides.sides.groups.chain if self.sides is not None else 0

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvpact.cache.totals import Totals
+from kvpact.contract import POSTPONED_STEPS
 from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason
 from kvpact.ranges import BlockRange, RangeSet
@@ -26,13 +27,6 @@ HISTORY_LENGTH = 256
 
 PLAN_LIFETIME_STEPS = 2
 """Steps that a plan survives without a probe: an engine does not look at its queue in a step in which it preempts."""
-
-POSTPONED_STEPS = 32
-"""Steps after its last prepare in which a postponed plan may be prepared again, unless its slots are needed before.
-
-An engine asks again about requests behind a blocked head when others have ended. With 32 steps 9 % more blocks are read
-from disk than with plans kept for ever, with 8 steps 36 % more, with 1 step 64 % (benchmarks/postponed_steps.py).
-"""
 
 
 class State(StrEnum):

@@ -64,7 +64,7 @@ class Loads:
             self.ledger.abort(plan, EndReason.REFUSED)
             return 0
         if self.sides is not None and chain is not None and self.sides.context is not None:
-            block_ids = self.sides.context.blocks_of(plan.request_id)[chain]
+            block_ids = self.sides.context.get_block_ids(plan.request_id)[chain]
         state.commit(num_tokens)
         loaded = blocks.count + sum(len(ids) for _, ids in sides)
         if synchronous:

@@ -217,7 +217,7 @@ class Offloader:
             state.tag_of_filled(before, computed, size)
             return
         lazy = self.lazy
-        tables = sides.context.blocks_of(request.request_id)
+        tables = sides.context.get_block_ids(request.request_id)
         chain = tables[sides.groups.chain] if sides.groups.chain is not None else None
         begun = before // size
         if state.sound < begun:

@@ -101,7 +101,7 @@ class SideSaves:
         assert context is not None
         first = state.sides_from
         state.sides_from = max(first, min(computed, state.offloaded_blocks * groups.block_size))
-        tables = context.blocks_of(request_id)
+        tables = context.get_block_ids(request_id)
         keys = state.keys.keys if state.keys is not None else []
         rows = sound_rows
         if self.lazy is not None:

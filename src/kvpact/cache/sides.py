@@ -181,7 +181,7 @@ class Sides:
     def placed(self, request_id: str, runs: Sequence[SideBlocks]) -> Runs:
         """The same blocks with the engine's, without those that the engine has no block for."""
         assert self.context is not None
-        tables, placed = self.context.blocks_of(request_id), []
+        tables, placed = self.context.get_block_ids(request_id), []
         for run in runs:
             table = tables[run.group]
             there = [at for at, _ in enumerate(run.slots) if self._is_there(table, run.start + at)]
@@ -193,7 +193,7 @@ class Sides:
     def filled(self, request_id: str, rows: BlockRange) -> list[int]:
         """The engine's blocks that a load of these rows has for side groups; it fills those that the match needs."""
         assert self.context is not None
-        tables, size = self.context.blocks_of(request_id), self.groups.block_size
+        tables, size = self.context.get_block_ids(request_id), self.groups.block_size
         filled: list[int] = []
         for number in self.groups.sides:
             per_block = self.groups.groups[number].block_size

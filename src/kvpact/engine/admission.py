@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.engine.kv_cache import LocalHit
 from kvpact.engine.quirks import EngineQuirks
 from kvpact.engine.request import Request
@@ -61,20 +61,20 @@ def rewritten(
 
 def obstacle(
     quirks: EngineQuirks, step: int, needs: tuple[int, int], budgets: tuple[int, int], chunked_prefill: bool
-) -> Exit | None:
+) -> ExternalMatchExit | None:
     """Why a request is not admitted that needs these tokens of the step's budget and of its encoder's; None if it is.
 
     With `chunked_prefill` a part of its prompt is enough.
     """
     (tokens, encoder_tokens), (budget, encoder_budget) = needs, budgets
     if not chunked_prefill and tokens > budget:
-        return Exit.BUDGET
+        return ExternalMatchExit.BUDGET
     if quirks.throttles_prefill_every and step % quirks.throttles_prefill_every == 0:
-        return Exit.THROTTLED
+        return ExternalMatchExit.THROTTLED
     if quirks.decode_padding_tokens and tokens + quirks.decode_padding_tokens > budget:
-        return Exit.BUDGET
+        return ExternalMatchExit.BUDGET
     if quirks.encoder_tokens_per_step is not None and encoder_tokens > encoder_budget:
-        return Exit.ENCODER
+        return ExternalMatchExit.ENCODER
     return None
 
 

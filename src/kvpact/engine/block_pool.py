@@ -25,11 +25,11 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         self.num_blocks = num_blocks
-        self.ref_count = [0] * num_blocks
+        self.ref_cnt = [0] * num_blocks
         self.block_hash: list[bytes | None] = [None] * num_blocks
         self.group_of = [0] * num_blocks
         self.published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self.ref_count[NULL_BLOCK] = 1
+        self.ref_cnt[NULL_BLOCK] = 1
         # The free queue is a ring of block ids through a sentinel; `_entries` counts each block's entries into it.
         self._sentinel = num_blocks
         self._next = [*range(1, num_blocks), num_blocks, 1]
@@ -52,16 +52,16 @@ class BlockPool:
                 self.unpublish(block)
                 self.evictions += 1
             self.group_of[block] = group_id
-            self.ref_count[block] = 1
+            self.ref_cnt[block] = 1
             taken.append(block)
         return taken
 
     def touch(self, block: int) -> None:
         """Add a reference; a free block leaves the free queue and keeps its content."""
         if block != NULL_BLOCK:
-            if self.ref_count[block] == 0:
+            if self.ref_cnt[block] == 0:
                 self._unlink(block)
-            self.ref_count[block] += 1
+            self.ref_cnt[block] += 1
 
     def free(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
         """Drop a reference of each block. Blocks without references go to the queue's tail in the order given: the
@@ -70,10 +70,10 @@ class BlockPool:
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
-            if self.ref_count[block] < 1:
+            if self.ref_cnt[block] < 1:
                 raise PactViolation(f"block {block} is freed but nobody holds it")
-            self.ref_count[block] -= 1
-            if self.ref_count[block] == 0:
+            self.ref_cnt[block] -= 1
+            if self.ref_cnt[block] == 0:
                 self._insert(block, self._previous[self._sentinel] if place is None else place)
                 place = place if place is None else block
 
@@ -113,7 +113,7 @@ class BlockPool:
         self.require(block)
         block_hash, group = self.block_hash[block], self.group_of[block]
         name = block_hash + group.to_bytes(4, "big") if block_hash is not None else None
-        return KVCacheBlockView(block, self.ref_count[block], block == NULL_BLOCK, name, group)
+        return KVCacheBlockView(block, self.ref_cnt[block], block == NULL_BLOCK, name, group)
 
     def require(self, block: int) -> None:
         """Raises PactViolation for an unknown block id."""
@@ -122,7 +122,7 @@ class BlockPool:
 
     def is_free(self, block: int) -> bool:
         """Whether the block is in the free queue."""
-        return block != NULL_BLOCK and self.ref_count[block] == 0
+        return block != NULL_BLOCK and self.ref_cnt[block] == 0
 
     def iter_free(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
         """The free queue in eviction order, from its head or from the block after `after_block`.
@@ -173,14 +173,14 @@ class BlockPool:
             raise PactViolation(f"the free queue has {len(walked)} entries, {self.num_free} blocks are counted as free")
         free = set(walked)
         for block in range(1, self.num_blocks):
-            if self.ref_count[block] != references.get(block, 0):
+            if self.ref_cnt[block] != references.get(block, 0):
                 raise PactViolation(
-                    f"block {block} has {self.ref_count[block]} references, "
+                    f"block {block} has {self.ref_cnt[block]} references, "
                     f"its holders account for {references.get(block, 0)}"
                 )
-            if (self.ref_count[block] == 0) != (block in free):
+            if (self.ref_cnt[block] == 0) != (block in free):
                 raise PactViolation(
-                    f"block {block} has {self.ref_count[block]} references; in the free queue: {block in free}"
+                    f"block {block} has {self.ref_cnt[block]} references; in the free queue: {block in free}"
                 )
         for group_id, published in enumerate(self.published):
             for block_hash, block in published.items():
@@ -190,5 +190,5 @@ class BlockPool:
                     )
         if sum(len(published) for published in self.published) != sum(h is not None for h in self.block_hash):
             raise PactViolation("a block carries a hash under which it cannot be found")
-        if self.ref_count[NULL_BLOCK] != 1 or self.block_hash[NULL_BLOCK] is not None:
+        if self.ref_cnt[NULL_BLOCK] != 1 or self.block_hash[NULL_BLOCK] is not None:
             raise PactViolation("the null block was freed or published")

@@ -49,7 +49,7 @@ class EngineContext:
         """See `SchedulerContext`, and `BlockPool.iter_free` for what may change while iterating."""
         return self._pool.iter_free(after_block)
 
-    def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
+    def get_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
         """See `SchedulerContext`; empty sequences for a request that holds none. PactViolation for an unknown one."""
         request = self._scheduler.requests.get(request_id)
         if request is None:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
-    Exit,
     ExternalCache,
     ExternalCacheWorker,
     ExternalKVMatch,
+    ExternalMatchExit,
     JobOutcome,
     JobQuery,
     LoadJob,
@@ -56,12 +56,14 @@ class MultiCache(ExternalCache):
         if len(ready) < len(self.caches):
             for index, match in ready:
                 if match.num_tokens:
-                    self.caches[index].postpone_external_match(request.request_id, Exit.OTHER_CONNECTOR_WAITS)
+                    self.caches[index].postpone_external_match(
+                        request.request_id, ExternalMatchExit.OTHER_CONNECTOR_WAITS
+                    )
             return None
         winner, longest = max(ready, key=lambda answer: (answer[1].num_tokens, -answer[0]))
         for index, match in ready:
             if index != winner and match.num_tokens:
-                self.caches[index].abort_external_match(request.request_id, match, Exit.OTHER_CONNECTOR)
+                self.caches[index].abort_external_match(request.request_id, match, ExternalMatchExit.OTHER_CONNECTOR)
         if longest.num_tokens:
             self._winners[request.request_id] = winner, num_computed_tokens
         return self._of(winner, longest)
@@ -87,7 +89,7 @@ class MultiCache(ExternalCache):
             index, own = _choice(match)
             self.caches[index].abort_external_match(request_id, own, reason)
 
-    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """See `ExternalCache`."""
         for cache in self.caches:
             cache.postpone_external_match(request_id, reason)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
-from kvpact.contract import Exit, ExternalCache, ExternalKVMatch
+from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit
 from kvpact.engine.counts import EngineCounts
 from kvpact.engine.request import Request
 
@@ -45,33 +45,33 @@ class OpenMatches:
         """The cache was asked to load the request's match: nothing more is said of it."""
         self._open.pop(request.request_id, None)
 
-    def postpone(self, request: Request, reason: Exit) -> None:
+    def postpone(self, request: Request, reason: ExternalMatchExit) -> None:
         """The request does not get its match in this step, and may come back for it."""
         self._postpone(request.request_id, reason)
 
-    def _postpone(self, request_id: str, reason: Exit) -> None:
+    def _postpone(self, request_id: str, reason: ExternalMatchExit) -> None:
         if self.cache is not None and request_id in self._open and not self._is_silent():
             self._heard_of.add(request_id)
             self.cache.postpone_external_match(request_id, reason)
             self._counts.postponed[reason] += 1
 
-    def drop(self, request: Request, reason: Exit) -> None:
+    def drop(self, request: Request, reason: ExternalMatchExit) -> None:
         """Nobody will come back for the request's match."""
         self._drop(request.request_id, reason)
 
-    def drop_all(self, reason: Exit) -> None:
+    def drop_all(self, reason: ExternalMatchExit) -> None:
         """Nobody will come back for any match."""
         for request_id in [*self._open]:
             self._drop(request_id, reason)
 
-    def _drop(self, request_id: str, reason: Exit) -> None:
+    def _drop(self, request_id: str, reason: ExternalMatchExit) -> None:
         if self.cache is not None and request_id in self._open:
             match = self._open.pop(request_id)
             if not self._is_silent():
                 self.cache.abort_external_match(request_id, match, reason)
                 self._counts.aborts[reason] += 1
 
-    def end_step(self, reason: Exit, committed_late: Container[str]) -> None:
+    def end_step(self, reason: ExternalMatchExit, committed_late: Container[str]) -> None:
         """The scheduler has walked its queue: all open matches of which nothing was said are postponed for `reason`.
 
         Not those of `committed_late`, which are committed when the step's results come.

@@ -13,9 +13,9 @@ from itertools import count
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
-    Exit,
     ExternalCache,
     ExternalKVMatch,
+    ExternalMatchExit,
     JobQuery,
     JobTally,
     LoadJob,
@@ -139,7 +139,7 @@ class ReferenceCache(StoredBlocks, ExternalCache):
             return 0
         plan.num_blocks, plan.seen = num_blocks_for(num_tokens, self._block_size), self._step
         self.loading[request.request_id] = plan
-        tables = self._context.blocks_of(request.request_id)
+        tables = self._context.get_block_ids(request.request_id)
         self._note_filled(request.request_id, tables, end)
         for group, ids in enumerate(tables):
             slots = {piece.block: piece.entry.slot for piece in plan.pieces if piece.group == group}
@@ -156,7 +156,7 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         """See `ExternalCache`."""
         self._release(request_id)
 
-    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """See `ExternalCache`: the promise holds for `PLAN_LIFETIME_STEPS`, or until a save has no slot."""
         if request_id in self.plans:
             self.plans[request_id].postponed = True
@@ -182,7 +182,7 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         keys = self._keys_of(request)
         if self._context is None or not keys:
             return
-        tables = self._context.blocks_of(request.request_id)
+        tables = self._context.get_block_ids(request.request_id)
         sound = self._note_filled(request.request_id, tables, num_computed_tokens)
         if request.request_id in self.loading:
             return

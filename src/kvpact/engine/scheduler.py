@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from itertools import count
 
-from kvpact.contract import Exit, ExternalCache, ExternalKVMatch
+from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit
 from kvpact.engine.admission import Admission, Load, obstacle, rewritten, too_many_adapters
 from kvpact.engine.config import EngineConfig
 from kvpact.engine.counts import EngineCounts
@@ -87,7 +87,7 @@ class Scheduler:
         elif was is not RequestStatus.WAITING_FOR_LOAD:
             self.waiting.remove(request)
         self.release_row(request)
-        self.matches.drop(request, Exit.CANCELLED)
+        self.matches.drop(request, ExternalMatchExit.CANCELLED)
         if self.cache is not None:
             self.cache.request_finished(request.request_id)  # which can still see and hold its blocks
         del self.requests[request.request_id]
@@ -110,7 +110,7 @@ class Scheduler:
         for request in self.waiting:
             self.kv.free(request)
             request.rewind(0)
-        self.matches.drop_all(Exit.RESET)
+        self.matches.drop_all(ExternalMatchExit.RESET)
         for load in self.loads.values():
             load.void = True
 
@@ -173,7 +173,7 @@ class Scheduler:
         self.counts.steps += 1
         output = SchedulerOutput(self.step)
         budget = self._schedule_running(output, self._step_budget())
-        left = Exit.PAUSED if self.paused else Exit.PREEMPTION
+        left = ExternalMatchExit.PAUSED if self.paused else ExternalMatchExit.PREEMPTION
         if not output.preempted and not self.paused:
             left = self._schedule_waiting(output, budget)
         self.matches.end_step(left, self.loads)
@@ -261,13 +261,13 @@ class Scheduler:
         output.new_block_ids += new or ()
         return given_back
 
-    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> Exit:
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> ExternalMatchExit:
         """Returns why requests that are left in the queue were not looked at."""
         self._encoder_budget = self.quirks.encoder_tokens_per_step or 0
         position = 0
         while position < len(self.waiting):
             if budget <= 0 or len(self.running) >= self.config.max_running:
-                return Exit.BUDGET if budget <= 0 else Exit.MAX_RUNNING
+                return ExternalMatchExit.BUDGET if budget <= 0 else ExternalMatchExit.MAX_RUNNING
             request = self.waiting[position]
             verdict = self._admit(request, output, budget)
             if verdict is Admission.BLOCKED:
@@ -278,13 +278,14 @@ class Scheduler:
             self.waiting.remove(request)
             if request.status is RequestStatus.RUNNING:
                 budget -= output.counts[-1]
-        return Exit.NOT_REACHED
+        return ExternalMatchExit.NOT_REACHED
 
-    def _gate(self, request: Request) -> Exit | None:
+    def _gate(self, request: Request) -> ExternalMatchExit | None:
         """Why the request is passed over without a look at its prefix."""
         if request.ready_step > self.step or self._is_still_loading(request):
-            return Exit.BLOCKED
-        return Exit.ADAPTER_LIMIT if too_many_adapters(self.running, self.config.max_adapters, request) else None
+            return ExternalMatchExit.BLOCKED
+        too_many = too_many_adapters(self.running, self.config.max_adapters, request)
+        return ExternalMatchExit.LORA_LIMIT if too_many else None
 
     def _is_still_loading(self, request: Request) -> bool:
         """Whether a preempted request waits for its load's settlement: a request has one plan at a time."""
@@ -307,7 +308,7 @@ class Scheduler:
         local, asynchronous = hit.num_tokens, match.load_kv_async and external > 0
         known = len(request.token_ids)
         if request.encoder_ready_step > self.step:
-            return self._decline(request, match, Exit.ENCODER, Admission.SKIPPED)
+            return self._decline(request, match, ExternalMatchExit.ENCODER, Admission.SKIPPED)
         tokens = 0
         if not asynchronous:
             tokens = self._part(local + external, known, budget)
@@ -316,11 +317,11 @@ class Scheduler:
                 self.quirks, self.step, needs, (budget, self._encoder_budget), self.config.chunked_prefill
             )
             if reason is not None:
-                skip = reason is Exit.ENCODER and self.quirks.skips_over_encoder
+                skip = reason is ExternalMatchExit.ENCODER and self.quirks.skips_over_encoder
                 return self._decline(request, match, reason, Admission.SKIPPED if skip else Admission.BLOCKED)
         new = self._allocate(request, hit, local + external + tokens, external)
         if new is None:
-            return self._decline(request, match, Exit.NO_BLOCKS, Admission.BLOCKED)
+            return self._decline(request, match, ExternalMatchExit.NO_BLOCKS, Admission.BLOCKED)
         self._encoder_budget -= request.encoder_tokens
         taken = self._commit(request, match, local, external, asynchronous)
         if taken < external and not asynchronous:
@@ -422,7 +423,7 @@ class Scheduler:
         if self.cache is None or match.num_tokens == 0:
             return 0
         if external == 0 and not self.quirks.commits_zero:
-            self.matches.drop(request, Exit.DECLINED)
+            self.matches.drop(request, ExternalMatchExit.DECLINED)
             return 0
         load = Load(request, local, external, asynchronous)
         if asynchronous and self.quirks.commits_async_late:
@@ -437,7 +438,7 @@ class Scheduler:
                 f"request {request.request_id}: {external} tokens were committed, the cache accepts {accepted}"
             )
         if not accepted and external:
-            self.matches.drop(request, Exit.REFUSED)
+            self.matches.drop(request, ExternalMatchExit.REFUSED)
         self.matches.committed(request)
         if accepted:
             load.num_tokens = accepted
@@ -462,7 +463,9 @@ class Scheduler:
             self.counts.commits += 1
             self.counts.committed += load.num_tokens
 
-    def _decline(self, request: Request, match: ExternalKVMatch, reason: Exit, verdict: Admission) -> Admission:
+    def _decline(
+        self, request: Request, match: ExternalKVMatch, reason: ExternalMatchExit, verdict: Admission
+    ) -> Admission:
         """Count the reason why the request is not admitted; its match may be prepared again."""
         if match.num_tokens:
             self.counts.declined[reason] += 1

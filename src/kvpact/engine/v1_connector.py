@@ -294,7 +294,7 @@ class V1ConnectorCache(ExternalCache):
         record = self._records.pop(request_id, None)
         if record is None or self._context is None:
             return
-        blocks = tuple(self._context.blocks_of(request_id)[0])
+        blocks = tuple(self._context.get_block_ids(request_id)[0])
         self._step.finished.add(request_id)
         keep, _ = self.connector.request_finished(record.request, list(blocks))
         if keep and blocks:

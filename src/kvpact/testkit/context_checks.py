@@ -79,7 +79,7 @@ def started(stage: ContextStage, name: str, length: int, steps: int = 1) -> Sequ
     """A request for `length` tokens arrives and the engine steps: the request's blocks."""
     stage.add(name, tokens(length))
     stage.step(steps)
-    return stage.context.blocks_of(name)[0]
+    return stage.context.get_block_ids(name)[0]
 
 
 def ended(stage: ContextStage, name: str) -> None:
@@ -103,16 +103,16 @@ def blocks_and_queues_are_shown(stage: ContextStage) -> None:
     stage.add("r", tokens(2 * BLOCK + 8))
     stage.add("queued", tokens(9 * BLOCK - 4, seed=5))
     stage.step()
-    (blocks,) = context.blocks_of("r")
+    (blocks,) = context.get_block_ids("r")
     views = [context.get_block(block) for block in blocks]
     require(len(blocks) == 3, f"40 tokens are in 3 blocks, not {len(blocks)}")
     require([view.block_id for view in views] == list(blocks), "a view has the id that was asked for")
-    require([view.ref_count for view in views] == [1, 1, 1], "each is held once, by the request")
+    require([view.ref_cnt for view in views] == [1, 1, 1], "each is held once, by the request")
     require([view.block_hash is not None for view in views] == [True, True, False], "the full ones are published")
     require({view.group_id for view in views} == {0}, "there is one group")
     require(context.get_block(0).is_null and not views[0].is_null, "block 0 is the null block")
     require(list(context.waiting_requests()) == ["queued"], f"queued waits: {context.waiting_requests()}")
-    require(context.blocks_of("queued") == ((),), "who waits holds nothing")
+    require(context.get_block_ids("queued") == ((),), "who waits holds nothing")
     require(set(free_ids(stage)) == set(range(1, BLOCKS)) - set(blocks), "the others are in the free queue")
 
 
@@ -123,13 +123,13 @@ def a_touched_block_outlives_its_request(stage: ContextStage) -> None:
     held = started(stage, "r", 2 * BLOCK + 8, steps=2)[:2]
     before = [context.get_block(block) for block in held]
     context.touch(held)
-    require([context.get_block(block).ref_count for block in held] == [2, 2], "each is held twice")
+    require([context.get_block(block).ref_cnt for block in held] == [2, 2], "each is held twice")
     stage.cancel("r")
     for number in range(4):
         stage.add(f"n{number}", tokens(8 * BLOCK, seed=number + 1), outputs=1)
         stage.finish(f"n{number}")
     after = [context.get_block(block) for block in held]
-    require([view.ref_count for view in after] == [1, 1], "the context alone holds them now")
+    require([view.ref_cnt for view in after] == [1, 1], "the context alone holds them now")
     require([v.block_hash for v in after] == [v.block_hash for v in before], "they were not given away")
     require(not set(held) & set(free_ids(stage)), "what is held is not free")
     context.free_blocks(held[::-1])
@@ -146,9 +146,9 @@ def freeing_what_was_not_touched_frees_nothing(stage: ContextStage) -> None:
         context.free_blocks([first, second])
     with refused("freed 2 times, touched 1 times"):
         context.free_blocks([first, first])
-    require(context.get_block(first).ref_count == 2, "nothing was freed")
+    require(context.get_block(first).ref_cnt == 2, "nothing was freed")
     context.free_blocks([first])
-    require(context.get_block(first).ref_count == 1, "the request still holds it")
+    require(context.get_block(first).ref_cnt == 1, "the request still holds it")
 
 
 @check
@@ -164,18 +164,18 @@ def foreign_and_null_blocks_are_refused(stage: ContextStage) -> None:
             context.iter_free_blocks(block)
     with refused("null block"):
         context.touch([1, 0])
-    require(context.get_block(1).ref_count == 0, "nothing is held after an error")
+    require(context.get_block(1).ref_cnt == 0, "nothing is held after an error")
 
 
 @check
 def unknown_requests_are_refused(stage: ContextStage) -> None:
     """A request that never arrived, and one that has ended."""
     with refused("no request nobody is alive"):
-        stage.context.blocks_of("nobody")
+        stage.context.get_block_ids("nobody")
     started(stage, "r", 20)
     ended(stage, "r")
     with refused("no request r is alive"):
-        stage.context.blocks_of("r")
+        stage.context.get_block_ids("r")
     require(stage.context.waiting_requests() == (), "nobody waits")
 
 
@@ -250,7 +250,7 @@ def what_is_freed_to_be_evicted_first_is(stage: ContextStage) -> None:
     stage.context.touch(held)
     stage.context.free_blocks(held[::-1], evict_first=True)
     require(free_ids(stage)[:2] == [held[2], held[1]], "those that are free are at the head, the first one first")
-    require(stage.context.get_block(held[0]).ref_count == 1, "the user keeps its block")
+    require(stage.context.get_block(held[0]).ref_cnt == 1, "the user keeps its block")
     before = stage.context.get_block(held[2]).block_hash
     require(before is not None, "they stay published")
     stage.add("new", tokens(BLOCK, seed=7), outputs=1)
@@ -311,7 +311,7 @@ def random_holds_keep_the_pool_sound(stage: ContextStage) -> None:
         walked = free_ids(stage)
         require(len(walked) == len({*walked}), f"the walk sees a block twice: {walked}")
         for block in range(1, BLOCKS):
-            references = context.get_block(block).ref_count
+            references = context.get_block(block).ref_cnt
             require(references == used[block] + held[block], f"block {block} has {references} references")
             require((references == 0) == (block in walked), f"block {block}: {references} references, free {walked}")
     for name in alive:
@@ -321,6 +321,6 @@ def random_holds_keep_the_pool_sound(stage: ContextStage) -> None:
 
 def _blocks_of(context: SchedulerContext, name: str) -> Sequence[int]:
     try:
-        return context.blocks_of(name)[0]
+        return context.get_block_ids(name)[0]
     except PactViolation:  # the request has ended
         return ()

@@ -36,7 +36,7 @@ def note_computed(
         if view is not None and not loads.is_distrusted(request_id):
             computed[request_id] = view.request.num_computed_tokens + num_tokens
         elif view is not None and loads.whole_requests and context is not None:
-            context.evict_published(list(chain.from_iterable(context.blocks_of(request_id))))
+            context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
     with context.saving(scheduler_output, computed) if context is not None else nullcontext():
         for request_id, num_tokens in computed.items():
             cache.note_computed(requests[request_id], num_tokens, partial(_chain_of, context, request_id))

@@ -107,7 +107,7 @@ class VllmContext:
         return self._holds.total
 
     def saving(self, scheduler_output: Any, computed: Mapping[str, int]) -> AbstractContextManager[None]:
-        """Within, `blocks_of` shows of state-space layers only the states that this step leaves at the end of blocks.
+        """Within, `get_block_ids` shows of state-space layers only the states that the step leaves at ends of blocks.
 
         `computed` has the tokens of each request after the step. Call it in `build_connector_meta`.
         """
@@ -143,7 +143,7 @@ class VllmContext:
             touched = len(self._touched)
             yield self._view(cursor)
 
-    def blocks_of(self, request_id: str) -> Sequence[Sequence[int]]:
+    def get_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
         """See `SchedulerContext`; empty sequences for a request without blocks. PactViolation for an unknown
         request."""
         tables = self._states.shown(request_id, self.tables.get_block_ids(request_id))
@@ -151,9 +151,9 @@ class VllmContext:
         return tables or ((),) * self.tables.num_kv_cache_groups
 
     def chain_of(self, request_id: str) -> Sequence[int]:
-        """`blocks_of(request_id)[0]`, of which each part is read when it is asked for; not for later than this hook."""
+        """`get_block_ids(request_id)[0]`, each part read when it is asked for; not for later than this hook."""
         if self.tables.num_kv_cache_groups > 1:
-            return self.blocks_of(request_id)[0]
+            return self.get_block_ids(request_id)[0]
         block_ids = live_block_ids(self.tables, request_id)
         self._require_alive(request_id, bool(block_ids))
         return block_ids

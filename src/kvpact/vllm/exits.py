@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from kvpact.contract import Exit
+from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat import matches as compat
 from kvpact.vllm.match_tracker import MatchTracker, OpenMatch
 
@@ -59,7 +59,7 @@ class EngineExits:
             compat.load_fewer(self._scheduler, short.request, short.missing, nothing=short.accepted == 0)
         tracker.shortfalls.clear()
 
-    def _why(self, output: Any, found: OpenMatch, asked: bool) -> Exit | None:
+    def _why(self, output: Any, found: OpenMatch, asked: bool) -> ExternalMatchExit | None:
         """Why a match was not taken in this step, if nothing has said so; None: it is taken with the step's output."""
         request = found.request
         if compat.commits_later(self._scheduler, request.request_id):
@@ -67,8 +67,8 @@ class EngineExits:
         if not asked:
             return compat.why_not_asked(self._scheduler, output, request)
         if compat.may_wait_for_encoder(self._scheduler, request):
-            return Exit.ENCODER
-        return Exit.THROTTLED if self.throttled else Exit.BUDGET
+            return ExternalMatchExit.ENCODER
+        return ExternalMatchExit.THROTTLED if self.throttled else ExternalMatchExit.BUDGET
 
     # What happens within a step
 
@@ -76,10 +76,10 @@ class EngineExits:
         """MultiConnector's lookup: if one connector wants time, what the others promised is not taken."""
         answer = self._ask_all(request, num_computed_tokens)
         if answer[0] is None:
-            self.note(request, Exit.OTHER_CONNECTOR_WAITS)
+            self.note(request, ExternalMatchExit.OTHER_CONNECTOR_WAITS)
         return answer
 
-    def note(self, request: Any, reason: Exit) -> None:
+    def note(self, request: Any, reason: ExternalMatchExit) -> None:
         """The running step does not take the request's matches, for this reason."""
         for tracker in self.trackers:
             found = tracker.open.get(request.request_id)
@@ -108,7 +108,7 @@ class EngineExits:
         blocks = allocate_slots(request, *arguments, **named)
         if blocks is None:
             for _, found in promises:
-                found.exit = Exit.NO_BLOCKS
+                found.exit = ExternalMatchExit.NO_BLOCKS
         return blocks
 
     def _stop_watching(self) -> None:
@@ -126,14 +126,14 @@ class EngineExits:
     def reset(self) -> None:
         """vLLM's prefix cache is reset: requests will be asked for again, behind other blocks."""
         for tracker in self.trackers:
-            tracker.drop_all(Exit.RESET)
+            tracker.drop_all(ExternalMatchExit.RESET)
 
     def pause_changed(self) -> None:
         """vLLM is paused, after which it may not step for a while, or goes on."""
         if compat.is_paused(self._scheduler):
             for tracker in self.trackers:
                 for found in tracker.open.values():
-                    tracker.postpone(found, Exit.PAUSED, asked=False)
+                    tracker.postpone(found, ExternalMatchExit.PAUSED, asked=False)
 
 
 __all__ = ["EngineExits"]

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class SupportsExternalMatch(Protocol):
         Of an asynchronous load it may be fewer. A load that the step waits for is confirmed before, and must not.
         """
 
-    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """The engine will not take the match: release what it holds, now."""
 
 
@@ -46,7 +46,7 @@ class SupportsExternalMatch(Protocol):
 class PostponesExternalMatch(Protocol):
     """A connector that is told why its match was not taken yet."""
 
-    def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """The request still waits, for `reason`, and may be prepared again.
 
         Called in the first step in which that is so, and when the reason changes, or the engine stops asking for it.
@@ -85,7 +85,7 @@ class TupleMatches:
         self.take(request, blocks, num_tokens)
         return num_tokens
 
-    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """See `SupportsExternalMatch`."""
         self.take(request, self.no_blocks, 0)
 
@@ -96,7 +96,7 @@ class AbortableMatches(TupleMatches):
 
     abort: Callable[[Any, str], Any]
 
-    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """See `SupportsExternalMatch`."""
         self.abort(request, reason)
 
@@ -115,7 +115,7 @@ class QueryResultMatches(TupleMatches):
         accepted = self.take(request, blocks, num_tokens, match.query_result)
         return num_tokens if accepted is None else int(accepted)
 
-    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """See `SupportsExternalMatch`."""
         self.take(request, self.no_blocks, 0, match.query_result)
 

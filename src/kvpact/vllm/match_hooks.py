@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvpact.contract import Exit, ExternalKVMatch
+from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.vllm.guard import Guard, guarded
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ class MatchHooks:
         return self.scheduler_side.commit_or_refuse(request, blocks, num_tokens)
 
     @guarded(lambda: None)
-    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """The engine will not take the match: its leases end now."""
         self.scheduler_side.abort(request.request_id, match, reason)
 
     @guarded(lambda: None)
-    def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: Exit) -> None:
+    def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """The engine could not take the match in this step, and may ask again."""
         self.scheduler_side.postpone(request.request_id, reason)
 

@@ -10,9 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from kvpact.contract import DROPPED, Exit, ExternalKVMatch
+from kvpact.contract import DROPPED, POSTPONED_STEPS, ExternalKVMatch, ExternalMatchExit
 from kvpact.errors import PactViolation
 from kvpact.vllm.external_match import (
     ConfirmsExternalMatch,
@@ -21,10 +21,6 @@ from kvpact.vllm.external_match import (
 )
 
 logger = logging.getLogger(__name__)
-
-KEPT_STEPS: Final = 32
-"""A postponed match is aborted when the engine has not asked for it again in this many steps: see `POSTPONED_STEPS` in
-cache/ledger.py for the measurement. The head of the queue is asked for in each step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,9 +31,9 @@ class OpenMatch:
     match: ExternalKVMatch
     step: int
     """When the engine last asked for it."""
-    exit: Exit | None = None
+    exit: ExternalMatchExit | None = None
     """Why it was not taken in that step, where something said so."""
-    told: tuple[Exit, bool] | None = None
+    told: tuple[ExternalMatchExit, bool] | None = None
     """What the connector knows: why it was not taken last, and whether the engine had asked for it in that step."""
 
 
@@ -65,9 +61,9 @@ class MatchTracker:
         `promised` is called with each match when the engine has asked for it.
         """
         self.open: dict[str, OpenMatch] = {}
-        self.ends: Counter[Exit] = Counter()
+        self.ends: Counter[ExternalMatchExit] = Counter()
         """Matches that were aborted, by reason."""
-        self.postponed: Counter[Exit] = Counter()
+        self.postponed: Counter[ExternalMatchExit] = Counter()
         """Steps in which a match was not taken and its request still waits, by reason."""
         self.commits = 0
         self.shortfalls: list[Shortfall] = []
@@ -100,7 +96,7 @@ class MatchTracker:
         num_tokens = match.num_tokens
         if self._limits and (limit := self._limits.get(request_id)) is not None and limit < num_tokens:
             if limit == 0:
-                self.drop(request_id, Exit.REFUSED)
+                self.drop(request_id, ExternalMatchExit.REFUSED)
                 return 0, False
             num_tokens = limit
         self._promised(self, found)
@@ -114,7 +110,7 @@ class MatchTracker:
         if num_tokens == 0:
             winner = self._won_by(request.request_id)
             lost = winner is not None and winner is not self.connector
-            self.drop(request.request_id, Exit.OTHER_CONNECTOR if lost else Exit.DECLINED)
+            self.drop(request.request_id, ExternalMatchExit.OTHER_CONNECTOR if lost else ExternalMatchExit.DECLINED)
             return self._pass_on(request, blocks, 0, *rest)
         del self.open[request.request_id]
         self.commits += 1
@@ -149,17 +145,17 @@ class MatchTracker:
         if accepted >= num_tokens:
             return True
         self._limits[request_id] = max(0, accepted)
-        self.drop(request_id, Exit.REFUSED)
+        self.drop(request_id, ExternalMatchExit.REFUSED)
         return False
 
-    def drop(self, request_id: str, reason: Exit) -> None:
+    def drop(self, request_id: str, reason: ExternalMatchExit) -> None:
         """Nobody will take the request's match, if it has one."""
         found = self.open.pop(request_id, None)
         if found is not None:
             self.ends[reason] += 1
             self._tell(self._form.abort_external_match, found, reason)
 
-    def drop_all(self, reason: Exit) -> None:
+    def drop_all(self, reason: ExternalMatchExit) -> None:
         """Nobody will take any of the matches."""
         for request_id in [*self.open]:
             self.drop(request_id, reason)
@@ -167,10 +163,10 @@ class MatchTracker:
     def requests_finished(self, request_ids: Iterable[str]) -> None:
         """These requests ended, in whatever state."""
         for request_id in request_ids:
-            self.drop(request_id, Exit.CANCELLED)
+            self.drop(request_id, ExternalMatchExit.CANCELLED)
             self._limits.pop(request_id, None)
 
-    def postpone(self, found: OpenMatch, reason: Exit, *, asked: bool) -> None:
+    def postpone(self, found: OpenMatch, reason: ExternalMatchExit, *, asked: bool) -> None:
         """The match was not taken in this step, in which the engine asked for it or not; its request still waits.
 
         The connector is told what it does not know yet: a head that is blocked for long costs nothing more.
@@ -180,7 +176,7 @@ class MatchTracker:
             found.told = reason, asked
             self._tell(self._postpone, found, reason)
 
-    def end_step(self, why: Callable[[OpenMatch, bool], Exit | None]) -> None:
+    def end_step(self, why: Callable[[OpenMatch, bool], ExternalMatchExit | None]) -> None:
         """The step is decided. `why(match, whether the step asked for it)` says why it was not taken; None: it was."""
         step = self._step
         self._step += 1
@@ -192,12 +188,19 @@ class MatchTracker:
             found.exit = None
             if reason is None:
                 continue
-            if reason in DROPPED or step - found.step >= KEPT_STEPS:
+            if reason in DROPPED:
                 self.drop(request_id, reason)
+            elif step - found.step >= POSTPONED_STEPS:
+                self.drop(request_id, ExternalMatchExit.NOT_RENEWED)
             else:
                 self.postpone(found, reason, asked=asked)
 
-    def _tell(self, hook: Callable[[Any, ExternalKVMatch, Exit], Any], found: OpenMatch, reason: Exit) -> None:
+    def _tell(
+        self,
+        hook: Callable[[Any, ExternalKVMatch, ExternalMatchExit], Any],
+        found: OpenMatch,
+        reason: ExternalMatchExit,
+    ) -> None:
         """A connector's mistake in a call that vLLM does not make costs the engine nothing (H13)."""
         try:
             hook(found.request, found.match, reason)
@@ -207,4 +210,4 @@ class MatchTracker:
             self._failed = True
 
 
-__all__ = ["KEPT_STEPS", "MatchTracker", "OpenMatch", "Shortfall"]
+__all__ = ["MatchTracker", "OpenMatch", "Shortfall"]

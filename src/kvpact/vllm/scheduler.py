@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvpact.contract import Exit
+from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.matches import diffusion_scheduler, step_hits
 from kvpact.vllm.compat.objects import set_hit_sources
 from kvpact.vllm.exits import EngineExits
@@ -92,13 +92,13 @@ class _SpeaksThePact(_CountsWhatWasUsed):
     def _try_schedule_encoder_inputs(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._try_schedule_encoder_inputs(request, *args, **kwargs)  # type: ignore[misc]
         if self.exits is not None and found[1] == 0:
-            self.exits.note(request, Exit.ENCODER)
+            self.exits.note(request, ExternalMatchExit.ENCODER)
         return found
 
     def _ec_transfer_pending(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         pending = super()._ec_transfer_pending(request, *args, **kwargs)  # type: ignore[misc]
         if pending and self.exits is not None:
-            self.exits.note(request, Exit.ENCODER)
+            self.exits.note(request, ExternalMatchExit.ENCODER)
         return pending
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:

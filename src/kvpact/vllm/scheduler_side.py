@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvpact.cache.budget import Turn
 from kvpact.cache.mounted import MountedCache
 from kvpact.config import KvpactConfig
-from kvpact.contract import Exit, ExternalCache, ExternalKVMatch, SupportsStepLookup, WorkerReport
+from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, SupportsStepLookup, WorkerReport
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.metrics import Metrics
 from kvpact.tiers.registry import load_seal
@@ -187,14 +187,14 @@ class SchedulerSide:
             self._loads.order(load, accepted, mounted.weights.changes)
         return accepted
 
-    def abort(self, request_id: str, match: ExternalKVMatch, reason: Exit) -> None:
+    def abort(self, request_id: str, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """The engine will not take the match; its scheduler says so."""
         if self.mounted is not None:
             self.mounted.cache.abort_external_match(request_id, match, reason)
         if (view := self._requests.get(request_id)) is not None:
             view.answer = None
 
-    def postpone(self, request_id: str, reason: Exit) -> None:
+    def postpone(self, request_id: str, reason: ExternalMatchExit) -> None:
         """The engine could not take the request's match in this step."""
         if self.mounted is not None:
             self.mounted.cache.postpone_external_match(request_id, reason)
@@ -259,7 +259,7 @@ class SchedulerSide:
     def _block_ids_or_none(self, request_id: str) -> Sequence[int]:
         """A request's blocks, of the first group; none if it has none, or has ended."""
         try:
-            return required(self.context).blocks_of(request_id)[0]
+            return required(self.context).get_block_ids(request_id)[0]
         except (PactViolation, KeyError, ValueError):
             return ()
 

@@ -5,7 +5,7 @@ Part of `CacheConformance`.
 
 from __future__ import annotations
 
-from kvpact.contract import DROPPED, Exit, ExternalKVMatch
+from kvpact.contract import DROPPED, ExternalKVMatch, ExternalMatchExit
 from kvpact.engine import JobBehavior, Request, RequestStatus
 from kvpact.identity.keys import RequestIdentity
 from kvpact.testkit.cache.engine_harness import prompt
@@ -118,7 +118,7 @@ class PromiseChecks(CacheSuite):
             scene.step()
             scene.require_nothing_held(f"a match was dropped ({reason}) in the step before")
             match = scene.probe(request)
-        drop(scene, request, match, Exit.OTHER_CONNECTOR)
+        drop(scene, request, match, ExternalMatchExit.OTHER_CONNECTOR)
         left = scene.room(seed=1)
         require(
             left >= room, f"a prompt that just fits is promised {room} tokens, and {left} after a match was dropped"
@@ -131,7 +131,7 @@ class PromiseChecks(CacheSuite):
         from a tier again."""
         request, match = promised(scene, "postponed", DOCUMENT)
         reads = sum(queue.reads for queue in scene.place.queues)
-        for reason in Exit:
+        for reason in ExternalMatchExit:
             for steps in () if reason.is_dropped else (1, 2):
                 scene.postpone(request, reason, steps)
                 again = scene.probe(request)
@@ -150,7 +150,7 @@ class PromiseChecks(CacheSuite):
         scene.serve("again", DOCUMENT)
         request, _ = promised(scene, "postponed", DOCUMENT)
         scene.pass_time(FOREVER_S)
-        scene.postpone(request, Exit.ADAPTER_LIMIT, A_FEW_STEPS)
+        scene.postpone(request, ExternalMatchExit.LORA_LIMIT, A_FEW_STEPS)
         scene.require_nothing_held("nobody has come back for a postponed match")
         left = scene.room(seed=1)
         require(left >= room, f"a prompt that just fits is promised {room} tokens, and {left} beside a postponed match")
@@ -265,7 +265,7 @@ class PromiseChecks(CacheSuite):
         scene.serve("after", LONGER, times=2)
 
 
-def drop(scene: CacheHarness, request: Request, match: ExternalKVMatch, reason: Exit) -> None:
+def drop(scene: CacheHarness, request: Request, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
     """The engine will not come back for the match, and says so."""
     with scene.judged("P1", "H01"):
         scene.monitor.abort_external_match(request.request_id, match, reason)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from kvpact.contract import Exit
+from kvpact.contract import ExternalMatchExit
 from kvpact.engine import Request
 from kvpact.errors import WeightsVersionRefused
 from kvpact.testkit.cache.engine_harness import EngineHarness
@@ -93,7 +93,7 @@ class CacheHarness(EngineHarness):
 
     # Exits
 
-    def postpone(self, request: Request, reason: Exit, steps: int = 1) -> None:
+    def postpone(self, request: Request, reason: ExternalMatchExit, steps: int = 1) -> None:
         """For some steps the engine cannot take the request's match, and says so in each of them."""
         for _ in range(steps):
             with self.judged("P2"):

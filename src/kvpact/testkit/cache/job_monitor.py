@@ -113,7 +113,7 @@ class JobMonitor:
 
     def _tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
         if self._context is not None and request_id in self._requests:
-            return tuple(tuple(blocks) for blocks in self._context.blocks_of(request_id))
+            return tuple(tuple(blocks) for blocks in self._context.get_block_ids(request_id))
         return ()
 
     def _note_groups(self, name: str, keys: list[BlockKey], computed: int) -> None:

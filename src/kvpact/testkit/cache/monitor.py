@@ -15,9 +15,9 @@ from typing import ParamSpec, TypeVar
 from kvpact.contract import (
     BlockHolder,
     EngineRequest,
-    Exit,
     ExternalCache,
     ExternalKVMatch,
+    ExternalMatchExit,
     LoadSettlement,
     SaveJob,
     SchedulerContext,
@@ -222,7 +222,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
             self.say(f"the match of {request_id} is aborted: {reason}")
         self._timed(self.cache.abort_external_match, request_id, match, reason)
 
-    def postpone_external_match(self, request_id: str, reason: Exit) -> None:
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """See `ExternalCache`. The promise may end when others need its room; the next one is verified anew."""
         if self.open.pop(request_id, None) is not None:
             self.say(f"the match of {request_id} is postponed: {reason}")

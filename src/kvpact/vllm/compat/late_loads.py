@@ -32,7 +32,7 @@ class LateLoads:
         named: dict[int, tuple[int, ...]] = {}
         for job in jobs:
             first = tuple(table_of(job.request_id)[:1])
-            if first and first[0] not in job.block_ids and context.get_block(first[0]).ref_count > 1:
+            if first and first[0] not in job.block_ids and context.get_block(first[0]).ref_cnt > 1:
                 first = ()
             named[job.job_id] = tuple(dict.fromkeys(first + job.block_ids))
             self._named.update(named[job.job_id])

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvpact.contract import Exit
+from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.objects import connectors_of
 from kvpact.vllm.external_match import AbortableMatches, QueryResultMatches, SupportsExternalMatch, TupleMatches
 
@@ -72,25 +72,25 @@ def load_fewer(scheduler: Any, request: Any, missing: int, *, nothing: bool) -> 
         scheduler.finished_recving_kv_req_ids.add(request.request_id)
 
 
-def why_not_asked(scheduler: Any, output: Any, request: Any) -> Exit:
+def why_not_asked(scheduler: Any, output: Any, request: Any) -> ExternalMatchExit:
     """Why the step did not ask for a request that has a match: the gates before vLLM's lookup, in their order."""
     if scheduler.requests.get(request.request_id) is not request:
-        return Exit.UNKNOWN
+        return ExternalMatchExit.CANCELLED
     if output.preempted_req_ids:
-        return Exit.PREEMPTION
+        return ExternalMatchExit.PREEMPTION
     if is_paused(scheduler):
-        return Exit.PAUSED
+        return ExternalMatchExit.PAUSED
     if request.status.name.startswith(BLOCKED):
-        return Exit.BLOCKED
+        return ExternalMatchExit.BLOCKED
     if _adapters_full(scheduler, output, request):
-        return Exit.ADAPTER_LIMIT
+        return ExternalMatchExit.LORA_LIMIT
     waiting_inside = getattr(scheduler, "num_waiting_for_streaming_input", 0)
     most = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
     if len(scheduler.running) + waiting_inside >= most:
-        return Exit.MAX_RUNNING
+        return ExternalMatchExit.MAX_RUNNING
     if output.total_num_scheduled_tokens >= scheduler.max_num_scheduled_tokens:
-        return Exit.BUDGET
-    return Exit.NOT_REACHED
+        return ExternalMatchExit.BUDGET
+    return ExternalMatchExit.NOT_REACHED
 
 
 def is_paused(scheduler: Any) -> bool:
