@@ -6,6 +6,7 @@ Their blocks, loads and saves are those of `SimpleConnector`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from sys import intern
 from typing import Any, ClassVar
 
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
@@ -116,7 +117,7 @@ class WithAQueryResult(Leasing):
     """The lookup's result comes back at the commit."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        return *self.lease(request, num_computed_tokens), f"result for {request.request_id}"
+        return *self.lease(request, num_computed_tokens), intern(f"result for {request.request_id}")
 
     def update_state_after_alloc(  # type: ignore[override]
         self, request: Any, blocks: Any, num_external_tokens: int, query_result: object = None

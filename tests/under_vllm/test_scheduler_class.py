@@ -346,4 +346,4 @@ def test_an_abort_that_raises_costs_the_engine_nothing(caplog: pytest.LogCapture
         engine.abort("silent")
         engine.connector.leases.clear()
         del engine.connector.end_lease
-        assert "failed for cancelled" in caplog.text
+        assert "abort of OfThePact failed" in caplog.text

@@ -1,8 +1,8 @@
 """An unchanged connector of the tuple API (vLLM's KVConnectorBase_V1) as a cache of the contract.
 
-Owns the translation in both halves: lookups to matches, allocations to commits, "finished" sets to settled jobs. Adds
-what is possible from outside: an open match is not looked up twice, a whole prompt is never promised. It cannot tell
-the connector that a match was dropped, as the tuple API has no call for that.
+Owns the translation in both halves: lookups to matches, allocations to commits, "finished" sets to settled jobs. A
+connector that speaks the pact in one of the forms of `kvpact.matches.forms` hears how each match ends. Of others an
+open match is not looked up twice and a whole prompt is never promised; nothing can tell them that a match was dropped.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvpact.contract import (
     ExternalCache,
     ExternalCacheWorker,
     ExternalKVMatch,
+    ExternalMatchExit,
     JobOutcome,
     JobTally,
     LoadJob,
@@ -31,6 +32,8 @@ from kvpact.contract import (
 )
 from kvpact.engine.open_jobs import OpenJobs
 from kvpact.errors import ConfigError, PactViolation
+from kvpact.matches.forms import TupleForm, form_of
+from kvpact.matches.tracker import MatchTracker
 from kvpact.ranges import BlockRange, RangeSet
 
 NO_MATCH = ExternalKVMatch(0)
@@ -122,13 +125,25 @@ class V1ConnectorBlocks:
         return self._groups
 
 
+class _SilentForm(TupleForm):
+    """A connector that cannot be told how a match ends."""
+
+    def must_end(self, match: ExternalKVMatch) -> bool:
+        """Whether it is kept until then: an open match is looked up once."""
+        return True
+
+    def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
+        """The tuple API has no call for it."""
+
+
 @dataclass(slots=True)
 class _Record:
     request: V1ConnectorRequest
     computed: int = 0
     """Tokens computed before the next step, as the connector knows."""
     known_blocks: int = 0
-    plan: tuple[int, ExternalKVMatch] | None = None
+    answer: ExternalKVMatch = NO_MATCH
+    """The last promise."""
     announced: bool = False
     """Whether the connector was told of the request's admission."""
 
@@ -152,6 +167,8 @@ class V1ConnectorCache(ExternalCache):
         self.connector = connector
         self._block_size = block_size
         self._context: SchedulerContext | None = None
+        no_blocks = V1ConnectorBlocks(((),))
+        self.matches = MatchTracker(form_of(connector, no_blocks) or _SilentForm(connector, no_blocks))
         self._records: dict[str, _Record] = {}
         self._loads: OpenJobs[LoadJob, tuple[int, int]] = OpenJobs(num_ranks)
         """With the first token and the number of tokens."""
@@ -171,54 +188,67 @@ class V1ConnectorCache(ExternalCache):
         return self._records[request.request_id]
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """See `ExternalCache`. Looks up once while the match is open and starts at the same token."""
-        if request.identity is None:
+        """See `ExternalCache`."""
+        if request.identity is None or not request.may_load:
             return NO_MATCH
         record = self._record(request)
-        if record.plan is not None and record.plan[0] == num_computed_tokens:
-            return record.plan[1]
-        record.plan, record.announced = None, False
+        record.announced, record.known_blocks = False, 0
         record.computed = record.request.num_computed_tokens = num_computed_tokens
-        record.known_blocks = 0
-        tokens, asynchronous = self.connector.get_num_new_matched_tokens(record.request, num_computed_tokens)
+        tokens, asynchronous = self.matches.prepare(record.request, num_computed_tokens)
         if tokens is None:
             return None
         tokens = min(tokens, len(request.token_ids) - 1 - num_computed_tokens)
-        if tokens <= 0 or not request.may_load:
+        if tokens <= 0:
             return NO_MATCH
-        match = ExternalKVMatch(tokens, asynchronous, record)
-        record.plan = num_computed_tokens, match
-        return match
+        answer = ExternalKVMatch(tokens, asynchronous, self.matches.open[request.request_id])
+        if record.answer != answer:
+            record.answer = answer
+        return record.answer
 
     def commit_external_match(
         self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
     ) -> int:
         """See `ExternalCache`."""
-        record = self._record(request)
-        if record.plan is None or record.plan[1] is not match:
+        found = self.matches.open.get(request.request_id)
+        if found is None or found is not match.query_result:
             raise PactViolation(f"request {request.request_id} commits a match that is not its open plan")
-        start, record.plan = record.plan[0], None
-        self._announce(record, num_tokens, block_ids)
-        if num_tokens:
+        (start, _), record = found.question, self._record(request)
+        accepted = self._announce(record, num_tokens, block_ids)
+        self.matches.shortfalls.clear()
+        if accepted:
             first = start // self._block_size
-            blocks = tuple(block_ids[first : num_blocks_for(start + num_tokens, self._block_size)])
+            blocks = tuple(block_ids[first : num_blocks_for(start + accepted, self._block_size)])
             job = LoadJob(
                 next(self._job_ids), request.request_id, first, (0,) * len(blocks), blocks, not match.load_kv_async
             )
-            self._loads.add(job, (start, num_tokens))
+            self._loads.add(job, (start, accepted))
             self._step.loads.append(job)
-            record.computed = start + num_tokens
-        return num_tokens
+            record.computed = start + accepted
+        return accepted
 
-    def _announce(self, record: _Record, num_tokens: int, block_ids: Sequence[int]) -> None:
-        self.connector.update_state_after_alloc(record.request, V1ConnectorBlocks((block_ids,)), num_tokens)
+    def _announce(self, record: _Record, num_tokens: int, block_ids: Sequence[int]) -> int:
         record.announced = True
+        return self.matches.commit(record.request, V1ConnectorBlocks((block_ids,)), num_tokens)
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
-        """See `ExternalCache`. The tuple API has no call for it, nor for a postponement: an open match stays open."""
-        record = self._records.get(request_id)
-        if record is not None:
-            record.plan = None
+        """See `ExternalCache`."""
+        found = self.matches.open.get(request_id)
+        if found is not None and (match is None or match.query_result is found):
+            said = reason in [*ExternalMatchExit]
+            self.matches.drop(request_id, ExternalMatchExit(reason) if said else ExternalMatchExit.DECLINED)
+
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
+        """See `ExternalCache`."""
+        if (found := self.matches.open.get(request_id)) is not None:
+            found.exit = reason
+
+    def reset(self) -> None:
+        """See `ExternalCache`. The connector's own reset is not called: the engine's requests are asked for anew."""
+        self.matches.drop_all(ExternalMatchExit.RESET)
+
+    def shutdown(self) -> None:
+        """See `ExternalCache`."""
+        self.matches.drop_all(ExternalMatchExit.CANCELLED)
 
     def note_computed(
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
@@ -253,6 +283,7 @@ class V1ConnectorCache(ExternalCache):
 
     def end_step(self) -> StepWork:
         """See `ExternalCache`."""
+        self.matches.end_step(lambda found, asked: ExternalMatchExit.NOT_REACHED)
         step, self._step = self._step, _Step()
         cached = SimpleNamespace(
             req_ids=[request_id for request_id, _, _ in step.continued],
@@ -291,6 +322,7 @@ class V1ConnectorCache(ExternalCache):
 
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Blocks that the connector is sending are held until all ranks have reported."""
+        self.matches.requests_finished([request_id])
         record = self._records.pop(request_id, None)
         if record is None or self._context is None:
             return

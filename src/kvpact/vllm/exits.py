@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from kvpact.contract import ExternalMatchExit
+from kvpact.matches.forms import form_of
+from kvpact.matches.tracker import MatchTracker, OpenMatch
 from kvpact.vllm.compat import matches as compat
-from kvpact.vllm.match_tracker import MatchTracker, OpenMatch
 
 
 class EngineExits:
@@ -26,14 +27,20 @@ class EngineExits:
         """The promises for the request that the scheduler asked for last."""
         self.throttled = False
         """Whether the running step may start no prompts."""
-        connector = scheduler.connector
-        siblings = compat.children_of(connector)
-        forms = [(each, compat.form_of(each, self._manager.empty_kv_cache_blocks)) for each in siblings or (connector,)]
-        won_by = partial(compat.chosen_child, connector)
-        self.trackers = [MatchTracker(each, form, won_by, self._promised) for each, form in forms if form is not None]
-        if siblings and self.trackers:
+        connector, no_blocks = scheduler.connector, self._manager.empty_kv_cache_blocks
+        self.trackers: list[MatchTracker] = []
+        for each in compat.leaves_of(connector):
+            if (form := form_of(each, no_blocks)) is not None:
+                tracker = MatchTracker(form, partial(self._lost_to_another, each), self._promised)
+                each.get_num_new_matched_tokens, each.update_state_after_alloc = tracker.prepare, tracker.commit
+                self.trackers.append(tracker)
+        if self.trackers and compat.leaves_of(connector) != [connector]:
             self._ask_all = connector.get_num_new_matched_tokens
             connector.get_num_new_matched_tokens = self._ask_siblings
+
+    def _lost_to_another(self, connector: Any, request_id: str) -> bool:
+        chosen = compat.chosen_connector(self._scheduler.connector, request_id)
+        return chosen is not None and chosen is not connector
 
     # The step
 

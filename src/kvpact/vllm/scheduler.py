@@ -114,6 +114,12 @@ class _SpeaksThePact(_CountsWhatWasUsed):
             self.exits.reset()
         return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
+    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine ends, for whatever reason."""
+        if self.exits is not None:
+            self.exits.finish(None)
+        return super().shutdown(*args, **kwargs)  # type: ignore[misc]
+
     def set_pause_state(self, *args: Any, **kwargs: Any) -> Any:
         """Pause or go on."""
         result = super().set_pause_state(*args, **kwargs)  # type: ignore[misc]

@@ -191,7 +191,8 @@ class SchedulerSide:
         """The engine will not take the match; its scheduler says so."""
         if self.mounted is not None:
             self.mounted.cache.abort_external_match(request_id, match, reason)
-        if (view := self._requests.get(request_id)) is not None:
+        view = self._requests.get(request_id)
+        if view is not None and view.answer is not None and view.answer.match.query_result is match.query_result:
             view.answer = None
 
     def postpone(self, request_id: str, reason: ExternalMatchExit) -> None:

@@ -5,14 +5,12 @@ Written for 0.26 to 0.33; if a release moves any of this, only this module chang
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.objects import connectors_of
-from kvpact.vllm.external_match import AbortableMatches, QueryResultMatches, SupportsExternalMatch, TupleMatches
 
 BLOCKED = "WAITING_FOR_"
 """What the status of a request that waits for something else than its turn begins with."""
@@ -21,27 +19,18 @@ SAYS_ENCODER_WAITS = hasattr(Scheduler, "_ec_transfer_pending")
 """Whether vLLM asks in a method of its own for encoder outputs that are on their way: from 0.30 on."""
 
 
-def form_of(connector: Any, no_blocks: object) -> SupportsExternalMatch | None:
-    """The form in which a connector speaks the pact; None if it does not."""
-    if isinstance(connector, SupportsExternalMatch):
+def leaves_of(connector: Any) -> list[Any]:
+    """The connectors that have matches of their own: all but MultiConnector."""
+    return [each for each in connectors_of(connector) if not hasattr(each, "_connectors")]
+
+
+def chosen_connector(connector: Any, request_id: str) -> Any:
+    """The connector whose match the request got last: of those inside MultiConnector, None if it has not chosen."""
+    children = getattr(connector, "_connectors", None)
+    if children is None:
         return connector
-    calls = connector.get_num_new_matched_tokens, connector.update_state_after_alloc, no_blocks
-    if "query_result" in signature(connector.update_state_after_alloc).parameters:
-        return QueryResultMatches(*calls)
-    if hasattr(connector, "abort_external_match"):
-        return AbortableMatches(*calls, connector.abort_external_match)
-    return TupleMatches(*calls) if getattr(connector, "releases_unused_matches", False) else None
-
-
-def children_of(connector: Any) -> tuple[Any, ...]:
-    """The connectors inside MultiConnector; none for another one."""
-    return connectors_of(connector)[1:]
-
-
-def chosen_child(connector: Any, request_id: str) -> Any:
-    """The connector inside MultiConnector whose match the request got last; None if it is another kind of connector."""
-    chosen = getattr(connector, "_requests_to_connector", {}).get(request_id)
-    return None if chosen is None else connector._connectors[chosen]
+    chosen = connector._requests_to_connector.get(request_id)
+    return None if chosen is None else chosen_connector(children[chosen], request_id)
 
 
 def commits_later(scheduler: Any, request_id: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import chain
 from typing import Any
 
 SCALES = ("_q_scale", "_k_scale", "_v_scale", "_q_scale_float", "_k_scale_float", "_v_scale_float")
@@ -16,8 +17,9 @@ LOAD_ADAPTER = "_load_adapter"
 
 
 def connectors_of(connector: Any) -> tuple[Any, ...]:
-    """A connector and, if it is MultiConnector, those inside it."""
-    return connector, *getattr(connector, "_connectors", ())
+    """A connector and, if it is MultiConnector, all those inside it, also inside one that is inside another."""
+    inside = map(connectors_of, getattr(connector, "_connectors", ()))
+    return connector, *chain.from_iterable(inside)
 
 
 def failed_requests(connector_output: Any) -> Collection[str]:

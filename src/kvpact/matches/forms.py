@@ -1,0 +1,275 @@
+"""How a connector takes part in the pact: prepare, commit, abort, said in the words that the connector has.
+
+Owns the form that kvpact speaks itself, and those in which such a lifecycle was first proposed for vLLM:
+
+- `prepare_external_match`, `commit_external_match` and `abort_external_match`: `SupportsExternalMatch`. A commit that
+  takes (request, blocks, match) has no number, and is called only if all promised tokens are taken.
+- The opaque query result: `get_num_new_matched_tokens` returns it as a third value, and
+  `update_state_after_alloc(request, blocks, num_external_tokens, query_result)` gets it back, with 0 tokens if the
+  match is not taken. A request without a match gets None.
+- The tuple API and `abort_external_match(request, reason)`, or without the reason.
+- The tuple API with a documented contract, `releases_unused_matches = True`: such a match ends by
+  `update_state_after_alloc(request, blocks, 0)` without blocks.
+
+Each may also have `postpone_external_match`, `confirm_external_match` and `asks_every_step`. A connector needs nothing
+of kvpact's for any of this, and one that has nothing of this sees nothing new. Knows no scheduler, no match's state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import Signature, signature
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from kvpact.contract import ExternalKVMatch, ExternalMatchExit
+from kvpact.errors import ConfigError
+
+
+@runtime_checkable
+class SupportsExternalMatch(Protocol):
+    """The scheduler's half of a connector that speaks the pact. `request` and `blocks` are the engine's own objects."""
+
+    def prepare_external_match(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """Promise tokens that follow `num_computed_tokens`, in place of `get_num_new_matched_tokens`.
+
+        None: ask again later; an older match stays open meanwhile. Asking again for the same returns the same
+        `query_result` and acquires nothing. An older match is aborted after an answer with another `query_result`
+        (compared by `is`) or without tokens. A match without one is not asked for again while the number of computed
+        tokens is the same, for `POSTPONED_STEPS` steps at most, and is aborted before the engine asks anew; a connector
+        whose leases last seconds only sets `asks_every_step = True`, and renews such a match when it is asked again.
+        """
+
+    def commit_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> int:
+        """The engine takes `num_tokens`, 1 or more, of the match into `blocks`; returns how many the cache accepts.
+
+        Of an asynchronous load it may be fewer. A load that the step waits for is confirmed before, and must not.
+        """
+
+    def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
+        """The engine will not take the match: release what it holds, now. `reason.is_dropped` is true."""
+
+
+@runtime_checkable
+class PostponesExternalMatch(Protocol):
+    """A connector that is told why its match was not taken yet."""
+
+    def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
+        """The request still waits, for `reason`, and may be prepared again.
+
+        Called in the first step in which that is so, and when the reason changes, or the engine stops asking for it.
+        """
+
+
+@runtime_checkable
+class ConfirmsExternalMatch(Protocol):
+    """A connector that may take back a part of a match for which the step would wait."""
+
+    def confirm_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int) -> int:
+        """Before blocks are allocated for `num_tokens` of the match: how many of them can still be loaded.
+
+        If fewer, nothing is allocated in this step, the match is aborted, and the next one is taken up to that many.
+        """
+
+
+Arguments: TypeAlias = tuple[str, ...]
+
+PREPARE, COMMIT, ABORT = "prepare_external_match", "commit_external_match", "abort_external_match"
+COMMITS: tuple[Arguments, ...] = ("request", "match", "num_tokens", "blocks"), ("request", "blocks", "match")
+ABORTS: tuple[Arguments, ...] = (
+    ("request", "match", "reason"),
+    ("request", "match"),
+    ("request", "reason"),
+    ("request",),
+)
+UPDATES: tuple[Arguments, ...] = ("request", "blocks", "num_tokens", "match"), ("request", "blocks", "num_tokens")
+POSTPONES: tuple[Arguments, ...] = ("request", "match", "reason"), ("request", "reason")
+CONFIRMS: tuple[Arguments, ...] = (("request", "match", "num_tokens"),)
+
+
+def _does_nothing() -> None:
+    """In place of a method that a connector does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A connector's method, and which of the pact's values it takes."""
+
+    method: Callable[..., Any] = _does_nothing
+    arguments: Arguments = ()
+
+    def __call__(self, **values: Any) -> Any:
+        return self.method(*[values[name] for name in self.arguments])
+
+    @classmethod
+    def of(cls, connector: object, name: str, forms: Sequence[Arguments]) -> Call:
+        """The connector's method of this name, in the first of these forms in which it can be called.
+
+        Of forms with as many arguments the method's own names decide; what takes any arguments gets the first. Raises
+        ConfigError for a signature that can be read and fits none.
+        """
+        method = getattr(connector, name, None)
+        if method is None:
+            return cls()
+        try:
+            signed = signature(method)
+        except (ValueError, TypeError):
+            return cls(method, forms[0])
+        fitting = [form for form in forms if _fits(signed, form)]
+        if not fitting:
+            wanted = " or ".join(f"({', '.join(form)})" for form in forms)
+            raise ConfigError(f"{type(connector).__name__}.{name}{signed} is not called with that; it takes {wanted}")
+        alike = [form for form in fitting if len(form) == len(fitting[0])]
+        return cls(method, next((form for form in alike if form[-1] in signed.parameters), alike[0]))
+
+
+def _fits(signed: Signature, arguments: Arguments) -> bool:
+    try:
+        return bool(signed.bind(*arguments))
+    except TypeError:
+        return False
+
+
+class MatchForm(ABC):
+    """What an engine says to one connector. The answers are the connector's, and may be anything."""
+
+    whole_only = False
+    """Whether a commit has no number, so that a match is taken as a whole or not at all."""
+
+    def __init__(self, connector: Any) -> None:
+        self.name = type(connector).__name__
+        self.asks_every_step = bool(getattr(connector, "asks_every_step", False))
+        self._postpone = Call.of(connector, "postpone_external_match", POSTPONES)
+        self._confirm = Call.of(connector, "confirm_external_match", CONFIRMS)
+
+    @abstractmethod
+    def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """See `SupportsExternalMatch`."""
+
+    @abstractmethod
+    def commit(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> Any:
+        """See `SupportsExternalMatch`; None accepts all."""
+
+    @abstractmethod
+    def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
+        """See `SupportsExternalMatch`."""
+
+    @abstractmethod
+    def admit(self, request: Any, blocks: Any, num_tokens: int) -> None:
+        """A request without an open match got its blocks."""
+
+    def must_end(self, match: ExternalKVMatch) -> bool:
+        """Whether the connector hears of the match's end."""
+        return True
+
+    def postpone(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
+        """See `PostponesExternalMatch`."""
+        self._postpone(request=request, match=match, reason=reason)
+
+    def confirm(self, request: Any, match: ExternalKVMatch, num_tokens: int) -> Any:
+        """See `ConfirmsExternalMatch`; None accepts all."""
+        if self.whole_only and num_tokens < match.num_tokens:
+            return 0
+        return self._confirm(request=request, match=match, num_tokens=num_tokens)
+
+
+class PactForm(MatchForm):
+    """`SupportsExternalMatch`."""
+
+    def __init__(self, connector: Any) -> None:
+        """Raises ConfigError for a method that cannot be called."""
+        super().__init__(connector)
+        self._prepare, self._admit = getattr(connector, PREPARE), connector.update_state_after_alloc
+        self._commit, self._abort = Call.of(connector, COMMIT, COMMITS), Call.of(connector, ABORT, ABORTS)
+        self.whole_only = "num_tokens" not in self._commit.arguments
+
+    def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """See `MatchForm`."""
+        match: ExternalKVMatch | None = self._prepare(request, num_computed_tokens)
+        return match
+
+    def commit(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> Any:
+        """See `MatchForm`."""
+        return self._commit(request=request, match=match, num_tokens=num_tokens, blocks=blocks)
+
+    def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
+        """See `MatchForm`."""
+        self._abort(request=request, match=match, reason=reason)
+
+    def admit(self, request: Any, blocks: Any, num_tokens: int) -> None:
+        """See `MatchForm`."""
+        self._admit(request, blocks, num_tokens)
+
+
+class TupleForm(MatchForm):
+    """The tuple API, with whatever says that a match is over: a hook, the query result, or a commit of no tokens."""
+
+    def __init__(self, connector: Any, no_blocks: object) -> None:
+        """`no_blocks`: the engine's blocks of a request that has none. Raises ConfigError like `PactForm`."""
+        super().__init__(connector)
+        self._ask, self._no_blocks = connector.get_num_new_matched_tokens, no_blocks
+        self._update = Call.of(connector, "update_state_after_alloc", UPDATES)
+        self._update_without_result = Call.of(connector, "update_state_after_alloc", UPDATES[::-1])
+        self._abort = Call.of(connector, ABORT, (ABORTS[0], ABORTS[2], ABORTS[1], ABORTS[3]))
+        self._releases_unused = bool(getattr(connector, "releases_unused_matches", False))
+
+    @property
+    def speaks_the_pact(self) -> bool:
+        """Whether the connector may want to hear how a match ends."""
+        return self._releases_unused or bool(self._abort.arguments) or "match" in self._update.arguments
+
+    def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """See `MatchForm`."""
+        num_tokens, load_kv_async, *result = self._ask(request, num_computed_tokens)
+        return None if num_tokens is None else ExternalKVMatch(num_tokens, load_kv_async, *result)
+
+    def must_end(self, match: ExternalKVMatch) -> bool:
+        """See `MatchForm`: of a connector that takes any arguments, those with a query result."""
+        return match.query_result is not None or self._releases_unused or bool(self._abort.arguments)
+
+    def commit(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> Any:
+        """See `MatchForm`."""
+        result = match.query_result
+        if result is None:
+            return self.admit(request, blocks, num_tokens)
+        return self._update(request=request, blocks=blocks, num_tokens=num_tokens, match=result)
+
+    def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
+        """See `MatchForm`."""
+        if self._abort.arguments:
+            self._abort(request=request, match=match.query_result, reason=reason)
+        elif self.must_end(match):
+            self.commit(request, match, 0, self._no_blocks)
+
+    def admit(self, request: Any, blocks: Any, num_tokens: int) -> None:
+        """See `MatchForm`."""
+        self._update_without_result(request=request, blocks=blocks, num_tokens=num_tokens, match=None)
+
+
+def form_of(connector: Any, no_blocks: object) -> MatchForm | None:
+    """The form in which a connector speaks the pact; None if it does not.
+
+    Raises ConfigError for one that has only some of the methods, or one that cannot be called.
+    """
+    missing = [name for name in (PREPARE, COMMIT, ABORT) if not callable(getattr(connector, name, None))]
+    if not missing:
+        return PactForm(connector)
+    if PREPARE not in missing or COMMIT not in missing:
+        raise ConfigError(
+            f"{type(connector).__name__} prepares or commits matches, but has no {' and no '.join(missing)}"
+        )
+    form = TupleForm(connector, no_blocks)
+    return form if form.speaks_the_pact else None
+
+
+__all__ = [
+    "Call",
+    "ConfirmsExternalMatch",
+    "MatchForm",
+    "PactForm",
+    "PostponesExternalMatch",
+    "SupportsExternalMatch",
+    "TupleForm",
+    "form_of",
+]

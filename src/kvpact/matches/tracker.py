@@ -1,0 +1,259 @@
+"""One connector's matches between prepare and commit, under an engine that says why each was not taken.
+
+Owns which matches are open, what became of each in the running step, and what the connector refused: at most one match
+is open for a request, and each ends once, whatever the connector does. The engine calls the tuple API, the connector
+hears the pact in its own form. Knows no scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import index
+from typing import Any, Final
+
+from kvpact.contract import DROPPED, POSTPONED_STEPS, ExternalKVMatch, ExternalMatchExit
+from kvpact.matches.forms import MatchForm
+
+logger = logging.getLogger(__name__)
+
+NO_MATCH: Final = ExternalKVMatch(0)
+
+
+@dataclass(slots=True, eq=False)
+class OpenMatch:
+    """A match that was promised and neither committed nor aborted."""
+
+    request: Any
+    match: ExternalKVMatch
+    question: tuple[int, int]
+    """The request's computed tokens, and all its tokens, when the connector was asked."""
+    asked: int
+    """The step in which the connector was asked last."""
+    step: int
+    """The step in which the engine last had the match for an answer."""
+    suspended: int = -1
+    """The step in which the connector last asked for time, instead of an answer."""
+    exit: ExternalMatchExit | None = None
+    """Why it was not taken in that step, where something said so."""
+    told: tuple[ExternalMatchExit, bool] | None = None
+    """What the connector knows: why it was not taken last, and whether the engine had asked for it in that step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A commit of which the connector accepted fewer tokens."""
+
+    request: Any
+    missing: int
+    accepted: int
+    asynchronous: bool
+
+
+def _plan_of(match: ExternalKVMatch) -> object:
+    """What the connector's own record of the match is; None if its abort would name the request alone."""
+    return getattr(match, "query_result", match)
+
+
+class MatchTracker:
+    """What an engine asks and tells one connector of its matches. No exception of the connector's leaves it (H13)."""
+
+    def __init__(
+        self,
+        form: MatchForm,
+        lost_to_another: Callable[[str], bool] = lambda request_id: False,
+        promised: Callable[[MatchTracker, OpenMatch], None] = lambda tracker, found: None,
+    ) -> None:
+        """`lost_to_another(request id)`: whether the engine chose another connector's match.
+
+        `promised` is called with each match when the engine has asked for it.
+        """
+        self.open: dict[str, OpenMatch] = {}
+        self.ends: Counter[ExternalMatchExit] = Counter()
+        """Matches that were aborted, by reason."""
+        self.postponed: Counter[ExternalMatchExit] = Counter()
+        """Steps in which a match was not taken and its request still waits, by reason."""
+        self.lookups = self.commits = 0
+        """How often the connector was asked, and how many matches were taken."""
+        self.shortfalls: list[Shortfall] = []
+        """What the running step's commits fell short of."""
+        self._form, self._lost_to_another, self._promised = form, lost_to_another, promised
+        self._limits: dict[str, int] = {}
+        """Request id -> the tokens that the connector accepted when it refused some (each refusal makes it smaller)."""
+        self._step = 0
+        self._failed: set[str] = set()
+
+    # The tuple API's two calls
+
+    def prepare(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """`get_num_new_matched_tokens`."""
+        request_id, question = request.request_id, (num_computed_tokens, request.num_tokens)
+        found = self.open.get(request_id)
+        if found is not None and _plan_of(found.match) is None:
+            if found.question != question or self._step - found.asked >= POSTPONED_STEPS:
+                self.drop(request_id, ExternalMatchExit.SUPERSEDED)  # afterwards it would release the new one
+            elif not self._form.asks_every_step:
+                return self._offer(found)
+        match = self._ask(request, num_computed_tokens)
+        found = self.open.get(request_id)
+        if match is None:
+            if found is not None:
+                found.suspended = self._step
+            return None, False
+        if match.num_tokens <= 0:
+            self.drop(request_id, ExternalMatchExit.WITHDRAWN)
+            return 0, False
+        if not self._form.must_end(match):
+            return match.num_tokens, match.load_kv_async
+        old = _plan_of(found.match) if found is not None else None
+        if old is not None and old is not _plan_of(match):
+            self.drop(request_id, ExternalMatchExit.SUPERSEDED)
+        found = self.open.setdefault(request_id, OpenMatch(request, match, question, self._step, self._step))
+        found.match, found.question, found.asked = match, question, self._step
+        return self._offer(found)
+
+    def _ask(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
+        """The connector's answer; no match if that is none that an engine could take."""
+        self.lookups += 1
+        try:
+            match = self._form.prepare(request, num_computed_tokens)
+            if match is not None:
+                index(match.num_tokens), bool(match.load_kv_async)
+            return match
+        except Exception as error:
+            self._log(self._form.prepare, error)
+            return NO_MATCH
+
+    def _offer(self, found: OpenMatch) -> tuple[int, bool]:
+        """The answer to the engine: the promise, within what the connector accepted of its last one and P6."""
+        request, match, found.step, found.exit = found.request, found.match, self._step, None
+        computed, known = found.question
+        num_tokens = min(match.num_tokens, known - computed - (not match.load_kv_async))
+        if self._limits:
+            num_tokens = min(num_tokens, self._limits.get(request.request_id, num_tokens))
+        if num_tokens <= 0:
+            self.drop(request.request_id, ExternalMatchExit.REFUSED)
+            return 0, False
+        self._promised(self, found)
+        return num_tokens, match.load_kv_async
+
+    def commit(self, request: Any, blocks: Any, num_tokens: int) -> int:
+        """`update_state_after_alloc`; returns how many of the tokens will come."""
+        request_id = request.request_id
+        found = self.open.get(request_id)
+        if found is None and num_tokens and self._form.must_end(NO_MATCH):  # it has ended since the engine asked
+            return self._fall_short(request, num_tokens, 0, asynchronous=True)
+        if found is None or num_tokens == 0:
+            lost = found is not None and self._lost_to_another(request_id)
+            self.drop(request_id, ExternalMatchExit.OTHER_CONNECTOR if lost else ExternalMatchExit.DECLINED)
+            self._call(self._form.admit, request, blocks, num_tokens)
+            return num_tokens
+        if self._form.whole_only and num_tokens < found.match.num_tokens:
+            self.drop(request_id, ExternalMatchExit.DECLINED)
+            accepted = 0
+        else:
+            del self.open[request_id]
+            self.commits += 1
+            accepted = self._accepted(self._form.commit, num_tokens, request, found.match, num_tokens, blocks)
+        if accepted < num_tokens:
+            return self._fall_short(request, num_tokens, accepted, asynchronous=found.match.load_kv_async)
+        self._limits.pop(request_id, None)
+        return num_tokens
+
+    def _fall_short(self, request: Any, num_tokens: int, accepted: int, *, asynchronous: bool) -> int:
+        self._limits[request.request_id] = accepted
+        self.shortfalls.append(Shortfall(request, num_tokens - accepted, accepted, asynchronous))
+        return accepted
+
+    # What the engine says
+
+    def confirm(self, found: OpenMatch, num_tokens: int) -> bool:
+        """Before blocks are allocated for a load that the step waits for: whether all its tokens still come.
+
+        True if the engine has chosen another connector's match.
+        """
+        request_id, match = found.request.request_id, found.match
+        if match.load_kv_async or self._limits.get(request_id) == num_tokens or self._lost_to_another(request_id):
+            return True
+        accepted = self._accepted(self._form.confirm, num_tokens, found.request, match, num_tokens)
+        if accepted == num_tokens:
+            return True
+        self._limits[request_id] = accepted
+        self.drop(request_id, ExternalMatchExit.REFUSED)
+        return False
+
+    def drop(self, request_id: str, reason: ExternalMatchExit) -> None:
+        """Nobody will take the request's match, if it has one."""
+        found = self.open.pop(request_id, None)
+        if found is not None:
+            self.ends[reason] += 1
+            self._call(self._form.abort, found.request, found.match, reason)
+
+    def drop_all(self, reason: ExternalMatchExit) -> None:
+        """Nobody will take any of the matches."""
+        for request_id in [*self.open]:
+            self.drop(request_id, reason)
+
+    def requests_finished(self, request_ids: Iterable[str]) -> None:
+        """These requests ended, in whatever state."""
+        for request_id in request_ids:
+            self.drop(request_id, ExternalMatchExit.CANCELLED)
+            self._limits.pop(request_id, None)
+
+    def postpone(self, found: OpenMatch, reason: ExternalMatchExit, *, asked: bool) -> None:
+        """The match was not taken in this step, in which the engine asked for it or not; its request still waits.
+
+        The connector is told what it does not know yet: a head that is blocked for long costs nothing more.
+        """
+        self.postponed[reason] += 1
+        if found.told != (reason, asked):
+            found.told = reason, asked
+            self._call(self._form.postpone, found.request, found.match, reason)
+
+    def end_step(self, why: Callable[[OpenMatch, bool], ExternalMatchExit | None]) -> None:
+        """The step is decided. `why(match, whether the step asked for it)` says why it was not taken; None: it was.
+
+        A match that its connector has suspended by asking for time is not said to be postponed.
+        """
+        step = self._step
+        self._step += 1
+        if not self.open:
+            return
+        for request_id, found in [*self.open.items()]:
+            asked = found.step == step
+            reason = found.exit or why(found, asked)
+            found.exit = None
+            if reason is None:
+                continue
+            if reason in DROPPED:
+                self.drop(request_id, reason)
+            elif step - found.step >= POSTPONED_STEPS:
+                self.drop(request_id, ExternalMatchExit.NOT_RENEWED)
+            elif found.suspended != step:
+                self.postpone(found, reason, asked=asked)
+
+    def _accepted(self, hook: Callable[..., Any], most: int, *arguments: Any) -> int:
+        """How many of `most` tokens the connector accepts; none if it makes a mistake."""
+        try:
+            answer = hook(*arguments)
+            return most if answer is None else max(0, min(most, index(answer)))
+        except Exception as error:
+            self._log(hook, error)
+            return 0
+
+    def _call(self, hook: Callable[..., Any], *arguments: Any) -> None:
+        """A connector's mistake in what it is told costs the engine nothing."""
+        try:
+            hook(*arguments)
+        except Exception as error:
+            self._log(hook, error)
+
+    def _log(self, hook: Callable[..., Any], error: Exception) -> None:
+        if hook.__name__ not in self._failed:
+            self._failed.add(hook.__name__)
+            logger.error("kvpact: %s of %s failed (logged once)", hook.__name__, self._form.name, exc_info=error)
+
+
+__all__ = ["MatchTracker", "OpenMatch", "Shortfall"]
