@@ -88,19 +88,17 @@ POSTPONES: tuple[Arguments, ...] = ("request", "match", "reason"), ("request", "
 CONFIRMS: tuple[Arguments, ...] = (("request", "match", "num_tokens"),)
 
 
-def _does_nothing() -> None:
+def _does_nothing(*values: Any) -> None:
     """In place of a method that a connector does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A connector's method, and which of the pact's values it takes."""
+    """A connector's method, called with all of the pact's values, in the order of the longest form of arguments."""
 
     method: Callable[..., Any] = _does_nothing
     arguments: Arguments = ()
-
-    def __call__(self, **values: Any) -> Any:
-        return self.method(*[values[name] for name in self.arguments])
+    """Those of the values that the connector gets."""
 
     @classmethod
     def of(cls, connector: object, name: str, forms: Sequence[Arguments]) -> Call:
@@ -121,7 +119,12 @@ class Call:
             wanted = " or ".join(f"({', '.join(form)})" for form in forms)
             raise ConfigError(f"{type(connector).__name__}.{name}{signed} is not called with that; it takes {wanted}")
         alike = [form for form in fitting if len(form) == len(fitting[0])]
-        return cls(method, next((form for form in alike if form[-1] in signed.parameters), alike[0]))
+        chosen = next((form for form in alike if form[-1] in signed.parameters), alike[0])
+        values = max(forms, key=len)
+        if chosen == values:
+            return cls(method, chosen)
+        places = [values.index(name) for name in chosen]
+        return cls(lambda *given: method(*[given[place] for place in places]), chosen)
 
 
 def _fits(signed: Signature, arguments: Arguments) -> bool:
@@ -165,13 +168,13 @@ class MatchForm(ABC):
 
     def postpone(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """See `PostponesExternalMatch`."""
-        self._postpone(request=request, match=match, reason=reason)
+        self._postpone.method(request, match, reason)
 
     def confirm(self, request: Any, match: ExternalKVMatch, num_tokens: int) -> Any:
         """See `ConfirmsExternalMatch`; None accepts all."""
         if self.whole_only and num_tokens < match.num_tokens:
             return 0
-        return self._confirm(request=request, match=match, num_tokens=num_tokens)
+        return self._confirm.method(request, match, num_tokens)
 
 
 class PactForm(MatchForm):
@@ -191,11 +194,11 @@ class PactForm(MatchForm):
 
     def commit(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> Any:
         """See `MatchForm`."""
-        return self._commit(request=request, match=match, num_tokens=num_tokens, blocks=blocks)
+        return self._commit.method(request, match, num_tokens, blocks)
 
     def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """See `MatchForm`."""
-        self._abort(request=request, match=match, reason=reason)
+        self._abort.method(request, match, reason)
 
     def admit(self, request: Any, blocks: Any, num_tokens: int) -> None:
         """See `MatchForm`."""
@@ -233,18 +236,18 @@ class TupleForm(MatchForm):
         result = match.query_result
         if result is None:
             return self.admit(request, blocks, num_tokens)
-        return self._update(request=request, blocks=blocks, num_tokens=num_tokens, match=result)
+        return self._update.method(request, blocks, num_tokens, result)
 
     def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """See `MatchForm`."""
         if self._abort.arguments:
-            self._abort(request=request, match=match.query_result, reason=reason)
+            self._abort.method(request, match.query_result, reason)
         elif self.must_end(match):
             self.commit(request, match, 0, self._no_blocks)
 
     def admit(self, request: Any, blocks: Any, num_tokens: int) -> None:
         """See `MatchForm`."""
-        self._update_without_result(request=request, blocks=blocks, num_tokens=num_tokens, match=None)
+        self._update_without_result.method(request, blocks, num_tokens, None)
 
 
 def form_of(connector: Any, no_blocks: object) -> MatchForm | None:

@@ -28,6 +28,10 @@ class OpenMatch:
 
     request: Any
     match: ExternalKVMatch
+    plan: object
+    """The connector's own record of the match; None if its abort names the request alone."""
+    num_tokens: int
+    """Tokens of the match that the engine may take."""
     question: tuple[int, int]
     """The request's computed tokens, and all its tokens, when the connector was asked."""
     asked: int
@@ -50,11 +54,6 @@ class Shortfall:
     missing: int
     accepted: int
     asynchronous: bool
-
-
-def _plan_of(match: ExternalKVMatch) -> object:
-    """What the connector's own record of the match is; None if its abort would name the request alone."""
-    return getattr(match, "query_result", match)
 
 
 class MatchTracker:
@@ -89,55 +88,50 @@ class MatchTracker:
 
     def prepare(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`."""
-        request_id, question = request.request_id, (num_computed_tokens, request.num_tokens)
+        request_id, num_tokens = request.request_id, request.num_tokens
         found = self.open.get(request_id)
-        if found is not None and _plan_of(found.match) is None:
-            if found.question != question or self._step - found.asked >= POSTPONED_STEPS:
+        if found is not None and found.plan is None:
+            if found.question != (num_computed_tokens, num_tokens) or self._step - found.asked >= POSTPONED_STEPS:
                 self.drop(request_id, ExternalMatchExit.SUPERSEDED)  # afterwards it would release the new one
+                found = None
             elif not self._form.asks_every_step:
                 return self._offer(found)
-        match = self._ask(request, num_computed_tokens)
-        found = self.open.get(request_id)
-        if match is None:
-            if found is not None:
-                found.suspended = self._step
-            return None, False
-        if match.num_tokens <= 0:
-            self.drop(request_id, ExternalMatchExit.WITHDRAWN)
-            return 0, False
-        if not self._form.must_end(match):
-            return match.num_tokens, match.load_kv_async
-        old = _plan_of(found.match) if found is not None else None
-        if old is not None and old is not _plan_of(match):
-            self.drop(request_id, ExternalMatchExit.SUPERSEDED)
-        found = self.open.setdefault(request_id, OpenMatch(request, match, question, self._step, self._step))
-        found.match, found.question, found.asked = match, question, self._step
-        return self._offer(found)
-
-    def _ask(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """The connector's answer; no match if that is none that an engine could take."""
         self.lookups += 1
         try:
             match = self._form.prepare(request, num_computed_tokens)
-            if match is not None:
-                index(match.num_tokens), bool(match.load_kv_async)
-            return match
+            if match is None:
+                if found is not None:
+                    found.suspended = self._step
+                return None, False
+            room = num_tokens - num_computed_tokens - (not match.load_kv_async)  # P6
+            offered, plan = min(index(match.num_tokens), room), getattr(match, "query_result", match)
         except Exception as error:
             self._log(self._form.prepare, error)
-            return NO_MATCH
+            match, offered, plan = NO_MATCH, 0, None
+        if match.num_tokens > 0 and not self._form.must_end(match):
+            return match.num_tokens, match.load_kv_async
+        if found is not None and found.plan is plan and offered > 0:
+            found.match, found.num_tokens, found.asked = match, offered, self._step
+            found.question = num_computed_tokens, num_tokens
+            return self._offer(found)
+        if found is not None:
+            self.drop(request_id, ExternalMatchExit.SUPERSEDED if offered > 0 else ExternalMatchExit.WITHDRAWN)
+        if match.num_tokens <= 0:
+            return 0, False
+        question, step = (num_computed_tokens, num_tokens), self._step
+        found = self.open[request_id] = OpenMatch(request, match, plan, offered, question, step, step)
+        return self._offer(found)
 
     def _offer(self, found: OpenMatch) -> tuple[int, bool]:
-        """The answer to the engine: the promise, within what the connector accepted of its last one and P6."""
-        request, match, found.step, found.exit = found.request, found.match, self._step, None
-        computed, known = found.question
-        num_tokens = min(match.num_tokens, known - computed - (not match.load_kv_async))
+        """The answer to the engine: the promise, within what the connector accepted of its last one."""
+        num_tokens, found.step, found.exit = found.num_tokens, self._step, None
         if self._limits:
-            num_tokens = min(num_tokens, self._limits.get(request.request_id, num_tokens))
+            num_tokens = min(num_tokens, self._limits.get(found.request.request_id, num_tokens))
         if num_tokens <= 0:
-            self.drop(request.request_id, ExternalMatchExit.REFUSED)
+            self.drop(found.request.request_id, ExternalMatchExit.REFUSED)
             return 0, False
         self._promised(self, found)
-        return num_tokens, match.load_kv_async
+        return num_tokens, found.match.load_kv_async
 
     def commit(self, request: Any, blocks: Any, num_tokens: int) -> int:
         """`update_state_after_alloc`; returns how many of the tokens will come."""
