@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,12 @@ IN_PROOFS = (OTHERS[-6], OTHERS[-1])
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
-    logging.getLogger("kvpact.matches.tracker").setLevel(logging.CRITICAL)
+def quiet() -> Iterator[None]:
+    """Thousands of tracebacks, which are what the plays are for."""
+    log = logging.getLogger("kvpact.matches.tracker")
+    log.setLevel(logging.CRITICAL)
+    yield
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("form", range(len(FORMS)), ids=FORMS)
