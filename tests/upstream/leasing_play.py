@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from functools import wraps
 from typing import Any
 
-from leasing_connector import LeasingConnector
-
 from kvpact.contract import POSTPONED_STEPS
 from kvpact.testkit.vllm.compat import EngineSettings, release
 from kvpact.testkit.vllm.engine import VllmEngine
@@ -42,6 +40,8 @@ class Play:
 
 def listen(play: Play) -> None:
     """Note the three calls of a match's life, of requests whose names begin with "r"."""
+    from leasing_connector import LeasingConnector
+
     plans: list[object] = []
 
     def noting(name: str, note: Callable[..., None]) -> None:
