@@ -40,6 +40,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_faults.py",
     "tests/under_vllm/test_engine_fleet.py",
     "tests/under_vllm/test_engine_identity.py",
+    "tests/under_vllm/test_engine_leasing.py",
     "tests/under_vllm/test_engine_limits.py",
     "tests/under_vllm/test_engine_keys.py",
     "tests/under_vllm/test_engine_lives.py",
