@@ -20,8 +20,8 @@ import pytest
 from documents import ROOT
 from kvpact import contract
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit, KVCacheBlockView, SchedulerContext
+from kvpact.matches.forms import ConfirmsExternalMatch, PostponesExternalMatch, SupportsExternalMatch
 from kvpact.vllm.context import VllmContext
-from kvpact.vllm.external_match import ConfirmsExternalMatch, PostponesExternalMatch, SupportsExternalMatch
 
 NEEDED = {
     "ABC": ABC,
