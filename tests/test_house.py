@@ -33,6 +33,7 @@ OWN_OPTIONAL_MEMBERS = {
     "external_hits_applied",
     "hits_agree_over_ranks",
     "model_at",
+    "pact_scheduler_bound",
     "step_hook_bound",
     "take_hit_corrections",
 }

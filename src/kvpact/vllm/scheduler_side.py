@@ -18,6 +18,7 @@ from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, S
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.metrics import Metrics
 from kvpact.tiers.registry import load_seal
+from kvpact.vllm.checks import check_classes
 from kvpact.vllm.compat.configuration import runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
 from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
@@ -60,6 +61,8 @@ class SchedulerSide:
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
         self._ranks = 0
         self._stats: StatsCollector | None = None
+        self.is_told_of_exits = False
+        """Whether the engine's scheduler says what becomes of each match."""
 
     @property
     def cache(self) -> ExternalCache | None:
@@ -78,6 +81,7 @@ class SchedulerSide:
         if self.mounted is not None and self.mounted.segments == [hello.segment for hello in hellos]:
             return
         require_hooks(self._config, hellos)
+        check_classes(self._config, hellos, is_told_of_exits=self.is_told_of_exits)
         self._end_cache()
         shared = self._identities.adapters, self._seal, self._metrics, self._budget
         self.mounted = mount(self._vllm_config, self._config, hellos, self._groups, *shared)
