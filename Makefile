@@ -8,13 +8,14 @@ BIN := .venv/bin
 # take hours or a GPU. lifecycle, e2e and churn take 17 minutes and more.
 BENCHMARKS := limits copy tiers index imports lifecycle flood step_time disk_tier engine_speed e2e churn
 
-.PHONY: help setup demo gpu test lint bench proofs soak
+.PHONY: help setup demo gpu test test-3.13 lint bench proofs soak
 
 help:
 	@echo 'make demo   the main job on a real vLLM: computed once, then loaded from memory and from disk'
 	@echo 'make gpu    what only a GPU can prove, with the packages that are there: no network is needed'
 	@echo 'make test   format, lint, types, all tests'
-	@echo 'make lint   format, lint, types'
+	@echo 'make test-3.13  the tests that need no engine on Python 3.13, in .venv-3.13, where the machine has it'
+	@echo 'make lint   format, lint, types, and how many lines of code there are'
 	@echo 'make bench  the benchmarks that show what is fast; python -m benchmarks lists all'
 	@echo 'make proofs what takes real engines longest, in a short form; what fails is run once more'
 	@echo 'make soak   the proofs, and the long form of what has one'
@@ -38,6 +39,11 @@ lint:
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	@$(BIN)/python scripts/count_lines.py
+
+test-3.13:
+	@$(SYSTEM) venv dev
+	@./scripts/test_other_python.sh 3.13
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20

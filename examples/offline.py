@@ -20,7 +20,12 @@ def main() -> None:
     document = Path(sys.argv[2] if len(sys.argv) > 2 else __file__).read_text(encoding="utf-8")
     cache = Path("kvpact-cache").absolute()
     config = load_config({"memory": "2GiB", "tiers": [f"disk://{cache}?capacity=10GiB"]}, os.environ)
-    llm = LLM(model=model, kv_transfer_config=KVTransferConfig(**config.kv_transfer_config()))
+    llm = LLM(
+        model=model,
+        kv_transfer_config=KVTransferConfig(**config.kv_transfer_config()),
+        worker_cls="kvpact.vllm.worker.KvpactWorker",
+        scheduler_cls="kvpact.vllm.scheduler.pact_scheduler",
+    )
     prompts = [f"{document}\n\nQuestion: {question}\nAnswer:" for question in QUESTIONS]
     for question, output in zip(QUESTIONS, llm.generate(prompts, SamplingParams(max_tokens=64)), strict=True):
         print(f"{question} {output.outputs[0].text.strip()}")

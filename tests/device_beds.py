@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="no engine is installed; `make setup` installs one")
+
 import torch
 
 from kvpact.config import load_config

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
+pytest.importorskip("torch", reason="no engine is installed; `make setup` installs one")
+
 import torch
 
 

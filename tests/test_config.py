@@ -167,6 +167,7 @@ def test_every_key_can_be_set_in_the_environment():
         "KVPACT_MATCH_AT": "step",
         "KVPACT_STEP_DEADLINE": "20ms",
         "KVPACT_RECORD_KEY_FILE": "/run/secrets/records",
+        "KVPACT_REQUIRE": "all",
     }
     config = load_config(None, environ)
     assert config.model_fields_set == set(KvpactConfig.model_fields)

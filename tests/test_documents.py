@@ -32,7 +32,7 @@ CACHES, TIERS = "docs/write-a-connector.md", "docs/write-a-tier.md"
 
 RUN_ELSEWHERE = {
     ("README.md", "kvpact serve MODEL"): "tests/under_vllm/test_http_life.py",
-    ("README.md", "vllm serve MODEL --kv-transfer-config"): "tests/under_vllm/test_http_life.py",
+    ("README.md", "vllm serve MODEL"): "tests/under_vllm/test_http_life.py",
     ("docs/configuration.md", "llm = LLM("): "tests/under_vllm/test_engine_documents.py",
     ("docs/weights.md", "take_in_weights"): "tests/under_vllm/test_engine_weights.py",
     ("docs/worker-hook.md", "examples/step_hook_connector.py"): "tests/under_vllm/test_engine_documents.py",

@@ -145,7 +145,8 @@ def test_every_other_command_works_without_an_engine(bare_python: Path, tmp_path
         *(f"{name} --help" for name in COMMANDS),
     ):
         result = bare_kvpact(bare_python, *arguments.split())
-        assert (result.returncode, result.stderr) == (0, ""), arguments
+        said = "kvpact: start vLLM with --worker-cls" if arguments.startswith("config --m") else ""
+        assert (result.returncode, result.stderr[:36]) == (0, said), arguments
         assert result.stdout
 
 

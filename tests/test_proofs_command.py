@@ -180,24 +180,31 @@ def test_a_run_without_a_closing_line_is_a_failure(tmp_path: Path, log: str) -> 
     assert closing(tmp_path, tests=TESTS, proofs=log)[0] == 1
 
 
+NOT_RUN = "[test-3.13] NOT RUN: this machine has no Python 3.13"
+"""What `make test-3.13` says then."""
+
 MAKE = """#!/bin/sh
 [ "$1" = test ] && echo "== $TESTS in 700.00s (0:11:40) ==" && exit $TESTS_CODE
+[ "$1" = test-3.13 ] && echo "$OTHER" && exit $OTHER_CODE
 echo "once more, alone"; echo "$PROOFS in 900.50s"; exit $PROOFS_CODE
 """
 
 
 @pytest.mark.parametrize(
-    ("tests", "proofs", "code", "last"),
+    ("tests", "other", "proofs", "code", "last"),
     [
-        ("2 passed", "1 passed", 0, "3 passed in 1600.50s"),
-        ("1 failed, 2 passed", "1 passed", 1, "1 failed, 3 passed in 1600.50s"),
-        ("2 passed", "1 failed, 1 passed", 1, "1 failed, 3 passed in 1600.50s"),
-        ("make: lint failed", "1 passed", 1, "1 passed, 1 error in 900.50s"),
-        ("2 passed", "proofs ended", 1, "2 passed, 1 error in 700.00s"),
+        ("2 passed", NOT_RUN, "1 passed", 0, "3 passed in 1600.50s"),
+        ("2 passed", "4 passed in 100.00s", "1 passed", 0, "7 passed in 1700.50s"),
+        ("2 passed", "1 failed, 4 passed in 100.00s", "1 passed", 1, "1 failed, 7 passed in 1700.50s"),
+        ("2 passed", "pip failed", "1 passed", 1, "3 passed, 1 error in 1600.50s"),
+        ("1 failed, 2 passed", NOT_RUN, "1 passed", 1, "1 failed, 3 passed in 1600.50s"),
+        ("2 passed", NOT_RUN, "1 failed, 1 passed", 1, "1 failed, 3 passed in 1600.50s"),
+        ("make: lint failed", NOT_RUN, "1 passed", 1, "1 passed, 1 error in 900.50s"),
+        ("2 passed", NOT_RUN, "proofs ended", 1, "2 passed, 1 error in 700.00s"),
     ],
 )
-def test_continuous_integration_runs_both_and_the_last_line_is_of_both(
-    tmp_path: Path, tests: str, proofs: str, code: int, last: str
+def test_continuous_integration_runs_all_and_the_last_line_is_of_all_that_ran(
+    tmp_path: Path, tests: str, other: str, proofs: str, code: int, last: str
 ) -> None:
     shutil.copytree(SCRIPTS, tmp_path / "scripts")
     shutil.copytree(REPOSITORY / ".ci", tmp_path / ".ci")
@@ -211,8 +218,13 @@ def test_continuous_integration_runs_both_and_the_last_line_is_of_both(
         "PATH": f"{make.parent}:{os.environ['PATH']}",
         "TESTS": tests,
         "TESTS_CODE": str(int(not tests[0].isdigit() or "failed" in tests)),
+        "OTHER": other,
+        "OTHER_CODE": str(int(other != NOT_RUN and (not other[0].isdigit() or "failed" in other))),
         "PROOFS": proofs,
         "PROOFS_CODE": str(int(not proofs[0].isdigit() or "failed" in proofs)),
     }
     done = subprocess.run([".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (code, last), done.stderr
+    assert done.stdout.count(NOT_RUN) == (2 if other == NOT_RUN else 0), (
+        "said when it happens, and above the last lines"
+    )

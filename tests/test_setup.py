@@ -211,6 +211,32 @@ def test_the_python_that_makes_the_environment_is_the_one_that_was_named(tmp_pat
     assert machine.calls[:2] == ["rm -rf .venv", "mine -m venv .venv"]
 
 
+def test_without_python_3_13_one_line_says_that_nothing_was_tested_on_it(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ALL)
+    done = machine.run("make", "test-3.13")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("[test-3.13] NOT RUN: this machine has no Python 3.13")
+    assert done.stdout.count("\n") == 1
+    assert machine.calls == []
+
+
+def test_the_tests_without_an_engine_run_on_python_3_13_without_vllm(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ALL)
+    machine.command("python3.13", PYTHON)
+    python = machine.checkout / ".venv-3.13" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(machine.bin / "noted")
+    machine.command("noted", machine.say("$*"))
+    done = machine.run("make", "test-3.13")
+    assert (done.returncode, done.stderr) == (0, "")
+    *_, installs, tests = machine.calls
+    assert installs.split()[-2:] == ["--editable", ".[dev,testkit]"]
+    assert tests.startswith("-m pytest -n 2 ")
+    folders = [word for word in tests.split() if word.startswith("tests/")]
+    assert len(folders) == 6
+    assert all((REPOSITORY / folder).is_dir() for folder in folders)
+
+
 CUDA_BUILD = "vllm==0.32.0 torch!=2.13.0+cpu"
 """What pip is asked for; without the second it keeps torch's CPU build."""
 

@@ -130,6 +130,8 @@ class KvpactConfig(BaseModel):
     """How vLLM is to lay out KV memory: as it likes, or with all layers of a block side by side; "auto" decides."""
     huge_pages: Literal["auto", "on", "off"] = "auto"
     """Whether the arena takes its memory in huge pages where the kernel has them; "auto": not for copies of a GPU."""
+    require: Literal["none", "all"] = "none"
+    """With "all" an engine that was started without kvpact's worker and scheduler class does not start."""
     layerwise: bool = True
     """Load layer by layer during the forward pass, where the engine allows it."""
 

@@ -457,6 +457,12 @@ class ExternalCache(ABC):
         """Instead of `prepare_external_match`, where the engine has no time for it. Default: its plan is aborted."""
         self.abort_external_match(request.request_id, None, "deadline")
 
+    def put_off_external_match(self, request: EngineRequest) -> None:
+        """The request was told "ask again later", perhaps before a prepare: its one deadline has begun (P11).
+
+        Default: nothing.
+        """
+
     def abandon_step(self, num_ranks: int) -> None:
         """What the running step has ordered never reaches the workers, and must not be ordered with a later one.
 

@@ -6,6 +6,7 @@ Owns the server's process, its log and what its metrics page says. The command i
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import openai
 from prometheus_client.parser import text_string_to_metric_families
@@ -98,6 +99,12 @@ class Server:
         options: Any = {"include_usage": True}
         with self.client.completions.create(**asked, stream=True, stream_options=options) as chunks:
             return _answer(list(chunks))
+
+    def post(self, path: str, body: Mapping[str, object] | None = None) -> None:
+        """Call one of vLLM's own endpoints, which its development mode has more of; it must succeed."""
+        url, sent = f"http://127.0.0.1:{self.port}/{path}", json.dumps(body or {}).encode()
+        with urlopen(Request(url, sent, {"Content-Type": "application/json"}), timeout=120):
+            pass
 
     @property
     def model(self) -> str:

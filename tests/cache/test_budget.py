@@ -20,7 +20,7 @@ STEP_SECONDS = 0.01
 @dataclass
 class Waiter:
     was_answered: bool = False
-    turn_by: float | None = None
+    waits_until: float | None = None
 
 
 class Steps:
@@ -67,7 +67,7 @@ def test_p11_all_get_a_turn_in_time_and_no_step_makes_more_probes_than_it_has_ti
                 assert Turn.NEVER not in told, "a request was given up before its deadline"
                 assert steps.spent <= max(STEP_BUDGET_SECONDS, base) + cost
             else:
-                assert Turn.LATER not in told or at < waiting[-1].turn_by, "a request waits beyond its deadline"
+                assert Turn.LATER not in told or at < waiting[-1].waits_until, "a request waits beyond its deadline"
             waiting = [waiter for waiter, turn in zip(waiting, told, strict=True) if turn is Turn.LATER]
             assert number <= 2 * requests, "two steps in a row made no probe"
 

@@ -419,6 +419,24 @@ def test_h10_a_tier_that_hangs_costs_a_request_its_deadline_and_no_more(tmp_path
     scene.close()
 
 
+def test_p11_what_a_request_has_waited_before_it_was_asked_for_counts(tmp_path: Path) -> None:
+    tier, gate = slow_disk(tmp_path)
+    scene = Scene(tiers=[tier], prepare_deadline="2s")
+    scene.run_cold(SceneRequest("a", tokens(33)))
+    scene.settle_tiers()
+    scene.cache.index.clear()
+    request = SceneRequest("b", tokens(33))
+    scene.cache.put_off_external_match(request)
+    scene.now += 1.5
+    assert scene.cache.prepare_external_match(request, 0) is None
+    scene.cache.put_off_external_match(request)
+    scene.now += 0.5
+    assert scene.cache.prepare_external_match(request, 0) == ExternalKVMatch(0)
+    gate.set()
+    scene.settle_tiers()
+    scene.close()
+
+
 def test_h10_a_deadline_keeps_what_has_arrived(tmp_path: Path) -> None:
     tier, gate = slow_disk(tmp_path)
     scene = Scene(tiers=[tier], prepare_deadline="2s")

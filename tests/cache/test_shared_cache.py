@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hook_time import LONG, LONG_BLOCKS, PREFILL_SECONDS, HookTime, assert_all_steps_cost, assert_no_step_is_slow
+from kvpact.cache.finder import KEY_PIECE_TOKENS
 from kvpact.cache.tier_set import POLL_SECONDS
 from kvpact.contract import ExternalKVMatch
 from kvpact.identity.keys import Namespace, RequestIdentity
@@ -540,6 +541,14 @@ def test_p11_a_late_step_leaves_what_the_store_answered_to_the_next_one(make_sce
     assert scene.cache.prepare_external_match(request, 0) is None, "what was read is promised a step later"
     assert scene.cache.prepare_external_match(request, 0).num_tokens == 32
     assert scene.cache.prepare_external_match(request, 0).num_tokens == 32, "who was answered is not put off again"
+
+
+def test_p11_a_late_step_answers_a_long_prompt_whose_deadline_has_passed(make_scene: Callable[..., Scene]) -> None:
+    scene, request = make_scene(TrialStore()), SceneRequest("long", tokens(3 * KEY_PIECE_TOKENS))
+    scene.cache.budget.limit = 0.0
+    scene.cache.put_off_external_match(request)
+    scene.now += scene.config.prepare_deadline
+    assert scene.cache.prepare_external_match(request, 0) == ExternalKVMatch(0), "its keys would take three steps"
 
 
 def test_p11_a_request_for_which_there_is_no_time_is_a_miss_once(make_scene: Callable[..., Scene]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import kvpact as kvpact_package
+from documents import block_with
 from kvpact import __version__
 from kvpact.cli.app import app
-from kvpact.cli.vllm_command import without_unknown_scheduler, without_unknown_worker
+from kvpact.cli.vllm_command import with_classes_that_fit
 from kvpact.config import load_config
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.disk.slab import Superblock
@@ -24,6 +26,7 @@ DISK = "disk:///var/cache/kvpact?capacity=200GiB"
 WORKER = ["--worker-cls", "kvpact.vllm.worker.KvpactWorker"]
 SCHEDULER = ["--scheduler-cls", "kvpact.vllm.scheduler.pact_scheduler"]
 OURS = [*WORKER, *SCHEDULER]
+TWO_OPTIONS = f"kvpact: start vLLM with {' '.join(OURS)} too, as kvpact serve does\n"
 KVPACT = Path(sys.executable).with_name("kvpact")
 
 
@@ -60,6 +63,7 @@ def test_version_and_help_answer_in_the_installed_command():
 def test_config_prints_what_vllm_takes():
     result = kvpact("config", "--memory", "2GiB", "--tier", DISK, "--tier", "disk:///b?capacity=1GiB")
     assert result.exit_code == 0
+    assert result.stderr == TWO_OPTIONS
     assert json.loads(result.stdout) == {
         "kv_connector": "PactConnector",
         "kv_connector_module_path": "kvpact.vllm",
@@ -99,11 +103,11 @@ SECRET_TIERS = ("redis://user:hunter2@cache:6379/0", DISK)
 
 
 def shown_and_said(*arguments) -> tuple[dict, str]:
-    """What `kvpact config` gives the engine, and what it says beside."""
+    """What `kvpact config` gives the engine, and what it says beside, but for vLLM's other two options."""
     result = kvpact("config", *arguments)
     assert result.exit_code == 0
     assert "hunter2" not in result.stdout + result.stderr
-    return json.loads(result.stdout)["kv_connector_extra_config"], result.stderr
+    return json.loads(result.stdout)["kv_connector_extra_config"], result.stderr.removeprefix(TWO_OPTIONS)
 
 
 def test_h85_config_prints_no_secret_and_names_the_variable_that_the_engine_inherits(monkeypatch):
@@ -211,29 +215,26 @@ def test_serve_names_the_scheduler_that_says_what_it_does_not_take(fake_vllm, tm
         assert argv[4:] == [*WORKER, *(argument for argument in own if argument != "--")]
 
 
-def test_the_scheduler_is_named_only_where_the_release_is_known_and_vllm_has_no_other():
+def test_our_classes_are_named_only_where_they_fit_the_platform_and_the_release():
     kinds = dict.fromkeys(["is_cpu", "is_cuda", "is_rocm", "is_xpu"], lambda: False)
     known, unknown = SimpleNamespace(**{**kinds, "is_cuda": lambda: True}), SimpleNamespace(**kinds)
-    arguments = ["serve", "m", *OURS, "--port", "1"]
-    assert without_unknown_scheduler(arguments, known, "0.32.1+cpu") == arguments
-    for platform, version in ((known, "0.99.0"), (unknown, "0.32.0")):
-        assert without_unknown_scheduler(arguments, platform, version) == ["serve", "m", *WORKER, "--port", "1"]
-        own = ["serve", "m", "--scheduler-cls", "mine.Scheduler"]
-        assert without_unknown_scheduler(own, platform, version) == own
+    own = ["--worker-cls", "mine.Worker", "--scheduler-cls", "mine.Scheduler"]
+    for platform, version, kept in (
+        (known, "0.32.1+cpu", OURS),
+        (known, "0.99.0", WORKER),  # a release that nobody has looked at may hand other things to its scheduler
+        (unknown, "0.32.0", []),  # a platform that kvpact does not know may choose classes of its own
+    ):
+        arguments = ["serve", "m", *OURS, "--port", "1"]
+        assert with_classes_that_fit(arguments, platform, version) == ["serve", "m", *kept, "--port", "1"]
+        assert with_classes_that_fit(["serve", "m", *own], platform, version) == ["serve", "m", *own]
 
 
-def test_on_a_platform_without_a_worker_of_ours_none_is_named(capsys):
-    kinds = dict.fromkeys(["is_cpu", "is_cuda", "is_rocm", "is_xpu"], lambda: False)
-    known = SimpleNamespace(**{**kinds, "is_cuda": lambda: True})
-    unknown = SimpleNamespace(device_name="npu", **kinds)
-    arguments = ["serve", "m", *WORKER, "--port", "1"]
-    assert without_unknown_worker(arguments, known) == arguments
-    assert capsys.readouterr().err == ""
-    assert without_unknown_worker(arguments, unknown) == ["serve", "m", "--port", "1"]
-    assert capsys.readouterr().err.count("no worker class of kvpact's for the platform 'npu'") == 1
-    own = ["serve", "m", "--worker-cls", "mine.Worker"]
-    assert without_unknown_worker(own, unknown) == own
-    assert capsys.readouterr().err == ""
+def test_serve_becomes_the_command_that_the_readme_shows(fake_vllm):
+    """Its two ways to start are one: the same three options."""
+    (ours,) = (line for line in block_with("README.md", "kvpact serve").text.splitlines() if line.startswith("kvpact"))
+    expanded = block_with("README.md", "vllm serve MODEL").text.replace("\\\n", " ")
+    argv, _ = serve(fake_vllm, *shlex.split(ours)[2:])
+    assert ["vllm", *argv] == shlex.split(expanded)
 
 
 def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm, tmp_path):

@@ -14,13 +14,19 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.cache.weights_watch import BLIND
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import PAGE_BYTES
+from kvpact.vllm import checks
+from kvpact.vllm.compat.platforms import KVPACT_WORKER, OUR_CLASSES, PACT_SCHEDULER
+from kvpact.vllm.connector import PactConnector
+from kvpact.vllm.scheduler import KvpactScheduler, pact_scheduler
+
+WITHOUT = "kvpact: this engine was started without kvpact's "
+"""Begins the line that says which promises fall without kvpact's classes."""
 
 PROMPT = make_prompt(1, 6)
 
@@ -60,11 +66,16 @@ def assert_serves(engine: PlayedEngine) -> None:
 
 
 def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What kvpact warned of, beyond that these engines have vLLM's own worker class."""
+    """What kvpact warned of, beyond that these engines have vLLM's own classes."""
+    return [line for line in warnings(caplog) if not line.startswith(WITHOUT)]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What kvpact warned of."""
     return [
         record.getMessage()
         for record in caplog.records
-        if record.name.startswith("kvpact") and record.levelno >= logging.WARNING and record.getMessage() != BLIND
+        if record.name.startswith("kvpact") and record.levelno >= logging.WARNING
     ]
 
 
@@ -313,3 +324,85 @@ def test_a_failure_policy_that_fails_requests_is_warned_about(
 
 def test_launch_helpers_recompute_what_fails_to_load() -> None:
     assert load_config({}, {}).kv_transfer_config()["kv_load_failure_policy"] == "recompute"
+
+
+# kvpact's classes in the place of vLLM's
+
+
+class OwnScheduler(KvpactScheduler):
+    """A user's."""
+
+
+def own_factory(*arguments: Any, **named: Any) -> Any:
+    """A user's."""
+    return pact_scheduler(*arguments, **named)
+
+
+@pytest.fixture
+def reporting_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The played worker says of itself what `KvpactWorker`, and a class that inherits from it, says."""
+    register = PactConnector.register_kv_caches
+
+    def register_and_watch(self: PactConnector, kv_caches: dict[str, Any]) -> None:
+        register(self, kv_caches)
+        self.cache_worker.watches_weights = True
+
+    monkeypatch.setattr(PactConnector, "register_kv_caches", register_and_watch)
+
+
+def test_without_kvpacts_classes_one_line_says_which_promises_fall_and_what_to_add(
+    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_serves(start())
+    [line] = warnings(caplog)
+    assert line.startswith(f"{WITHOUT}--worker-cls and --scheduler-cls, so ")
+    assert all(word in line for word in ("(P13)", "clear_cache=True", "WeightsExtension", "hits", "(exits)"))
+    assert line.endswith(f": add --worker-cls {KVPACT_WORKER} --scheduler-cls {PACT_SCHEDULER}, as kvpact serve does")
+
+
+@pytest.mark.parametrize("scheduler", [OwnScheduler, own_factory])
+def test_without_the_worker_class_alone_the_line_says_nothing_of_the_scheduler(
+    scheduler: Any, start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_serves(start(scheduler_class=scheduler))
+    [line] = warnings(caplog)
+    assert line.startswith(f"{WITHOUT}--worker-cls, so ")
+    assert line.endswith(f": add --worker-cls {KVPACT_WORKER}, as kvpact serve does")
+
+
+@pytest.mark.usefixtures("reporting_worker")
+def test_without_the_scheduler_class_alone_the_line_says_nothing_of_the_worker(
+    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_serves(start())
+    [line] = warnings(caplog)
+    assert line.startswith(f"{WITHOUT}--scheduler-cls, so ")
+    assert line.endswith(f": add --scheduler-cls {PACT_SCHEDULER}, as kvpact serve does")
+
+
+@pytest.mark.usefixtures("reporting_worker")
+@pytest.mark.parametrize("scheduler", [pact_scheduler, OwnScheduler, own_factory])
+def test_with_both_classes_or_heirs_of_them_there_is_no_such_line(
+    scheduler: Any, start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_serves(start(scheduler_class=scheduler, require="all"))
+    assert warnings(caplog) == []
+
+
+def test_where_kvpact_has_no_class_the_line_names_none(
+    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "classes_for", lambda platform, release: {})
+    start()
+    [line] = warnings(caplog)
+    assert line.endswith(": kvpact has none for this platform and release of vLLM")
+
+
+def test_an_engine_that_requires_kvpacts_classes_does_not_start_without_them(
+    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert OUR_CLASSES == {"--worker-cls": KVPACT_WORKER, "--scheduler-cls": PACT_SCHEDULER}
+    for settings in ({}, {"scheduler_class": KvpactScheduler}):
+        with pytest.raises(ConfigError, match=f'--worker-cls {KVPACT_WORKER}.*, or leave out "require": "all"$'):
+            start(require="all", **settings)
+    assert warnings(caplog) == []

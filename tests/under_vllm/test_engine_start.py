@@ -73,4 +73,5 @@ def test_an_engine_serves_on_without_the_tiers_that_cannot_be_used(
         assert len(lines) == 1, path
     assert len([line for line in log.splitlines() if str(full_disk) in line and "cannot" in line]) == 1
     assert 'kv_load_failure_policy is "fail"' in log
+    assert log.count("this engine was started without kvpact's --worker-cls and --scheduler-cls") == 1
     assert "Traceback" not in log

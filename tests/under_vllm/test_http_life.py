@@ -39,6 +39,9 @@ BLOCKS = 3
 SEEN_S = 2.5
 """Seconds in which engines see what others have stored: they look every second."""
 
+WITHOUT = "this engine was started without"
+"""What an engine logs that has not all of kvpact's classes."""
+
 PROMPTS = [prompt(1_300 + number, BLOCKS) for number in range(4)]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
@@ -67,7 +70,8 @@ class House:
         block = block_with("README.md", first_words)
         values = {"MODEL": MODEL, "8GiB": "64MiB", "/var/cache/kvpact": str(self.disk)}
         values["disk:///var/cache/kvpact?capacity=200GiB"] = f"disk://{self.disk}?capacity=1GiB"
-        (line,) = (line for line in filled_in(block.text, values).splitlines() if line.startswith(first_words))
+        lines = filled_in(block.text, values).replace("\\\n", " ").splitlines()
+        (line,) = (line for line in lines if line.startswith(first_words))
         return [*shlex.split(line, comments=True), *self.vllm_arguments]
 
     def start(self, command: list[str], **environment: str) -> Server:
@@ -153,6 +157,7 @@ def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, sta
     command = house.command("kvpact serve")
     server = start(command)
     answers = first_life(server)
+    assert WITHOUT not in server.log.read_text()
     server.kill()
     assert slabs_still_locked(house.disk) == []
     second_life(start(command), answers)
@@ -169,14 +174,37 @@ def test_two_ranks_of_kvpact_serve_are_killed_and_vllm_serve_answers_the_same_fr
     answers = first_life(server)
     server.kill()
     assert slabs_still_locked(house.disk) == []
+    again = start([*house.command("vllm serve"), *ranks], **{CORES: one_core_each(2)}, **with_metadata(house))
+    assert WITHOUT not in again.log.read_text()
+    second_life(again, answers)
+
+
+@pytest.mark.proof
+def test_h32_what_the_weights_computed_before_an_update_is_not_served_after_it(
+    house: House, start: Callable[..., Server]
+) -> None:
+    """The README's second command; nobody says a word of the update to kvpact, and only vLLM's own cache is reset."""
+    extension = "--worker-extension-cls=weights_extension.Overwrites"
+    environment = with_metadata(house, Path(__file__).parent)
+    server = start([*house.command("vllm serve"), extension], VLLM_SERVER_DEV_MODE="1", **environment)
+    asked = PROMPTS[0]
+    before = server.ask(asked)
+    server.post("reset_prefix_cache")
+    assert server.ask(asked).cached_tokens == BLOCKS * BLOCK, "kvpact has it"
+    server.post("collective_rpc", {"method": "overwrite_weights", "args": [1]})
+    server.post("reset_prefix_cache")
+    after = server.ask(asked)
+    assert after.cached_tokens == 0, "these are keys and values of the old weights"
+    assert not after.same_as(before)
+
+
+def with_metadata(house: House, *folders: Path) -> dict[str, str]:
+    """An environment with the metadata of a distribution called `vllm`, and these folders on Python's path."""
     metadata = house.directory / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(metadata.parents[1]), os.environ.get("PYTHONPATH", "")]),
-        CORES: one_core_each(2),
-    }
-    second_life(start([*house.command("vllm serve"), *ranks], **environment), answers)
+    paths = [*map(str, folders), str(metadata.parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def ask_replicas(server: Server, prompts: Sequence[list[int]]) -> list[list[Answer]]:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.digest_thread import MAX_JOBS, DigestThread
 from kvpact.identity.keys import BlockKeys, RequestIdentity
 from kvpact.testkit.vllm.played_engine import PlayedEngine, answer
+from kvpact.tiers.disk.slab import Slab
 from kvpact.vllm import content_digests, request_identity
 from kvpact.vllm.media_contents import MediaContents
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
@@ -589,6 +591,40 @@ def test_h24_h68_embeddings_are_served_once_their_digest_is_known(
         engine.forget()
     engine.close()
     assert cached == ([0, 4 * 16, 0] if prepare_deadline == "30s" else [0, 0, 0])
+
+
+def test_p11_a_digest_that_takes_long_and_a_tier_that_hangs_have_one_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest takes 40 s of the 60 s that a request may wait, and 20 s later the engine computes it."""
+    bits, length = torch.rand(4 * 16 + 5, 8).to(torch.bfloat16), 4 * 16 + 5
+    brought = {"prompt_embeds": bits, "prompt_is_token_ids": [False] * length}
+    settings = {"tiers": [f"disk://{tmp_path}?capacity=1MiB"], "prepare_deadline": "60s"}
+    with closing(PlayedEngine(tmp_path / "before", **settings)) as before:
+        before.generate([0] * length, **brought)
+    digest, asked, read, monotonic, later = *[threading.Event() for _ in range(3)], time.monotonic, [0.0]
+
+    def hangs(*_: Any) -> None:
+        asked.set()
+        read.wait(60)
+
+    monkeypatch.setattr(
+        request_identity, "embedding_digests", lambda *all: digest.wait(60) and content_digests.embedding_digests(*all)
+    )
+    monkeypatch.setattr(Slab, "read_payloads", hangs)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later[0])
+    with closing(PlayedEngine(tmp_path / "engine", **settings)) as engine:
+        played = engine.add([0] * length, **brought)
+        assert engine.step() == 0, "it waits for its identity"
+        later[0] = 40.0
+        digest.set()
+        while not asked.is_set():
+            assert engine.step() == 0, "it waits for the tier"
+        later[0] = 60.0
+        assert engine.step() == length, "it waits for nothing any more"
+        read.set()
+        engine.run()
+        assert played.said == answer([0] * length, 3)
 
 
 # All together

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.cache.weights_watch import BLIND, WeightsWatch
+from kvpact.cache.weights_watch import WeightsWatch
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.notices import NoticeWriter
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
@@ -342,23 +342,3 @@ def test_attaching_the_same_memory_again_does_nothing(engine: PlayedEngine, capl
     assert engine.connector.scheduler_side.cache is cache
     assert [record for record in caplog.records if record.name.startswith("kvpact")] == []
     assert cached_blocks(engine) == BLOCKS
-
-
-def test_without_the_worker_class_one_warning_says_what_is_not_seen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    PlayedEngine(tmp_path / "blind").close()
-    assert [record.getMessage() for record in caplog.records].count(BLIND) == 1
-    assert "clear_cache=True" in BLIND
-    caplog.clear()
-    from kvpact.vllm.connector import PactConnector
-
-    register = PactConnector.register_kv_caches
-
-    def watched(self: PactConnector, kv_caches: dict[str, Any]) -> None:
-        register(self, kv_caches)
-        self.cache_worker.watches_weights = True
-
-    monkeypatch.setattr(PactConnector, "register_kv_caches", watched)
-    PlayedEngine(tmp_path / "watched").close()
-    assert BLIND not in [record.getMessage() for record in caplog.records]

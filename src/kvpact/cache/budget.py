@@ -37,8 +37,8 @@ class Waiter(Protocol):
 
     was_answered: bool
     """Whether the last probe got an answer, and not "ask again later"."""
-    turn_by: float | None
-    """Time until which its probes may be put off to a later step; None before one is."""
+    waits_until: float | None
+    """Time until which it may be told "ask again later", for whatever reason; None before it is."""
 
 
 class StepBudget:
@@ -87,8 +87,8 @@ class StepBudget:
         Those that ask no shared tiers as `has_time_for` says; the others so:
 
         A step answers probes while it is within its budget. After a step that answered none, the first probe is
-        answered in any case. A request is put off for at most `timeout` seconds; then twice the budget counts, and if
-        that is spent too, the request is not prepared.
+        answered in any case. A request is put off for at most `timeout` seconds from when it was first told to ask
+        later; then twice the budget counts, and if that is spent too, the request is not prepared.
         """
         if not asks_shared:
             return Turn.NOW if self.has_time_for(waiter) else Turn.LATER
@@ -97,8 +97,8 @@ class StepBudget:
         spent = self.spent
         if spent > self.limit and (self._probes or not self._owes_probe):
             now = monotonic()
-            waiter.turn_by = waiter.turn_by or now + timeout
-            if now < waiter.turn_by:
+            waiter.waits_until = waiter.waits_until or now + timeout
+            if now < waiter.waits_until:
                 self._put_off += 1
                 return Turn.LATER
             if spent > 2 * self.limit:

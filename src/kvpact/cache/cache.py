@@ -178,6 +178,10 @@ class PactCache(ExternalCache):
         self.saves.note_probe(request.request_id, record, num_computed_tokens)
         self._planner.decline(request, record, num_computed_tokens)
 
+    def put_off_external_match(self, request: EngineRequest) -> None:
+        """See `ExternalCache`: from now on tiers have `prepare_deadline` for the request."""
+        self._planner.begin_waiting(self._requests.of(request))
+
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """See `ExternalCache`; if so, the request's plan is renewed."""
         return self._planner.still_waits(request_id, self._requests.live.get(request_id), num_computed_tokens)

@@ -77,8 +77,8 @@ class Finder:
             if known > start and not self._may_go_on(names.keys):
                 break
             if made and deadline > -inf and self.budget.exhausted:
-                return None
-            if known > start and self.clock() >= deadline > -inf:
+                if self.clock() < deadline:
+                    return None
                 break
             names.extend(request.token_ids, min(end, max(known, start) + piece))
             made = True

@@ -13,7 +13,7 @@ from kvpact.cache.budget import StepBudget
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
 from kvpact.cache.open import open_cache
 from kvpact.cache.stats_file import StatsFile
-from kvpact.cache.weights_watch import BLIND, WeightsWatch
+from kvpact.cache.weights_watch import WeightsWatch
 from kvpact.config import KvpactConfig
 from kvpact.contract import SupportsStepLookup
 from kvpact.identity.adapter_digests import AdapterDigests
@@ -84,8 +84,6 @@ class MountedCache:
         notices = [segment.notice for segment in attached]
         self.weights = WeightsWatch(notices, self.cache)
         adapters.bind(LoadedAdapters(notices))
-        if not all(hello.watches_weights for hello in hellos):
-            logger.warning(BLIND)
         self._stats_file = StatsFile(config.stats_file, replica) if config.stats_file else None
         logger.info(
             "kvpact: %d slots of %d bytes in memory, %d tier(s) below, namespace %s",

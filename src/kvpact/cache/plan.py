@@ -86,6 +86,11 @@ class Planner:
             self.ledger.renew(plan, now)
         return True
 
+    def begin_waiting(self, state: RequestState) -> None:
+        """The request is told "ask again later": its deadline begins, unless it has begun."""
+        if state.waits_until is None:
+            state.waits_until = self.clock() + self.config.prepare_deadline
+
     def prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`: a match, or None for "ask again later"."""
         state.was_put_off, state.put_off, state.waits_at = state.put_off, False, None
@@ -127,7 +132,8 @@ class Planner:
             return self._match(plan)
         keys = self.finder.usable_keys(request, state, start)
         if keys is None:
-            state.put_off, state.waits_until = True, state.waits_until or now + self.config.prepare_deadline
+            state.put_off = True
+            self.begin_waiting(state)
             return None
         if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(_why_so_few(state, len(keys))))
@@ -203,7 +209,7 @@ class Planner:
         state.put_off = decision.put_off
         if probe.plan is None:
             self.exits.end_plan(probe.request_id, EndReason.SUPERSEDED)
-            state.waits_until = state.waits_until or probe.now + self.config.prepare_deadline
+            self.begin_waiting(state)
 
     def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
         """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room."""
@@ -266,8 +272,8 @@ class Planner:
     def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
         state, keys, now = probe.state, probe.keys, probe.now
         self._count_lookup(state, blocks.start, True if promised else None)
-        if not promised and state.waits_until is None:
-            state.waits_until = now + self.config.prepare_deadline
+        if not promised:
+            self.begin_waiting(state)
         self.index.touch(keys[blocks.end - 1])
         slots, leases = (
             self._lease(probe, blocks) if promised else (PlanSlots(), [self.index.pin(keys[blocks.end - 1])])

@@ -14,14 +14,6 @@ from kvpact.identity.notices import Notice, NoticeReader
 
 logger = logging.getLogger(__name__)
 
-BLIND = (
-    "kvpact: the workers do not say when their weights change: add --worker-cls kvpact.vllm.worker.KvpactWorker, which "
-    "kvpact serve does by itself. Without it only a reset is seen: pause with clear_cache=True (or "
-    "reset_prefix_cache(reset_connector=True)) before weights are updated, resume afterwards, or old keys and values "
-    "are served for the new weights"
-)
-"""Logged once at the start of such an engine."""
-
 
 class WeightsWatch:
     """Begins a new epoch of `cache` whenever the weights may have changed.

@@ -102,8 +102,9 @@ def serve(
 def config(memory: MemoryOption = None, tier: TierOption = None, config: ConfigOption = None) -> None:
     """Print the JSON for --kv-transfer-config, checked.
 
-    Merges the options with the environment (KVPACT_*) and the file. Tiers whose URLs hold a password are left out; one
-    line on standard error names the variable from which vLLM's process gets them.
+    Merges the options with the environment (KVPACT_*) and the file. Standard error says which two options vLLM needs
+    beside it. Tiers whose URLs hold a password are left out; one line there names the variable from which vLLM's
+    process gets them.
     """
     from kvpact.cli.serve import chosen_settings
     from kvpact.cli.transfer_config import print_configuration

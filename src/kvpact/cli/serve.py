@@ -18,11 +18,9 @@ from typing import Final, NoReturn
 from kvpact.cli import vllm_command
 from kvpact.config import CONFIG_FILE_VARIABLE, ENVIRONMENT_PREFIX, load_config
 from kvpact.errors import ConfigError
+from kvpact.vllm.compat.platforms import OUR_CLASSES
 
 COMMAND_LINE: Final = "the command line"
-
-OUR_CLASSES: Final = (("--scheduler-cls", vllm_command.SCHEDULER), ("--worker-cls", vllm_command.WORKER))
-"""vLLM's options for classes of its own, and kvpact's, which are used unless the user names others."""
 
 
 def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, object]:
@@ -56,15 +54,13 @@ def serve_model(
     settings = chosen_settings(memory, tiers)
     # Checked here, so that a mistake is one line and not a traceback of the engine.
     load_config(settings, environment, extra_source=COMMAND_LINE)
-    for option, ours_by_default in OUR_CLASSES:
-        if not _names(option, vllm_arguments):
-            vllm_arguments = [option, ours_by_default, *vllm_arguments]
+    classes = [word for option in OUR_CLASSES.items() if not _names(option[0], vllm_arguments) for word in option]
     ours = load_config(settings, {})
     secrets = ours.secret_keys()
     if "tiers" in secrets:
         environment[f"{ENVIRONMENT_PREFIX}TIERS"] = " ".join(tier.url for tier in ours.tiers)
     connector = ours.to_connector_json(without=secrets)
-    command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *vllm_arguments]
+    command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *classes, *vllm_arguments]
     sys.stdout.flush()
     os.execve(command[0], command, environment)
 

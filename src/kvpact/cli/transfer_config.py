@@ -1,4 +1,4 @@
-"""`kvpact config`: the value of vLLM's `--kv-transfer-config`, without secrets.
+"""`kvpact config`: the value of vLLM's `--kv-transfer-config`, without secrets, and vLLM's other two options.
 
 Owns the messages about secrets: every user of the machine can read vLLM's command line, and vLLM logs the value.
 """
@@ -12,10 +12,11 @@ from pathlib import Path
 from kvpact.cli.serve import COMMAND_LINE
 from kvpact.config import KvpactConfig, load_with_variables
 from kvpact.errors import ConfigError
+from kvpact.vllm.compat.platforms import OUR_CLASSES
 
 
 def print_configuration(settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None) -> None:
-    """Print the settings, and for each key with a secret the variable from which the engine reads its value.
+    """Print the settings; on standard error kvpact's classes, and the variables from which the engine reads secrets.
 
     Raises:
         ConfigError: the configuration is wrong, or a secret is on the command line, where no engine can read it.
@@ -24,6 +25,8 @@ def print_configuration(settings: Mapping[str, object], environ: Mapping[str, st
     refuse_secrets_of_the_command_line(config, variables)
     secrets = sorted(config.secret_keys())
     print(config.to_connector_json(without=secrets))
+    classes = " ".join(f"{option} {name}" for option, name in OUR_CLASSES.items())
+    print(f"kvpact: start vLLM with {classes} too, as kvpact serve does", file=sys.stderr)
     for key in secrets:
         print(
             f"kvpact: {key} holds a secret and is not printed; start vLLM with {variables[key]} in its environment",

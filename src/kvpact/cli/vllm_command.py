@@ -24,17 +24,10 @@ from os import PathLike
 from types import ModuleType
 from typing import Any, Final
 
-from kvpact.vllm.compat.platforms import platform_kind
-from kvpact.vllm.compat.releases import is_known
+from kvpact.vllm.compat.platforms import OUR_CLASSES, classes_for
 
 PACKAGE: Final = "vllm"
 """The package, and the distribution that vLLM asks for."""
-
-WORKER: Final = "kvpact.vllm.worker.KvpactWorker"
-"""The default class of vLLM's workers under `kvpact serve`: it reports changes of the weights."""
-
-SCHEDULER: Final = "kvpact.vllm.scheduler.pact_scheduler"
-"""The default of vLLM's scheduler under `kvpact serve`: it says which matches it does not take."""
 
 
 class BuildOfVllm(Distribution):
@@ -84,27 +77,13 @@ def answer_for_vllm() -> None:
             sys.meta_path.append(_Finder(BuildOfVllm(distribution(owner))))
 
 
-def without_unknown_worker(arguments: Sequence[str], platform: Any) -> list[str]:
-    """The arguments, without our worker class where the platform has none; then with one warning."""
-    kept = without(arguments, "--worker-cls", WORKER) if platform_kind(platform) is None else list(arguments)
-    if len(kept) < len(arguments):
-        print(
-            f"kvpact: there is no worker class of kvpact's for the platform {platform.device_name!r}, so nobody says "
-            "when weights change: see docs/weights.md",
-            file=sys.stderr,
-        )
-    return kept
+def with_classes_that_fit(arguments: Sequence[str], platform: Any, version: str) -> list[str]:
+    """The arguments, without those of our classes that this platform or release has none of.
 
-
-def without_unknown_scheduler(arguments: Sequence[str], platform: Any, version: str) -> list[str]:
-    """The arguments, without our scheduler class where the platform may choose its own, or the release is unknown."""
-    fits = platform_kind(platform) is not None and is_known(version)
-    return list(arguments) if fits else without(arguments, "--scheduler-cls", SCHEDULER)
-
-
-def without(arguments: Sequence[str], option: str, value: str) -> list[str]:
-    """The arguments without each `option value`."""
-    places = {place for place, pair in enumerate(pairwise(arguments)) if pair == (option, value)}
+    The connector says at its start which promises fall then.
+    """
+    others = OUR_CLASSES.items() - classes_for(platform, version).items()
+    places = {place for place, pair in enumerate(pairwise(arguments)) if pair in others}
     return [argument for place, argument in enumerate(arguments) if not {place, place - 1} & places]
 
 
@@ -115,8 +94,7 @@ def main() -> None:
         from vllm import __version__
         from vllm.platforms import current_platform
 
-        arguments = without_unknown_worker(sys.argv[1:], current_platform)
-        sys.argv[1:] = without_unknown_scheduler(arguments, current_platform, __version__)
+        sys.argv[1:] = with_classes_that_fit(sys.argv[1:], current_platform, __version__)
     sys.argv[0] = PACKAGE  # the first word of its messages and usage text
     from vllm.entrypoints.cli.main import main as vllm_main
 

@@ -6,7 +6,8 @@ Owns the settings under which kvpact's promises hold.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from kvpact.config import KvpactConfig, check_cache
 from kvpact.errors import ConfigError
@@ -15,12 +16,26 @@ from kvpact.vllm.compat.configuration import (
     may_sleep,
     takes_scales_from_a_prompt,
 )
-from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER
+from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER, OUR_CLASSES, classes_for
 from kvpact.vllm.compat.releases import is_known
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
 from kvpact.vllm.groups import EngineGroups, engine_groups
+from kvpact.wire import WorkerHandshake
 
 logger = logging.getLogger(__name__)
+
+FALLS_WITHOUT: Final = {
+    "--worker-cls": (
+        "the weights may change unseen and old keys and values be served for new weights (P13), unless each update "
+        "begins with a pause with clear_cache=True or reset_prefix_cache(reset_connector=True) and ends with a resume, "
+        "or is announced through --worker-extension-cls kvpact.vllm.worker.WeightsExtension"
+    ),
+    "--scheduler-cls": (
+        "vLLM's counts of external hits hold loads that failed, and a match that it does not take ends late and "
+        "without its reason (exits)"
+    ),
+}
+"""Option of `OUR_CLASSES` -> what an engine without that class does not keep."""
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None = None) -> EngineGroups:
@@ -69,6 +84,30 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
             f"context parallelism of {context_parallel} is not supported; blocks are then split over ranks"
         )
     return engine_groups(vllm_config, kv_cache_config)
+
+
+def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, is_told_of_exits: bool) -> None:
+    """Log one line if the engine was started without kvpact's classes: what falls, and what to add.
+
+    Raises ConfigError instead if the configuration requires them. Decided by what the workers and the scheduler have
+    said of themselves, so classes that inherit from kvpact's count. `is_told_of_exits`: whether the scheduler's has.
+    """
+    present = {"--worker-cls": all(hello.watches_weights for hello in hellos), "--scheduler-cls": is_told_of_exits}
+    missing = [option for option in OUR_CLASSES if not present[option]]
+    if not missing:
+        return
+    import vllm
+    from vllm.platforms import current_platform
+
+    fitting = classes_for(current_platform, str(vllm.__version__))
+    added = " ".join(f"{option} {fitting[option]}" for option in missing if option in fitting)
+    falls = "; and ".join(FALLS_WITHOUT[option] for option in missing)
+    said = f"this engine was started without kvpact's {' and '.join(missing)}, so {falls}: " + (
+        f"add {added}, as kvpact serve does" if added else "kvpact has none for this platform and release of vLLM"
+    )
+    if config.require == "all":
+        raise ConfigError(f'{said}, or leave out "require": "all"')
+    logger.warning("kvpact: %s", said)
 
 
 def check_settings(config: KvpactConfig, vllm_config: Any, groups: EngineGroups | None = None) -> None:

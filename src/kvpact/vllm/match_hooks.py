@@ -41,6 +41,10 @@ class MatchHooks:
 
     # The pact: see `SupportsExternalMatch`
 
+    def pact_scheduler_bound(self) -> None:
+        """The engine's scheduler speaks the pact: `kvpact.vllm.scheduler` says so when it begins."""
+        self.scheduler_side.is_told_of_exits = True
+
     @guarded(lambda: _NO_MATCH)
     def prepare_external_match(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
         """Prepare a match."""

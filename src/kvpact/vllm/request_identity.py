@@ -83,8 +83,8 @@ class VllmRequest:
     """Whether a match of this request could not be ordered; then the request is offered none again (H09)."""
     was_answered: bool = False
     """See `Waiter`."""
-    turn_by: float | None = None
-    """See `Waiter`."""
+    waits_until: float | None = None
+    """See `Waiter`: one deadline for its identity, for its turn in a step and for tiers (P11)."""
     _identity: RequestIdentity | None = None
     _is_open: bool = True
     """Whether a digest on which the identity depends is still under way."""
@@ -92,7 +92,6 @@ class VllmRequest:
     """The number of media items, and the revision of what is known, when the identity was read."""
     _known_end: int | None = None
     """Tokens before the first new media item that is not in `_identity`."""
-    _wait_until: float | None = None
     _adapter: tuple[AdapterUse, Pending[AdapterFound]] | None = None
     _media: list[MediaContent | None] = field(default_factory=list)
     _embeddings: Pending[dict[int, bytes]] | None = None
@@ -140,7 +139,7 @@ class VllmRequest:
         return self._known_media()[: len(known.media)] == list(known.media)
 
     def waits_for_identity(self, timeout: float, now: float) -> bool:
-        """Whether to ask again later because a digest is under way; for at most `timeout` seconds from the first time.
+        """Whether to ask again later because a digest is under way; for at most `timeout` seconds in all.
 
         What the engine computes meanwhile would have no identity. `now` is in seconds. A request that could not be
         served anything, such as a prompt of one block, does not wait.
@@ -149,9 +148,9 @@ class VllmRequest:
             return False
         if len(self.token_ids) <= self._identities.block_size:
             return False
-        if self._wait_until is None:
-            self._wait_until = now + max(timeout, MIN_WAIT_SECONDS)
-        return now < self._wait_until
+        if self.waits_until is None:
+            self.waits_until = now + max(timeout, MIN_WAIT_SECONDS)
+        return now < self.waits_until
 
     @property
     def may_load(self) -> bool:

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.matches import diffusion_scheduler, step_hits
-from kvpact.vllm.compat.objects import set_hit_sources
+from kvpact.vllm.compat.objects import connectors_of, set_hit_sources
 from kvpact.vllm.exits import EngineExits
 
 
@@ -55,6 +55,9 @@ class _SpeaksThePact(_CountsWhatWasUsed):
         if self.connector is not None:
             exits = EngineExits(self)
             self.exits = exits if exits.trackers else None
+            for each in connectors_of(self.connector):
+                if (bound := getattr(each, "pact_scheduler_bound", None)) is not None:
+                    bound()
             room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
             self._spare_room = max(0, room - self.max_num_scheduled_tokens)
 

@@ -18,6 +18,7 @@ from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, S
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.metrics import Metrics
 from kvpact.tiers.registry import load_seal
+from kvpact.vllm.checks import check_classes
 from kvpact.vllm.compat.configuration import runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
 from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
@@ -60,6 +61,8 @@ class SchedulerSide:
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
         self._ranks = 0
         self._stats: StatsCollector | None = None
+        self.is_told_of_exits = False
+        """Whether the engine's scheduler says what becomes of each match."""
 
     @property
     def cache(self) -> ExternalCache | None:
@@ -78,6 +81,7 @@ class SchedulerSide:
         if self.mounted is not None and self.mounted.segments == [hello.segment for hello in hellos]:
             return
         require_hooks(self._config, hellos)
+        check_classes(self._config, hellos, is_told_of_exits=self.is_told_of_exits)
         self._end_cache()
         shared = self._identities.adapters, self._seal, self._metrics, self._budget
         self.mounted = mount(self._vllm_config, self._config, hellos, self._groups, *shared)
@@ -123,10 +127,18 @@ class SchedulerSide:
         cache = self.mounted.cache
         if cache.still_waits(view.request_id, num_computed_tokens):
             return None
-        if view.waits_for_identity(self._config.prepare_deadline, time.monotonic()):
+        has_waited = view.waits_until is not None
+        match = self._ask(cache, view, num_computed_tokens)
+        if match is None and not has_waited:
+            view.waits_until = view.waits_until or time.monotonic() + self._config.prepare_deadline
+            cache.put_off_external_match(view)
+        return match
+
+    def _ask(self, cache: ExternalCache, view: VllmRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        deadline = self._config.prepare_deadline
+        if view.waits_for_identity(deadline, time.monotonic()):
             view.was_answered = False
             return None
-        deadline = self._config.prepare_deadline
         turn = self._budget.turn_of(view, deadline, asks_shared=cache.asks_shared)
         if turn is Turn.LATER:
             return None
@@ -136,13 +148,13 @@ class SchedulerSide:
         try:
             match = cache.prepare_external_match(view, num_computed_tokens)
         except Exception:
-            cache.abort_external_match(request.request_id, None, "error")
+            cache.abort_external_match(view.request_id, None, "error")
             raise
         view.was_answered = match is not None
         if match is None:
             return None
         if match.load_kv_async and self._groups.several and not TAKES_FAILED_REQUESTS:
-            cache.abort_external_match(request.request_id, match, "asynchronous")  # if it failed, nobody could say so
+            cache.abort_external_match(view.request_id, match, "asynchronous")  # if it failed, nobody could say so
             return NO_MATCH
         if match.num_tokens:
             view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
@@ -172,6 +184,8 @@ class SchedulerSide:
             self.context.update_state_after_alloc(request, blocks)
         view, mounted = self._view(request), self.mounted
         answer, view.answer = view.answer, None
+        if num_tokens:
+            view.waits_until = None
         if answer is None or mounted is None:
             return 0
         epochs, accepted = mounted.weights.epochs, 0

@@ -1,7 +1,7 @@
-"""vLLM's own worker class for each platform.
+"""vLLM's own worker class for each platform, and kvpact's classes in the place of vLLM's.
 
-Owns the table; imports a worker's module only when the class is asked for, so that a front end can ask whether there is
-one.
+Owns the tables; imports a worker's module only when the class is asked for, so that a front end can ask whether there
+is one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from kvpact.errors import ConfigError
+from kvpact.vllm.compat.releases import is_known
 
 BASE_WORKERS = {
     "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
@@ -22,12 +23,25 @@ names."""
 
 
 KVPACT_WORKER = "kvpact.vllm.worker.KvpactWorker"
-"""What a user names instead."""
+"""What a user names instead: it reports changes of the weights."""
+
+PACT_SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
+"""What a user names as the scheduler's class: it says which matches it does not take."""
+
+OUR_CLASSES = {"--worker-cls": KVPACT_WORKER, "--scheduler-cls": PACT_SCHEDULER}
+"""vLLM's options for classes of its own, and kvpact's: what `kvpact serve` gives beside `--kv-transfer-config`."""
 
 
 def platform_kind(platform: Any) -> str | None:
     """vLLM's platform, as a key of `BASE_WORKERS`; None for another one."""
     return next((name for name in BASE_WORKERS if getattr(platform, f"is_{name}")()), None)
+
+
+def classes_for(platform: Any, release: str) -> dict[str, str]:
+    """Those of `OUR_CLASSES` that fit: no worker where vLLM's is unknown, and no scheduler on an unknown release."""
+    if platform_kind(platform) is None:
+        return {}
+    return dict(OUR_CLASSES) if is_known(release) else {"--worker-cls": KVPACT_WORKER}
 
 
 def base_worker(platform: Any) -> Any:
@@ -42,4 +56,4 @@ def base_worker(platform: Any) -> Any:
     return getattr(import_module(module), name)
 
 
-__all__ = ["BASE_WORKERS", "KVPACT_WORKER", "base_worker", "platform_kind"]
+__all__ = ["BASE_WORKERS", "KVPACT_WORKER", "OUR_CLASSES", "base_worker", "classes_for", "platform_kind"]

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Runs the tests that need no engine on another Python: scripts/test_other_python.sh VERSION, such as 3.13.
+#
+# They run in .venv-VERSION, which scripts/setup_venv.sh makes without vLLM; a test that needs vLLM or torch skips itself
+# there. Where the machine has no such Python one line says so, and nothing has been tested: CI counts no test then.
+set -eu
+cd "$(dirname "$0")/.."
+version=$1
+folders="cache engine identity index memory worker" # two minutes on two cores
+
+if ! python=$(./scripts/find_python.sh "$version" 2>/dev/null); then
+    echo "[test-$version] NOT RUN: this machine has no Python $version with its venv module (neither python$version nor pyenv has it)"
+    exit
+fi
+export KVPACT_VENV=.venv-$version PYTHON=$python
+./scripts/setup_venv.sh dev
+"$KVPACT_VENV/bin/python" -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(printf 'tests/%s ' $folders)
