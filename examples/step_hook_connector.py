@@ -77,6 +77,7 @@ def main() -> None:
             dtype="float32",  # in 16 bits, computing one token or many may decide between two near tokens
             enforce_eager=True,
             worker_cls="kvpact.vllm.worker.KvpactWorker",
+            scheduler_cls="kvpact.vllm.scheduler.pact_scheduler",  # counts what the workers found
             kv_transfer_config=KVTransferConfig(
                 kv_connector="StepExampleConnector",
                 kv_connector_module_path="step_hook_connector",
@@ -88,7 +89,8 @@ def main() -> None:
         for attempt in ("computed", "found in files"):
             llm.reset_prefix_cache()
             (output,) = llm.generate(TokensPrompt(prompt_token_ids=tokens), SamplingParams(temperature=0, max_tokens=8))
-            print(f"{attempt}: {len(tokens)} tokens, answer {output.outputs[0].token_ids}")
+            found = output.num_cached_tokens
+            print(f"{attempt}: {len(tokens)} tokens, {found} not computed, answer {output.outputs[0].token_ids}")
 
 
 if __name__ == "__main__":

@@ -56,13 +56,15 @@ def test_the_page_on_configuration_starts_an_engine(tiny_model: Path, tmp_path: 
 
 
 def test_the_page_on_the_worker_hook_serves_another_connector(tiny_model: Path) -> None:
-    """The second answer was found in files when its step began, and is the first one."""
+    """The second answer was found in files when its step began, is the first one, and vLLM counts what was found."""
     text = filled_in(block_with("docs/worker-hook.md", "examples/step_hook").text, {"MODEL": str(tiny_model)})
     program, *arguments = text.split()
     assert program == "python"
-    lines = [line for line in run_python(ROOT, *arguments).splitlines() if " tokens, answer " in line]
-    assert [line.partition(":")[0] for line in lines] == ["computed", "found in files"]
-    assert len({line.partition(":")[2] for line in lines}) == 1
+    said = re.findall(r"(.+): (\d+) tokens, (\d+) not computed, answer (.+)", run_python(ROOT, *arguments))
+    assert [attempt for attempt, *_ in said] == ["computed", "found in files"]
+    (_, tokens, none, first), (_, _, found, second) = said
+    assert (int(none), int(found)) == (0, int(tokens) // BLOCK * BLOCK), "files hold whole blocks"
+    assert first == second
 
 
 def test_the_second_run_of_the_offline_example_finds_the_first_ones_blocks(

@@ -1,4 +1,7 @@
-"""`before_update_states` on a real engine, through `worker_cls`, for connectors that have nothing to do with kvpact."""
+"""`before_update_states` on a real engine, through `worker_cls`, for connectors that have nothing to do with kvpact.
+
+They count nothing: what a step skipped is told and counted by `kvpact.vllm.scheduler`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from step_answers import Seen
+
 from engines import BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output
+from scene_host import SceneHost
 
 HERE = Path(__file__).parent
 KV_BLOCKS = 10
@@ -34,6 +40,7 @@ class StepEngine:
         }
         arguments = {
             "worker_cls": "kvpact.vllm.worker.KvpactWorker",
+            "scheduler_cls": "kvpact.vllm.scheduler.pact_scheduler",
             "tensor_parallel_size": 2,
             "num_gpu_blocks_override": KV_BLOCKS,
             "max_model_len": 8 * BLOCK,
@@ -45,13 +52,23 @@ class StepEngine:
         }
         self.process = ForkedEngine(EngineSettings(model, transfer, arguments, environment), directory / "log")
 
+    counted_hits = 0
+    """What vLLM added to its counter of external hits for the last question, in tokens."""
+
     def ask(self, *prompts: list[int], max_tokens: int = 4, faults: str = "", local: bool = False) -> list[Output]:
         """Answers to all prompts in one batch, without the engine's own prefix cache unless `local`."""
         if not local:
             self.process.reset_prefix_cache()
         (self.control / "faults").write_text(faults)
         (self.control / "said").write_text("")
-        return self.process.generate(prompts, max_tokens=max_tokens, together=True)
+        before = self._hits
+        outputs = self.process.generate(prompts, max_tokens=max_tokens, together=True)
+        self.counted_hits = self._hits - before
+        return outputs
+
+    @property
+    def _hits(self) -> int:
+        return int(self.process.metrics()["vllm:external_prefix_cache_hits"])
 
     def said(self, name: str, rank: int = 0) -> list[Any]:
         """What happened under this name since the last question, on one rank where that matters."""
@@ -84,9 +101,9 @@ def test_what_the_worker_supplies_is_not_computed_and_the_answer_is_that_of_a_lo
     assert without_decoding(engine.said("computed")) == [17]
     assert without_decoding(engine.said("computed", rank=1)) == [17]
     assert engine.said("hits") == [[[3 * BLOCK], [3 * BLOCK]]], "both ranks tell the scheduler, once"
-    assert hit.cached_tokens == 0, "stock vLLM counts cached tokens when it schedules"
+    assert (first.cached_tokens, hit.cached_tokens, engine.counted_hits) == (0, 3 * BLOCK, 3 * BLOCK)
     (local,) = engine.ask(tokens, local=True)
-    assert local.cached_tokens == 3 * BLOCK
+    assert (local.cached_tokens, engine.counted_hits) == (3 * BLOCK, 0)
     assert hit.same_answer(local)
     assert hit.tokens == first.tokens
 
@@ -107,6 +124,7 @@ def test_any_number_of_tokens_can_be_supplied(engine: StepEngine, claim: int, co
     assert without_decoding(engine.said("computed")) == [401]
     (hit,) = engine.ask(tokens, faults=f"claim={claim}")
     assert without_decoding(engine.said("computed")) == [computed]
+    assert hit.cached_tokens == engine.counted_hits == 401 - computed
     assert hit.tokens == first.tokens
 
 
@@ -125,6 +143,7 @@ def test_every_part_of_a_long_prompt_is_served(engine: StepEngine) -> None:
     assert without_decoding(engine.said("computed")) == [4 * BLOCK, 2 * BLOCK + 17]
     (hit,) = engine.ask(tokens)
     assert engine.said("hits") == [[[4 * BLOCK - 1]] * 2, [[2 * BLOCK]] * 2]
+    assert hit.cached_tokens == engine.counted_hits == 6 * BLOCK - 1
     assert without_decoding(engine.said("computed")) == [17]
     assert hit.tokens == first.tokens
 
@@ -134,6 +153,7 @@ def test_h43_ranks_skip_what_all_of_them_have(engine: StepEngine) -> None:
     (first,) = engine.ask(tokens)
     (hit,) = engine.ask(tokens, faults="second_rank=130")
     assert engine.said("hits") == [[[130], [130]]]
+    assert hit.cached_tokens == engine.counted_hits == 130, "of both ranks together once"
     assert without_decoding(engine.said("computed")) == [271]
     assert hit.tokens == first.tokens
 
@@ -144,6 +164,7 @@ def test_h13_a_hook_that_fails_costs_its_hits(engine: StepEngine) -> None:
     (again,) = engine.ask(tokens, faults="raise")
     assert without_decoding(engine.said("computed")) == [401]
     assert engine.said("hits") == []
+    assert again.cached_tokens == engine.counted_hits == 0
     assert again.same_answer(first)
 
 
@@ -153,10 +174,61 @@ def test_h90_preempted_requests_come_back_and_are_served_again(engine: StepEngin
     together = engine.ask(*prompts, max_tokens=60)
     assert engine.said("preempted"), "the scene is too easy"
     assert len(engine.said("hits")) > 2
+    assert sum(output.cached_tokens for output in together) == engine.counted_hits == 4 * 3 * BLOCK
     for output, expected in zip(together, alone, strict=True):
         assert output.finish_reason == "length"
         assert len(output.tokens) == 60
         assert output.tokens == expected.tokens
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SceneHost]:
+    with SceneHost(tmp_path_factory.mktemp("scenes") / "log", ("step_scenes",)) as host:
+        yield host
+
+
+@pytest.fixture
+def play(host: SceneHost, tiny_model: Path, tmp_path: Path) -> Callable[..., Seen]:
+    """Runs the scene on an engine in one process with these arguments."""
+
+    def run(**arguments: Any) -> Seen:
+        seen: Seen = host.run("step_scenes:hits", tiny_model, tmp_path, arguments)
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one step at a time", "asynchronous scheduling"])
+def test_h70_hits_are_told_and_counted_and_after_a_preemption_apart(play: Callable[..., Seen], overlap: bool) -> None:
+    seen = play(async_scheduling=overlap)
+    assert seen.scheduler == ("KvpactAsyncScheduler" if overlap else "KvpactScheduler")
+    assert seen.told == [0, 3 * BLOCK, 3 * BLOCK]
+    assert seen.hits == 2 * 3 * BLOCK
+    assert seen.hits_by_source == {"external_unspecified": seen.hits}
+    assert seen.hits_again == (3 + 12) * BLOCK, "of the two requests that were preempted"
+    assert seen.wanted - seen.computed == seen.hits + seen.hits_again
+    assert seen.answers[0] == seen.answers[1], "the hits are right"
+
+
+def test_on_vllms_own_scheduler_hits_are_neither_told_nor_counted(play: Callable[..., Seen]) -> None:
+    """As docs/worker-hook.md says: the connector would have to count them itself."""
+    seen = play(scheduler_cls=None)
+    assert seen.scheduler == "Scheduler"
+    assert seen.told == [0, 0, 0]
+    assert seen.hits == seen.hits_again == 0
+    assert seen.wanted - seen.computed == (2 * 3 + 3 + 12) * BLOCK
+    assert seen.answers[0] == seen.answers[1]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one step at a time", "asynchronous scheduling"])
+@pytest.mark.parametrize("room", [4 * BLOCK, 16 * BLOCK], ids=["no room", "room"])
+def test_what_steps_skipped_is_budget_again_where_more_tokens_fit_than_are_scheduled(
+    play: Callable[..., Seen], room: int, overlap: bool
+) -> None:
+    """One request is served beside a long one that is computed in parts of the step."""
+    seen = play(max_num_scheduled_tokens=4 * BLOCK, max_num_batched_tokens=room, async_scheduling=overlap)
+    assert max(seen.steps) == 4 * BLOCK + (3 * BLOCK if room > 4 * BLOCK else 0)
+    assert seen.told == [0, 3 * BLOCK, 3 * BLOCK]
 
 
 EXAMPLES = HERE.parents[1] / "examples"
@@ -174,7 +246,10 @@ def test_vllms_example_connector_works_when_it_is_asked_on_the_worker(
     }
     engine = start_engine(
         transfer,
-        arguments={"worker_cls": "kvpact.vllm.worker.KvpactWorker"},
+        arguments={
+            "worker_cls": "kvpact.vllm.worker.KvpactWorker",
+            "scheduler_cls": "kvpact.vllm.scheduler.pact_scheduler",
+        },
         environment={"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])},
     )
 
@@ -186,6 +261,7 @@ def test_vllms_example_connector_works_when_it_is_asked_on_the_worker(
     tokens = prompt(931, 3)
     first, hit, local = ask(tokens), ask(tokens), ask(tokens, local=True)
     assert first.tokens == hit.tokens
+    assert (first.cached_tokens, hit.cached_tokens, local.cached_tokens) == (0, 3 * BLOCK, 3 * BLOCK)
     assert hit.same_answer(local), "the same 17 tokens were computed, behind the same 384"
     files = sorted((tmp_path / "store").glob("*/*.safetensors"))
     assert len(files) == 4, "one file a layer, of one prompt"

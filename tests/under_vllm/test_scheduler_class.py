@@ -327,18 +327,6 @@ def test_the_factory_takes_the_class_for_the_engines_scheduling(overlap: bool) -
         assert heard("commit") == {160}
 
 
-@pytest.mark.parametrize(("room", "more"), [(0, 0), (96, 32), (512, 48)])
-def test_tokens_that_steps_found_are_budget_once_where_workers_have_room(room: int, more: int) -> None:
-    with engine_of(token_budget=64, workers_room=room) as engine:
-        engine.connector.step_hit_tokens = 0
-        engine.add("long", prompt(3, 40))
-        assert engine.step() == 64
-        engine.connector.step_hit_tokens = 48
-        assert engine.step() == 64 + more
-        assert engine.step() == 64
-        assert engine.scheduler.max_num_scheduled_tokens == 64
-
-
 def test_an_abort_that_raises_costs_the_engine_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with engine_of() as engine:
         held_back(engine)

@@ -18,14 +18,21 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.config import SchedulerConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.testkit.vllm.releases import RELEASES, fetch_release, installed_release
+from kvpact.testkit.vllm.simple_connector import Saved
 from kvpact.vllm import worker as worker_module
-from kvpact.vllm.step_hook import Candidates, StepHook, apply_external_hits
+from kvpact.vllm.scheduler import KvpactAsyncScheduler, KvpactScheduler, counts_step_hits
+from kvpact.vllm.step_hook import Candidates, StepHook, apply_external_hits, split_report
 from kvpact.vllm.worker import KvpactWorker, base_worker, bind_step_hook, is_second_runner
 
 
@@ -168,6 +175,109 @@ def test_h92_the_connector_is_asked_in_every_step() -> None:
     assert len(connector.asked) == 3
 
 
+# What the scheduler's process hears
+
+
+class Reporting(Fixed):
+    """A connector with a report of its own."""
+
+    def __init__(self, hits: Any, report: Any) -> None:
+        super().__init__(hits)
+        self.report = report
+
+    def build_connector_worker_meta(self) -> Any:
+        return self.report
+
+
+def output_of(*reports: Any) -> Any:
+    """A step's output with these ranks' reports, each from a process of its own, as vLLM's executors combine them."""
+    outputs = [ModelRunnerOutput([], {}, kv_connector_output=words(deepcopy(report))) for report in reports]
+    return KVOutputAggregator(len(reports)).aggregate(outputs)
+
+
+def words(report: Any) -> KVConnectorOutput:
+    return KVConnectorOutput(kv_connector_worker_meta=report)
+
+
+def several(*reports: Any) -> MultiKVConnectorWorkerMetadata:
+    """The reports of the connectors in a MultiConnector."""
+    return MultiKVConnectorWorkerMetadata(metadata=reports)
+
+
+REPORTS: dict[str, tuple[list[Any], Any]] = {
+    "each rank": ([Saved({b"a": 1}), Saved({b"a": 1, b"b": 1})], Saved({b"a": 2, b"b": 1})),
+    "none": ([None, None], None),
+    "the first rank": ([Saved({b"a": 1}), None], Saved({b"a": 1})),
+    "the second rank": ([None, Saved({b"a": 1})], Saved({b"a": 1})),
+    "several connectors": ([several(None, Saved({b"a": 1}))] * 2, several(None, Saved({b"a": 2}))),
+}
+"""Who reports something of its own, what, and what vLLM makes of it."""
+
+
+@pytest.mark.parametrize("reports", REPORTS)
+@pytest.mark.parametrize("hits", [{"r": 7}, {}], ids=["hits", "no hits"])
+def test_h40_what_steps_skip_travels_with_the_ranks_reports_and_leaves_them_as_they_were(
+    reports: str, hits: dict[str, int]
+) -> None:
+    theirs, together = REPORTS[reports]
+    connectors = [Reporting(hits, report) for report in theirs]
+    for connector in connectors:
+        applier = StepHook(connector, new_requests_only=False, minimum=None)
+        applier.report_hits()
+        applier.apply(step([new("r")], {"r": 40}))
+    output = output_of(*(connector.build_connector_worker_meta() for connector in connectors))
+    assert split_report(output) == hits
+    assert output.kv_connector_output.kv_connector_worker_meta == together
+    assert split_report(output) == {}, "hits are counted once"
+    assert [connector.build_connector_worker_meta() for connector in connectors] == theirs, "of this step alone"
+
+
+@pytest.mark.parametrize("output", [None, words(None), words(Saved({}))], ids=["silent", "none", "another report"])
+def test_outputs_without_hits_are_left_alone(output: KVConnectorOutput | None) -> None:
+    both = ModelRunnerOutput([], {}, kv_connector_output=output)
+    report = output.kv_connector_worker_meta if output else None
+    assert split_report(both) == {}
+    assert both.kv_connector_output is output
+    assert not output or output.kv_connector_worker_meta is report
+
+
+class OfAUser(KvpactScheduler):
+    """A user's own class over kvpact's."""
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("named", "counts"),
+    [
+        (None, False),
+        (Scheduler, False),
+        ("vllm.v1.core.sched.scheduler.Scheduler", False),
+        ("kvpact.vllm.scheduler.pact_scheduler", True),
+        ("kvpact.vllm.scheduler.KvpactScheduler", True),
+        (KvpactAsyncScheduler, True),
+        (OfAUser, True),
+        (f"{__name__}.new", False),
+    ],
+)
+def test_h92_hits_are_sent_where_the_engines_scheduler_counts_them(named: Any, counts: bool) -> None:
+    """Another scheduler would hand the two in one to the connector, which does not know it."""
+    worker, connector = engine_worker(), Reporting({"r": 7}, None)
+    worker.vllm_config.scheduler_config = SchedulerConfig(
+        max_model_len=64, is_encoder_decoder=False, scheduler_cls=named, async_scheduling=False
+    )
+    bound = bind_step_hook(worker, connector, ATTENTION)
+    assert bound is not None
+    bound.apply(step([new("r")], {"r": 40}))
+    assert (connector.build_connector_worker_meta() is not None) == counts
+
+
+def test_diffusion_models_have_vllms_own_scheduler_which_counts_nothing() -> None:
+    named = "kvpact.vllm.scheduler.pact_scheduler"
+    scheduling = SchedulerConfig(max_model_len=64, is_encoder_decoder=False, scheduler_cls=named)
+    assert counts_step_hits(SimpleNamespace(scheduler_config=scheduling))
+    assert not counts_step_hits(SimpleNamespace(scheduler_config=scheduling, diffusion_config=object()))
+
+
 # Who may be served
 
 
@@ -248,7 +358,8 @@ ATTENTION = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=Simpl
 
 def engine_worker(module: str = FIRST, **parallel: int) -> Any:
     """As much of a worker as the hook asks of it."""
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
+    scheduling = SimpleNamespace(get_scheduler_cls=lambda: Scheduler)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), scheduler_config=scheduling)
     return SimpleNamespace(model_runner=runner(module), vllm_config=config)
 
 

@@ -17,11 +17,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from vllm.v1.core.sched.scheduler import Scheduler
+
 from kvpact.errors import ConfigError, StepLoadLost
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from kvpact.tiers.breaker import FIRST_PAUSE_S
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.vllm.connector import PactConnector
+from kvpact.vllm.scheduler import KvpactScheduler
 from kvpact.vllm.step_hook import StepHook
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(4)]
@@ -83,6 +86,17 @@ def test_h93_what_the_store_holds_is_found_at_the_step_and_counted_once(
     assert counts["used_tokens"] == 2 * tokens
     assert counts['read_blocks{tier="directory"}'] == 6 * len(PROMPTS)
     assert counts['written_blocks{tier="directory"}'] == 0, "what came from the store is not written there again"
+
+
+@pytest.mark.parametrize(("scheduler", "counted"), [(Scheduler, 0), (KvpactScheduler, 6 * BLOCK)])
+def test_h70_the_request_is_told_once_with_and_without_kvpacts_scheduler_which_alone_counts_the_hits_of_all(
+    start: Callable[..., PlayedEngine], filled: str, scheduler: type[Scheduler], counted: int
+) -> None:
+    engine = start(filled, scheduler_class=scheduler, **STEP)
+    played = engine.generate(PROMPTS[0])
+    assert played.said == answer(PROMPTS[0], 3)
+    assert played.cached_tokens == engine.counts["used_tokens"] == 6 * BLOCK
+    assert engine.external_hits == engine.external_hits_by_source == counted
 
 
 @pytest.mark.parametrize("match_at", ["schedule", "step"])

@@ -2,7 +2,8 @@
 
 Owns the corrections of two counts that vLLM makes when it admits a request: the request's own statistics
 (`Request.prefill_stats`), which it sends with the first answer, after the workers' report, so there is time to correct
-them; and its hits of external caches, for `kvpact.vllm.scheduler`.
+them; and its hits of external caches, for `kvpact.vllm.scheduler`. That class counts the hits of steps for any
+connector, with `StepHits`; without it kvpact's own connector corrects the requests' statistics, with `HitCredit`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,37 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from kvpact.vllm.compat.objects import add_hits
+
+
+class StepHits:
+    """Counts the tokens that workers had when a step began, for the requests that vLLM had scheduled it for.
+
+    A request counts as it was when its step was scheduled: it may be preempted, or gone, when the workers answer.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[str, tuple[Any, Any, bool]]] = {}
+        """The `id` of a step's output -> each request whose prompt it computes, its statistics, and whether it was
+        preempted before."""
+
+    def scheduled(self, step: Any, requests: Mapping[str, Any]) -> None:
+        """vLLM scheduled a step; `requests` are all that it has."""
+        prefills = [requests[name] for name, count in step.num_scheduled_tokens.items() if count > 1]
+        if prefills:
+            known = {one.request_id: (one, one.prefill_stats, one.num_preemptions > 0) for one in prefills}
+            self._steps[id(step)] = known
+
+    def count(self, step: Any, hits: Mapping[str, int], counted: Any, connector: Any) -> None:
+        """The step skipped `hits`. `counted` is vLLM's count of external hits, None if it keeps none."""
+        prefills = self._steps.pop(id(step), {})
+        for name in hits.keys() & prefills.keys():
+            request, stats, again = prefills[name]
+            if stats is not None and not again:
+                _mend(request, stats, hits[name])
+            if counted is not None:
+                add_hits(counted, request, hits[name], connector, preempted=again)
 
 
 @dataclass(slots=True)
@@ -38,8 +70,6 @@ class HitCredit:
         self._loads: dict[str, AdmittedLoad] = {}
         self._hits = {False: 0, True: 0}
         """Tokens to add to vLLM's hits, by whether the request was preempted."""
-        self.step_hits = 0
-        """Tokens found when steps began, since the start."""
 
     # Loads
 
@@ -74,7 +104,7 @@ class HitCredit:
         load = self._loads.pop(request_id)
         self._hits[load.after_preemption] += load.tokens
 
-    # Tokens found when a step begins
+    # Tokens found when a step begins, where `StepHits` does not count them
 
     def watch(self, request: Any) -> None:
         """A lookup begins: keep the request's statistics, because the answer may arrive when vLLM no longer has
@@ -85,15 +115,10 @@ class HitCredit:
             self._watched[request.request_id] = (request, stats)
 
     def credit(self, hits: Mapping[str, int]) -> None:
-        """The workers' report is in. As everywhere in vLLM, tokens that a request gets after a preemption count
-        apart."""
-        self.step_hits += sum(hits.values())
+        """The workers' report is in. What a request gets after a preemption is not in its statistics, as in vLLM."""
         for request_id, tokens in hits.items():
             request, stats = self._watched.get(request_id, (None, None))
-            if request is None:
-                continue
-            self._hits[request.num_preemptions > 0] += tokens
-            if request.num_preemptions <= 0 and stats is not None:
+            if stats is not None and request.num_preemptions <= 0:
                 _mend(request, stats, tokens)
         for request_id in self._gone:
             self._watched.pop(request_id, None)

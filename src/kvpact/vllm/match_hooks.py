@@ -71,10 +71,5 @@ class MatchHooks:
         """The engine could not take the match in this step, and may ask again."""
         self.scheduler_side.postpone(request.request_id, reason)
 
-    @property
-    def step_hit_tokens(self) -> int:
-        """Tokens that workers found when steps began, which were then not computed, since the start."""
-        return self.scheduler_side.credit.step_hits
-
 
 __all__ = ["MatchHooks"]

@@ -15,13 +15,15 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import ExternalMatchExit
-from kvpact.vllm.compat.matches import diffusion_scheduler, step_hits
+from kvpact.vllm.compat.matches import diffusion_scheduler
 from kvpact.vllm.compat.objects import connectors_of, set_hit_sources
 from kvpact.vllm.exits import EngineExits
+from kvpact.vllm.hit_accounting import StepHits
+from kvpact.vllm.step_hook import split_report
 
 
 class _CountsWhatWasUsed:
-    """Adds a connector's `take_hit_corrections() -> (tokens, tokens after a preemption)` to the statistics.
+    """Adds `take_hit_corrections() -> (tokens, tokens after a preemption)` of kvpact's connector to the statistics.
 
     A load's tokens are subtracted in the step that admits it and added again as they are used, so that no step's count
     is negative.
@@ -46,12 +48,16 @@ class _SpeaksThePact(_CountsWhatWasUsed):
     """vLLM's scheduler with `EngineExits`, which is None where no connector speaks the pact."""
 
     exits: EngineExits | None = None
+    requests: Any
+    connector_prefix_cache_stats: Any
     max_num_scheduled_tokens: int
-    _step_hits = 0
     _spare_room = 0
+    _spared = 0
+    """Tokens that steps skipped since the last `schedule`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._step_hits = StepHits()
         if self.connector is not None:
             exits = EngineExits(self)
             self.exits = exits if exits.trackers else None
@@ -72,22 +78,29 @@ class _SpeaksThePact(_CountsWhatWasUsed):
     def _schedule_more(self, *args: Any, **kwargs: Any) -> Any:
         """Tokens that the last step did not compute may be more tokens in this one, as far as workers have room: where
         `--max-num-scheduled-tokens` is lower than `--max-num-batched-tokens`."""
-        usual, found = self.max_num_scheduled_tokens, step_hits(self.connector)
-        spared, self._step_hits = found - self._step_hits, found
-        self.max_num_scheduled_tokens = usual + min(spared, self._spare_room)
+        usual = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = usual + min(self._spared, self._spare_room)
+        self._spared = 0
         try:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.max_num_scheduled_tokens = usual
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+        self._step_hits.scheduled(scheduler_output, self.requests)
         if self.exits is not None:
             self.exits.end_step(scheduler_output)
         return super()._build_kv_connector_meta(connector, scheduler_output)  # type: ignore[misc]
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        """Take in what the workers did. Releases from 0.33 on may commit loads here."""
-        results = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Take in what the workers did; first what they skipped, as a request's statistics leave with its first answer.
+
+        Releases from 0.33 on may commit loads here.
+        """
+        hits = split_report(model_runner_output)
+        self._spared += sum(hits.values())
+        self._step_hits.count(scheduler_output, hits, self.connector_prefix_cache_stats, self.connector)
+        results = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if self.exits is not None:
             self.exits.apply_shortfalls()
         return results
@@ -139,11 +152,21 @@ class KvpactAsyncScheduler(_SpeaksThePact, AsyncScheduler):
     """For engines with asynchronous scheduling, which is vLLM's default on GPUs."""
 
 
+def _class_for(vllm_config: Any) -> Any:
+    own = diffusion_scheduler(vllm_config)
+    return own or (KvpactAsyncScheduler if vllm_config.scheduler_config.async_scheduling else KvpactScheduler)
+
+
 def pact_scheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Any:
     """The scheduler for an engine's configuration: of the two above, or vLLM's own for diffusion models."""
-    own = diffusion_scheduler(vllm_config)
-    chosen = own or (KvpactAsyncScheduler if vllm_config.scheduler_config.async_scheduling else KvpactScheduler)
-    return chosen(*args, vllm_config=vllm_config, **kwargs)
+    return _class_for(vllm_config)(*args, vllm_config=vllm_config, **kwargs)
 
 
-__all__ = ["KvpactAsyncScheduler", "KvpactScheduler", "pact_scheduler"]
+def counts_step_hits(vllm_config: Any) -> bool:
+    """Whether the engine's scheduler counts what workers had when a step began: it is of a class of this module."""
+    named = vllm_config.scheduler_config.get_scheduler_cls()
+    chosen = _class_for(vllm_config) if named is pact_scheduler else named
+    return isinstance(chosen, type) and issubclass(chosen, _SpeaksThePact)
+
+
+__all__ = ["KvpactAsyncScheduler", "KvpactScheduler", "counts_step_hits", "pact_scheduler"]

@@ -59,6 +59,11 @@ class SchedulerSide:
         self._late = LateLoads()
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
+        self._corrects_step_hits = False
+        if config.match_at == "step":
+            from kvpact.vllm.scheduler import counts_step_hits  # refused on releases on which this may fail
+
+            self._corrects_step_hits = not counts_step_hits(vllm_config)
         self._ranks = 0
         self._stats: StatsCollector | None = None
         self.is_told_of_exits = False
@@ -256,7 +261,8 @@ class SchedulerSide:
             view = self._requests.get(request_id)
             if view is not None and not self._loads.is_distrusted(request_id):
                 cache.look_up_at_step(view, view.request.num_computed_tokens, max_tokens)
-                self.credit.watch(view.request)
+                if self._corrects_step_hits:
+                    self.credit.watch(view.request)
 
     def end_broken_step(self) -> PactMetadata:
         """The message to the workers when `end_step` raised: none of the step's loads will happen."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from kvpact.errors import PactViolation
 from kvpact.vllm.compat.objects import collects_outputs, load_before_forward, replays
@@ -117,6 +119,31 @@ def apply_external_hits(scheduler_output: Any, hits: Hits) -> Any:
     return replace(scheduler_output, **changes, **load_before_forward(scheduler_output))
 
 
+@dataclass
+class ReportWithHits(KVConnectorWorkerMetadata):
+    """What a connector reports to the scheduler's process, and what the step skipped: the same on every rank."""
+
+    report: Any
+    """The connector's own report; None without one."""
+    hits: Hits
+
+    def aggregate(self, other: Any) -> ReportWithHits:
+        """The ranks' own reports, combined as vLLM combines them."""
+        if self.report is None:
+            return ReportWithHits(other.report, self.hits)
+        return ReportWithHits(self.report.aggregate(other.report), self.hits) if other.report else self
+
+
+def split_report(model_output: Any) -> Hits:
+    """What the step skipped on all ranks; the connector's own report is left in the model runners' output."""
+    connector_output = model_output.kv_connector_output
+    both = connector_output.kv_connector_worker_meta if connector_output else None
+    if not isinstance(both, ReportWithHits):
+        return {}
+    connector_output.kv_connector_worker_meta = both.report or None
+    return both.hits
+
+
 class StepHook:
     """Asks one rank's connector in each step. `minimum` is None for a single rank."""
 
@@ -126,6 +153,19 @@ class StepHook:
         self._minimum = None if getattr(connector, "hits_agree_over_ranks", False) else minimum
         self._applied = getattr(connector, "external_hits_applied", None)
         self._failed = False
+        self._hits: Hits = {}
+
+    def report_hits(self) -> None:
+        """From now on the scheduler's process hears what steps skip: it is added to what the connector reports."""
+        connector: Any = self._connector
+        build = connector.build_connector_worker_meta
+
+        def build_with_hits() -> Any:
+            report, hits = build(), self._hits
+            self._hits = {}
+            return ReportWithHits(report, hits) if hits else report
+
+        connector.build_connector_worker_meta = build_with_hits
 
     def apply(self, scheduler_output: Any) -> Any:
         """The step that is left to compute: the given output itself if nothing is skipped."""
@@ -134,7 +174,7 @@ class StepHook:
         numbers: Sequence[int] = [min(max(0, found.get(name, 0)), limit) for name, limit in most.items()]
         if self._minimum is not None and numbers:
             numbers = self._minimum(numbers)  # also after an exception: a rank without it would stop all others (H43)
-        hits = {name: number for name, number in zip(most, numbers, strict=True) if number}
+        self._hits = hits = {name: number for name, number in zip(most, numbers, strict=True) if number}
         if self._applied is not None:
             self._applied(hits)
         return apply_external_hits(scheduler_output, hits)
@@ -150,4 +190,4 @@ class StepHook:
             return {}
 
 
-__all__ = ["Candidates", "Hits", "Minimum", "StepHook", "StepHookConnector", "apply_external_hits"]
+__all__ = ["Candidates", "Hits", "Minimum", "StepHook", "StepHookConnector", "apply_external_hits", "split_report"]

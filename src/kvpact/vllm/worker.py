@@ -39,6 +39,8 @@ def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHoo
         return None
     import vllm
 
+    from kvpact.vllm.scheduler import counts_step_hits
+
     release = str(vllm.__version__)
     if not is_known(release):  # how a model runner takes in a step's numbers was read in each release
         raise ConfigError(
@@ -53,6 +55,8 @@ def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHoo
     hook = StepHook(
         connector, new_requests_only=is_second_runner(worker.model_runner), minimum=minimum_over_ranks(_rank_groups())
     )
+    if counts_step_hits(worker.vllm_config):
+        hook.report_hits()
     if (bound := getattr(connector, "step_hook_bound", None)) is not None:
         bound()
     logger.info("kvpact: %s is asked before each step", type(connector).__name__)

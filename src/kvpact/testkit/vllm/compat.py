@@ -254,16 +254,15 @@ def make_scheduler(
     settings: EngineSettings,
     vllm_config: Any,
     kv_cache_config: Any,
-    scheduler_class: Callable[..., Any] | None = None,
     *,
     log_stats: bool = False,
 ) -> Any:
-    """vLLM's own scheduler, or one of another class; it builds the connector's scheduler half."""
+    """The scheduler that the configuration names, by default vLLM's own; it builds the connector's scheduler half."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.structured_output import StructuredOutputManager
 
     with set_current_vllm_config(vllm_config):
-        return (scheduler_class or vllm_config.scheduler_config.get_scheduler_cls())(
+        return vllm_config.scheduler_config.get_scheduler_cls()(
             vllm_config=vllm_config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(vllm_config),

@@ -33,7 +33,7 @@ from kvpact.config import load_config
 from kvpact.testkit.vllm import compat
 from kvpact.testkit.vllm.model_groups import layer_names
 from kvpact.vllm.connector import PactConnector
-from kvpact.vllm.scheduler import KvpactScheduler
+from kvpact.vllm.scheduler import KvpactScheduler, counts_step_hits
 from kvpact.vllm.step_hook import StepHook
 
 BLOCK = 16
@@ -175,9 +175,10 @@ class PlayedEngine:
             self.step_hook = StepHook(self.worker, new_requests_only=False, minimum=None)
             self.worker.step_hook_bound()
             scheduler_class = scheduler_class or KvpactScheduler
-        self.scheduler = compat.make_scheduler(
-            shape, self.config, compat.make_kv_cache_config(shape), scheduler_class, log_stats=True
-        )
+        self.config.scheduler_config.scheduler_cls = scheduler_class
+        if self.step_hook is not None and counts_step_hits(self.config):
+            self.step_hook.report_hits()
+        self.scheduler = compat.make_scheduler(shape, self.config, compat.make_kv_cache_config(shape), log_stats=True)
         self.connector: PactConnector = self.scheduler.connector
         compat.shake_hands(shape, self.connector, [self.worker])
         self.numbers = count()

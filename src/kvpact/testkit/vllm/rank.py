@@ -148,10 +148,11 @@ class Rank:
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            prompt = list(new.prompt_token_ids)
-            chain = TokenChain(identities[new.req_id], prompt)
+            # A resumed request, which may come as a new one, has said something already.
+            tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+            chain = TokenChain(identities[new.req_id], list(tokens))
             tables = [list(table) for table in new.block_ids]
-            self.requests[new.req_id] = RankRequest(chain, len(prompt), tables, new.num_computed_tokens)
+            self.requests[new.req_id] = RankRequest(chain, len(new.prompt_token_ids), tables, new.num_computed_tokens)
             self.known[new.req_id] = chain
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):

@@ -47,11 +47,6 @@ def may_wait_for_encoder(scheduler: Any, request: Any) -> bool:
     )
 
 
-def step_hits(connector: Any) -> int:
-    """The tokens that a connector's workers have found when steps began, since the start."""
-    return sum(getattr(each, "step_hit_tokens", 0) for each in connectors_of(connector))
-
-
 def load_fewer(scheduler: Any, request: Any, missing: int, *, nothing: bool) -> None:
     """Of an asynchronous load that was admitted in this step `missing` tokens will not come; by vLLM's own failed-load
     path."""

@@ -82,6 +82,17 @@ def set_hit_sources(counted: Any, sources: Callable[[int], Any]) -> None:
         counted.hits_by_source = sources(counted.hits)
 
 
+def add_hits(counted: Any, request: Any, tokens: int, connector: Any, *, preempted: bool) -> None:
+    """Add a request's hits to the statistics, and their sources where these have a field for them."""
+    if preempted:  # vLLM counts them apart, without a source
+        counted.preempted_hits += tokens
+        return
+    counted.hits += tokens
+    if hasattr(counted, "hits_by_source"):
+        for source, part in connector.get_external_cache_hit_sources(request, tokens).items():
+            counted.hits_by_source[source] = counted.hits_by_source.get(source, 0) + part
+
+
 # Layers and models
 
 
