@@ -45,12 +45,18 @@ def require_all_ranks(vllm_config: Any, hellos: Sequence[WorkerHandshake]) -> tu
     return ranks, hellos
 
 
-def require_hooks(config: KvpactConfig, hellos: Sequence[WorkerHandshake]) -> None:
-    """Raise ConfigError if the workers are to look when a step begins, and are not asked then."""
+def require_hooks(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, begins_again: bool) -> None:
+    """Raise ConfigError if the workers are to look when a step begins, and are not asked then, or the scheduler cannot
+    begin requests again for which what they found is lost."""
     if config.match_at == "step" and not all(hello.step_hook for hello in hellos):
         raise ConfigError(
             'match_at="step" needs a worker that asks when a step begins: add '
             "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
+        )
+    if config.match_at == "step" and not begins_again:
+        raise ConfigError(
+            'match_at="step" needs a scheduler that begins requests again if a copy fails: add --scheduler-cls '
+            "kvpact.vllm.scheduler.pact_scheduler (vLLM 0.27 or later; not for diffusion models)"
         )
 
 

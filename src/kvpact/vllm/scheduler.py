@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.matches import diffusion_scheduler, step_hits
 from kvpact.vllm.compat.objects import set_hit_sources
+from kvpact.vllm.compat.restarts import Restarts
 from kvpact.vllm.exits import EngineExits
 
 
@@ -42,7 +43,39 @@ class _CountsWhatWasUsed:
         return stats
 
 
-class _SpeaksThePact(_CountsWhatWasUsed):
+class _BeginsAgain:
+    """Begins requests again whose steps relied on blocks that were not loaded, for a connector that takes part."""
+
+    restarts: Restarts | None = None
+    """None where no connector takes part."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Decide the next step."""
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self.restarts is not None:
+            self.restarts.step_begins()
+        return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        """Take in what the workers did."""
+        results = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        if self.restarts is not None:
+            self.restarts.step_ends()
+        return results
+
+    def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.restarts is not None:
+            self.restarts.note_left(request.request_id)
+        return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _handle_invalid_blocks(self, invalid_block_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        again = self.restarts.begin_again(invalid_block_ids) if self.restarts is not None else set()
+        if self.restarts is not None and self.restarts.several:
+            return again
+        return again | super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)  # type: ignore[misc]
+
+
+class _SpeaksThePact(_CountsWhatWasUsed, _BeginsAgain):
     """vLLM's scheduler with `EngineExits`, which is None where no connector speaks the pact."""
 
     exits: EngineExits | None = None
@@ -55,6 +88,7 @@ class _SpeaksThePact(_CountsWhatWasUsed):
         if self.connector is not None:
             exits = EngineExits(self)
             self.exits = exits if exits.trackers else None
+            self.restarts = Restarts.of(self)
             room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
             self._spare_room = max(0, room - self.max_num_scheduled_tokens)
 
@@ -64,7 +98,7 @@ class _SpeaksThePact(_CountsWhatWasUsed):
             self.exits.throttled = True in args or True in kwargs.values()
         if self._spare_room:
             return self._schedule_more(*args, **kwargs)
-        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        return super().schedule(*args, **kwargs)
 
     def _schedule_more(self, *args: Any, **kwargs: Any) -> Any:
         """Tokens that the last step did not compute may be more tokens in this one, as far as workers have room: where
@@ -73,7 +107,7 @@ class _SpeaksThePact(_CountsWhatWasUsed):
         spared, self._step_hits = found - self._step_hits, found
         self.max_num_scheduled_tokens = usual + min(spared, self._spare_room)
         try:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+            return super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = usual
 
@@ -84,7 +118,7 @@ class _SpeaksThePact(_CountsWhatWasUsed):
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         """Take in what the workers did. Releases from 0.33 on may commit loads here."""
-        results = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        results = super().update_from_output(*args, **kwargs)
         if self.exits is not None:
             self.exits.apply_shortfalls()
         return results

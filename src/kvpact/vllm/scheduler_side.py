@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from kvpact.cache.budget import Turn
@@ -20,7 +20,6 @@ from kvpact.metrics import Metrics
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.compat.configuration import runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
-from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact.vllm.computed import note_computed, required
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_groups, require_groups
@@ -51,6 +50,8 @@ class SchedulerSide:
         self._block_size = block_size_of(vllm_config, groups)
         self._identities = RequestIdentities(vllm_config)
         self.mounted: MountedCache | None = None
+        self.begins_again = False
+        """Whether the engine's scheduler begins requests again whose steps relied on blocks that were not loaded."""
         self.context: VllmContext | None = None
         self._requests: dict[str, VllmRequest] = {}
         self.credit = HitCredit()
@@ -77,7 +78,7 @@ class SchedulerSide:
         self._ranks, hellos = require_all_ranks(self._vllm_config, hellos)
         if self.mounted is not None and self.mounted.segments == [hello.segment for hello in hellos]:
             return
-        require_hooks(self._config, hellos)
+        require_hooks(self._config, hellos, begins_again=self.begins_again)
         self._end_cache()
         shared = self._identities.adapters, self._seal, self._metrics, self._budget
         self.mounted = mount(self._vllm_config, self._config, hellos, self._groups, *shared)
@@ -141,9 +142,6 @@ class SchedulerSide:
         view.was_answered = match is not None
         if match is None:
             return None
-        if match.load_kv_async and self._groups.several and not TAKES_FAILED_REQUESTS:
-            cache.abort_external_match(request.request_id, match, "asynchronous")  # if it failed, nobody could say so
-            return NO_MATCH
         if match.num_tokens:
             view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
         return match
@@ -301,6 +299,12 @@ class SchedulerSide:
                 alive = settlement.request_id in self._requests
                 self._loads.settle(settlement, mounted.weights.epochs, is_alive=alive)
         self.credit.credit(hits)
+
+    def requests_begin_again(self, spoilt: set[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """These requests' blocks from the first `spoilt` one on are worthless, and are about to be taken from them."""
+        self._loads.spoilt_by(spoilt)
+        if self.mounted is not None:
+            self.mounted.cache.distrust_blocks(spoilt, tables)
 
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled, in whatever state."""
