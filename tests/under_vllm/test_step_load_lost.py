@@ -6,19 +6,29 @@ such a block begin again. The scheduler, both halves of the connector, the hook 
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from steps_that_fail import SETTINGS, play
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
+from kvpact.testkit.vllm.releases import RELEASES, fetch_release, installed_release, releases_folder
+from kvpact.vllm.mounting import require_no_restarts
 
+SCRIPT = str(Path(__file__).with_name("steps_that_fail.py"))
 STEP: dict[str, Any] = {"match_at": "step", "step_deadline": "8s"}
 STEM = 6 * BLOCK
 PROMPT = make_prompt(1, 6)
@@ -63,7 +73,10 @@ def test_a_copy_that_fails_costs_the_requests_of_the_step_and_nobody_else(
     finder, sharer = engine.add(PROMPT), engine.add(OTHER)
     engine.step()
     assert finder.said == sharer.said == []
+    before = engine.computed_tokens
     engine.run()
+    assert engine.computed_tokens - before == len(PROMPT) + len(OTHER) - STEM + 2 * 2
+    assert engine.counts["used_tokens"] == engine.external_hits == 0
     assert finder.said == answer(PROMPT, 3)
     assert sharer.said == answer(OTHER, 3)
     assert finder.cached_tokens == 0
@@ -74,3 +87,64 @@ def test_a_copy_that_fails_costs_the_requests_of_the_step_and_nobody_else(
     again = engine.generate(OTHER, 1)
     assert again.said == answer(OTHER, 1)
     engine.assert_at_rest()
+
+
+# Steps under way
+
+
+@pytest.mark.parametrize("cancelled", ["", "finder", "sharer"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_requests_begin_again_whatever_steps_of_theirs_are_under_way(name: str, cancelled: str) -> None:
+    require_right(play(name, cancelled=cancelled), cancelled)
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        pytest.param(one, marks=pytest.mark.proof if one in ("0.28.0", "0.33.0") else pytest.mark.soak)
+        for one in RELEASES
+        if one not in ("0.26.0", installed_release())
+    ],
+)
+@pytest.mark.timeout(900)
+def test_requests_begin_again_on_other_releases(release: str) -> None:
+    path = [str(fetch_release(release)), *(entry for entry in sys.path if entry)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_LOGGING_LEVEL": "CRITICAL",
+        "VLLM_CACHE_ROOT": str(releases_folder() / f"{release}-cache"),
+    }
+    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for played in json.loads(done.stdout.splitlines()[-1]).values():
+        require_right(played)
+
+
+def require_right(played: dict[str, Any], cancelled: str = "") -> None:
+    """Nobody got a wrong token or an error, only who shared the lost blocks began again, and nothing wrong is kept."""
+    assert not played["wrong"]
+    assert not played["published"]
+    names = {"stranger", "finder", "sharer", "later"}
+    assert played["ended"] == {**dict.fromkeys(names, "length"), **({cancelled: "abort"} if cancelled else {})}
+    assert played["preempted"] == 0
+    if not cancelled:
+        assert played["cached"] == {"stranger": 0, "finder": 0, "sharer": STEM, "later": 9 * BLOCK}
+    assert played["held"] == played["leases"] == 0
+
+
+# What is refused
+
+
+def test_matches_at_the_step_need_a_scheduler_that_begins_requests_again(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"add --scheduler-cls kvpact\.vllm\.scheduler\.pact_scheduler"):
+        PlayedEngine(tmp_path, scheduler_class=Scheduler, **STEP)
+
+
+def test_adapters_on_several_groups_need_it_too() -> None:
+    several: Any = SimpleNamespace(several=True)
+    with_adapters: Any = SimpleNamespace(lora_config=object())
+    settings = load_config({}, {})
+    with pytest.raises(ConfigError, match="LoRA with several KV cache groups needs a scheduler"):
+        require_no_restarts(settings, with_adapters, several)
+    require_no_restarts(settings, SimpleNamespace(lora_config=None), several)

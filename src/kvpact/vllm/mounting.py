@@ -45,18 +45,24 @@ def require_all_ranks(vllm_config: Any, hellos: Sequence[WorkerHandshake]) -> tu
     return ranks, hellos
 
 
-def require_hooks(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, begins_again: bool) -> None:
-    """Raise ConfigError if the workers are to look when a step begins, and are not asked then, or the scheduler cannot
-    begin requests again for which what they found is lost."""
+def require_hooks(config: KvpactConfig, hellos: Sequence[WorkerHandshake]) -> None:
+    """Raise ConfigError if the workers are to look when a step begins, and are not asked then."""
     if config.match_at == "step" and not all(hello.step_hook for hello in hellos):
         raise ConfigError(
             'match_at="step" needs a worker that asks when a step begins: add '
             "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
         )
-    if config.match_at == "step" and not begins_again:
+
+
+def require_no_restarts(config: KvpactConfig, vllm_config: Any, groups: EngineGroups) -> None:
+    """Raise ConfigError if a step may rely on blocks that turn out wrong, and vLLM's own scheduler takes no word of it:
+    what a step finds may not arrive; an adapter may be exchanged between a load and its use."""
+    adapters = vllm_config.lora_config is not None and groups.several
+    if adapters or config.match_at == "step":
         raise ConfigError(
-            'match_at="step" needs a scheduler that begins requests again if a copy fails: add --scheduler-cls '
-            "kvpact.vllm.scheduler.pact_scheduler (vLLM 0.27 or later; not for diffusion models)"
+            f"{'LoRA with several KV cache groups' if adapters else 'match_at=step'} needs a scheduler that begins "
+            "requests again whose blocks turn out wrong: add --scheduler-cls kvpact.vllm.scheduler.pact_scheduler "
+            "(vLLM 0.27 or later; not for diffusion models)"
         )
 
 
@@ -87,4 +93,4 @@ def mount(
     )
 
 
-__all__ = ["block_size_of", "mount", "require_all_ranks", "require_hooks"]
+__all__ = ["block_size_of", "mount", "require_all_ranks", "require_hooks", "require_no_restarts"]

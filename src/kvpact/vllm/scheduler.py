@@ -43,25 +43,15 @@ class _CountsWhatWasUsed:
         return stats
 
 
-class _BeginsAgain:
+class _BeginsAgain(_CountsWhatWasUsed):
     """Begins requests again whose steps relied on blocks that were not loaded, for a connector that takes part."""
 
     restarts: Restarts | None = None
-    """None where no connector takes part."""
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Decide the next step."""
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+    def _update_after_schedule(self, *args: Any, **kwargs: Any) -> None:
+        super()._update_after_schedule(*args, **kwargs)  # type: ignore[misc]
         if self.restarts is not None:
             self.restarts.step_begins()
-        return output
-
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        """Take in what the workers did."""
-        results = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
-        if self.restarts is not None:
-            self.restarts.step_ends()
-        return results
 
     def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self.restarts is not None:
@@ -75,7 +65,7 @@ class _BeginsAgain:
         return again | super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)  # type: ignore[misc]
 
 
-class _SpeaksThePact(_CountsWhatWasUsed, _BeginsAgain):
+class _SpeaksThePact(_BeginsAgain):
     """vLLM's scheduler with `EngineExits`, which is None where no connector speaks the pact."""
 
     exits: EngineExits | None = None
@@ -88,7 +78,7 @@ class _SpeaksThePact(_CountsWhatWasUsed, _BeginsAgain):
         if self.connector is not None:
             exits = EngineExits(self)
             self.exits = exits if exits.trackers else None
-            self.restarts = Restarts.of(self)
+            self.restarts = Restarts(self)
             room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
             self._spare_room = max(0, room - self.max_num_scheduled_tokens)
 
@@ -98,7 +88,7 @@ class _SpeaksThePact(_CountsWhatWasUsed, _BeginsAgain):
             self.exits.throttled = True in args or True in kwargs.values()
         if self._spare_room:
             return self._schedule_more(*args, **kwargs)
-        return super().schedule(*args, **kwargs)
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def _schedule_more(self, *args: Any, **kwargs: Any) -> Any:
         """Tokens that the last step did not compute may be more tokens in this one, as far as workers have room: where
@@ -107,7 +97,7 @@ class _SpeaksThePact(_CountsWhatWasUsed, _BeginsAgain):
         spared, self._step_hits = found - self._step_hits, found
         self.max_num_scheduled_tokens = usual + min(spared, self._spare_room)
         try:
-            return super().schedule(*args, **kwargs)
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.max_num_scheduled_tokens = usual
 
@@ -118,7 +108,9 @@ class _SpeaksThePact(_CountsWhatWasUsed, _BeginsAgain):
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         """Take in what the workers did. Releases from 0.33 on may commit loads here."""
-        results = super().update_from_output(*args, **kwargs)
+        results = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        if self.restarts is not None:
+            self.restarts.step_ends()
         if self.exits is not None:
             self.exits.apply_shortfalls()
         return results

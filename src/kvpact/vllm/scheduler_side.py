@@ -27,7 +27,7 @@ from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_accounting import HitCredit
 from kvpact.vllm.loads import CommittedLoad, CommittedLoads
 from kvpact.vllm.messages import PactMetadata
-from kvpact.vllm.mounting import block_size_of, mount, require_all_ranks, require_hooks
+from kvpact.vllm.mounting import block_size_of, mount, require_all_ranks, require_hooks, require_no_restarts
 from kvpact.vllm.request_identity import OfferedMatch, RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
@@ -78,7 +78,9 @@ class SchedulerSide:
         self._ranks, hellos = require_all_ranks(self._vllm_config, hellos)
         if self.mounted is not None and self.mounted.segments == [hello.segment for hello in hellos]:
             return
-        require_hooks(self._config, hellos, begins_again=self.begins_again)
+        require_hooks(self._config, hellos)
+        if not self.begins_again:
+            require_no_restarts(self._config, self._vllm_config, self._groups)
         self._end_cache()
         shared = self._identities.adapters, self._seal, self._metrics, self._budget
         self.mounted = mount(self._vllm_config, self._config, hellos, self._groups, *shared)
@@ -89,6 +91,8 @@ class SchedulerSide:
 
     def bind_scheduler_context(self, offered: Any) -> None:
         """vLLM offers its KV cache manager, or, before 0.30, its block pool alone."""
+        if not self._groups.are_served:
+            return
         policy = str(self._vllm_config.scheduler_config.policy)
         self.context = scheduler_context(offered, policy, self._groups.groups if self._groups.several else None)
         if self.mounted is not None:
@@ -142,6 +146,9 @@ class SchedulerSide:
         view.was_answered = match is not None
         if match is None:
             return None
+        if self._groups.several and match.num_tokens and not match.load_kv_async:
+            cache.abort_external_match(request.request_id, match, "synchronous")
+            raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no word of their blocks")
         if match.num_tokens:
             view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
         return match

@@ -172,12 +172,9 @@ class CacheWorker(ExternalCacheWorker):
     def _lost_step_loads(self) -> set[int]:
         """The step's own loads that have not all arrived: the engine is told of them with the others."""
         self._take_in_ended()
-        loads, self._step_loads = self._step_loads, ()
-        return {load.job_id for load in loads if not self._has_arrived(load)}
-
-    def _has_arrived(self, load: LoadJob) -> bool:
-        outcome = self.jobs.outcome(load.job_id)
-        return self._is_ordered(load) if outcome is None else not outcome.failed.ranges
+        loads, self._step_loads = [(load, self.jobs.outcome(load.job_id)) for load in self._step_loads], ()
+        ended = {load.job_id: not ended.failed.ranges for load, ended in loads if ended is not None}
+        return {load.job_id for load, _ in loads if not ended.get(load.job_id, self._is_ordered(load))}
 
     # The step
 

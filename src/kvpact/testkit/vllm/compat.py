@@ -30,6 +30,7 @@ from kvpact.testkit.vllm.model_groups import (
 )
 from kvpact.testkit.vllm.rank_group import RankGroup
 from kvpact.testkit.vllm.real_models import RealModel, layout_named
+from kvpact.vllm.step_hook import StepHook
 
 
 def _choose_platform() -> None:
@@ -375,6 +376,17 @@ def make_worker_connector(settings: EngineSettings, vllm_config: Any, worker: in
         return KVConnectorFactory.create_connector(
             config=own, role=KVConnectorRole.WORKER, kv_cache_config=make_kv_cache_config(settings, worker)
         )
+
+
+def step_hook_of(connector: Any) -> StepHook | None:
+    """The hook before each step, as `kvpact.vllm.worker` binds it, for a worker whose connector has one.
+
+    Ranks played in one thread find the same.
+    """
+    if getattr(connector, "before_update_states", None) is None:
+        return None
+    connector.step_hook_bound()
+    return StepHook(connector, new_requests_only=False, minimum=None)
 
 
 def shake_hands(settings: EngineSettings, scheduler_connector: Any, worker_connectors: Sequence[Any]) -> None:

@@ -34,7 +34,6 @@ from kvpact.testkit.vllm import compat
 from kvpact.testkit.vllm.model_groups import layer_names
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import KvpactScheduler
-from kvpact.vllm.step_hook import StepHook
 
 BLOCK = 16
 LAYERS = 2
@@ -170,10 +169,8 @@ class PlayedEngine:
         """What vLLM counts apart: hits of requests that were preempted before."""
         self.external_hits_by_source = 0
         """What vLLM adds to `vllm:prompt_tokens_cached_by_source` for all external sources together."""
-        self.step_hook: StepHook | None = None
-        if self.worker.before_update_states is not None:  # as `kvpact.vllm.worker` does it
-            self.step_hook = StepHook(self.worker, new_requests_only=False, minimum=None)
-            self.worker.step_hook_bound()
+        self.step_hook = compat.step_hook_of(self.worker)
+        if self.step_hook is not None:
             scheduler_class = scheduler_class or KvpactScheduler
         self.scheduler = compat.make_scheduler(
             shape, self.config, compat.make_kv_cache_config(shape), scheduler_class, log_stats=True

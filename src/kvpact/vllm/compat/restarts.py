@@ -45,24 +45,19 @@ def spread(spoilt: set[int], tables: Sequence[Table], *, several: bool) -> set[s
 
 
 class Restarts:
-    """Of one scheduler. `tell` are its connectors' `requests_begin_again`."""
+    """Of one scheduler."""
 
-    def __init__(self, scheduler: Any, tell: Sequence[Any]) -> None:
-        self._scheduler, self._manager, self._tell = scheduler, scheduler.kv_cache_manager, tell
-        self.several = len(scheduler.kv_cache_config.kv_cache_groups) > 1
-        """Whether the model has several KV cache groups, of whose blocks vLLM's own scheduler takes no word."""
+    def __init__(self, scheduler: Any) -> None:
+        """Tells the connectors that take part, those with `requests_begin_again`, that it is there."""
+        self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
+        found = [each for each in connectors_of(scheduler.connector) if hasattr(each, "requests_begin_again")]
+        self._connectors = found if DROPS_OUTPUT else []
+        for connector in self._connectors:
+            connector.scheduler_begins_again()
+        self.several = bool(self._connectors) and len(scheduler.kv_cache_config.kv_cache_groups) > 1
+        """Whether blocks of several KV cache groups may be named, of which vLLM's own scheduler takes no word."""
         self._left: deque[list[Table]] = deque()
         """For each step under way, what requests held that left their blocks since it was scheduled."""
-
-    @classmethod
-    def of(cls, scheduler: Any) -> Restarts | None:
-        """None if no connector takes part, or the release cannot do it."""
-        found = [each for each in connectors_of(scheduler.connector) if hasattr(each, "requests_begin_again")]
-        if not found or not DROPS_OUTPUT:
-            return None
-        for connector in found:
-            connector.scheduler_begins_again()
-        return cls(scheduler, [connector.requests_begin_again for connector in found])
 
     def step_begins(self) -> None:
         """A step is scheduled."""
@@ -74,7 +69,7 @@ class Restarts:
 
     def note_left(self, request_id: str) -> None:
         """A request is about to leave its blocks, because it has ended or is preempted."""
-        if self._left:
+        if self._left and self._connectors:
             self._left[-1] += self._tables([request_id])
 
     def _tables(self, request_ids: Iterable[str]) -> list[Table]:
@@ -93,12 +88,12 @@ class Restarts:
         held = self._tables(one.request_id for one in requests)
         left = list(chain(*self._left))
         spoilt = set(invalid).intersection(chain(*(blocks for name, blocks in [*held, *left] if name not in loading)))
-        if not spoilt:
+        if not spoilt or not self._connectors:
             return set()
         over = spread(spoilt, [*held, *left], several=self.several)
         self._manager.block_pool.evict_blocks(spoilt)
-        for tell in self._tell:
-            tell(spoilt, {name: blocks for name, blocks in [*left, *held] if name in over})
+        for connector in self._connectors:
+            connector.requests_begin_again(spoilt, {name: blocks for name, blocks in [*left, *held] if name in over})
         if self._scheduler.recompute_kv_load_failures:
             for name in over.intersection(self._scheduler.requests):
                 self._scheduler.requests[name].drop_stale_output = True  # also of one that vLLM preempted meanwhile
