@@ -31,17 +31,17 @@ STRANGER = prompt(3, 5)
 TOKENS = 6
 
 
+def asks(store: Path) -> dict[str, Any]:
+    """Settings of an engine that asks this store when a step begins."""
+    tiers = [f"dir://{store}?capacity=64MiB"]
+    return {"memory": "4MiB", "model_id": "testkit", "tiers": tiers, "match_at": "step", "step_deadline": "8s"}
+
+
 @contextmanager
-def engine_over(store: Path, **settings: Any) -> Iterator[VllmEngine]:
-    """An engine that asks this store when a step begins."""
-    config = {
-        "memory": "4MiB",
-        "model_id": "testkit",
-        "tiers": [f"dir://{store}?capacity=64MiB"],
-        "match_at": "step",
-        "step_deadline": "8s",
-    }
+def engine_over(config: dict[str, Any], **settings: Any) -> Iterator[VllmEngine]:
+    """An engine with these settings of kvpact, and with its scheduler class."""
     transfer = {**load_config({}, {}).kv_transfer_config(), "kv_connector_extra_config": config}
+    transfer["kv_load_failure_policy"] = settings.get("failure_policy", "recompute")
     scheduler = "kvpact.vllm.scheduler.pact_scheduler"
     engine = VllmEngine(EngineSettings(scheduler=scheduler, **settings), transfer, lambda line: None)
     try:
@@ -65,16 +65,16 @@ def break_next_load(engine: VllmEngine) -> list[int]:
     return failed
 
 
-def play(name: str, *, cancelled: str = "") -> dict[str, Any]:
+def play(name: str, *, cancelled: str = "", failure_policy: str = "recompute") -> dict[str, Any]:
     """Two requests share a stem whose copy fails; a third one runs. What came of it."""
-    settings = SETTINGS[name]
+    settings = {**SETTINGS[name], "failure_policy": failure_policy}
     layers = {key: value for key, value in settings.items() if key in ("stages", "layers")}
     with tempfile.TemporaryDirectory() as folder:
-        with engine_over(Path(folder), **layers) as engine:
+        with engine_over(asks(Path(folder)), **layers) as engine:
             engine.add("writer", FINDER)
             assert engine.finish()
             assert engine.drain()
-        with engine_over(Path(folder), **settings) as engine:
+        with engine_over(asks(Path(folder)), **settings) as engine:
             told = tell_cached(engine)
             engine.add("stranger", STRANGER, max_tokens=8 * TOKENS)
             engine.step(2)
@@ -98,6 +98,7 @@ def play(name: str, *, cancelled: str = "") -> dict[str, Any]:
                 "wrong": [
                     one for one in names if one != cancelled and engine.observed.outputs[one] != engine.expected(one)
                 ],
+                "said": {one: engine.observed.outputs[one] for one in ("finder", "sharer")},
                 "published": engine.wrong_published(),
                 "cached": told,
                 "preempted": stranger.num_preemptions,
@@ -110,7 +111,13 @@ def play(name: str, *, cancelled: str = "") -> dict[str, Any]:
 def tell_cached(engine: VllmEngine) -> dict[str, int]:
     """Request -> `num_cached_tokens`, as soon as its first answer is out."""
     told: dict[str, int] = {}
-    update = engine.scheduler.update_from_output
+    schedule, update = engine.scheduler.schedule, engine.scheduler.update_from_output
+
+    def checked(*arguments: Any) -> Any:
+        output = schedule(*arguments)
+        cached = output.scheduled_cached_reqs
+        assert cached.resumed_req_ids <= cached.all_token_ids.keys(), "vLLM's first model runner needs their tokens"
+        return output
 
     def watched(*arguments: Any) -> Any:
         results = update(*arguments)
@@ -119,7 +126,7 @@ def tell_cached(engine: VllmEngine) -> dict[str, int]:
             told[one.request_id] = one.prefill_stats.num_cached_tokens
         return results
 
-    engine.scheduler.update_from_output = watched
+    engine.scheduler.schedule, engine.scheduler.update_from_output = checked, watched
     return told
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from steps_that_fail import SETTINGS, play
+from steps_that_fail import SETTINGS, engine_over, play
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
-from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
+from kvpact.testkit.vllm.model_groups import GEMMA
+from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt, wait_before_loads
 from kvpact.testkit.vllm.releases import RELEASES, fetch_release, installed_release, releases_folder
 from kvpact.vllm.mounting import require_no_restarts
 
@@ -89,6 +91,47 @@ def test_a_copy_that_fails_costs_the_requests_of_the_step_and_nobody_else(
     engine.assert_at_rest()
 
 
+@pytest.mark.parametrize("gone", [0, 1], ids=["finder", "sharer"])
+def test_h28_what_a_request_left_behind_that_was_cancelled_meanwhile_is_not_found(
+    start: Callable[..., PlayedEngine], filled: str, gone: int
+) -> None:
+    """What it computed over the lost blocks is in vLLM's prefix cache by then, and no table names it any more."""
+    engine = start(filled, **STEP)
+    break_next_load(engine, "scatter")
+    requests = [engine.add(PROMPT), engine.add(OTHER)]
+    engine.step(lambda: engine.cancel(requests[gone]))
+    before = engine.computed_tokens
+    engine.run()
+    (stays,) = (one for one in requests if one is not requests[gone])
+    prompt = stays.request.prompt_token_ids
+    assert stays.said == answer(prompt, 3)
+    assert stays.cached_tokens == len(prompt) + 2 - (engine.computed_tokens - before)
+    for later in (PROMPT, OTHER):
+        assert engine.generate(later, 1).said == answer(later, 1)
+    engine.assert_at_rest()
+
+
+def test_h07_a_copy_that_hangs_writes_to_nobody_elses_blocks(start: Callable[..., PlayedEngine], filled: str) -> None:
+    """The step waits for it until its deadline; until the copy ends its blocks and its slots are held."""
+    engine = start(filled, load_deadline="200ms", **STEP)
+    go_on = threading.Event()
+    wait_before_loads(engine, go_on)
+    finder = engine.add(PROMPT, 20)
+    engine.step()
+    assert finder.said == []
+    held = engine.free_blocks_at_rest - engine.pool.get_num_free_blocks()
+    assert held >= 6, "the copy may still write to them"
+    for _ in range(25):
+        engine.step()
+    assert finder.said == answer(PROMPT, 20)
+    assert engine.free_blocks_at_rest - engine.pool.get_num_free_blocks() >= 6
+    go_on.set()
+    engine.run()
+    while engine.counts["leases_held"] or engine.free_blocks_at_rest != engine.pool.get_num_free_blocks():
+        engine.step()
+    engine.assert_at_rest()
+
+
 # Steps under way
 
 
@@ -131,6 +174,65 @@ def require_right(played: dict[str, Any], cancelled: str = "") -> None:
     if not cancelled:
         assert played["cached"] == {"stranger": 0, "finder": 0, "sharer": STEM, "later": 9 * BLOCK}
     assert played["held"] == played["leases"] == 0
+
+
+def test_with_the_policy_fail_the_requests_end_with_an_error_and_nobody_else() -> None:
+    for name in ("one step at a time", "asynchronous"):
+        played = play(name, failure_policy="fail")
+        assert played["ended"] == {"finder": "error", "sharer": "error", "stranger": "length", "later": "length"}
+        assert played["said"] == {"finder": [], "sharer": []}
+        assert played["wrong"] == ["finder", "sharer"]
+        assert not played["published"]
+        assert played["held"] == played["leases"] == 0
+
+
+# Several groups
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_adapter_exchanged_between_load_and_use_costs_its_requests_and_not_the_engine(
+    tmp_path: Path, overlap: bool
+) -> None:
+    """vLLM's own scheduler takes no word of single blocks of several groups: it ends."""
+    config = {"memory": "4MiB", "model_id": "testkit"}
+    with engine_over(config, groups=GEMMA, overlap=overlap) as engine:
+        prompt = stored = make_prompt(1, 6)
+        engine.add("first", stored, max_tokens=2)
+        assert engine.finish()
+        assert engine.drain()
+        assert engine.forget_computed()
+        engine.add("stranger", make_prompt(2, 3), max_tokens=40)
+        engine.add("loads", prompt, max_tokens=8)
+        assert engine.run(lambda: engine.status("loads") == "RUNNING")
+        tables = engine.scheduler.kv_cache_manager.get_block_ids("loads")
+        for rank in engine.ranks:  # as the worker does where the stamp is another one by then
+            rank.connector.cache_worker.jobs.report_invalid(block for table in tables for block in table if block)
+        said = len(engine.observed.outputs["loads"])
+        stranger, loads = (engine.scheduler.requests[one] for one in ("stranger", "loads"))
+        engine.step(1 + overlap)
+        assert len(engine.observed.outputs["loads"]) <= said + overlap
+        assert engine.finish()
+        assert engine.observed.outputs == {one: engine.expected(one) for one in ("first", "stranger", "loads")}
+        assert (stranger.num_preemptions, loads.num_preemptions) == (0, 1)
+        assert engine.drain()
+        assert not engine.held_blocks
+        assert not engine.wrong_published()
+
+
+def test_before_0_30_a_model_with_several_groups_runs_without_kvpact(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvpact.vllm.groups.TAKES_FAILED_REQUESTS", False)
+    with engine_over({"memory": "4MiB", "model_id": "testkit"}, groups=GEMMA) as engine:
+        assert "this model runs without kvpact; use vLLM 0.30 or later" in caplog.text
+        for name in ("first", "again"):
+            engine.add(name, make_prompt(1, 6))
+            assert engine.finish()
+            assert engine.observed.outputs[name] == engine.expected(name)
+            assert engine.drain()
+            assert engine.forget_computed()
+        assert engine.connector.scheduler_side.mounted is None
+        assert engine.ranks[0].connector.cache_worker.memory is None
 
 
 # What is refused
