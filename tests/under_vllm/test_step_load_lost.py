@@ -58,7 +58,7 @@ def break_next_load(engine: PlayedEngine, broken: str) -> None:
     whole = getattr(owner, broken)
 
     def fail(*arguments: Any) -> Any:
-        if broken == "wait_for_loads" and not transfer._synchronous:
+        if broken == "wait_for_loads" and not transfer.under_way:
             return whole(*arguments)
         setattr(owner, broken, whole)
         raise RuntimeError("injected")

@@ -315,7 +315,10 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
     def requests_begin_again(self, spoilt: set[int], tables: Mapping[str, Sequence[int]]) -> None:
         """Steps relied on blocks that were not loaded. The scheduler has unpublished the `spoilt` ones, which are those
         and what was computed over them, and takes them from these requests after this call."""
-        self.scheduler_side.requests_begin_again(spoilt, tables)
+        side = self.scheduler_side
+        side.spoilt |= spoilt
+        if side.cache is not None:
+            side.cache.distrust_blocks(spoilt, tables)
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from kvpact.cache.budget import Turn
@@ -52,6 +52,8 @@ class SchedulerSide:
         self.mounted: MountedCache | None = None
         self.begins_again = False
         """Whether the engine's scheduler begins requests again whose steps relied on blocks that were not loaded."""
+        self.spoilt: set[int] = set()
+        """What it found to be computed over such blocks in the step whose report comes next."""
         self.context: VllmContext | None = None
         self._requests: dict[str, VllmRequest] = {}
         self.credit = HitCredit()
@@ -286,7 +288,7 @@ class SchedulerSide:
             self._loads.lost(request_id)
         self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over from the last step
         if invalid_block_ids:
-            spoilt = self._loads.spoilt_by(invalid_block_ids)
+            spoilt, self.spoilt = self._loads.spoilt_by(invalid_block_ids | self.spoilt), set()
             if self.context is not None:
                 self.context.evict_published(sorted(spoilt))
         if mounted is None:
@@ -306,12 +308,6 @@ class SchedulerSide:
                 alive = settlement.request_id in self._requests
                 self._loads.settle(settlement, mounted.weights.epochs, is_alive=alive)
         self.credit.credit(hits)
-
-    def requests_begin_again(self, spoilt: set[int], tables: Mapping[str, Sequence[int]]) -> None:
-        """These requests' blocks from the first `spoilt` one on are worthless, and are about to be taken from them."""
-        self._loads.spoilt_by(spoilt)
-        if self.mounted is not None:
-            self.mounted.cache.distrust_blocks(spoilt, tables)
 
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled, in whatever state."""

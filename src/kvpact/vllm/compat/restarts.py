@@ -6,7 +6,6 @@ of its prefix cache with requests running: they are preempted, and what steps un
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from inspect import signature
@@ -105,7 +104,7 @@ class Restarts:
         running = [one for one in scheduler.running if one.request_id in names]
         scheduler.running = [one for one in scheduler.running if one.request_id not in names]
         for request in reversed(running):
-            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            scheduler._preempt_request(request, None, drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             if request.prefill_stats is not None:
                 request.num_preemptions -= 1  # vLLM tells the user the hits of an admission without one before it
