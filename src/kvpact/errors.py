@@ -20,9 +20,5 @@ class WeightsVersionRefused(KvpactError, ValueError):
     """A word for the weights that is refused; the engine keeps its current epoch."""
 
 
-class StepLoadLost(KvpactError):
-    """Tokens that a step does not compute could not be loaded: it is too late to compute them, so the engine stops."""
-
-
 class PactViolation(KvpactError, AssertionError):
     """A side broke the contract or a structure lost an invariant: a defect, never a user's mistake."""

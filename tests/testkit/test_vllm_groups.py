@@ -27,18 +27,14 @@ def test_groups_are_served_on_the_installed_release() -> None:
     "release",
     [
         pytest.param(one, marks=pytest.mark.proof if one in ENDS else pytest.mark.soak)
-        for one in RELEASES
-        if one != installed_release()
+        for one, offers in RELEASES.items()
+        if one != installed_release() and offers.failed_requests
     ],
 )
 @pytest.mark.timeout(900)
 def test_groups_are_served_on_other_releases(release: str) -> None:
     report = run_on_release(release, CONNECTOR, CONFIG, NAMES)
-    assert not report.broken, as_text(report)
-    unseen = {check.name for check in report.checks if check.verdict is Verdict.NOT_OBSERVABLE}
-    offers = RELEASES[release]
-    missing = {"a_load_of_groups_fails": offers.failed_requests, "states_lag_behind_the_attention": offers.loads_states}
-    assert unseen == {name for name, is_there in missing.items() if not is_there}, as_text(report)
+    assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
 
 
 def test_what_one_group_alone_has_must_not_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:

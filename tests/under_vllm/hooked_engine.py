@@ -1,6 +1,5 @@
-"""The driver's engine with ranks that ask `StepConnector` when a step begins, and what is told and counted of it.
-
-The ranks ask as `KvpactWorker` does. The scheduler is kvpact's class over vLLM's own, the combination of the ranks'
+"""The driver's engine, whose ranks ask `StepConnector` when a step begins, and what is told and counted of it.
+ The scheduler is kvpact's class over vLLM's own, the combination of the ranks'
 outputs is vLLM's; the workers are played.
 """
 
@@ -16,7 +15,6 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import BLOCK, ConnectorUnderTest, Harness, ScenarioOver, prompt
-from kvpact.vllm.step_hook import StepHook
 
 SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
 
@@ -44,22 +42,19 @@ class HookedEngine:
         self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         self._update = self.scheduler.update_from_output
         self.scheduler.update_from_output = self._update_and_listen
-        for number, rank in enumerate(engine.ranks):
-            self._hook(rank, first=number == 0)
+        self._watch(engine.ranks[0].step_hook)
 
-    def _hook(self, rank: Any, *, first: bool) -> None:
-        hook = StepHook(rank.connector, new_requests_only=False, minimum=None)
-        hook.report_hits()
-        run = rank.execute
+    def _watch(self, hook: Any) -> None:
+        apply = hook.apply
 
-        def execute(output: Any, identities: Any) -> Any:
-            left = hook.apply(output)
-            for name, count in output.num_scheduled_tokens.items() if first else ():
+        def watched(output: Any) -> Any:
+            left = apply(output)
+            for name, count in output.num_scheduled_tokens.items():
                 preempted = self.scheduler.requests[name].num_preemptions > 0
                 self.skipped[preempted][name] += count - left.num_scheduled_tokens[name]
-            return run(left, identities)
+            return left
 
-        rank.execute = execute
+        hook.apply = watched
 
     def _update_and_listen(self, *arguments: Any) -> Any:
         results = self._update(*arguments)

@@ -43,7 +43,6 @@ print(json.dumps({
     "block_tables": hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"),
     "failed_requests": scheduler.TAKES_FAILED_REQUESTS,
     "block_layouts": block_layouts,
-    "loads_states": scheduler.LOADS_STATES,
     "tells_of_sleep": scheduler.TELLS_OF_SLEEP,
     "loads_after_forward": bool(objects.load_before_forward(SchedulerOutput.make_empty())),
     "counts_held_blocks": scheduler.COUNTS_HELD_BLOCKS,

@@ -117,7 +117,11 @@ def test_every_key_arrives_at_both_halves_of_a_real_engine(
         [variable] = re.findall(r"start vLLM with KVPACT_CONFIG=(\S+) in its environment", said)
         engine = start_engine(
             transfer,
-            arguments={**BLOCK_BY_BLOCK, "worker_cls": "kvpact.vllm.worker.KvpactWorker"},
+            arguments={
+                **BLOCK_BY_BLOCK,
+                "worker_cls": "kvpact.vllm.worker.KvpactWorker",
+                "scheduler_cls": "kvpact.vllm.scheduler.pact_scheduler",
+            },
             environment={"KVPACT_CONFIG": variable},
         )
         asked = [prompt(3_100 + number, BLOCKS) for number in range(2)]

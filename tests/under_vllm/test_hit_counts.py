@@ -134,11 +134,13 @@ def test_h75_a_request_is_told_once_what_it_was_computed_and_created(start: Call
     engine.scheduler.update_from_output = watched
     engine.generate(PROMPTS[0])
     (stats,) = told
-    assert stats.num_external_cached_tokens == stats.num_cached_tokens == 2 * BLOCK
-    assert stats.num_local_cached_tokens == 0
+    assert stats.num_cached_tokens == 2 * BLOCK
+    # A request that begins again finds what did arrive in the engine's own cache.
+    local = 2 * BLOCK if loads_in_the_step(engine) else 0
+    assert stats.num_local_cached_tokens == local
+    assert stats.num_external_cached_tokens == 2 * BLOCK - local
     assert stats.num_computed_tokens == stats.num_prompt_tokens - 2 * BLOCK
-    # Blocks that vLLM published before they were loaded are not published again after a failed load.
-    assert stats.num_cache_creation_tokens == (0 if loads_in_the_step(engine) else (BLOCKS - 2) * BLOCK)
+    assert stats.num_cache_creation_tokens == (BLOCKS - 2) * BLOCK
 
 
 def test_h75_of_several_requests_each_is_told_its_own(start: Callable[..., PlayedEngine]) -> None:
@@ -184,7 +186,7 @@ def test_h75_a_load_that_is_never_ordered_is_no_hit(
     assert_counts_are_true(engine, played, failed=1)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1, 3))
 def test_h75_h70_hits_are_what_was_not_computed_whatever_fails_and_whoever_leaves(
     start: Callable[..., PlayedEngine], seed: int
 ) -> None:

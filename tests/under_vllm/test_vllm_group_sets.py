@@ -17,7 +17,7 @@ from vllm.v1 import kv_cache_interface as vllm
 
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob
-from kvpact.errors import ConfigError, StepLoadLost
+from kvpact.errors import ConfigError
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.testkit.vllm.played_engine import vllm_config
@@ -84,15 +84,6 @@ def test_hits_are_aligned_as_the_release_says() -> None:
     if "cache_hit_alignment_tokens" in vllm.KVCacheConfig.__dataclass_fields__:
         aligned = model(FULL, WINDOW, cache_hit_alignment_tokens=64)
         assert engine_groups(PLAIN, aligned).groups.alignment == 64
-
-
-def test_states_are_refused_where_vllm_counts_too_few_blocks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 0.30 its scheduler ends when blocks are scarce, and no connector can tell it otherwise."""
-    monkeypatch.setattr("kvpact.vllm.groups.LOADS_STATES", False)
-    for refused in (model(FULL, STATE), model(STATE)):
-        with pytest.raises(ConfigError, match=r"use 0\.30 or later"):
-            engine_groups(PLAIN, refused)
-    assert engine_groups(PLAIN, model(FULL, WINDOW, CHUNK)).several
 
 
 def test_a_draft_models_last_block_is_volatile() -> None:
@@ -170,13 +161,10 @@ def test_the_step_hook_is_refused_for_several_groups(tmp_path: Path) -> None:
         check_settings(settings, config, engine_groups(PLAIN, model(FULL, WINDOW)))
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_loads_of_groups_are_such_as_can_fail(monkeypatch: pytest.MonkeyPatch, takes: bool) -> None:
-    monkeypatch.setattr("kvpact.vllm.groups.TAKES_FAILED_REQUESTS", takes)
+def test_loads_of_groups_are_such_as_can_fail() -> None:
     config = load_config({}, {})
     assert fit_to_groups(config, engine_groups(PLAIN, model(FULL))) is config
-    budget = fit_to_groups(config, engine_groups(PLAIN, model(FULL, WINDOW))).sync_load_budget
-    assert budget == 0 if takes else budget > 1 << 60
+    assert fit_to_groups(config, engine_groups(PLAIN, model(FULL, WINDOW))).sync_load_budget == 0
 
 
 # Block tables
@@ -274,12 +262,3 @@ def test_a_load_of_groups_that_was_never_ordered_is_lost() -> None:
     jobs.report_broken([UnorderedLoad("r", (), synchronous=False)])
     ended = jobs.ended_loads()
     assert ended.arrived == ended.lost == {"r"}
-
-
-def test_no_answer_is_computed_over_blocks_that_did_not_arrive() -> None:
-    """vLLM takes no word of single blocks where there are several groups."""
-    jobs = RankJobs(stores=True, whole_requests=True)
-    jobs.order([part(1, 0, synchronous=True)])
-    jobs.end(1, outcome(1))
-    with pytest.raises(StepLoadLost, match="several KV cache groups"):
-        jobs.ended_loads()

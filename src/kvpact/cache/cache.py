@@ -109,7 +109,7 @@ class PactCache(ExternalCache):
         writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
         saves = self.saves = Offloader(config, index, room, jobs, tags, writes, metrics, block_size, clock)
         saves.side_saves = SideSaves(sides, index, room, jobs, tags, metrics) if sides is not None else None
-        self._steps = StepLookups(ledger, below, metrics, block_size, ranks)
+        self._steps = StepLookups(requests, ledger, below, metrics, block_size, ranks)
         finder = self._finder = Finder(
             config, index, below, reads, epochs, self._prefill, block_size, clock, budget, sides
         )
@@ -252,7 +252,7 @@ class PactCache(ExternalCache):
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
         self._steps.note_reads(report.reads)
-        spared = self._steps.apply_report(report, self._clock(), self._requests.live.__contains__)
+        spared = self._steps.apply_report(report, self._clock())
         self._computing -= sum(settled.skipped_tokens for settled in spared)
         # Loads first: what a request saved after a failed load is not trusted.
         loads, saves = self._jobs.apply_report(report)
@@ -332,6 +332,7 @@ class PactCache(ExternalCache):
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """See `ExternalCache`."""
+        self._steps.distrust_blocks(frozenset(block_ids))
         self._invalidation.distrust_blocks(block_ids, tables)
 
     def distrust_adapter(self, adapter: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import PlanSlots
 from kvpact.cache.ledger import Ledger
+from kvpact.cache.request import Requests
 from kvpact.cache.tier_set import TierSet
 from kvpact.contract import LoadSettlement, SaveJob, StepLookup, StoreRead, WorkerReport, load_id
 from kvpact.identity.keys import BlockKey
@@ -29,12 +30,15 @@ class _Open:
     job: SaveJob
     loaded_blocks: int = 0
     ranks: set[int] = field(default_factory=set)
+    is_void: bool = False
+    """Whether the engine computes what was found all the same."""
 
 
 @dataclass(eq=False)
 class StepLookups:
     """All lookups under way on `ranks` ranks."""
 
+    requests: Requests
     ledger: Ledger[Pin, PlanSlots]
     tiers: TierSet
     metrics: Metrics
@@ -66,8 +70,16 @@ class StepLookups:
             if (task := self._open.get(read.job_id)) is not None:
                 self.tiers.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
 
-    def apply_report(self, report: WorkerReport, now: float, is_alive: Callable[[str], bool]) -> list[LoadSettlement]:
-        """Count what ranks have loaded; returns the lookups that this settles, with the tokens not computed."""
+    def distrust_blocks(self, block_ids: frozenset[int]) -> None:
+        """The engine computes again what reached these of its blocks, or was computed after them."""
+        for task in self._open.values():
+            task.is_void |= not block_ids.isdisjoint(task.job.block_ids)
+
+    def apply_report(self, report: WorkerReport, now: float) -> list[LoadSettlement]:
+        """Count what ranks have loaded; returns the lookups that this settles, with the tokens not computed.
+
+        What failed on a rank is not looked up for the request again.
+        """
         settled: list[LoadSettlement] = []
         for rank, outcomes in report.ranks.items():
             for job_id, outcome in outcomes.items():
@@ -76,12 +88,16 @@ class StepLookups:
                     continue
                 task.ranks.add(rank)
                 task.loaded_blocks = len(outcome.done)  # equal on all ranks: they agreed on it before the step
+                if failed := outcome.failed.hull():
+                    task.is_void = True
+                    self.requests.not_again(task.job.request_id, failed.start)
                 if len(task.ranks) == self.ranks:
-                    settled.append(self._settle(task, now, is_alive(task.job.request_id)))
+                    if not task.is_void:
+                        settled.append(self._settle(task, now))
                     del self._open[task.job.job_id]
         return settled
 
-    def _settle(self, task: _Open, now: float, alive: bool) -> LoadSettlement:
+    def _settle(self, task: _Open, now: float) -> LoadSettlement:
         lookup, job, size = task.lookup, task.job, self.block_size
         blocks = BlockRange(job.start_block, task.loaded_blocks)
         used = min(blocks.end * size - lookup.computed_tokens, lookup.max_tokens)
@@ -92,7 +108,7 @@ class StepLookups:
             block_size=size,
             slots=PlanSlots(job.slots[: blocks.count]),
             now=now,
-            request_finished=not alive,
+            request_finished=job.request_id not in self.requests.live,
         )
         self.metrics.add("step_hits")
         return LoadSettlement(job.request_id, RangeSet.of(blocks), RangeSet(), asynchronous=False, skipped_tokens=used)

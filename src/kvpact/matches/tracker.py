@@ -89,6 +89,8 @@ class MatchTracker:
     def prepare(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`."""
         request_id, num_tokens = request.request_id, request.num_tokens
+        if self._limits and self._limits.get(request_id) == 0:
+            return 0, False
         found = self.open.get(request_id)
         if found is not None and found.plan is None:
             if found.question != (num_computed_tokens, num_tokens) or self._step - found.asked >= POSTPONED_STEPS:

@@ -83,7 +83,13 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
         raise ConfigError(
             f"context parallelism of {context_parallel} is not supported; blocks are then split over ranks"
         )
-    return engine_groups(vllm_config, kv_cache_config)
+    groups = engine_groups(vllm_config, kv_cache_config)
+    if not groups.are_served:
+        logger.warning(
+            "kvpact: vLLM %s cannot be told that a load of blocks of %d KV cache group(s), not all of full attention, "
+            "failed: this model runs without kvpact; use vLLM 0.30 or later", release, len(groups.layers)
+        )  # fmt: skip
+    return groups
 
 
 def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, is_told_of_exits: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
@@ -306,6 +306,15 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must keep stepping until the workers' reports are in. vLLM asks when it has no request left."""
         return self.scheduler_side.has_pending_work()
+
+    @guarded(lambda: None)
+    def requests_begin_again(self, spoilt: set[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """Steps relied on blocks that were not loaded. The scheduler has unpublished the `spoilt` ones, which are those
+        and what was computed over them, and takes them from these requests after this call."""
+        side = self.scheduler_side
+        side.spoilt |= spoilt
+        if side.cache is not None:
+            side.cache.distrust_blocks(spoilt, tables)
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -25,6 +25,8 @@ class EngineExits:
         """vLLM's own function while it is watched, which is from a promise to the end of the step at most."""
         self._watched: list[tuple[MatchTracker, OpenMatch]] = []
         """The promises for the request that the scheduler asked for last."""
+        self._refused: list[tuple[Any, set[int]]] = []
+        """Steps under way, and the blocks of loads that they wait for and that their connectors have refused."""
         self.throttled = False
         """Whether the running step may start no prompts."""
         connector, no_blocks = scheduler.connector, self._manager.empty_kv_cache_blocks
@@ -54,17 +56,26 @@ class EngineExits:
                 tracker.requests_finished(finished)
             tracker.end_step(partial(self._why, output))
             if tracker.shortfalls:
-                self._load_fewer(tracker)
+                self._load_fewer(tracker, output)
 
     def apply_shortfalls(self) -> None:
         """Tell vLLM which tokens of asynchronous loads will not come, although it counts on them."""
         for tracker in self.trackers:
             self._load_fewer(tracker)
 
-    def _load_fewer(self, tracker: MatchTracker) -> None:
+    def _load_fewer(self, tracker: MatchTracker, output: Any = None) -> None:
         for short in tracker.shortfalls:
-            compat.load_fewer(self._scheduler, short.request, short.missing, nothing=short.accepted == 0)
+            if short.asynchronous:
+                compat.load_fewer(self._scheduler, short.request, short.missing, nothing=short.accepted == 0)
+            else:  # vLLM has published the blocks: it must hear from the step's report that they are not loaded
+                self._refused.append((output, compat.blocks_behind(self._scheduler, short.request, short.missing)))
         tracker.shortfalls.clear()
+
+    def take_refused(self, output: Any) -> set[int]:
+        """The blocks that the step with this output waits for in vain."""
+        found = set[int]().union(*(blocks for step, blocks in self._refused if step is output))
+        self._refused = [entry for entry in self._refused if entry[0] is not output]
+        return found
 
     def _why(self, output: Any, found: OpenMatch, asked: bool) -> ExternalMatchExit | None:
         """Why a match was not taken in this step, if nothing has said so; None: it is taken with the step's output."""

@@ -28,13 +28,10 @@ from kvpact.vllm.compat.group_specs import (
     state_mode,
     window_reach,
 )
-from kvpact.vllm.compat.scheduler import LOADS_STATES, TAKES_FAILED_REQUESTS
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 
 FORMAT = "1"
 """Version of a group's digest."""
-
-NO_LIMIT = 1 << 62
-"""Bytes that one step may wait for."""
 
 Span = Callable[[Any], int]
 
@@ -82,6 +79,11 @@ class EngineGroups:
         return len(self.layers) > 1 or self.groups.chain is None
 
     @property
+    def are_served(self) -> bool:
+        """Whether the engine can be told that a load failed; before 0.30 not where there are several groups."""
+        return TAKES_FAILED_REQUESTS or not self.several
+
+    @property
     def state_sizes(self) -> dict[int, int]:
         """The groups of state-space layers -> tokens of a block."""
         members = enumerate(self.groups.groups)
@@ -106,11 +108,6 @@ def engine_groups(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
         raise ConfigError(
             "the model has state-space layers, and with speculative decoding vLLM does not say which block holds the "
             "state of which token: leave --speculative-config out"
-        )
-    if any(group.kind is GroupKind.STATE for group in groups) and not LOADS_STATES:
-        raise ConfigError(
-            "the model has state-space layers, and vLLM before 0.30 counts too few blocks for a request whose state is "
-            "loaded, so that the engine ends when blocks are scarce: use 0.30 or later"
         )
     layers = tuple(tuple(one.layer_names) for one in members)
     return EngineGroups(GroupSet(groups, hit_alignment(kv_cache_config)), layers)
@@ -191,14 +188,9 @@ def require_groups(cache: ExternalCache, groups: EngineGroups) -> None:
 
 
 def fit_to_groups(config: KvpactConfig, groups: EngineGroups) -> KvpactConfig:
-    """The settings for an engine with these groups, whose failed loads vLLM accepts in one way or none.
-
-    Where a request can be reported as lost, from 0.30 on, all its loads are asynchronous, and such a failure costs the
-    hit. Earlier no failure can be reported: then all loads are synchronous, from memory that was verified.
-    """
-    if not groups.several:
-        return config
-    return config.model_copy(update={"sync_load_budget": 0 if TAKES_FAILED_REQUESTS else NO_LIMIT})
+    """The settings for an engine with these groups: of several, all loads are asynchronous, because vLLM is told that a
+    request's load failed and not which blocks."""
+    return config.model_copy(update={"sync_load_budget": 0}) if groups.several else config
 
 
 __all__ = ["EngineGroups", "GroupsHooks", "engine_groups", "fit_to_groups", "require_groups"]

@@ -11,7 +11,6 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvpact.cache.budget import StepBudget
-from kvpact.errors import StepLoadLost
 from kvpact.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -58,8 +57,7 @@ def guarded(
 ) -> Callable[[Callable[Concatenate[Owner, Arguments], Answer]], Callable[Concatenate[Owner, Arguments], Answer]]:
     """Make a method a hook that never raises: on an exception it returns `otherwise()`.
 
-    StepLoadLost alone passes: its caller must not answer the user. A hook that only an idle engine calls is not
-    `in_step`: its time is charged to no step.
+    A hook that only an idle engine calls is not `in_step`: its time is charged to no step.
     """
 
     def decorate(
@@ -70,8 +68,6 @@ def guarded(
             began = self.guard.budget.begin_hook()
             try:
                 return method(self, *args, **kwargs)
-            except StepLoadLost:
-                raise
             except Exception as error:
                 self.guard.failed(method.__name__, error)
                 answer: Answer = otherwise()

@@ -3,12 +3,12 @@
 Owns the corrections of two counts that vLLM makes when it admits a request: the request's own statistics
 (`Request.prefill_stats`), which it sends with the first answer, after the workers' report, so there is time to correct
 them; and its hits of external caches, for `kvpact.vllm.scheduler`. That class counts the hits of steps for any
-connector, with `StepHits`; without it kvpact's own connector corrects the requests' statistics, with `HitCredit`.
+connector, with `StepHits`; kvpact's own connector corrects what loads come to, with `HitCredit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,12 @@ class StepHits:
         if prefills:
             known = {one.request_id: (one, one.prefill_stats, one.num_preemptions > 0) for one in prefills}
             self._steps[id(step)] = known
+
+    def begin_again(self, request_ids: Collection[str]) -> None:
+        """What steps under way skip of these requests is computed all the same."""
+        for prefills in self._steps.values():
+            for name in prefills.keys() & set(request_ids):
+                del prefills[name]
 
     def count(self, step: Any, hits: Mapping[str, int], counted: Any, connector: Any) -> None:
         """The step skipped `hits`. `counted` is vLLM's count of external hits, None if it keeps none."""
@@ -62,16 +68,12 @@ class AdmittedLoad:
 
 
 class HitCredit:
-    """Hits as vLLM should count them: `num_cached_tokens` of each request, and the hits of all."""
+    """Hits of loads as vLLM should count them: `num_cached_tokens` of each request, and the hits of all."""
 
     def __init__(self) -> None:
-        self._watched: dict[str, tuple[Any, Any]] = {}
-        self._gone: set[str] = set()
         self._loads: dict[str, AdmittedLoad] = {}
         self._hits = {False: 0, True: 0}
         """Tokens to add to vLLM's hits, by whether the request was preempted."""
-
-    # Loads
 
     def admit(self, request: Any, tokens: int, *, synchronous: bool) -> None:
         """vLLM admits a request with a load of `tokens` tokens and counts them as hits; subtract them until they are
@@ -104,32 +106,8 @@ class HitCredit:
         load = self._loads.pop(request_id)
         self._hits[load.after_preemption] += load.tokens
 
-    # Tokens found when a step begins, where `StepHits` does not count them
-
-    def watch(self, request: Any) -> None:
-        """A lookup begins: keep the request's statistics, because the answer may arrive when vLLM no longer has
-        them."""
-        stats = request.prefill_stats
-        known = self._watched.get(request.request_id)
-        if known is None or known[0] is not request:
-            self._watched[request.request_id] = (request, stats)
-
-    def credit(self, hits: Mapping[str, int]) -> None:
-        """The workers' report is in. What a request gets after a preemption is not in its statistics, as in vLLM."""
-        for request_id, tokens in hits.items():
-            request, stats = self._watched.get(request_id, (None, None))
-            if stats is not None and request.num_preemptions <= 0:
-                _mend(request, stats, tokens)
-        for request_id in self._gone:
-            self._watched.pop(request_id, None)
-        self._gone.clear()
-
-    # Both
-
     def request_finished(self, request_id: str) -> None:
         """The request ended; the report of its last step comes after this call."""
-        if request_id in self._watched:
-            self._gone.add(request_id)
         load = self._loads.get(request_id)
         if load is not None and not load.synchronous:
             del self._loads[request_id]
@@ -143,7 +121,7 @@ class HitCredit:
         return hits[False], hits[True]
 
     def __len__(self) -> int:
-        return len(self._watched) + len(self._loads)
+        return len(self._loads)
 
 
 def _mend(request: Any, stats: Any, tokens: int) -> None:

@@ -16,6 +16,7 @@ from kvpact.vllm.worker_identity import layer_pages
 if TYPE_CHECKING:
     import torch
 
+    from kvpact.vllm.groups import EngineGroups
     from kvpact.worker.worker import CacheWorker
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class KVMemoryHooks:
 
     _pages: Mapping[str, str]
     """Layer -> where a block's bytes lie in it."""
+    _groups: EngineGroups
     _is_refused = False
     """Whether the KV memory came back in a layout that is not used."""
 
@@ -36,6 +38,8 @@ class KVMemoryHooks:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV memory is there, or has moved. Raises ConfigError if the configuration does not fit the machine."""
+        if not self._groups.are_served:
+            return
         kv_caches = self._without_guests(kv_caches)
         if self.cache_worker.memory is None:
             self.cache_worker.register_kv_caches(kv_caches)

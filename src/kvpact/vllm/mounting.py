@@ -54,6 +54,18 @@ def require_hooks(config: KvpactConfig, hellos: Sequence[WorkerHandshake]) -> No
         )
 
 
+def require_no_restarts(config: KvpactConfig, vllm_config: Any, groups: EngineGroups) -> None:
+    """Raise ConfigError if a step may rely on blocks that turn out wrong, and vLLM's own scheduler takes no word of it:
+    what a step finds may not arrive; an adapter may be exchanged between a load and its use."""
+    adapters = vllm_config.lora_config is not None and groups.several
+    if adapters or config.match_at == "step":
+        raise ConfigError(
+            f"{'LoRA with several KV cache groups' if adapters else 'match_at=step'} needs a scheduler that begins "
+            "requests again whose blocks turn out wrong: add --scheduler-cls kvpact.vllm.scheduler.pact_scheduler "
+            "(vLLM 0.27 or later; not for diffusion models)"
+        )
+
+
 def mount(
     vllm_config: Any,
     config: KvpactConfig,
@@ -81,4 +93,4 @@ def mount(
     )
 
 
-__all__ = ["block_size_of", "mount", "require_all_ranks", "require_hooks"]
+__all__ = ["block_size_of", "mount", "require_all_ranks", "require_hooks", "require_no_restarts"]

@@ -16,7 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.matches import diffusion_scheduler
-from kvpact.vllm.compat.objects import connectors_of, set_hit_sources
+from kvpact.vllm.compat.objects import add_invalid_blocks, connectors_of, invalid_blocks, set_hit_sources
+from kvpact.vllm.compat.restarts import DROPS_OUTPUT, Restarts
 from kvpact.vllm.exits import EngineExits
 from kvpact.vllm.hit_accounting import StepHits
 from kvpact.vllm.step_hook import split_report
@@ -44,7 +45,29 @@ class _CountsWhatWasUsed:
         return stats
 
 
-class _SpeaksThePact(_CountsWhatWasUsed):
+class _BeginsAgain(_CountsWhatWasUsed):
+    """Begins requests again whose steps relied on blocks that were not loaded, for a connector that takes part."""
+
+    restarts: Restarts | None = None
+
+    def _update_after_schedule(self, *args: Any, **kwargs: Any) -> None:
+        super()._update_after_schedule(*args, **kwargs)  # type: ignore[misc]
+        if self.restarts is not None:
+            self.restarts.step_begins()
+
+    def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.restarts is not None:
+            self.restarts.note_left(request.request_id)
+        return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _handle_invalid_blocks(self, invalid_block_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        again = self.restarts.begin_again(invalid_block_ids) if self.restarts is not None else set()
+        if self.restarts is not None and self.restarts.several:
+            return again
+        return again | super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)  # type: ignore[misc]
+
+
+class _SpeaksThePact(_BeginsAgain):
     """vLLM's scheduler with `EngineExits`, which is None where no connector speaks the pact."""
 
     exits: EngineExits | None = None
@@ -61,9 +84,10 @@ class _SpeaksThePact(_CountsWhatWasUsed):
         if self.connector is not None:
             exits = EngineExits(self)
             self.exits = exits if exits.trackers else None
+            self.restarts = Restarts(self)
             for each in connectors_of(self.connector):
                 if (bound := getattr(each, "pact_scheduler_bound", None)) is not None:
-                    bound()
+                    bound(begins_again=DROPS_OUTPUT)
             room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
             self._spare_room = max(0, room - self.max_num_scheduled_tokens)
 
@@ -97,13 +121,28 @@ class _SpeaksThePact(_CountsWhatWasUsed):
 
         Releases from 0.33 on may commit loads here.
         """
+        if self.exits is not None and self.restarts is not None:
+            self.restarts.refused = self.exits.take_refused(scheduler_output)
+            if self.restarts.refused:
+                add_invalid_blocks(model_runner_output, self.restarts.refused)
         hits = split_report(model_runner_output)
         self._spared += sum(hits.values())
-        self._step_hits.count(scheduler_output, hits, self.connector_prefix_cache_stats, self.connector)
+        counted, connector = self.connector_prefix_cache_stats, self.connector
+        self._count_hits = partial(self._step_hits.count, scheduler_output, hits, counted, connector)
+        if not invalid_blocks(model_runner_output):
+            self._count_hits()
         results = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if self.restarts is not None:
+            self.restarts.step_ends()
         if self.exits is not None:
             self.exits.apply_shortfalls()
         return results
+
+    def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        again = super()._handle_invalid_blocks(*args, **kwargs)
+        self._step_hits.begin_again(again)
+        self._count_hits()
+        return again
 
     def _try_schedule_encoder_inputs(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._try_schedule_encoder_inputs(request, *args, **kwargs)  # type: ignore[misc]

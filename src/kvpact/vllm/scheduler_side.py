@@ -7,7 +7,6 @@ process only; never blocks on I/O.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
@@ -21,7 +20,6 @@ from kvpact.tiers.registry import load_seal
 from kvpact.vllm.checks import check_classes
 from kvpact.vllm.compat.configuration import runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
-from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact.vllm.computed import note_computed, required
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_groups, require_groups
@@ -29,7 +27,7 @@ from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_accounting import HitCredit
 from kvpact.vllm.loads import CommittedLoad, CommittedLoads
 from kvpact.vllm.messages import PactMetadata
-from kvpact.vllm.mounting import block_size_of, mount, require_all_ranks, require_hooks
+from kvpact.vllm.mounting import block_size_of, mount, require_all_ranks, require_hooks, require_no_restarts
 from kvpact.vllm.request_identity import OfferedMatch, RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
@@ -52,6 +50,10 @@ class SchedulerSide:
         self._block_size = block_size_of(vllm_config, groups)
         self._identities = RequestIdentities(vllm_config)
         self.mounted: MountedCache | None = None
+        self.begins_again = False
+        """Whether the engine's scheduler begins requests again whose steps relied on blocks that were not loaded."""
+        self.spoilt: set[int] = set()
+        """What it found to be computed over such blocks in the step whose report comes next."""
         self.context: VllmContext | None = None
         self._requests: dict[str, VllmRequest] = {}
         self.credit = HitCredit()
@@ -59,11 +61,6 @@ class SchedulerSide:
         self._late = LateLoads()
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
-        self._corrects_step_hits = False
-        if config.match_at == "step":
-            from kvpact.vllm.scheduler import counts_step_hits  # refused on releases on which this may fail
-
-            self._corrects_step_hits = not counts_step_hits(vllm_config)
         self._ranks = 0
         self._stats: StatsCollector | None = None
         self.is_told_of_exits = False
@@ -87,6 +84,8 @@ class SchedulerSide:
             return
         require_hooks(self._config, hellos)
         check_classes(self._config, hellos, is_told_of_exits=self.is_told_of_exits)
+        if not self.begins_again:
+            require_no_restarts(self._config, self._vllm_config, self._groups)
         self._end_cache()
         shared = self._identities.adapters, self._seal, self._metrics, self._budget
         self.mounted = mount(self._vllm_config, self._config, hellos, self._groups, *shared)
@@ -97,6 +96,8 @@ class SchedulerSide:
 
     def bind_scheduler_context(self, offered: Any) -> None:
         """vLLM offers its KV cache manager, or, before 0.30, its block pool alone."""
+        if not self._groups.are_served:
+            return
         policy = str(self._vllm_config.scheduler_config.policy)
         self.context = scheduler_context(offered, policy, self._groups.groups if self._groups.several else None)
         if self.mounted is not None:
@@ -158,9 +159,9 @@ class SchedulerSide:
         view.was_answered = match is not None
         if match is None:
             return None
-        if match.load_kv_async and self._groups.several and not TAKES_FAILED_REQUESTS:
-            cache.abort_external_match(view.request_id, match, "asynchronous")  # if it failed, nobody could say so
-            return NO_MATCH
+        if self._groups.several and match.num_tokens and not match.load_kv_async:
+            cache.abort_external_match(view.request_id, match, "synchronous")
+            raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no word of their blocks")
         if match.num_tokens:
             view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
         return match
@@ -261,8 +262,6 @@ class SchedulerSide:
             view = self._requests.get(request_id)
             if view is not None and not self._loads.is_distrusted(request_id):
                 cache.look_up_at_step(view, view.request.num_computed_tokens, max_tokens)
-                if self._corrects_step_hits:
-                    self.credit.watch(view.request)
 
     def end_broken_step(self) -> PactMetadata:
         """The message to the workers when `end_step` raised: none of the step's loads will happen."""
@@ -302,7 +301,7 @@ class SchedulerSide:
             self._loads.lost(request_id)
         self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over from the last step
         if invalid_block_ids:
-            spoilt = self._loads.spoilt_by(invalid_block_ids)
+            spoilt, self.spoilt = self._loads.spoilt_by(invalid_block_ids | self.spoilt), set()
             if self.context is not None:
                 self.context.evict_published(sorted(spoilt))
         if mounted is None:
@@ -314,14 +313,10 @@ class SchedulerSide:
             mounted.cache.distrust_blocks(doubtful, tables)
         settlements = mounted.cache.apply_report(self._unsettled)
         self._unsettled = WorkerReport({})
-        hits = Counter[str]()
         for settlement in settlements:
-            if settlement.skipped_tokens:
-                hits[settlement.request_id] += settlement.skipped_tokens
-            else:
+            if not settlement.skipped_tokens:  # what a step skipped the engine's scheduler class counts
                 alive = settlement.request_id in self._requests
                 self._loads.settle(settlement, mounted.weights.epochs, is_alive=alive)
-        self.credit.credit(hits)
 
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled, in whatever state."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpact.contract import JobOutcome, JobQuery, LoadJob, SaveJob
-from kvpact.errors import StepLoadLost
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.wire import UnorderedLoad
 from kvpact.worker.copy.base import Job
@@ -169,15 +168,7 @@ class RankJobs:
         self._unreported.invalid_blocks.update(block_ids)
 
     def ended_loads(self) -> EndedLoads:
-        """What the engine has not been told of its loads (H08).
-
-        With `whole_requests`, raises StepLoadLost if a request that is computed already has not all of its blocks.
-        """
-        if self._whole_requests and self._unreported.invalid_blocks:
-            raise StepLoadLost(
-                "blocks of a request could not be copied into the engine's, and it is computed already; the engine "
-                "takes no word of that for a model with several KV cache groups"
-            )
+        """What the engine has not been told of its loads (H08)."""
         ended, self._unreported = self._unreported, EndedLoads()
         return ended
 

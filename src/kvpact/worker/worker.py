@@ -23,7 +23,6 @@ from kvpact.contract import (
     WorkerReport,
     load_id,
 )
-from kvpact.errors import StepLoadLost
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment
@@ -81,7 +80,9 @@ class CacheWorker(ExternalCacheWorker):
         self._found: dict[str, tuple[LoadJob, int]] = {}
         """Request -> the load of all that was found for the step, and the token at which its first block begins."""
         self._step_loads: tuple[LoadJob, ...] = ()
-        """Loads of what this step does not compute: found by this side, and not to be lost."""
+        """Loads of what this step does not compute, found by this side."""
+        self._withheld: list[SaveJob] = []
+        """Saves that fail as soon as no load copies from their slots into their blocks any more."""
         self.jobs = RankJobs(stores=sharing.stores, whole_requests=len(place.groups) > 1)
         """What was ordered, and what the engine has not been told of it."""
 
@@ -168,16 +169,12 @@ class CacheWorker(ExternalCacheWorker):
         assert self._segment is not None
         self._segment.slot_view(slot)[:] = part
 
-    def _require_step_loads(self) -> None:
-        """Raise StepLoadLost if a step's own loads do not all arrive: other requests would read what is not there."""
-        for load in self._step_loads:
-            outcome = self.jobs.outcome(load.job_id)
-            if outcome.failed.ranges if outcome is not None else not self._is_ordered(load):
-                raise StepLoadLost(
-                    f"rank {self.place.rank}: blocks from {load.start_block} on of request {load.request_id} were "
-                    "verified in memory and could not be copied into the engine's; the step has not computed them"
-                )
-        self._step_loads = ()
+    def _lost_step_loads(self) -> set[int]:
+        """The step's own loads that have not all arrived: the engine is told of them with the others."""
+        self._take_in_ended()
+        loads, self._step_loads = [(load, self.jobs.outcome(load.job_id)) for load in self._step_loads], ()
+        ended = {load.job_id: not ended.failed.ranges for load, ended in loads if ended is not None}
+        return {load.job_id for load, _ in loads if not ended.get(load.job_id, self._is_ordered(load))}
 
     # The step
 
@@ -199,10 +196,7 @@ class CacheWorker(ExternalCacheWorker):
         return replace(message.work, loads=(), saves=()) if self._is_barred(message) else message.work
 
     def begin_step(self, message: StepMessage) -> None:
-        """Before the forward pass: begin loads, and report those that nobody carries out.
-
-        Raises StepLoadLost if the step skips tokens whose loads could not begin.
-        """
+        """Before the forward pass: begin loads, and report those that nobody carries out."""
         try:
             self._adapters_used = message.adapters
             self.jobs.report_broken(message.broken)
@@ -210,10 +204,8 @@ class CacheWorker(ExternalCacheWorker):
                 self._give_up((*message.work.loads, *message.work.saves))
             self.start_loads(self._usable_work(message))
             self._go_on_without(message.work.overdue, message.spoilt)
-        except Exception as error:
-            self._give_up(message.work.loads)
-            if self._step_loads:
-                raise StepLoadLost("tokens that this step does not compute could not be loaded") from error
+        except Exception:
+            self._give_up((*message.work.loads, *self._step_loads))
             raise
 
     def end_forward(self, message: StepMessage) -> None:
@@ -283,11 +275,10 @@ class CacheWorker(ExternalCacheWorker):
         if self.transfers is None:
             return
         self.wait_for_loads()
-        if self._step_loads:
-            self._take_in_ended()
-            self._require_step_loads()
+        lost = self._lost_step_loads() if self._step_loads else ()
         self.jobs.order(work.saves)
-        saves = [self.jobs.unfilled(job) for job in work.saves]
+        self._withheld += [job for job in work.saves if load_id(job.job_id) in lost]
+        saves = [self.jobs.unfilled(job) for job in work.saves if load_id(job.job_id) not in lost]
         for job in saves:
             if not job.slots:
                 self.jobs.end(job.job_id, JobOutcome())
@@ -300,7 +291,10 @@ class CacheWorker(ExternalCacheWorker):
         One that is being copied is reported when the copy ends: until then it writes to its blocks or its slots.
         """
         for job in jobs:
-            if self.transfers is None or not self.transfers.is_open(job.job_id):
+            if isinstance(job, SaveJob) and self._is_filled(job):
+                self.jobs.order((job,))
+                self._withheld.append(job)
+            elif self.transfers is None or not self.transfers.is_open(job.job_id):
                 self.jobs.fail(job)
             elif isinstance(job, LoadJob) and job.synchronous:
                 self.jobs.leave_synchronous(job)
@@ -327,9 +321,16 @@ class CacheWorker(ExternalCacheWorker):
         self._give_up(self._synchronous)
         return self.jobs.ended_loads()
 
+    def _is_filled(self, save: SaveJob) -> bool:
+        """Whether a load still copies from the slots of a save into its blocks."""
+        return self.transfers is not None and self.transfers.is_open(load_id(save.job_id))
+
     def _take_in_ended(self) -> None:
         if self.memory is not None:
             self.memory.poll()
+        for save in [save for save in self._withheld if not self._is_filled(save)]:
+            self._withheld.remove(save)
+            self.jobs.fail(save)
 
     def report(self) -> WorkerReport:
         """See `ExternalCacheWorker`."""

@@ -30,6 +30,7 @@ from kvpact.testkit.vllm.model_groups import (
 )
 from kvpact.testkit.vllm.rank_group import RankGroup
 from kvpact.testkit.vllm.real_models import RealModel, layout_named
+from kvpact.vllm.step_hook import StepHook
 
 
 def _choose_platform() -> None:
@@ -374,6 +375,23 @@ def make_worker_connector(settings: EngineSettings, vllm_config: Any, worker: in
         return KVConnectorFactory.create_connector(
             config=own, role=KVConnectorRole.WORKER, kv_cache_config=make_kv_cache_config(settings, worker)
         )
+
+
+def step_hook_of(connector: Any, vllm_config: Any) -> StepHook | None:
+    """The hook before each step, as `kvpact.vllm.worker` binds it, for a worker whose connector has one.
+
+    Ranks played in one thread find the same.
+    """
+    if getattr(connector, "before_update_states", None) is None:
+        return None
+    from kvpact.vllm.scheduler import counts_step_hits
+
+    if (bound := getattr(connector, "step_hook_bound", None)) is not None:
+        bound()
+    hook = StepHook(connector, new_requests_only=False, minimum=None)
+    if counts_step_hits(vllm_config):
+        hook.report_hits()
+    return hook
 
 
 def shake_hands(settings: EngineSettings, scheduler_connector: Any, worker_connectors: Sequence[Any]) -> None:

@@ -33,8 +33,7 @@ from kvpact.config import load_config
 from kvpact.testkit.vllm import compat
 from kvpact.testkit.vllm.model_groups import layer_names
 from kvpact.vllm.connector import PactConnector
-from kvpact.vllm.scheduler import KvpactScheduler, counts_step_hits
-from kvpact.vllm.step_hook import StepHook
+from kvpact.vllm.scheduler import KvpactScheduler
 
 BLOCK = 16
 LAYERS = 2
@@ -170,14 +169,10 @@ class PlayedEngine:
         """What vLLM counts apart: hits of requests that were preempted before."""
         self.external_hits_by_source = 0
         """What vLLM adds to `vllm:prompt_tokens_cached_by_source` for all external sources together."""
-        self.step_hook: StepHook | None = None
-        if self.worker.before_update_states is not None:  # as `kvpact.vllm.worker` does it
-            self.step_hook = StepHook(self.worker, new_requests_only=False, minimum=None)
-            self.worker.step_hook_bound()
+        if self.worker.before_update_states is not None:
             scheduler_class = scheduler_class or KvpactScheduler
         self.config.scheduler_config.scheduler_cls = scheduler_class
-        if self.step_hook is not None and counts_step_hits(self.config):
-            self.step_hook.report_hits()
+        self.step_hook = compat.step_hook_of(self.worker, self.config)
         self.scheduler = compat.make_scheduler(shape, self.config, compat.make_kv_cache_config(shape), log_stats=True)
         self.connector: PactConnector = self.scheduler.connector
         compat.shake_hands(shape, self.connector, [self.worker])

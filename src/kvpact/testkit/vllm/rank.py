@@ -20,6 +20,7 @@ from kvpact.testkit.vllm.compat import (
     EngineSettings,
     acting_as,
     make_worker_connector,
+    step_hook_of,
 )
 from kvpact.testkit.vllm.model_groups import group_of_layers, groups_of, layers_of_worker, plan_of
 from kvpact.testkit.vllm.model_memory import lay_out
@@ -81,6 +82,7 @@ class Rank:
 
         self._vllm_config = vllm_config
         self.connector = make_worker_connector(settings, vllm_config, rank)
+        self.step_hook = step_hook_of(self.connector, vllm_config)
         self._attention: Callable[[dict[str, int], str], None] = maybe_transfer_kv_layer(self._attend)
         # All ranks share one configuration here; the handshake comes after the last rank is made.
         vllm_config.compilation_config.static_forward_context.update(self._layers())
@@ -119,6 +121,8 @@ class Rank:
         self._vllm_config.compilation_config.static_forward_context = self._layers()
         self.wrong = []
         self._digests = {}
+        if self.step_hook is not None and not self.mute:
+            scheduler_output = self.step_hook.apply(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         with self.acting():
             if not self.mute:
@@ -157,10 +161,11 @@ class Rank:
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
-            request.num_computed_tokens = cached.num_computed_tokens[index]
             del request.chain.tokens[request.num_prompt_tokens + cached.num_output_tokens[index] :]
             if request_id in cached.all_token_ids:
                 request.chain.tokens.extend(cached.all_token_ids[request_id][len(request.chain.tokens) :])
+            # A step that is planned before the last one's output counts draft tokens as accepted; none of them is.
+            request.num_computed_tokens = min(cached.num_computed_tokens[index], len(request.chain.tokens) - 1)
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 request.tables = [list(table) for table in new_blocks]

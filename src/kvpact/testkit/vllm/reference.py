@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from kvpact.contract import CacheSpec
 from kvpact.engine.reference import ReferenceCache
-from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 
 
 def make(spec: CacheSpec) -> ReferenceCache:
-    """The cache. Its loads are asynchronous where vLLM takes word of one that fails."""
+    """The cache. Its loads are asynchronous: vLLM is told of one that failed."""
     return ReferenceCache(
         spec.block_size,
         spec.num_slots,
         num_ranks=spec.num_ranks,
         groups=spec.groups,
-        asynchronous=TAKES_FAILED_REQUESTS,
     )

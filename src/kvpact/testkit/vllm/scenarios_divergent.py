@@ -7,7 +7,7 @@ from kvpact.testkit.results import NotObservable, require
 from kvpact.testkit.vllm.harness import BLOCK, Harness, prompt
 from kvpact.testkit.vllm.model_groups import CHUNKED, GEMMA, STATES, LayerGroup
 from kvpact.testkit.vllm.scenarios import Scenarios
-from kvpact.vllm.compat.scheduler import LOADS_STATES
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 
 scenario = DIVERGENT = Scenarios()
 
@@ -17,7 +17,7 @@ CHUNKS_ALONE = (
     (LayerGroup(GroupKind.CHUNK, 1, 64), LayerGroup(GroupKind.CHUNK, 1, 128)),
 )
 """Models without any full attention."""
-MODELS = (GEMMA, CHUNKED, STATES, THREE_KINDS) if LOADS_STATES else (GEMMA, CHUNKED)
+MODELS = (GEMMA, CHUNKED, STATES, THREE_KINDS) if TAKES_FAILED_REQUESTS else (GEMMA, CHUNKED)
 
 
 @scenario("P2", "P8", "P9")
@@ -40,7 +40,7 @@ def one_group_alone_is_evicted(harness: Harness) -> None:
 @scenario("P2", "P9")
 def states_lag_behind_the_attention(harness: Harness) -> None:
     """A prompt parts from another where the engine has its blocks and no state: what follows the state is computed."""
-    if not LOADS_STATES:
+    if not TAKES_FAILED_REQUESTS:
         raise NotObservable("models with states are refused on this release")
     for shared in (6, 3):
         harness.journal.clear()

@@ -12,12 +12,12 @@ from kvpact.testkit.vllm.harness import BLOCK, Harness, prompt
 from kvpact.testkit.vllm.model_groups import CHUNKED, GEMMA, STATES, LayerGroup
 from kvpact.testkit.vllm.random_ops import act
 from kvpact.testkit.vllm.scenarios import Scenarios
-from kvpact.vllm.compat.scheduler import LOADS_STATES, TAKES_FAILED_REQUESTS
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 
 scenario = GROUPS = Scenarios()
 
 ATTENTION = (GEMMA, CHUNKED)
-MODELS = (*ATTENTION, STATES) if LOADS_STATES else ATTENTION
+MODELS = (*ATTENTION, STATES) if TAKES_FAILED_REQUESTS else ATTENTION
 ACTIONS = 150
 
 

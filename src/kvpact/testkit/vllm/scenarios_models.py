@@ -17,7 +17,7 @@ from kvpact.testkit.vllm.harness import Harness
 from kvpact.testkit.vllm.model_groups import group_of_layers
 from kvpact.testkit.vllm.real_models import MODELS, SCALE, RealModel, planned
 from kvpact.testkit.vllm.scenarios import Scenario
-from kvpact.vllm.compat.scheduler import LOADS_STATES, TAKES_FAILED_REQUESTS
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 
 Situation = Callable[[Harness, RealModel], None]
 
@@ -190,7 +190,7 @@ def _scenario(name: str, model: RealModel) -> Scenario:
 
 
 def _run(situation: Situation, model: RealModel, harness: Harness) -> None:
-    if model.states and not LOADS_STATES:
+    if model.states and not TAKES_FAILED_REQUESTS:
         raise NotObservable("models with states are refused on this release")
     situation(harness, model)
 

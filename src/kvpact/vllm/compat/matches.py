@@ -5,6 +5,7 @@ Written for 0.26 to 0.33; if a release moves any of this, only this module chang
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -54,6 +55,14 @@ def load_fewer(scheduler: Any, request: Any, missing: int, *, nothing: bool) -> 
     scheduler.failed_recving_kv_req_ids.add(request.request_id)
     if nothing:
         scheduler.finished_recving_kv_req_ids.add(request.request_id)
+
+
+def blocks_behind(scheduler: Any, request: Any, missing: int) -> set[int]:
+    """The blocks of a request that this step admits, from the one on that has the first of its last `missing` computed
+    tokens; of several KV cache groups all."""
+    tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    first = (request.num_computed_tokens - missing) // scheduler.block_size if len(tables) == 1 else 0
+    return set(chain.from_iterable(table[first:] for table in tables))
 
 
 def why_not_asked(scheduler: Any, output: Any, request: Any) -> ExternalMatchExit:

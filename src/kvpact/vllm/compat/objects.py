@@ -22,6 +22,20 @@ def connectors_of(connector: Any) -> tuple[Any, ...]:
     return connector, *chain.from_iterable(inside)
 
 
+def invalid_blocks(model_output: Any) -> Collection[int]:
+    """The blocks that a step was to load and did not."""
+    output = model_output.kv_connector_output
+    return output.invalid_block_ids if output else ()
+
+
+def add_invalid_blocks(model_output: Any, block_ids: set[int]) -> None:
+    """Make vLLM take these blocks for some that the step did not load."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    output = model_output.kv_connector_output = model_output.kv_connector_output or KVConnectorOutput()
+    output.invalid_block_ids = output.invalid_block_ids | block_ids
+
+
 def failed_requests(connector_output: Any) -> Collection[str]:
     """Requests whose load failed as a whole; empty where the release does not tell."""
     return getattr(connector_output, "failed_recving", None) or ()

@@ -21,8 +21,6 @@ class Release:
     """A connector can ask for a layout with all layers of a block side by side."""
     counts_held_blocks: bool = False
     """A block used as often as there are running requests counts as one that all of them share."""
-    loads_states: bool = True
-    """Models with state-space layers can have a connector that loads."""
     tells_of_sleep: bool = False
     """A worker's connector is told before KV memory goes away for a sleep, and when it is there again."""
     loads_after_forward: bool = True
@@ -34,7 +32,6 @@ class Release:
 _OF_0_26 = Release(
     block_tables=False,
     failed_requests=False,
-    loads_states=False,
     block_layouts=False,
     counts_held_blocks=True,
     loads_after_forward=False,

@@ -28,11 +28,6 @@ COUNTS_HELD_BLOCKS = any(
 """Whether vLLM takes a block that is used as often as there are running requests for one that all of them share: up to
 0.31. A block held through a context counts one use more (H94); this affects only cascade attention."""
 
-LOADS_STATES = TAKES_FAILED_REQUESTS
-"""Whether a connector can load the states of state-space layers: from 0.30 on. Earlier vLLM counts a block less than it
-takes for a request whose state is loaded, and its scheduler ends when blocks are scarce; 0.26 also takes for computed
-what the group with the longest hit has."""
-
 TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 """Whether vLLM tells a worker's connector that KV memory goes away, and when it is there again: from 0.33 on."""
 
