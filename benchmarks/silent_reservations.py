@@ -2,8 +2,9 @@
 
 A naive connector and kvpact on vLLM's own scheduler, and kvpact on its own (`kvpact.vllm.scheduler`), which also says
 why a match was not taken. 40 requests of 192 tokens, of which 160 are stored, 24 output tokens each, 16 requests at
-once; blocks of 16 tokens. Then how long a lease outlives its match, where nobody will come back for it. No model and no
-device is needed. Prints two tables in Markdown.
+once; blocks of 16 tokens. Then how long a lease outlives its match, where nobody will come back for it; and the same
+load with five kinds of connectors that lease what a lookup finds (`testbeds/leasing.py`), under three schedulers. No
+model and no device is needed. Prints three tables in Markdown.
 """
 
 from __future__ import annotations
@@ -12,16 +13,29 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "testbeds"))
+
 from kvpact.testkit.vllm.adapters import KNOWN_ADAPTERS
 from kvpact.testkit.vllm.compat import EngineSettings, release
-from kvpact.testkit.vllm.engine import VllmEngine
+from kvpact.testkit.vllm.engine import EngineDied, VllmEngine
 from kvpact.testkit.vllm.harness import BLOCK, prompt
 from kvpact.testkit.vllm.simple_connector import Copy, NaiveConnector
+from leasing import KINDS
+from leasing_runs import (
+    OUTPUT_TOKENS,
+    PROMPT_BLOCKS,
+    REQUESTS,
+    SCHEDULER,
+    STORED_BLOCKS,
+    Run,
+    run_embedded,
+    run_on_vllm,
+)
 
-REQUESTS, PROMPT_BLOCKS, STORED_BLOCKS, OUTPUT_TOKENS = 40, 12, 10, 24
 HEADER = (
     "connector",
     "KV blocks",
@@ -35,7 +49,6 @@ HEADER = (
     "lookups for each commit",
     "not taken, by reason",
 )
-SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
 SUBJECTS: Mapping[str, Mapping[str, Any]] = {
     "naive": {"kv_connector": "NaiveConnectorOfTenBlocks", "kv_connector_module_path": Path(__file__).stem},
     "kvpact": {
@@ -143,6 +156,36 @@ def outlives(drop: str, scheduler: str) -> str:
     return f"more than {PATIENCE:.0f} s ({steps:,} steps)" if held else f"{steps} steps"
 
 
+LEASING_HEADER = (
+    "connector",
+    "scheduler",
+    "KV blocks",
+    "lookups",
+    "found something",
+    "commits",
+    "ended without a load, by reason",
+    "leases of a request at most",
+    "leases at the end",
+)
+SCHEDULERS: Mapping[str, Callable[[str, int], Run]] = {
+    "vLLM's": run_on_vllm,
+    "kvpact's class": partial(run_on_vllm, scheduler=SCHEDULER),
+    "embedded engine": run_embedded,
+}
+
+
+def leasing_row(kind: str, scheduler: str, num_blocks: int) -> tuple[str, ...]:
+    """One line of the table of connectors that lease what a lookup finds."""
+    subject = (kind, scheduler, f"{num_blocks:,}")
+    try:
+        found = SCHEDULERS[scheduler](kind, num_blocks)
+    except EngineDied as died:
+        return (*subject, *("-" * 5), f"the engine dies: {died}")
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.aborts.items()) or "-"
+    asked, ended = (found.lookups, found.found, found.commits), (found.most, found.left)
+    return (*subject, *(f"{number:,}" for number in asked), reasons, *(f"{number:,}" for number in ended))
+
+
 def main() -> None:
     """Run all with plenty of, little and hardly any KV memory."""
     logging.disable(logging.ERROR)
@@ -153,6 +196,9 @@ def main() -> None:
     print()
     kept = [(drop, outlives(drop, ""), outlives(drop, SCHEDULER)) for drop in DROPS]
     show(("a match is dropped because", "its lease is held for, on vLLM's scheduler", "on kvpact's class"), kept)
+    print()
+    runs = [(kind, scheduler, blocks) for kind in KINDS for scheduler in SCHEDULERS for blocks in (400, 40, 20)]
+    show(LEASING_HEADER, [leasing_row(*each) for each in runs])
 
 
 def show(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

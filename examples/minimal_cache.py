@@ -4,18 +4,18 @@ from collections import Counter, OrderedDict
 from itertools import count, takewhile
 from types import SimpleNamespace
 
-from kvpact.contract import (
+from kvpact import (
+    BlockKeys,
     ExternalCache,
     ExternalKVMatch,
     JobQuery,
     JobTally,
     LoadJob,
     LoadSettlement,
+    RangeSet,
     SaveJob,
     StepWork,
 )
-from kvpact.identity.keys import BlockKeys
-from kvpact.ranges import RangeSet
 
 
 class MinimalCache(ExternalCache):

@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-from kvpact.config import load_config
+from kvpact import load_config
 
 QUESTIONS = ("What is this text about?", "Who should read it?")
 

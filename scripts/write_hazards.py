@@ -36,7 +36,7 @@ def ids_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     """The ids in a test's name and in what decorates a check."""
     found: set[str] = set()
     if function.name.startswith("test_"):
-        found |= {name.upper() for name in re.findall(r"(?<=_)[hpt]\d{1,2}(?=_)", function.name)}
+        found |= {name.upper() for name in re.findall(r"(?<=_)[hpt]\d{1,3}(?=_)", function.name)}
     for decorator in function.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in PROTECTS:
             found |= {value.value for value in decorator.args if isinstance(value, ast.Constant)}

@@ -29,6 +29,7 @@ RUN_HERE: dict[tuple[str, str], str] = {}
 """(document, piece of text) -> the test below that runs the block."""
 
 CACHES, TIERS = "docs/write-a-connector.md", "docs/write-a-tier.md"
+CONNECTORS = "docs/write-a-vllm-connector.md"
 
 RUN_ELSEWHERE = {
     ("README.md", "kvpact serve MODEL"): "tests/under_vllm/test_http_life.py",
@@ -42,6 +43,11 @@ RUN_ELSEWHERE = {
     (CACHES, "class TestMinimalCache"): "tests/testkit/test_write_a_connector.py",
     (CACHES, "run_conformance"): "tests/testkit/test_write_a_connector.py",
     (CACHES, "PactMachine"): "tests/testkit/test_write_a_connector.py",
+    (CONNECTORS, "class PlannedConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
+    (CONNECTORS, "class HandedBackConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
+    (CONNECTORS, "class ToldConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
+    (CONNECTORS, "class DocumentedConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
+    (CONNECTORS, "class Leases"): "tests/under_vllm/test_write_a_vllm_connector.py",
     (TIERS, "class FirstTier"): "tests/testkit/test_write_a_tier.py",
     (TIERS, "class FileTier"): "tests/testkit/test_write_a_tier.py",
     (TIERS, "class TestFileTier"): "tests/testkit/test_write_a_tier.py",
@@ -66,6 +72,9 @@ NOT_RUN = {
     ),
     ("docs/worker-hook.md", "vllm serve MODEL --worker-cls"): (
         "'{...}' stands for any connector; test_engine_step_hook.py starts engines with this worker class"
+    ),
+    (CONNECTORS, "vllm serve MODEL --scheduler-cls"): (
+        "'{...}' stands for any connector; test_engine_scheduler_class.py starts engines with this scheduler class"
     ),
     (CACHES, "pip install"): _INSTALLS,
     (TIERS, "pip install"): _INSTALLS,

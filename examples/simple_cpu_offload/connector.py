@@ -20,9 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from kvpact.contract import SchedulerContext
+from kvpact import ConfigError, SchedulerContext
 from kvpact.engine.block_pool import BlockPool
-from kvpact.errors import ConfigError
 from kvpact.identity.groups import GroupKind, GroupSet
 from kvpact.vllm import scheduler_context
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, transfer_results

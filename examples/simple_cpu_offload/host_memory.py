@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvpact.errors import ConfigError
+from kvpact import ConfigError
 from kvpact.worker.paged import block_axis
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from kvpact import BlockHolder, KVCacheBlockView
 from kvpact.block_refs import BlockRefs
-from kvpact.contract import BlockHolder, KVCacheBlockView
 from kvpact.engine.block_pool import NULL_BLOCK, BlockPool
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import TypeAlias
 
-from kvpact.contract import KVCacheBlockView, SchedulerContext
+from kvpact import BlockRange, KVCacheBlockView, SchedulerContext
 from kvpact.identity.groups import GroupSet
-from kvpact.ranges import BlockRange
 from simple_cpu_offload.host_pool import HostPool, Pool
 
 Names: TypeAlias = Callable[[int, int], bytes | None]

@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from kvpact.cache.cache import PactCache
     from kvpact.config import KvpactConfig, load_config
     from kvpact.contract import (
+        POSTPONED_STEPS,
         BlockHolder,
         ExternalCache,
         ExternalCacheWorker,
         ExternalKVMatch,
+        ExternalMatchExit,
         JobOutcome,
+        JobQuery,
+        JobTally,
+        KVCacheBlockView,
         LoadJob,
         LoadSettlement,
         SaveJob,
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     )
     from kvpact.errors import ConfigError, PactViolation, TierError
     from kvpact.identity.keys import BlockKey, BlockKeys, Namespace, RequestIdentity
+    from kvpact.matches.forms import ConfirmsExternalMatch, PostponesExternalMatch, SupportsExternalMatch
     from kvpact.ranges import BlockRange, RangeSet
     from kvpact.tiers.base import Tier
     from kvpact.tiers.shared.store import RecordStore
@@ -37,21 +43,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "POSTPONED_STEPS",
     "BlockHolder",
     "BlockKey",
     "BlockKeys",
     "BlockRange",
     "ConfigError",
+    "ConfirmsExternalMatch",
     "ExternalCache",
     "ExternalCacheWorker",
     "ExternalKVMatch",
+    "ExternalMatchExit",
     "JobOutcome",
+    "JobQuery",
+    "JobTally",
+    "KVCacheBlockView",
     "KvpactConfig",
     "LoadJob",
     "LoadSettlement",
     "Namespace",
     "PactCache",
     "PactViolation",
+    "PostponesExternalMatch",
     "RangeSet",
     "RecordStore",
     "RequestIdentity",
@@ -59,6 +72,7 @@ __all__ = [
     "SchedulerContext",
     "SharedTier",
     "StepWork",
+    "SupportsExternalMatch",
     "Tier",
     "TierError",
     "WorkerReport",
@@ -70,6 +84,7 @@ _HOMES: Final = {
     "kvpact.config": ("KvpactConfig", "load_config"),
     "kvpact.errors": ("ConfigError", "PactViolation", "TierError"),
     "kvpact.identity.keys": ("BlockKey", "BlockKeys", "Namespace", "RequestIdentity"),
+    "kvpact.matches.forms": ("ConfirmsExternalMatch", "PostponesExternalMatch", "SupportsExternalMatch"),
     "kvpact.ranges": ("BlockRange", "RangeSet"),
     "kvpact.tiers.base": ("Tier",),
     "kvpact.tiers.shared.store": ("RecordStore",),

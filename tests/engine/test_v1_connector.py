@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tuple_connector import Store, TupleScheduler, TupleWorker
 from workloads import outputs_of, prompt, run_with_upheaval, workload
 
 from kvpact.engine import (
@@ -22,6 +21,7 @@ from kvpact.engine import (
     V1ConnectorWorker,
 )
 from kvpact.errors import PactViolation
+from tuple_connector import Store, TupleScheduler, TupleWorker
 
 NO_REUSE = EngineConfig(num_blocks=60, num_ranks=2, num_layers=2, prefix_caching=False)
 

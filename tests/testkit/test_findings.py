@@ -69,3 +69,17 @@ def test_h01_silent_reservations_cost_what_the_table_says() -> None:
     left = benchmark.HEADER.index("left pinned")
     assert [row[left] for row in rows] == ["9,360", "0", "0"]
     assert rows[-1][-1] == "936 no_blocks"
+
+
+@pytest.mark.parametrize(
+    "num_blocks", [20, pytest.param(40, marks=pytest.mark.proof), pytest.param(400, marks=pytest.mark.proof)]
+)
+def test_h01_h114_leases_of_five_kinds_of_connectors_are_what_the_table_says(num_blocks: int) -> None:
+    benchmark = load_script("benchmarks/silent_reservations.py")
+    assert f"| {' | '.join(benchmark.LEASING_HEADER)} |" in PAGE
+    for kind in benchmark.KINDS:
+        for scheduler in benchmark.SCHEDULERS:
+            row = benchmark.leasing_row(kind, scheduler, num_blocks)
+            assert f"| {' | '.join(row)} |" in PAGE
+            says_so = kind != "plain tuple" and scheduler != "vLLM's"
+            assert row[-1] == "0" or not says_so
