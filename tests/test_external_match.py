@@ -154,6 +154,26 @@ def test_a_commit_without_a_number_is_called_for_all_tokens_only() -> None:
     assert waits.ends == {REFUSED: 1}
 
 
+def test_hooks_of_the_tuple_api_get_its_query_result() -> None:
+    class Hooked(Tuples):
+        def update_state_after_alloc(self, request: Any, blocks: Any, num: int, query_result: object = None) -> None:
+            pass
+
+        def postpone_external_match(self, request: Any, match: Any, reason: str) -> None:
+            self.heard.append((match, reason))
+
+        def confirm_external_match(self, request: Any, match: Any, num_tokens: int) -> int:
+            self.heard.append((match, num_tokens))
+            return num_tokens
+
+    connector = Hooked((32, False, "a lease"))
+    tracker = tracker_of(connector)
+    tracker.prepare(Asked(), 0)
+    assert tracker.confirm(tracker.open["r"], 32)
+    tracker.end_step(blocked)
+    assert connector.heard[1:] == [("a lease", 32), ("a lease", NO_BLOCKS)]
+
+
 def test_a_connector_without_the_pact_has_no_form() -> None:
     assert form_of(Tuples((16, False)), NOTHING) is None
 

@@ -5,7 +5,7 @@ vLLM's schedulers are real; the workers are played (docs/vllm-driver.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +25,12 @@ from leasing_connectors import (
     WithAQueryResult,
 )
 
-from kvpact.contract import POSTPONED_STEPS, ExternalMatchExit
+from kvpact.contract import POSTPONED_STEPS, ExternalKVMatch, ExternalMatchExit
 from kvpact.testkit.results import NotObservable
+from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, ConnectorUnderTest, Harness, ScenarioOver, prompt
+from kvpact.testkit.vllm.harness import BLOCK, ConnectorUnderTest, Harness, ScenarioOver, named, prompt
 
 SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
 
@@ -258,6 +259,49 @@ def test_a_cache_that_confirms_nothing_costs_one_step() -> None:
         assert engine.finish()
         assert not heard("commit")
         assert len([call for call, _, _ in Leasing.heard if call == "confirm"]) == 1
+
+
+class TooLate(OfThePact):
+    """Confirms a load for which the step waits, and then accepts less of it, or raises."""
+
+    def confirm_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int) -> int:
+        return num_tokens
+
+    def commit_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> int:
+        self.end_lease("commit", request, num_tokens)
+        accepted = self._accepted(request, num_tokens)
+        self.load(request, blocks, accepted)
+        return accepted
+
+
+def broken_commit(request_id: str, tokens: int) -> int:
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "accepts", [lambda request_id, tokens: 0, lambda request_id, tokens: tokens - 3 * BLOCK, broken_commit]
+)
+def test_p14_a_refusal_that_comes_too_late_costs_the_step_of_those_who_share_the_blocks(
+    accepts: Callable[[str, int], int], overlap: bool
+) -> None:
+    """vLLM has published the blocks, and another request of the step has them: both got wrong tokens."""
+    settings = EngineSettings(scheduler=SCHEDULER, overlap=overlap)
+    engine = VllmEngine(settings, named(TooLate), lambda line: None)
+    engine.add("first", [*STORED, 1], max_tokens=1)
+    engine.finish()
+    engine.drain()
+    engine.forget_computed()
+    Leasing.begin(accepts)
+    for number, name in enumerate(("late", "shares"), 1):
+        engine.add(name, [*STORED, number], max_tokens=6)
+    assert engine.finish()
+    assert ("commit", "late", 160) in Leasing.heard
+    for name in ("late", "shares"):
+        assert engine.observed.outputs[name] == engine.expected(name)
+    assert not engine.wrong_published()
+    assert not leases(engine)
+    engine.close()
 
 
 def test_a_refusal_under_pressure_and_an_abort_in_that_very_step() -> None:

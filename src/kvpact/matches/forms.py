@@ -166,15 +166,19 @@ class MatchForm(ABC):
         """Whether the connector hears of the match's end."""
         return True
 
+    def known_as(self, match: ExternalKVMatch) -> object:
+        """What the connector's hooks get as the match."""
+        return match
+
     def postpone(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """See `PostponesExternalMatch`."""
-        self._postpone.method(request, match, reason)
+        self._postpone.method(request, self.known_as(match), reason)
 
     def confirm(self, request: Any, match: ExternalKVMatch, num_tokens: int) -> Any:
         """See `ConfirmsExternalMatch`; None accepts all."""
         if self.whole_only and num_tokens < match.num_tokens:
             return 0
-        return self._confirm.method(request, match, num_tokens)
+        return self._confirm.method(request, self.known_as(match), num_tokens)
 
 
 class PactForm(MatchForm):
@@ -217,6 +221,10 @@ class TupleForm(MatchForm):
         self._abort = Call.of(connector, ABORT, (ABORTS[0], ABORTS[2], ABORTS[1], ABORTS[3]))
         self._releases_unused = bool(getattr(connector, "releases_unused_matches", False))
 
+    def known_as(self, match: ExternalKVMatch) -> object:
+        """See `MatchForm`: the query result, all that the connector knows of it."""
+        return match.query_result
+
     @property
     def speaks_the_pact(self) -> bool:
         """Whether the connector may want to hear how a match ends."""
@@ -241,7 +249,7 @@ class TupleForm(MatchForm):
     def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """See `MatchForm`."""
         if self._abort.arguments:
-            self._abort.method(request, match.query_result, reason)
+            self._abort.method(request, self.known_as(match), reason)
         elif self.must_end(match):
             self.commit(request, match, 0, self._no_blocks)
 
