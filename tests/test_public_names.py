@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 import kvpact
 from documents import ROOT, document_blocks, documents
-from kvpact._moved import MOVED
 
 PAGE = ROOT / "docs" / "public-names.md"
 WITH_MODULE: list[str] = re.findall(
@@ -87,62 +83,3 @@ def test_the_interfaces_of_the_pact_are_promised() -> None:
 def test_there_is_nothing_else_in_the_package() -> None:
     with pytest.raises(AttributeError, match="module 'kvpact' has no attribute 'telemetry'"):
         kvpact.telemetry  # noqa: B018
-
-
-@pytest.mark.parametrize("old", [name for name in MOVED if ".testkit.vllm" not in name and "transfer" not in name])
-def test_a_module_under_its_old_name_is_the_new_one_and_a_warning(old: str) -> None:
-    """In a process of its own: a module is imported once."""
-    program = f"import {old} as old, {MOVED[old]} as new; assert old is new"
-    ran = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert f"DeprecationWarning: {old} is {MOVED[old]} now" in ran.stderr
-
-
-@pytest.mark.parametrize("new", sorted(set(MOVED.values())))
-def test_what_a_module_is_called_now_exists(new: str) -> None:
-    path = Path(kvpact.__file__).parents[1] / (new.replace(".", "/") + ".py")
-    assert path.is_file()
-
-
-@pytest.mark.parametrize(
-    ("package", "name", "home"),
-    [
-        ("kvpact.cache", "PactCache", "kvpact.cache.cache"),
-        ("kvpact.identity.keys", "RangeSet", "kvpact.ranges"),
-        ("kvpact.tiers.shared", "SharedTier", "kvpact.tiers.shared.tier"),
-        ("kvpact.testkit.tier", "TierConformance", "kvpact.testkit.tier.conformance"),
-    ],
-)
-def test_a_name_of_a_module_that_became_a_folder_is_still_there(package: str, name: str, home: str) -> None:
-    with pytest.deprecated_call(match=re.escape(f"{package}.{name} is {home}.{name} now")):
-        assert getattr(import_module(package), name) is getattr(import_module(home), name)
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        import_module(package).Nothing  # noqa: B018
-
-
-def test_names_of_a_module_that_moved_and_was_split_are_still_there() -> None:
-    program = (
-        "from kvpact.blocks import BlockKeys, BlockRange, RangeSet; import kvpact; assert RangeSet is kvpact.RangeSet"
-    )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        ("kvpact.tiers.base", "RecordSeal", "RecordMac"),
-        ("kvpact.tiers.registry", "TierPlace", "TierContext"),
-        ("kvpact.contract", "Inquiry", "JobQuery"),
-        ("kvpact.contract", "StepRead", "StoreRead"),
-        ("kvpact.contract", "blocks_touched", "num_blocks_for"),
-        ("kvpact.testkit.cache.conformance", "CachePlace", "CacheContext"),
-        ("kvpact.testkit.cache.subjects", "CachePlace", "CacheContext"),
-        ("kvpact.testkit.tier.conformance", "Place", "StoreContext"),
-        ("kvpact.testkit.tier.conformance", "TierScene", "TierHarness"),
-        ("kvpact.engine", "JobConduct", "JobBehavior"),
-        ("kvpact.engine", "LegacyConnectorCache", "V1ConnectorCache"),
-    ],
-)
-def test_a_name_that_changed_is_still_there(module: str, old: str, new: str) -> None:
-    with pytest.deprecated_call(match=f"{re.escape(module)}.{old} is {new} now"):
-        assert getattr(import_module(module), old) is getattr(import_module(module), new)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from kvpact._moved import redirect
-
 if TYPE_CHECKING:
     from kvpact.cache.cache import PactCache
     from kvpact.config import KvpactConfig, load_config
@@ -98,6 +96,3 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = next((module for module, names in _HOMES.items() if name in names), "kvpact.contract")
     return getattr(import_module(home), name)
-
-
-redirect()

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
-from kvpact._moved import renamed
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import BlockKey, RequestIdentity
@@ -605,5 +604,3 @@ __all__ = [
     "WorkerReport",
     "num_blocks_for",
 ]
-
-__getattr__ = renamed(__name__, Inquiry="JobQuery", StepRead="StoreRead", blocks_touched="num_blocks_for")

@@ -4,7 +4,6 @@ A small engine in the shape of vLLM's V1: requests, a block pool with prefix cac
 calls the cache as `contract.py` says, or as a stock vLLM release would (`EngineQuirks`). Needs numpy only.
 """
 
-from kvpact._moved import renamed
 from kvpact.engine.block_pool import BlockPool
 from kvpact.engine.config import EngineConfig
 from kvpact.engine.context import EngineContext
@@ -48,5 +47,3 @@ __all__ = [
     "apply_external_hits",
     "reference_engine",
 ]
-
-__getattr__ = renamed(__name__, JobConduct="JobBehavior", LegacyConnectorCache="V1ConnectorCache")

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from blake3 import blake3
 
-from kvpact._moved import moved_names
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 
 if TYPE_CHECKING:
@@ -280,6 +279,3 @@ class Namespace:
             for name in names
             if self.fields.get(name) != other.fields.get(name)
         ]
-
-
-__getattr__ = moved_names(__name__, "kvpact.ranges", "BlockRange", "RangeSet", "hull")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvpact._moved import renamed
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.record import HEADER_BYTES as HEADER_BYTES
@@ -177,6 +176,3 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the store. Operations that still run on other threads end as misses. Never raises; idempotent."""
-
-
-__getattr__ = renamed(__name__, RecordSeal="RecordMac")

@@ -13,7 +13,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
-from kvpact._moved import renamed
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.backend import Backend
@@ -96,6 +95,3 @@ def load_seal(path: Path | None) -> RecordMac:
         raise ConfigError(f"record_key_file={path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"record_key_file={path}: {error}; make one with: openssl rand -hex 32") from None
-
-
-__getattr__ = renamed(__name__, TierPlace="TierContext")

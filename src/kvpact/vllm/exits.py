@@ -58,8 +58,9 @@ class EngineExits:
             if tracker.shortfalls:
                 self._load_fewer(tracker, output)
 
-    def apply_shortfalls(self) -> None:
-        """Tell vLLM which tokens of asynchronous loads will not come, although it counts on them."""
+    def step_ended(self, output: Any) -> None:
+        """The step's report is in. Tell vLLM which tokens of asynchronous loads will not come that were committed now."""
+        self._refused = [entry for entry in self._refused if entry[0] is not output]
         for tracker in self.trackers:
             self._load_fewer(tracker)
 
@@ -71,11 +72,9 @@ class EngineExits:
                 self._refused.append((output, compat.blocks_behind(self._scheduler, short.request, short.missing)))
         tracker.shortfalls.clear()
 
-    def take_refused(self, output: Any) -> set[int]:
+    def refused_in(self, output: Any) -> set[int]:
         """The blocks that the step with this output waits for in vain."""
-        found = set[int]().union(*(blocks for step, blocks in self._refused if step is output))
-        self._refused = [entry for entry in self._refused if entry[0] is not output]
-        return found
+        return set[int]().union(*(blocks for step, blocks in self._refused if step is output))
 
     def _why(self, output: Any, found: OpenMatch, asked: bool) -> ExternalMatchExit | None:
         """Why a match was not taken in this step, if nothing has said so; None: it is taken with the step's output."""

@@ -122,7 +122,7 @@ class _SpeaksThePact(_BeginsAgain):
         Releases from 0.33 on may commit loads here.
         """
         if self.exits is not None and self.restarts is not None:
-            self.restarts.refused = self.exits.take_refused(scheduler_output)
+            self.restarts.refused = self.exits.refused_in(scheduler_output)
             if self.restarts.refused:
                 add_invalid_blocks(model_runner_output, self.restarts.refused)
         hits = split_report(model_runner_output)
@@ -135,7 +135,7 @@ class _SpeaksThePact(_BeginsAgain):
         if self.restarts is not None:
             self.restarts.step_ends()
         if self.exits is not None:
-            self.exits.apply_shortfalls()
+            self.exits.step_ended(scheduler_output)
         return results
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvpact._moved import renamed
 from kvpact.contract import ExternalCache
 from kvpact.testkit.cache.checks_bounds import BoundChecks
 from kvpact.testkit.cache.checks_epochs import EpochChecks
@@ -28,8 +27,6 @@ __all__ = [
     "run_conformance",
     "run_suite_as_report",
 ]
-
-__getattr__ = renamed(__name__, CachePlace="CacheContext")
 
 
 class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks, GroupChecks):

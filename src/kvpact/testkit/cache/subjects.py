@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvpact._moved import renamed
 from kvpact.cache.cache import PactCache
 from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.offload import PIECE_BLOCKS
@@ -41,8 +40,6 @@ SHARED_RECORDS = 80
 
 _SCENES_KEPT = 4
 """Scenes whose shared store is kept, so that they can restart their cache."""
-
-__getattr__ = renamed(__name__, CachePlace="CacheContext")
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpact._moved import renamed
 from kvpact.testkit.faults import Crash, Faults
 from kvpact.testkit.tier.checks_bounds import BoundChecks
 from kvpact.testkit.tier.checks_faults import FaultChecks
@@ -21,8 +20,6 @@ from kvpact.testkit.tier.context import Damage, StoreContext
 from kvpact.testkit.tier.harness import TierHarness
 
 __all__ = ["Crash", "Damage", "Faults", "StoreContext", "TierConformance", "TierHarness"]
-
-__getattr__ = renamed(__name__, Place="StoreContext", TierScene="TierHarness")
 
 ROOMY_BLOCKS = 64
 """Blocks of room where nothing is to be evicted; no check stores as many."""
