@@ -59,7 +59,7 @@ class EngineExits:
                 self._load_fewer(tracker, output)
 
     def step_ended(self, output: Any) -> None:
-        """The step's report is in. Tell vLLM which tokens of asynchronous loads will not come that were committed now."""
+        """The step's report is in. Of loads that were committed with it, vLLM hears which tokens will not come."""
         self._refused = [entry for entry in self._refused if entry[0] is not output]
         for tracker in self.trackers:
             self._load_fewer(tracker)
