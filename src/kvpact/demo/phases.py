@@ -23,6 +23,7 @@ from kvpact.demo.messages import Output
 from kvpact.demo.model import SLOW_SHAPE, ModelShape, describe_model
 from kvpact.demo.text import prompts
 from kvpact.metrics import STEP_SECONDS
+from kvpact.vllm.compat.platforms import OUR_CLASSES
 
 COLD = "cold"
 LOCAL_HIT = "local prefix hit"
@@ -167,7 +168,8 @@ def run_phases(model: Path, text: str, work: Path, plan: Plan, *, say: Callable[
 
     def with_kvpact(life: int, *, held: bool = False) -> EngineProcess:
         config = kvpact_config(disk, work / f"stats-{life}.json", plan.memory, plan.gpu)
-        settings = EngineSettings(model, config, arguments)
+        classes = {option.lstrip("-").replace("-", "_"): name for option, name in OUR_CLASSES.items()}
+        settings = EngineSettings(model, config, {**arguments, **classes})
         return EngineProcess(settings, work / f"engine-with-kvpact-{life}.log", held=held)
 
     script = _Script(model, text, plan, say)
