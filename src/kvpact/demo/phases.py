@@ -146,13 +146,13 @@ class Results:
 def kvpact_config(disk: Path, stats_file: Path, memory: str, gpu: str = "") -> dict[str, Any]:
     """kvpact with a disk large enough for everything that the demonstration stores.
 
-    With a `gpu` its copies there are allowed, which kvpact refuses otherwise as long as they are unproven.
+    With a `gpu` its copies there are allowed.
     """
     settings: dict[str, Any] = {
         "memory": memory,
         "tiers": [f"disk://{quote(str(disk))}?capacity=6GiB"],
         "stats_file": str(stats_file),
-    } | ({"gpu": "unproven"} if gpu else {})
+    } | ({"gpu": "auto"} if gpu else {})
     return load_config(settings, {}).kv_transfer_config()
 
 

@@ -227,7 +227,9 @@ class SchedulerSide:
         if work.overdue and self.context is not None:
             spoilt = self._late.name(self._loads.jobs_of(work.overdue), self.context, self._block_ids_or_none)
         broken = tuple(self._loads.broken)
-        metadata = PactMetadata.of(StepMessage(work, broken, store, adapters, changes, spoilt))
+        metadata = PactMetadata.of(
+            StepMessage(work, broken, store, adapters, changes, spoilt, computes=bool(scheduled))
+        )
         self._loads.end_step()
         return metadata
 

@@ -15,15 +15,14 @@ import pytest
 from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.memory.extents import Extents
 from kvpact.memory.prefault import HUGE_BYTES
-from kvpact.testkit.device.hostile_driver import HostileDriver
-from kvpact.worker.cuda import pinned
-from kvpact.worker.cuda.driver import CudaError
-from kvpact.worker.cuda.pinned import PinnedSlots
+from kvpact.testkit.device.played import PlayedDevice
+from kvpact.worker.device import pinned
+from kvpact.worker.device.pinned import PinnedSlots
 
 SLOTS, SLOT_BYTES = 10, 8192
 
 
-class Limited(HostileDriver):
+class Limited(PlayedDevice):
     """A device that pins so many bytes, and takes its time."""
 
     def __init__(self, most: int = 1 << 40, seconds: float = 0.0) -> None:
@@ -31,18 +30,18 @@ class Limited(HostileDriver):
         self.most, self.seconds = most, seconds
         self.registered: list[tuple[int, int]] = []
 
-    def register(self, address: int, num_bytes: int) -> None:
+    def register(self, address: int, num_bytes: int) -> bool:
         time.sleep(self.seconds)
-        if self.pinned_bytes + num_bytes > self.most:
-            raise CudaError("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
-        super().register(address, num_bytes)
-        self.registered.append((address, num_bytes))
+        pinned = self.driver.pinned_bytes + num_bytes <= self.most and super().register(address, num_bytes)
+        if pinned:
+            self.registered.append((address, num_bytes))
+        return pinned
 
 
-def chunked(chunk_bytes: int, driver: HostileDriver, segment: ArenaSegment) -> PinnedSlots:
+def chunked(chunk_bytes: int, device: PlayedDevice, segment: ArenaSegment) -> PinnedSlots:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pinned, "CHUNK_BYTES", chunk_bytes)
-        return PinnedSlots(driver, segment)
+        return PinnedSlots(device, segment)
 
 
 @pytest.fixture
@@ -53,14 +52,14 @@ def segment() -> Iterator[ArenaSegment]:
 
 
 def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegment) -> None:
-    driver, told = Limited(), []
-    slots = chunked(3 * SLOT_BYTES + 100, driver, segment)
+    device, told = Limited(), []
+    slots = chunked(3 * SLOT_BYTES + 100, device, segment)
     assert (slots.chunk_bytes, slots.usable) == ([3 * SLOT_BYTES], 0)
     slots.start(told.append)
     assert slots.wait_for_first(5)
     assert told == [3, 6, 9, 10]
     start = segment.mapped_at
-    assert driver.registered == [
+    assert device.registered == [
         (start, 3 * SLOT_BYTES),
         (start + 3 * SLOT_BYTES, 3 * SLOT_BYTES),
         (start + 6 * SLOT_BYTES, 3 * SLOT_BYTES),
@@ -68,8 +67,8 @@ def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegme
     ]
     slots.close()
     slots.close()
-    assert driver.pinned_bytes == 0
-    assert driver.violations == []
+    assert device.driver.pinned_bytes == 0
+    assert device.driver.violations == []
 
 
 def test_each_class_of_slots_is_pinned_in_chunks_of_its_own() -> None:
@@ -77,40 +76,40 @@ def test_each_class_of_slots_is_pinned_in_chunks_of_its_own() -> None:
     descriptor = os.memfd_create("two classes")
     os.ftruncate(descriptor, classes[-1].end + HUGE_BYTES)
     segment = ArenaSegment(descriptor, classes)
-    driver, told = Limited(), []
-    slots = chunked(3 * 8192, driver, segment)
+    device, told = Limited(), []
+    slots = chunked(3 * 8192, device, segment)
     slots.start(told.append)
     assert slots.wait_for_first(5)
     assert slots.chunk_bytes == [3 * 8192, 5 * 4096]
     assert told == [3, 4, 9]
     start = segment.mapped_at
-    assert driver.registered == [(start, 3 * 8192), (start + 3 * 8192, 8192), (start + 4 * 8192, 5 * 4096)]
+    assert device.registered == [(start, 3 * 8192), (start + 3 * 8192, 8192), (start + 4 * 8192, 5 * 4096)]
     slots.close()
-    assert driver.pinned_bytes == 0
+    assert device.driver.pinned_bytes == 0
     segment.close()
 
 
 def test_classes_that_share_extents_are_pinned_extent_by_extent() -> None:
     segment = ArenaSegment.create_extents(Extents(5, 3 * 4096, (4096, 3 * 4096)), 1)
-    driver, told = Limited(), []
-    slots = chunked(6 * 4096, driver, segment)
+    device, told = Limited(), []
+    slots = chunked(6 * 4096, device, segment)
     slots.start(told.append)
     assert slots.wait_for_first(5)
     assert told == [2, 4, 5]
     sizes = [2 * 3 * 4096, 2 * 3 * 4096, 3 * 4096]
-    assert [size for _, size in driver.registered] == sizes, "memory of two classes was pinned twice"
+    assert [size for _, size in device.registered] == sizes, "memory of two classes was pinned twice"
     slots.close()
     segment.close()
 
 
 def test_an_extent_that_is_too_large_is_pinned_in_several_chunks() -> None:
     segment = ArenaSegment.create_extents(Extents(2, 5 * 4096, (4096, 5 * 4096)), 1)
-    driver, told = Limited(), []
-    slots = chunked(2 * 4096, driver, segment)
+    device, told = Limited(), []
+    slots = chunked(2 * 4096, device, segment)
     slots.start(told.append)
     assert slots.wait_for_first(5)
     assert told == [0, 0, 1, 1, 2], "an extent is usable when all of it is pinned"
-    assert [size for _, size in driver.registered] == 5 * [2 * 4096]
+    assert [size for _, size in device.registered] == 5 * [2 * 4096]
     slots.close()
     segment.close()
 
@@ -144,9 +143,9 @@ def test_pages_are_taken_before_the_driver_pins_them() -> None:
     """Else the driver stalls other calls while the kernel looks for memory."""
     segment = ArenaSegment.create(4, HUGE_BYTES)
     taken: list[int] = []
-    driver = Limited()
-    driver.before_call = lambda call: taken.append(os.fstat(segment.descriptor).st_blocks * 512)
-    slots = chunked(2 * HUGE_BYTES, driver, segment)
+    device = Limited()
+    device.driver.before_call = lambda call: taken.append(os.fstat(segment.descriptor).st_blocks * 512)
+    slots = chunked(2 * HUGE_BYTES, device, segment)
     slots.start(lambda usable: None)
     assert slots.wait_for_first(5)
     assert taken == [0, 2 * HUGE_BYTES, 4 * HUGE_BYTES], "before it is attached, and before each chunk"
@@ -175,8 +174,8 @@ def test_an_engine_waits_for_the_first_bytes_and_no_longer(
 def test_a_containers_limit_leaves_what_it_allows_and_is_named(
     segment: ArenaSegment, caplog: pytest.LogCaptureFixture, most: int
 ) -> None:
-    driver, told = Limited(most * SLOT_BYTES), []
-    slots = chunked(2 * SLOT_BYTES, driver, segment)
+    device, told = Limited(most * SLOT_BYTES), []
+    slots = chunked(2 * SLOT_BYTES, device, segment)
     with caplog.at_level(logging.WARNING):
         slots.start(told.append)
         assert slots.wait_for_first(5)
@@ -185,10 +184,10 @@ def test_a_containers_limit_leaves_what_it_allows_and_is_named(
     assert slots.usable == most
     assert (told or [0])[-1] == most
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert "can be pinned (cuMemHostRegister failed with CUDA error 2" in warning
-    assert "ulimit -l" in warning
+    assert f"only {most * SLOT_BYTES >> 10}KiB of 80KiB can be pinned" in warning
+    assert "cgroup" in warning
     slots.close()
-    assert driver.violations == []
+    assert device.driver.violations == []
 
 
 @pytest.mark.parametrize("most", [0, 4])
@@ -220,11 +219,12 @@ def test_processes_that_pin_the_same_pages_take_turns(segment: ArenaSegment) -> 
     pinning, most = [], []
 
     class Counting(Limited):
-        def register(self, address: int, num_bytes: int) -> None:
+        def register(self, address: int, num_bytes: int) -> bool:
             pinning.append(self)
             most.append(len(pinning))
-            super().register(address, num_bytes)
+            pinned = super().register(address, num_bytes)
             pinning.remove(self)
+            return pinned
 
     other = ArenaSegment.attach(segment.address())
     both = [chunked(SLOT_BYTES, Counting(seconds=0.005), one) for one in (segment, other)]
@@ -238,18 +238,19 @@ def test_processes_that_pin_the_same_pages_take_turns(segment: ArenaSegment) -> 
     other.close()
 
 
-class Reporting(HostileDriver):
+class Reporting(PlayedDevice):
     """Writes a byte before and after each chunk that it pins, or stays within the first."""
 
     def __init__(self, pipe: int, seconds: float) -> None:
         super().__init__(1)
         self._pipe, self._seconds = pipe, seconds
 
-    def register(self, address: int, num_bytes: int) -> None:
+    def register(self, address: int, num_bytes: int) -> bool:
         os.write(self._pipe, b"(")
         time.sleep(self._seconds)
-        super().register(address, num_bytes)
+        pinned = super().register(address, num_bytes)
         os.write(self._pipe, b")")
+        return pinned
 
 
 def process_that_pins(segment: ArenaSegment, pipe: int, seconds: float) -> int:
@@ -282,12 +283,12 @@ def test_processes_of_their_own_pin_in_turns_and_one_that_is_killed_gives_up_its
 
 
 def test_pinning_while_a_graph_is_captured_does_no_harm(segment: ArenaSegment) -> None:
-    driver = Limited()
-    driver.capturing = True
-    slots = chunked(SLOT_BYTES, driver, segment)
+    device = Limited()
+    device.driver.capturing = True
+    slots = chunked(SLOT_BYTES, device, segment)
     slots.start(lambda usable: None)
     assert slots.wait_for_first(5)
-    assert driver.violations == []
-    driver.capturing = False
+    assert device.driver.violations == []
+    device.driver.capturing = False
     slots.close()
-    assert threading.active_count() == 1 or driver.pinned_bytes == 0
+    assert threading.active_count() == 1 or device.driver.pinned_bytes == 0

@@ -18,14 +18,16 @@ from typing import Final
 from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.threads import start_background
 from kvpact.units import format_size
-from kvpact.worker.cuda.driver import CudaError, Driver
+from kvpact.worker.device.base import Device
 from kvpact.worker.round_trip import TRIAL_SLOTS
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES: Final = 256 << 20
-"""Bytes of a registration: 25 ms; fewer, so that it has whole slots, or a slot that is larger. One of 512 GiB fails
-(vllm#51081); Linux 6.11 to 6.13 take at most 2 GiB."""
+CHUNK_BYTES: Final = 64 << 20
+"""Bytes of a registration: about 6 ms, for which other calls of the driver wait.
+
+Fewer, so that it has whole slots, or a slot that is larger. One of 512 GiB fails (vllm#51081); Linux 6.11 to 6.13 take
+at most 2 GiB."""
 
 FIRST_BYTES: Final = 4 << 30
 """An engine waits for these at its start, at most `FIRST_SECONDS`."""
@@ -36,10 +38,13 @@ EXTENT_SECONDS: Final = 20.0
 """For the extents that the trial at the start needs: as a slot may have tens of MiB, and an extent many slots."""
 
 MIN_SHARE: Final = 0.5
-"""Of the slots. If fewer can be pinned, all of them are worth more by way of a bounce buffer: that costs a copy by one
-core, a block that is not there costs its computation."""
+"""Of the slots. If fewer can be pinned, all of them are worth more unpinned.
 
-RAISE_THE_LIMIT: Final = "raise the limit on locked memory (ulimit -l, or memlock in the container's settings)"
+That costs a copy by one core; a block that is not there costs its computation."""
+
+WHAT_LIMITS: Final = (
+    "what bounds it is the machine's memory and the container's memory limit (cgroup), not the limit on locked memory"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,8 @@ class PinnedSlots:
     Where classes share extents, `usable` is a number of extents. Several are pinned together, or one in several chunks.
     """
 
-    def __init__(self, driver: Driver, segment: ArenaSegment) -> None:
-        self._driver, self._segment = driver, segment
+    def __init__(self, device: Device, segment: ArenaSegment) -> None:
+        self._device, self._segment = device, segment
         self.chunk_bytes = [_chunk_bytes(one, segment.unit) for one in segment.pieces]
         """Of each class, or of the extents, bytes pinned together: no copy goes over the border of two."""
         self._chunks = [
@@ -74,8 +79,8 @@ class PinnedSlots:
         """Extents in which each class has as many slots as a trial needs."""
         self._done = 0
         """Chunks that are pinned."""
-        self.error: CudaError | None = None
-        """Why no more slots become usable, if so."""
+        self.refused = False
+        """Whether the device has refused to pin more."""
         self._changed = threading.Condition()
         self._starting = True
         self._closing = False
@@ -109,11 +114,10 @@ class PinnedSlots:
         """End the start: whether to go on with the slots that are pinned, and will be. Says so if they are not all."""
         with self._changed:
             self._starting = False
-            error = self.error
-        if error is not None and self.pinned_bytes < MIN_SHARE * len(self._segment.memory):
+        if self.refused and self.pinned_bytes < MIN_SHARE * len(self._segment.memory):
             return False
-        if error is not None:
-            self._warn(error)
+        if self.refused:
+            self._warn()
         return True
 
     def close(self) -> None:
@@ -125,45 +129,37 @@ class PinnedSlots:
             self._thread = None
         done, self._done = self._done, 0
         for chunk in self._chunks[:done]:
-            with contextlib.suppress(CudaError):  # the device is lost, and its registrations with it
-                self._driver.unregister(self._segment.mapped_at + chunk.start)
+            with contextlib.suppress(Exception):  # the device is lost, and its registrations with it
+                self._device.unregister(self._segment.mapped_at + chunk.start)
 
     @property
     def _ended(self) -> bool:
-        return self.error is not None or self._closing or self._done == len(self._chunks)
+        return self.refused or self._closing or self._done == len(self._chunks)
 
     def _run(self, told: Callable[[int], None]) -> None:
-        try:
-            self._driver.attach()
-            while not self._ended:
-                chunk = self._chunks[self._done]
-                self._segment.pages.take(chunk.start, chunk.num_bytes)
-                with _alone(self._segment):
-                    self._driver.register(self._segment.mapped_at + chunk.start, chunk.num_bytes)
+        self._device.attach()
+        while not self._ended:
+            chunk = self._chunks[self._done]
+            self._segment.pages.take(chunk.start, chunk.num_bytes)
+            with _alone(self._segment):
+                pinned = self._device.register(self._segment.mapped_at + chunk.start, chunk.num_bytes)
+            if pinned:
                 told(chunk.usable)
-                with self._changed:
-                    self._done += 1
-                    self._changed.notify_all()
-        except CudaError as error:
-            self._stop(error)
-        else:
-            logger.info("arena: %s pinned", format_size(self.pinned_bytes))
+            with self._changed:
+                self._done += pinned
+                self.refused = not pinned
+                warn = self.refused and not self._starting
+                self._changed.notify_all()
+            if warn:
+                self._warn()
+        logger.info("arena: %s pinned", format_size(self.pinned_bytes))
 
-    def _stop(self, error: CudaError) -> None:
-        with self._changed:
-            self.error = error
-            starting = self._starting
-            self._changed.notify_all()
-        if not starting:
-            self._warn(error)
-
-    def _warn(self, error: CudaError) -> None:
+    def _warn(self) -> None:
         logger.warning(
-            "arena: only %s of %s can be pinned (%s); the rest of `memory` is not used: %s, or set a smaller `memory`",
+            "arena: only %s of %s can be pinned; the rest of `memory` is not used: set a smaller `memory` (%s)",
             format_size(self.pinned_bytes),
             format_size(len(self._segment.memory)),
-            error,
-            RAISE_THE_LIMIT,
+            WHAT_LIMITS,
         )
 
 

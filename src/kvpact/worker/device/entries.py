@@ -1,6 +1,6 @@
 """What a load or a save copies, as entries of a batch: device address, host address and size of each run of bytes.
 
-Owns the arithmetic from blocks, and where slots begin, to addresses, vectorised; calls no driver. Runs that are
+Owns the arithmetic from jobs to addresses, vectorised; calls no device. Runs that are
 adjacent on both sides become one entry, which never crosses the border of two pinned pieces of host memory.
 """
 
@@ -13,9 +13,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvpact.errors import PactViolation
+from kvpact.index.classed_slots import MAX_PLACES
 from kvpact.memory.arena import ArenaSegment, SlotClass
-from kvpact.worker.cuda.driver import Addresses
-from kvpact.worker.paged import PagedKV
+from kvpact.worker.copy.base import Job, group_classes, require_cache_group
+from kvpact.worker.device.base import Addresses
+from kvpact.worker.paged import PagedKV, join_adjacent
 
 Indexes = npt.NDArray[np.int64]
 
@@ -30,11 +33,6 @@ class Entries:
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all entries."""
-        return int(self.sizes.sum())
 
     def pieces(self, most: int) -> Iterator[Entries]:
         """The same, at most `most` entries at a time."""
@@ -56,7 +54,7 @@ class Entries:
         )
 
 
-NO_ENTRIES: Final = Entries(*(np.empty(0, np.uint64) for _ in range(3)))
+NO_ENTRIES: Final = Entries(*(np.empty(0, np.int64) for _ in range(3)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class Runs:
         host = (slots[:, None] + self.host).ravel()
         if self.cuts:
             device, host, sizes = self._cut(device, host, sizes)
-        return Entries(device.astype(np.uint64), host.astype(np.uint64), sizes.astype(np.uint64))
+        return Entries(device, host, sizes)
 
     def _cut(self, device: Indexes, host: Indexes, sizes: Indexes) -> tuple[Indexes, Indexes, Indexes]:
         """The same runs; one that lies across a border becomes several."""
@@ -135,3 +133,54 @@ def runs_of(
             Runs(device, host, sizes, block_stride, slot_class.slot_bytes, segment.mapped_at, pinned_bytes, cuts)
         )
     return made
+
+
+class JobRuns:
+    """What copies the blocks of a job: the pages of the layers in its KV cache group, and its slots."""
+
+    def __init__(self, paged: PagedKV, segment: ArenaSegment, pinned_bytes: int) -> None:
+        """See `Runs` for `pinned_bytes`. Raises PactViolation for slots that are too small."""
+        self._segment, self._pinned_bytes = segment, pinned_bytes
+        self._classes = group_classes(paged, segment.classes)
+        """Of each KV cache group, that of its slots."""
+        self.rebind(paged)
+
+    def rebind(self, paged: PagedKV) -> None:
+        """The pages lie here, from now on."""
+        self._num_blocks = paged.num_blocks
+        self._runs = [
+            runs_of(paged, join_adjacent(paged.layers, group, len(group)), self._segment, one, self._pinned_bytes)
+            for group, one in zip(paged.cache_groups, self._classes, strict=True)
+        ]
+        """Of each KV cache group."""
+        self.entries_per_block = [sum(len(one.sizes) for one in runs) for runs in self._runs]
+        """Of each KV cache group, if no blocks are adjacent and no run is cut."""
+
+    def places(self, job: Job) -> tuple[Indexes, Indexes]:
+        """A job's blocks, and where in the segment its slots begin, in bytes.
+
+        Raises PactViolation if it names a KV cache group, a block or a slot that is not there.
+        """
+        require_cache_group(job.group_id, len(self._runs))
+        if len(job.block_ids) != len(job.slots):
+            raise PactViolation(
+                f"each block needs one slot, not {len(job.block_ids)} blocks and {len(job.slots)} slots"
+            )
+        slot_class = self._classes[job.group_id]
+        blocks, slots = np.asarray(job.block_ids, np.int64), np.asarray(job.slots, np.int64)
+        _require_within(blocks, range(self._num_blocks), "blocks")
+        _require_within(slots, slot_class.slots, "slots")
+        if slot_class.extent_bytes and slot_class.places:
+            _require_within(slots & MAX_PLACES - 1, range(slot_class.places), "places in an extent")
+        return blocks, slot_class.start_of(slots)
+
+    def entries(self, group_id: int, blocks: Indexes, starts: Indexes) -> Entries:
+        """What copies these `places` of a KV cache group."""
+        return Entries.joined([one.entries(blocks, starts) for one in self._runs[group_id]])
+
+
+def _require_within(numbers: Indexes, there: range, what: str) -> None:
+    if len(numbers) and (numbers.min() < there.start or numbers.max() >= there.stop):
+        raise PactViolation(
+            f"{what} {numbers.min()} to {numbers.max()} cannot be copied: there are {len(there)} from {there.start} on"
+        )
