@@ -143,16 +143,13 @@ class Results:
     gpu: str = ""
 
 
-def kvpact_config(disk: Path, stats_file: Path, memory: str, gpu: str = "") -> dict[str, Any]:
-    """kvpact with a disk large enough for everything that the demonstration stores.
-
-    With a `gpu` its copies there are allowed.
-    """
+def kvpact_config(disk: Path, stats_file: Path, memory: str) -> dict[str, Any]:
+    """kvpact with a disk large enough for everything that the demonstration stores."""
     settings: dict[str, Any] = {
         "memory": memory,
         "tiers": [f"disk://{quote(str(disk))}?capacity=6GiB"],
         "stats_file": str(stats_file),
-    } | ({"gpu": "auto"} if gpu else {})
+    }
     return load_config(settings, {}).kv_transfer_config()
 
 
@@ -166,7 +163,7 @@ def run_phases(model: Path, text: str, work: Path, plan: Plan, *, say: Callable[
     arguments = plan.engine_arguments()
 
     def with_kvpact(life: int, *, held: bool = False) -> EngineProcess:
-        config = kvpact_config(disk, work / f"stats-{life}.json", plan.memory, plan.gpu)
+        config = kvpact_config(disk, work / f"stats-{life}.json", plan.memory)
         settings = EngineSettings(model, config, arguments)
         return EngineProcess(settings, work / f"engine-with-kvpact-{life}.log", held=held)
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import vllm
 from vllm.platforms import current_platform
 
 from kvpact.config import KvpactConfig
@@ -20,6 +21,8 @@ from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.numa import near_node
 from kvpact.vllm.compat.device import copy_call, pin, small_page_call, unpin, use_on_this_thread
+from kvpact.vllm.compat.releases import FIRST_WITH_DEVICES, serves_devices
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact.worker.device.base import Addresses, Event, Stream
 from kvpact.worker.device.opened import OpenedDevice
 from kvpact.worker.paged import PagedKV
@@ -131,16 +134,33 @@ def _node_of(device: torch.device) -> int | None:
         return None
 
 
+def require_provable(config: KvpactConfig, paged: PagedKV, device: str) -> None:
+    """Raise ConfigError where the copies cannot be asked to prove themselves before a step waits for one of them."""
+    where = f"KV memory on {device}"
+    if config.gpu == "off":
+        raise ConfigError(f'{where}: "gpu": "off" refuses it; leave "gpu" out')
+    if not serves_devices(str(vllm.__version__)):
+        raise ConfigError(
+            f"{where}: kvpact copies there on vLLM {FIRST_WITH_DEVICES} and later, not {vllm.__version__}"
+        )
+    if config.match_at == "step":
+        raise ConfigError(
+            f'{where}: match_at="step" loads while the step waits, before the copies are proven; set "match_at": '
+            '"schedule"'
+        )
+    if len(paged.cache_groups) > 1 and not TAKES_FAILED_REQUESTS:
+        raise ConfigError(
+            f"{where}: vLLM {vllm.__version__} takes no asynchronous loads for {len(paged.cache_groups)} KV cache "
+            "groups, and before the copies are proven no step may wait for one: 0.30 is the first that does"
+        )
+
+
 def open_device(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> OpenedDevice:
     """The copies of a rank whose KV memory is on a device. Raises ConfigError for any reason not to use them."""
     device = paged.tensors[0].device
-    if config.gpu == "off":
-        raise ConfigError(
-            f'KV memory on {device.type}: "gpu": "off" refuses it, because kvpact\'s copies have run on no GPU yet; '
-            '"gpu": "auto" tries them at each start'
-        )
+    require_provable(config, paged, device.type)
     largest = max(layer.chunk_bytes for layer in paged.layers)
     return OpenedDevice(config, paged, segment, VllmDevice(device, largest), _node_of(device))
 
 
-__all__ = ["VllmDevice", "open_device"]
+__all__ = ["VllmDevice", "open_device", "require_provable"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from kvpact.cache.budget import Turn
@@ -144,6 +145,8 @@ class SchedulerSide:
         if match.load_kv_async and self._groups.several and not TAKES_FAILED_REQUESTS:
             cache.abort_external_match(request.request_id, match, "asynchronous")  # if it failed, nobody could say so
             return NO_MATCH
+        if match.num_tokens and not self.mounted.copies_are_proven:
+            match = replace(match, load_kv_async=True)
         if match.num_tokens:
             view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
         return match

@@ -15,6 +15,7 @@ from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, AccessOrder, HostileDriver, HostileError
 from kvpact.worker.device.base import Addresses
 from kvpact.worker.device.engine import DeviceTransferEngine
+from kvpact.worker.device.proof import Proof
 from kvpact.worker.paged import PagedKV
 
 Result = TypeVar("Result")
@@ -50,6 +51,8 @@ class PlayedDevice:
         self.is_done = self.driver.is_done
         self.synchronize = self.driver.synchronize_all
         self._mapped: list[int] = []
+        self.checks_first = 0
+        """Jobs of each kind that its engine checks before it is proven; 0: it is not asked to prove itself."""
 
     def map(self, *tensors: Any) -> None:
         """The memory of these tensors is the device's."""
@@ -114,6 +117,8 @@ class _PlayedEngine(DeviceTransferEngine):
         self._pinned_at = segment.mapped_at
         device.register(self._pinned_at, len(segment.memory))
         super().__init__(paged, segment, device, len(segment.memory))
+        if device.checks_first:
+            self.proof = Proof(paged, segment, device, stores=True, first=device.checks_first)
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`."""

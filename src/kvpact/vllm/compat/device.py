@@ -14,9 +14,6 @@ from vllm import _custom_ops
 from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 from vllm.platforms import current_platform
 
-FIRST_RELEASE: Final = "0.28"
-"""Whose sources were read for this; see tests/under_vllm/test_device_releases.py."""
-
 Swap = Callable[..., None]
 """`swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)`, into the current stream."""
 
@@ -90,4 +87,4 @@ def unpin(address: int) -> None:
         host_unregister(address)
 
 
-__all__ = ["FIRST_RELEASE", "copy_call", "pin", "small_page_call", "unpin", "use_on_this_thread"]
+__all__ = ["copy_call", "pin", "small_page_call", "unpin", "use_on_this_thread"]

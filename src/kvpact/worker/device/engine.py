@@ -21,6 +21,7 @@ from kvpact.memory.arena import ArenaSegment
 from kvpact.worker.copy.base import Job
 from kvpact.worker.device.base import MAX_BATCH_ENTRIES, Addresses, Device, Event, Stream
 from kvpact.worker.device.entries import Indexes, JobRuns
+from kvpact.worker.device.proof import Check, Proof
 from kvpact.worker.paged import PagedKV
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,10 @@ class DeviceTransfer:
     """What its copies come after; None once the stream waits for it."""
     event: Event = None
     """The device has done all that it has of this transfer; None if it has nothing."""
+    is_to_be_checked: bool = False
+    """Whether it is reported only when its blocks are known to be what their slots are."""
+    check: Check | None = None
+    """What asks that."""
 
     @property
     def ended(self) -> bool:
@@ -104,6 +109,8 @@ class DeviceTransferEngine:
     def __init__(self, paged: PagedKV, segment: ArenaSegment, device: Device, pinned_bytes: int) -> None:
         """`pinned_bytes` bytes of the segment were pinned together. Raises PactViolation like `JobRuns`."""
         self._device = device
+        self.proof: Proof | None = None
+        """What checks jobs, from when the trial of the copies is over."""
         self._runs = JobRuns(paged, segment, pinned_bytes)
         self.groups = _groups_of(paged)
         self._awaited = Queue(device.create_stream(), device.load)
@@ -119,6 +126,9 @@ class DeviceTransferEngine:
         fence = self._fence() if jobs else None
         transfers = [self._opened(job, self._awaited if job.synchronous else self._loads, fence) for job in jobs]
         self._submit_up_to(self._awaited, None)
+        for transfer in transfers if self.proof is not None else ():
+            if transfer.queue is self._awaited and transfer.is_to_be_checked:
+                self._begin_check(transfer)
         return transfers
 
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[DeviceTransfer]:
@@ -141,6 +151,8 @@ class DeviceTransferEngine:
         """See `TransferEngine`. Slots stay pinned."""
         self._runs.rebind(paged)
         self.groups = _groups_of(paged)
+        if self.proof is not None:
+            self.proof.begin_anew(paged)
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`. Saves that wait are made. In a forked process the device is the parent's."""
@@ -153,23 +165,27 @@ class DeviceTransferEngine:
         end = time.monotonic() + seconds
         while self._poll_all() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
+        if self.proof is not None:
+            self.proof.close()
         return not self._poll_all()
 
-    def _fence(self) -> Event:
-        """What the calling thread has computed so far; None if the device refuses to say, and then it is lost."""
+    def _fence(self) -> Event | Exception:
+        """What the calling thread has computed so far, or why the device does not say."""
         try:
-            return self._device.record(self._device.current_stream()) if self.error is None else None
+            return self.error or self._device.record(self._device.current_stream())
         except Exception as error:
-            self._lose(error)
-        return None
+            if not self._is_at_rest():
+                self._lose(error)
+            return error
 
-    def _opened(self, job: Job, queue: Queue, fence: Event) -> DeviceTransfer:
-        transfer = DeviceTransfer(job, self, queue, fence=fence)
+    def _opened(self, job: Job, queue: Queue, fence: Event | Exception) -> DeviceTransfer:
+        transfer = DeviceTransfer(job, self, queue)
         queue.open.append(transfer)
-        if self.error is not None or self._closing:
-            transfer.fail(self.error)
+        if isinstance(fence, Exception) or self._closing:
+            transfer.fail(fence if isinstance(fence, Exception) else None)
             self._end(queue)
             return transfer
+        transfer.fence = fence
         try:
             transfer.places = self._runs.places(job)
         except PactViolation as error:
@@ -179,6 +195,7 @@ class DeviceTransferEngine:
             transfer.places, transfer.position = None, len(job.slots)
         else:
             queue.waiting.append(transfer)
+            transfer.is_to_be_checked = self.proof is not None and self.proof.wants(job)
         return transfer
 
     def _submit_up_to(self, queue: Queue, entries: int | None) -> None:
@@ -219,7 +236,14 @@ class DeviceTransferEngine:
 
     def poll(self, queue: Queue) -> None:
         """Take in what has ended."""
-        while queue.open and self._is_over(queue.open[0]):
+        for transfer in [*queue.open]:
+            if not self._has_arrived(transfer):
+                break
+            if transfer.is_to_be_checked:
+                self._begin_check(transfer)
+        while queue.open and self._has_arrived(first := queue.open[0]):
+            if first.is_to_be_checked or not self._was_checked(first):  # it may have arrived just now
+                break
             queue.open.popleft().has_ended = True
 
     def _poll_all(self) -> bool:
@@ -229,7 +253,8 @@ class DeviceTransferEngine:
             self.poll(queue)
         return any(queue.open for queue in queues)
 
-    def _is_over(self, transfer: DeviceTransfer) -> bool:
+    def _has_arrived(self, transfer: DeviceTransfer) -> bool:
+        """Whether nothing of a transfer is being copied, and nothing will be."""
         if transfer.places is not None:
             return False
         try:
@@ -240,6 +265,54 @@ class DeviceTransferEngine:
                 return True
             self._lose(error)
             return False
+
+    def _begin_check(self, transfer: DeviceTransfer) -> None:
+        """Whether the blocks of a transfer are what their slots are.
+
+        Of a load that the step waits for this is known when the call returns: its last block may be written to by what
+        is computed then.
+        """
+        assert self.proof is not None
+        transfer.is_to_be_checked = False
+        if self.error is not None or transfer.failed or transfer.event is None:
+            return
+        try:
+            if isinstance(transfer.job, LoadJob) and transfer.job.synchronous:
+                transfer.check = self.proof.check_now(transfer.job, transfer.event)
+                self._was_checked(transfer)
+            else:
+                transfer.check = self.proof.begin(transfer.job)
+        except Exception as error:
+            self._lose(error)
+
+    def _was_checked(self, transfer: DeviceTransfer) -> bool:
+        """Whether no check of a transfer is under way; one that found a difference ends all copies."""
+        check = transfer.check
+        if check is None or self.proof is None:
+            return True
+        if not check.has_ended:
+            return False
+        transfer.check = None
+        if self.error is None:
+            self.proof.take(check)
+        if check.error is not None:
+            self._refute(check.error)
+            transfer.fail(check.error)
+        return True
+
+    def _refute(self, error: Exception) -> None:
+        """A copy was wrong: none is made or believed from now on. What is under way ends when the device is done."""
+        if self.error is None:
+            self.error = error
+            logger.error(
+                "kvpact loads and saves nothing more in this process, and the engine goes on without it: %s. Please "
+                "report this",
+                error,
+            )
+        for queue in (self._awaited, self._loads, self._saves):
+            queue.waiting.clear()
+            for transfer in queue.open:
+                transfer.error, transfer.failed, transfer.places = error, range(len(transfer.job.slots)), None
 
     def order(self, transfer: DeviceTransfer) -> None:
         """What the calling thread computes from now on comes after what the device has of a transfer."""

@@ -12,11 +12,12 @@ from functools import partial
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
-from kvpact.memory.shared_slots import take_turn
+from kvpact.memory.shared_slots import SharedSlots, take_turn
 from kvpact.units import format_size
 from kvpact.worker.device.base import Device
 from kvpact.worker.device.engine import DeviceTransferEngine
 from kvpact.worker.device.pinned import FIRST_SECONDS, WHAT_LIMITS, PinnedSlots
+from kvpact.worker.device.proof import Proof
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.round_trip import require_round_trip
 
@@ -40,6 +41,8 @@ class OpenedDevice(DeviceTransferEngine):
             super().__init__(paged, segment, device, self._pinned.chunk_bytes[0])
             with take_turn(segment):
                 require_round_trip(self, paged, segment, segment.usable_slots)
+            stores = config.save != "off" and not isinstance(segment, SharedSlots)
+            self.proof = Proof(paged, segment, device, stores=stores)
         except Exception as error:
             self._pinned.close()
             if isinstance(error, ConfigError):
