@@ -42,7 +42,9 @@ class HostileError(RuntimeError):
 
 
 @dataclass(slots=True, eq=False)
-class _Copy:
+class Copy:
+    """One run of bytes, done when `run` returns."""
+
     target: int
     source: int
     size: int
@@ -50,9 +52,11 @@ class _Copy:
     """What the source held when it was read ahead of its turn."""
 
     def read(self) -> None:
+        """Ahead of its turn."""
         self.early = ctypes.string_at(self.source, self.size)
 
     def run(self) -> None:
+        """Do it."""
         data = self.early if self.early is not None else ctypes.string_at(self.source, self.size)
         ctypes.memmove(self.target, data, self.size)
 
@@ -61,7 +65,7 @@ class _Copy:
 class _Operation:
     """The head of a stream runs it, in one go or copy by copy."""
 
-    copies: list[_Copy] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     """Those not done."""
     run: Callable[[], None] | None = None
     waits_for: tuple[int, int] = (0, 0)
@@ -85,6 +89,8 @@ class HostileDriver:
         """Times that a stream was told to wait."""
         self.capturing = False
         """Whether the engine captures a graph: threads that are not relaxed must not touch the device."""
+        self.copy_kind = Copy
+        """What copies are."""
         self.needs_pinned = True
         """Whether a copy from memory of the host that is not pinned is a mistake."""
         self.stopped = False
@@ -98,7 +104,7 @@ class HostileDriver:
         """Event -> how often it was recorded."""
         self._pending: set[tuple[int, int]] = set()
         """(event, number of its record) of those that are not done."""
-        self._unread: list[_Copy] = []
+        self._unread: list[Copy] = []
         """Copies whose source may be read at any time."""
         self._device: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
@@ -252,7 +258,9 @@ class HostileDriver:
         with self._lock:
             self._require(0 < len(sizes) <= MAX_BATCH_ENTRIES, "copy_batch", f"{len(sizes)} entries")
             self._require(stream in self._streams, "copy_batch", f"stream {stream} is not there")
-            copies = [_Copy(*entry) for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)]
+            copies = [
+                self.copy_kind(*entry) for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+            ]
             for copy in copies:
                 for address in (copy.target, copy.source):
                     known = any(self._within(one, address, copy.size) for one in (self._device, self._pinned))
