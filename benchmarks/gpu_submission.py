@@ -1,108 +1,84 @@
-"""What a load costs the CPU before the GPU does anything: entries, calls, and the time to build and submit them.
+"""What a load costs the computing thread before a device does anything: copies, and the time to make and submit them.
 
     python benchmarks/gpu_submission.py [--rounds N]
 
-Needs no GPU: the driver's calls do nothing, so the times are Python's and numpy's alone. CPU time of the calling
-thread, median of the rounds. Shapes: Llama-3-8B in bf16, blocks of 16 tokens, on one rank and on one of eight (TP 8).
+Needs no GPU: the device's calls do nothing, so the times are Python's and numpy's alone, the best of the rounds. Shape:
+32 layers, blocks and slots in no order, layer by layer (LBNHC) and block by block (BLNHC).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvpact.contract import LoadJob
-from kvpact.memory.arena import SlotClass
-from kvpact.torch_cuda.doctor.shapes import Shape
-from kvpact.worker.cuda.copies import DeviceCopies
-from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES
-from kvpact.worker.cuda.engine import MAX_ENTRIES_AT_ONCE, CudaTransferEngine
+from kvpact.memory.arena import ArenaSegment
+from kvpact.worker.device.engine import DeviceTransferEngine
+from kvpact.worker.paged import PagedKV
 
-LAYERS, HEADS, HEAD_BYTES, BLOCK_TOKENS = 32, 8, 128 * 2, 16
-GIB = 1 << 30
+LAYERS, PAGE_BYTES, NUM_BLOCKS = 32, 64, 8300
 
 
-class NoDriver:
+class NoDevice:
     """Accepts everything and does nothing."""
 
-    def __init__(self) -> None:
-        self.calls = self.entries = 0
+    name, pinned = "no device", True
 
-    def copy_batch(self, targets: Any, sources: Any, sizes: Any, order: Any, stream: int) -> None:
-        self.calls += 1
-        self.entries += len(sizes)
+    def __init__(self) -> None:
+        self.entries = 0
+
+    def load(self, *arrays: Any) -> None:
+        """Make the tensors that vLLM's copy call takes."""
+        for one in arrays[:3]:
+            torch.from_numpy(one)
+        self.entries += len(arrays[0])
 
     def is_done(self, event: int) -> bool:
+        """Always."""
         return True
 
-    def create_stream(self) -> int:
-        return 1
-
-    create_event = create_stream
-
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
+        return lambda *_: 1
 
 
-def copies_of(layout: str, page_bytes: int, num_blocks: int, driver: NoDriver) -> DeviceCopies:
-    kv = Shape(layout, page_bytes, LAYERS).paged(1 << 40, num_blocks, None)
-    slot_class = SlotClass(range(num_blocks), kv.layout.rank_slot_bytes)
-    segment: Any = SimpleNamespace(classes=(slot_class,), mapped_at=1 << 44)
-    pinned_bytes = max(1, (256 << 20) // slot_class.slot_bytes) * slot_class.slot_bytes
-    return DeviceCopies(kv, segment, driver, lambda: 1, pinned_bytes, None)
-
-
-def timed(work: Any, rounds: int) -> float:
-    """Median CPU time of the calling thread, in microseconds."""
-    spent = []
-    for _ in range(rounds):
-        began = time.thread_time()
-        work()
-        spent.append(time.thread_time() - began)
-    return median(spent) * 1e6
-
-
-def row(layout: str, ranks: int, tokens: int, rounds: int) -> str:
-    """One shape and length."""
-    page_bytes = 2 * HEADS // ranks * HEAD_BYTES * BLOCK_TOKENS
-    blocks = tokens // BLOCK_TOKENS
-    driver = NoDriver()
-    copies = copies_of(layout, page_bytes, 2 * blocks, driver)
-    scattered = np.random.default_rng(1).permutation(2 * blocks)[:blocks].tolist()
-    job = LoadJob(1, "r", 0, tuple(range(blocks)), tuple(scattered), synchronous=True)
-
-    def submit() -> None:
-        for entries in copies.by_group({0: (job.block_ids, job.slots)}):
-            copies.copy_in(entries, 1)
-
-    submit()
-    entries, calls = driver.entries, driver.calls
-    spent = timed(submit, rounds)
-    engine = CudaTransferEngine(copies, 0, None)
-    handed_over = timed(lambda: engine.load([job]), rounds)
-    assert engine.close(30)
-    return (
-        f"{layout:8} {ranks:2} {tokens:7} {page_bytes * LAYERS * blocks / entries / 1024:9.0f} {entries:8} {calls:5} "
-        f"{spent:15.0f} {spent / entries:8.2f} {handed_over:12.0f}"
-    )
+def rows(layout: str, rounds: int) -> None:
+    """Print a line for each number of blocks."""
+    if layout == "LBNHC":
+        apart = torch.zeros((LAYERS, NUM_BLOCKS, PAGE_BYTES), dtype=torch.uint8)
+        tensors = {f"layer.{layer}": apart[layer] for layer in range(LAYERS)}
+    else:
+        together = torch.zeros((NUM_BLOCKS, LAYERS, PAGE_BYTES), dtype=torch.uint8)
+        tensors = {f"layer.{layer}": together[:, layer] for layer in range(LAYERS)}
+    paged = PagedKV.from_tensors(tensors, NUM_BLOCKS)
+    segment = ArenaSegment.create(NUM_BLOCKS, paged.rank_slot_bytes)
+    device: Any = NoDevice()
+    engine = DeviceTransferEngine(paged, segment, device, len(segment.memory))
+    random = np.random.default_rng(1)
+    for blocks in (256, 2048, 8192):
+        block_ids, slots = (tuple(random.permutation(NUM_BLOCKS)[:blocks].tolist()) for _ in range(2))
+        job, best = LoadJob(1, "r", 0, slots, block_ids, synchronous=False), float("inf")
+        for _ in range(rounds):
+            device.entries, began = 0, time.perf_counter()
+            (transfer,) = engine.load([job])
+            engine.submit_all()
+            best = min(best, time.perf_counter() - began)
+            assert transfer.ended
+        print(f"{layout:6} {blocks:6} {device.entries:8} {best * 1e3:8.2f}")
+    segment.close()
 
 
 def main() -> None:
-    """Print one line for each shape and length."""
+    """Print one line for each layout and number of blocks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
-    print("layout   TP  tokens entry KiB  entries calls build+submit us us/entry in load() us")
+    print("layout blocks   copies       ms")
     for layout in ("LBNHC", "BLNHC"):
-        for ranks in (1, 8):
-            for tokens in (4096, 32768, 131072):
-                print(row(layout, ranks, tokens, rounds))
-    print(f"at most {MAX_ENTRIES_AT_ONCE} entries are submitted within load(), {MAX_BATCH_ENTRIES} a call")
+        rows(layout, rounds)
 
 
 if __name__ == "__main__":

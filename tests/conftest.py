@@ -45,6 +45,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_keys.py",
     "tests/under_vllm/test_engine_lives.py",
     "tests/under_vllm/test_engine_other_caches.py",
+    "tests/under_vllm/test_engine_played_device.py",
     "tests/under_vllm/test_engine_releases.py",
     "tests/under_vllm/test_engine_replicas.py",
     "tests/under_vllm/test_engine_scheduler_class.py",

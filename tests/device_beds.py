@@ -22,12 +22,11 @@ from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.extents import Extents, slot_classes
 from kvpact.memory.layout import PAGE_BYTES
 from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
+from kvpact.testkit.device.played import PlayedDevice
 from kvpact.testkit.device.plays import Page, Play
 from kvpact.worker import round_trip
 from kvpact.worker.copy.cpu import CpuTransferEngine
-from kvpact.worker.cuda import bounce, copies, engine, lane, pinned
-from kvpact.worker.cuda.driver import AccessOrder
-from kvpact.worker.cuda.entries import Entries
+from kvpact.worker.device import engine, pinned
 from kvpact.worker.paged import PagedKV, PagedLayer
 
 BLOCKS, SLOTS, LAYERS = 24, 16, 6
@@ -138,9 +137,7 @@ LIMITS = [
     (module, name, getattr(module, name))
     for module, name in (
         (round_trip, "LIMIT_SECONDS"),
-        (lane, "PIECE_BYTES"),
-        (engine, "MAX_ENTRIES_AT_ONCE"),
-        (bounce, "PART_BYTES"),
+        (engine, "STEP_ENTRIES"),
         (pinned, "CHUNK_BYTES"),
     )
 ]
@@ -152,47 +149,18 @@ def undo_limits() -> None:
         setattr(module, name, value)
 
 
-class PlayedKernel:
-    """Loads by a kernel, which reads host memory in stream order."""
-
-    def __init__(self, driver: HostileDriver) -> None:
-        self._driver = driver
-        self.loads = 0
-
-    def suits(self, entries: Entries) -> bool:
-        return len(entries) >= 4
-
-    def load(self, entries: Entries, stream: int) -> None:
-        self.loads += 1
-        self._driver.launch_copies(entries.device, entries.host, entries.sizes, AccessOrder.STREAM, stream)
-
-
 class Bed:
     """KV memory in the process's own; what computes runs at once, or when the hostile device lets it."""
 
-    def __init__(
-        self,
-        layout: str,
-        seed: int | None,
-        copies: ModuleType = copies,
-        engine: ModuleType = engine,
-        lane: ModuleType = lane,
-        bounce: ModuleType = bounce,
-        *,
-        bounced: bool = False,
-    ) -> None:
-        """With a seed the copies are those of a hostile CUDA device, by the classes of these modules.
-
-        If `bounced`, no slot is pinned.
-        """
+    def __init__(self, layout: str, seed: int | None, engine: ModuleType = engine) -> None:
+        """With a seed the copies are those of a hostile device, by the engine of this module."""
         self._limits = pytest.MonkeyPatch()
         # A played device takes its time, and a machine that runs tests does too.
         self._limits.setattr(round_trip, "LIMIT_SECONDS", 5.0)
         self.tensors, self.paged = memory_of(layout)
         self.segment = segment_for(layout, self.paged, seed or 0)
         self.views = [layer.view() for layer in self.paged.layers]
-        self.driver: HostileDriver | None = None
-        self.bounce: Any = None
+        self.device: PlayedDevice | None = None
         self._second = ThreadPoolExecutor(1)
         """The engine's second computing thread."""
         self.streams: dict[int, int] = {}
@@ -200,29 +168,20 @@ class Bed:
         if seed is None:
             self.engine: Any = CpuTransferEngine(self.paged, self.segment, self.segment.classes, 0)
             return
-        # Copies are cut into pieces, and handed over, at sizes that plays reach.
-        self._limits.setattr(lane, "PIECE_BYTES", 4 * self.segment.rank_slot_bytes)
-        self._limits.setattr(engine, "MAX_ENTRIES_AT_ONCE", 40)
-        self.driver = HostileDriver(seed)
-        for tensor in self.paged.tensors:
-            storage = tensor.untyped_storage()
-            self.driver.add_device_memory(storage.data_ptr(), storage.nbytes())
-        if bounced:  # a part has one block and a half
-            largest = max(sum(layout.layer_page_bytes) for layout in self.paged.layouts)
-            self._limits.setattr(bounce, "PART_BYTES", largest * 3 // 2 + 1)
-            self.bounce = bounce.BounceBuffer(self.driver)
-        else:
-            self._pin_slots(self.driver, pinned_bytes(self.segment, seed))
-        self.streams = {self._second.submit(self._second_stream, self.driver).result(): self.driver.create_stream()}
-        self.copies = copies.DeviceCopies(
-            self.paged,
-            self.segment,
-            self.driver,
-            self.current_stream,
-            pinned_bytes(self.segment, seed),
-            self._kernel(seed),
+        self._limits.setattr(engine, "STEP_ENTRIES", 12)  # so that plays reach it
+        self.device = PlayedDevice(seed, self.current_stream)
+        self.device.map(*self.paged.tensors)
+        driver = self.device.driver
+        self._pin_slots(driver, pinned_bytes(self.segment, seed))
+        self.streams = {self._second.submit(self._second_stream, driver).result(): driver.create_stream()}
+        self.engine = engine.DeviceTransferEngine(
+            self.paged, self.segment, self.device, pinned_bytes(self.segment, seed)
         )
-        self.engine = engine.CudaTransferEngine(self.copies, 0, self.bounce)
+
+    @property
+    def driver(self) -> HostileDriver | None:
+        """The hostile device's."""
+        return self.device.driver if self.device is not None else None
 
     def _pin_slots(self, driver: HostileDriver, chunk_bytes: int) -> None:
         num_bytes = len(self.segment.memory)
@@ -237,9 +196,6 @@ class Bed:
     def current_stream(self) -> int:
         """The calling thread's."""
         return self.streams.get(threading.get_ident(), COMPUTING_STREAM)
-
-    def _kernel(self, seed: int) -> Any:
-        return PlayedKernel(self.driver) if (seed % 4 == 3 or seed % 8 == 6) and self.driver is not None else None
 
     def _do(self, kernel: Callable[[], None]) -> None:
         if self.driver is None:
@@ -290,8 +246,6 @@ class Bed:
         undo_limits()
         self._second.shutdown()
         assert self.engine.close(10)
-        if self.bounce is not None:
-            self.bounce.close()
         self.views.clear()
         self.segment.close()
 
@@ -316,15 +270,14 @@ class CudaBed:
     """KV memory on the first CUDA device, and its copies as an engine opens them; what computes are torch's kernels."""
 
     def __init__(self, layout: str) -> None:
-        from kvpact.torch_cuda.device import open_cuda
+        from kvpact.vllm.device import open_device
 
         self._limits = pytest.MonkeyPatch()
         self.tensors, self.paged = memory_of(layout, "cuda:0")
         self.segment = segment_for(layout, self.paged)
         self._limits.setattr(pinned, "CHUNK_BYTES", pinned_bytes(self.segment))
-        self._limits.setattr(lane, "PIECE_BYTES", 4 * self.segment.rank_slot_bytes)
-        self._limits.setattr(engine, "MAX_ENTRIES_AT_ONCE", 40)
-        self.engine: Any = open_cuda(load_config({"gpu": "unproven"}, {}), self.paged, self.segment, 0)
+        self._limits.setattr(engine, "STEP_ENTRIES", 12)
+        self.engine: Any = open_device(load_config({}, {}), self.paged, self.segment, 0)
         self._pages = [self._view(one, self._memory_at(one.address)) for one in self.paged.layers]
         self._second = ThreadPoolExecutor(1)
         self._second_stream = torch.cuda.Stream()

@@ -158,7 +158,7 @@ def test_every_key_can_be_set_in_the_environment():
         "KVPACT_SHARE_DRAWN_EPOCHS": "true",
         "KVPACT_IO_THREADS": "4",
         "KVPACT_LAYERWISE": "false",
-        "KVPACT_GPU": "unproven",
+        "KVPACT_GPU": "auto",
         "KVPACT_KV_LAYOUT": "blocks",
         "KVPACT_HUGE_PAGES": "on",
         "KVPACT_STATS_FILE": "/tmp/stats.json",

@@ -30,30 +30,27 @@ cuda.get_device_name = names.__getitem__
 PYTEST = """
 import sys
 from pathlib import Path
-assert sys.argv[1:3] == ["tests/worker", "tests/torch_cuda"]
+assert sys.argv[1:2] == ["tests/worker"]
 case = "<testcase classname='tests.worker.test_engines' name='{}'>{}</testcase>"
 names = ["test_a[cpu]", "test_a[fake-cuda-halves]", *NAMES]
 cases = [case.format(name, "") for name in names] + [case.format("test_b[cuda]", "<skipped/>")]
 Path(sys.argv[-1].partition("=")[2]).write_text(f"<testsuite>{''.join(cases)}</testsuite>")
 """
 
-DOCTOR = """
+APP = """
 import json, sys
 from pathlib import Path
-assert sys.argv[1:3] == ["--gpu", "--json"]
-goals = [{"name": "load / bus", "value": 0.93, "at_least": 0.9, "at_most": None, "met": True},
-         {"name": "start", "value": None, "at_least": None, "at_most": 1.0, "met": None}]
-Path(sys.argv[3]).write_text(json.dumps({"goals": goals, "verdicts": [{"level": "advice", "text": "raise the limit"}]}))
-sys.exit(STATUS)
-"""
-
-DEMO = """
-import json, sys
-from pathlib import Path
+DOCTOR, DEMO = {status}
 def main():
-    phase = {"name": "cold", "ttft_ms": 20.04, "ttft_ms_quartiles": [19, 21], "cached_tokens": 0, "reusable_tokens": 96,
-             "identical": True}
-    Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"phases": [phase], "failures": []}))
+    report = Path(sys.argv[sys.argv.index("--json") + 1])
+    if sys.argv[1] == "doctor":
+        section = {{"entries": 256, "loads, GB/s": 51.26}}
+        report.write_text(json.dumps({{"sections": {{"block by block, 64 KiB": section}}}}))
+        sys.exit(DOCTOR)
+    phase = {{"name": "cold", "ttft_ms": 20.04, "ttft_ms_quartiles": [19, 21], "cached_tokens": 0,
+             "reusable_tokens": 96, "identical": True}}
+    report.write_text(json.dumps({{"phases": [phase], "failures": []}}))
+    sys.exit(DEMO)
 """
 
 
@@ -67,8 +64,7 @@ class Checkout:
         shutil.copy(SCRIPT, directory / "scripts")
         self.put("torch", TORCH.format(gpus=["NVIDIA H200", "NVIDIA H200"], cuda="'13.0'"))
         self.put("pytest", "NAMES = ['test_a[cuda-halves]', 'test_c[cuda]']" + PYTEST)
-        self.put("kvpact.torch_cuda.doctor", "STATUS = 0" + DOCTOR)
-        self.put("kvpact.cli.app", DEMO)
+        self.put("kvpact.cli.app", APP.format(status=(0, 0)))
         shutil.copy(ROOT / "src" / "kvpact" / "__main__.py", self.source / "kvpact")
         self.put("vllm", "")
 
@@ -111,9 +107,7 @@ def test_all_parts_are_in_one_file_and_one_table(checkout: Checkout) -> None:
     for row in (
         "NVIDIA H200, NVIDIA H200; torch 2.11.0+cu130",
         "| tests of the copies | 4 passed, 0 failure, 0 error, 1 skipped; 2 passed on the device | yes |",
-        "| load / bus | 0.93 (at least 0.9) | yes |",
-        "| start | not measured (at most 1) |  |",
-        "| advice | raise the limit |  |",
+        "| block by block, 64 KiB | entries 256, loads, GB/s 51.3 |  |",
         "| cold, ranks: 2 | 20.0 ms to the first token (19.0-21.0), 0 of 96 tokens from a cache | identical |",
     ):
         assert row in table
@@ -124,9 +118,9 @@ def test_all_parts_are_in_one_file_and_one_table(checkout: Checkout) -> None:
     [
         ("pytest", "NAMES = []" + PYTEST, "suite"),  # all is well, but nothing ran on the device
         ("pytest", "raise SystemExit(3)", "suite"),
-        ("kvpact.torch_cuda.doctor", "STATUS = 1" + DOCTOR, "doctor"),
-        ("kvpact.torch_cuda.doctor", "import os; os._exit(1)", "doctor"),
-        ("kvpact.cli.app", "def main(): raise SystemExit(1)", "demo"),
+        ("kvpact.cli.app", APP.format(status=(1, 0)), "doctor"),
+        ("kvpact.cli.app", "import os; os._exit(1)", "doctor"),
+        ("kvpact.cli.app", APP.format(status=(0, 1)), "demo"),
     ],
 )
 def test_a_part_that_is_not_good_makes_all_of_it_not_good(

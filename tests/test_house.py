@@ -441,6 +441,8 @@ READS_THE_CLOCK = {
     "vllm.model_watch",
     "vllm.scheduler_side",
     "vllm.stats",
+    "worker.device.engine",
+    "worker.device.examination",
     "worker.round_trip",
     "worker.step_reader",
     "worker.worker",

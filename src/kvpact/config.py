@@ -124,8 +124,8 @@ class KvpactConfig(BaseModel):
     """Host threads that read and write the tiers."""
     stats_file: Path | None = None
     """A JSON file that the idle engine keeps up to date with all counts; for programs beside it."""
-    gpu: Literal["refused", "unproven"] = "refused"
-    """Whether an engine whose KV memory is on a GPU starts, though the copies there have run on no GPU yet."""
+    gpu: Literal["auto", "off"] = "auto"
+    """Whether an engine with KV memory on a GPU starts, if the copies there pass a trial; later they are checked."""
     kv_layout: Literal["auto", "engine", "blocks"] = "auto"
     """How vLLM is to lay out KV memory: as it likes, or with all layers of a block side by side; "auto" decides."""
     huge_pages: Literal["auto", "on", "off"] = "auto"

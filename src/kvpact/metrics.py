@@ -160,6 +160,7 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("skipped_lookups", "counter", "lookups", "not asked of the tier, because it was ill"),
     _by_tier("tier_failures", "counter", "operations", "that the tier failed, or did not end in time"),
     Metric("resets", "counter", "resets", "after which nothing stored before is served"),
+    Metric("refuted_copies", "counter", "engines", "1 if a copy to or from a device was wrong: no more are made"),
     Metric("hook_errors", "counter", "errors", "exceptions caught in an engine's hook; each cost at most a hit"),
     Metric("refused_counts", "counter", "errors", "counts that would have made a counter go back, refused"),
     Metric("unnamed_weights", "gauge", "engines", "1 between a reset and the next word for the weights: nobody shares"),

@@ -68,6 +68,8 @@ class StepMessage:
     """With loads or saves: per rank, how many changes of its weights it had reported when they were ordered."""
     spoilt: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """With overdue loads, where vLLM accepts only block ids: job id -> the blocks to report."""
+    computes: bool = True
+    """Whether the step has a forward pass."""
 
 
 @dataclass(frozen=True, slots=True)

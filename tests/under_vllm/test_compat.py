@@ -23,6 +23,7 @@ from kvpact.vllm.compat.releases import RELEASES, is_known
 
 PROBE = """
 import json
+from importlib.util import find_spec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -43,6 +44,7 @@ print(json.dumps({
     "block_tables": hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"),
     "failed_requests": scheduler.TAKES_FAILED_REQUESTS,
     "block_layouts": block_layouts,
+    "pins_host_memory": find_spec("vllm.v1.kv_offload.cpu.host_register") is not None,
     "tells_of_sleep": scheduler.TELLS_OF_SLEEP,
     "loads_after_forward": bool(objects.load_before_forward(SchedulerOutput.make_empty())),
     "counts_held_blocks": scheduler.COUNTS_HELD_BLOCKS,
@@ -78,8 +80,13 @@ def test_a_release_is_known_by_its_series() -> None:
     assert not any(is_known(version) for version in ("0.19.1", "0.3.2", "0.260.0", "0.330.1", "1.0.0"))
 
 
-def test_only_blocks_asks_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_asks_for_a_layout_and_auto_does_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [layouts.wanted_layout(kv_layout) for kv_layout in ("auto", "engine", "blocks")] == [None, None, "BLHNC"]
+    with pytest.MonkeyPatch.context() as device:
+        device.setattr(layouts, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        assert [layouts.wanted_layout(kv_layout) for kv_layout in ("auto", "engine")] == ["BLHNC", None]
+        device.setattr(layouts, "TAKES_FAILED_REQUESTS", False)
+        assert layouts.wanted_layout("auto") is None
 
     def missing(module: str) -> object:
         raise ImportError(module)

@@ -46,14 +46,18 @@ def test_the_connector_brings_neither_half() -> None:
     assert CONNECTOR in brought
     assert {name.partition(".")[0] for name in brought} <= BROUGHT
     assert not brought & {"kvpact.cache.cache", "kvpact.tiers.client", "kvpact.worker.worker", SCHEDULER, WORKER}
-    assert not {name for name in brought if name.startswith(("kvpact.torch_cuda", "kvpact.cli", "kvpact.worker.c"))}
+    assert not {
+        name
+        for name in brought
+        if name.startswith(("kvpact.vllm.device", "kvpact.cli", "kvpact.worker.c", "kvpact.worker.d"))
+    }
 
 
 @pytest.mark.parametrize(
     ("half", "others"),
     [
-        (SCHEDULER, ("kvpact.worker.worker", "kvpact.worker.copy", "kvpact.torch_cuda", WORKER)),
-        (WORKER, ("kvpact.cache.cache", "kvpact.cache.open", "kvpact.torch_cuda", SCHEDULER)),
+        (SCHEDULER, ("kvpact.worker.worker", "kvpact.worker.copy", "kvpact.vllm.device", WORKER)),
+        (WORKER, ("kvpact.cache.cache", "kvpact.cache.open", "kvpact.vllm.device", SCHEDULER)),
     ],
 )
 def test_a_half_brings_neither_the_other_nor_the_client_of_a_store(half: str, others: tuple[str, ...]) -> None:

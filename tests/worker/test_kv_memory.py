@@ -26,7 +26,7 @@ class Rank:
     def __init__(self, device: PlayedDevice | None, **settings: object) -> None:
         self.device = device
         self.tensors = self.new_tensors()
-        config = load_config({"memory": "1MiB", "gpu": "unproven", **settings}, {})
+        config = load_config({"memory": "1MiB", "gpu": "auto", **settings}, {})
         openers = {"cuda": device.open} if device is not None else {}
         self.worker = CacheWorker(config, RankInfo(0, 1, BLOCKS), openers)
         self.worker.register_kv_caches({name: self.seen(tensor) for name, tensor in self.tensors.items()})
@@ -65,6 +65,7 @@ class Rank:
         until = time.monotonic() + 10
         while not {job.job_id for job in jobs} <= outcomes.keys():
             assert time.monotonic() < until, "jobs end in time"
+            self.worker.begin_step(StepMessage())
             self.worker.poll()
             outcomes.update(self.worker.report().ranks[0])
             if self.device is not None:

@@ -26,7 +26,7 @@ def device() -> PlayedDevice:
 
 @pytest.fixture(params=["layerwise", "before the step"])
 def worker(device: PlayedDevice, request: pytest.FixtureRequest) -> Iterator[CacheWorker]:
-    config = load_config({"memory": "256KiB", "gpu": "unproven", "layerwise": request.param == "layerwise"}, {})
+    config = load_config({"memory": "256KiB", "gpu": "auto", "layerwise": request.param == "layerwise"}, {})
     made = CacheWorker(config, RankInfo(0, 1, BLOCKS), {"cuda": device.open})
     made.register_kv_caches({f"layer.{n}": OnDevice(torch.zeros((BLOCKS, 16, 8), dtype=torch.int8)) for n in range(3)})
     yield made

@@ -92,6 +92,9 @@ class SlowAtFirst:
     def save(self, jobs: Any) -> Any:
         return self._engine.save(jobs)
 
+    def submit_all(self) -> None:
+        self._engine.submit_all()
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -17,7 +17,7 @@ from kvpact.worker.copy.base import Transfer
 @pytest.mark.parametrize("layout", [*LAYOUTS, *HYBRIDS, *SIZED])
 @pytest.mark.parametrize("name", BEDS)
 def test_what_is_loaded_was_saved_whatever_is_copied_when(name: str, layout: str) -> None:
-    """The hostile device has more seeds in `cuda/test_engine.py`."""
+    """The hostile device has more seeds in `device/test_engine.py`."""
     for seed in range(12) if name == "cuda" else (23,):
         bed = bed_named(name, layout, seed)
         assert bed.play(seed, steps=25) == []
@@ -34,6 +34,7 @@ def bed(request: pytest.FixtureRequest) -> Iterator[Bed | CudaBed]:
 def ends(bed: Bed | CudaBed, transfers: Sequence[Transfer], seconds: float = 10.0) -> bool:
     end = time.monotonic() + seconds
     while not all(transfer.ended for transfer in transfers) and time.monotonic() < end:
+        bed.engine.submit_some()
         bed.finish()
         time.sleep(0.0005)
     return all(transfer.ended for transfer in transfers)

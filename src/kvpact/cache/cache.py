@@ -48,7 +48,7 @@ from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import KEY_BYTES
 from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import BlockIndex, Pin
-from kvpact.memory.arena import Arena
+from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
 from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
@@ -106,7 +106,9 @@ class PactCache(ExternalCache):
         below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
         reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, room)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
-        writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
+        self._is_proven = arena.standing is Standing.PROVEN
+        written = None if self._is_proven else LRUKeySet(below.most_known)
+        writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once, written)
         saves = self.saves = Offloader(config, index, room, jobs, tags, writes, metrics, block_size, clock)
         saves.side_saves = SideSaves(sides, index, room, jobs, tags, metrics) if sides is not None else None
         self._steps = StepLookups(requests, ledger, below, metrics, block_size, ranks)
@@ -126,6 +128,10 @@ class PactCache(ExternalCache):
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
         """Use these tiers, which were not there from the start. What memory holds is written to them piece by piece."""
         self.tiers.open(tiers)
+        if self._is_proven:
+            self._begin_backlog()
+
+    def _begin_backlog(self) -> None:
         if self._epochs.generation == 1:  # later, memory also holds blocks of other epochs, not told apart
             self.writeback.begin_backlog()
 
@@ -229,6 +235,9 @@ class PactCache(ExternalCache):
     def end_step(self) -> StepWork:
         """See `ExternalCache`: takes in what tiers have done, expires plans, and returns the step's copies."""
         now = self._clock()
+        if not self._is_proven and self._arena.standing is Standing.PROVEN:
+            self._begin_backlog()
+        self._is_proven = self._arena.standing is Standing.PROVEN
         self.budget.do_in_turn(self.tiers.poll, self.writeback.offer_some)
         self.writeback.offer_backlog()
         self.tiers.end_step()

@@ -21,7 +21,7 @@ from kvpact.identity.base_weights import BaseWeights
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
-from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.memory.arena import Arena, ArenaSegment, Standing
 from kvpact.metrics import Metrics, explain_misses
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
@@ -57,12 +57,14 @@ class MountedCache:
         self.segments = [hello.segment for hello in hellos]
         self._may_have_counted = True
         """Whether counts may differ from those that `stats_file` was last offered."""
+        self._is_given_up, self._metrics = False, metrics
         self.queues: tuple[TierExecutor, ...] = ()
         self.step_lookup: SupportsStepLookup | None = None
         self.store: SharedTierConfig | None = None
         """Where the workers look at a step's beginning; None if they do not."""
         self._config, self._block_size, self._adapters = config, block_size, adapters
         arena, attached = attach_all(hellos)
+        self._arena = arena
         self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
         self._late_tiers = LateTiers(config, seal, known, arena.slot_bytes, weights) if weights is not None else None
         tiers = self._late_tiers.open() if self._late_tiers is not None else None
@@ -111,12 +113,33 @@ class MountedCache:
             self._use(tiers)
             logger.info("kvpact: from now on %d tier(s), namespace %s", len(tiers.queues), tiers.namespace.name)
 
+    @property
+    def copies_are_proven(self) -> bool:
+        """Whether a step may wait for a load: until then each load is checked while its request waits."""
+        return self._arena.standing is Standing.PROVEN
+
     def may_serve(self) -> bool:
-        """Called first by every hook: whether the cache may be used, by what ranks say of weights and adapters."""
+        """Called first by every hook: whether the cache may be used, by what ranks say of weights, adapters, copies."""
         self._may_have_counted = True
+        if self._arena.standing is Standing.REFUTED:
+            self._give_up_for_good()
+            return False
         for adapter in self._adapters.look():
             self.cache.distrust_adapter(adapter)
         return self.weights.look()
+
+    def _give_up_for_good(self) -> None:
+        """A rank has found a wrong copy: nothing that is stored is promised to anybody, and no more is stored."""
+        if not self._is_given_up:
+            self._is_given_up = True
+            self._metrics.add("refuted_copies")
+            logger.error("kvpact: a rank has found a wrong copy; this engine goes on without a cache")
+            self.weights.reset()
+            if self.opened.own is not None:
+                self.opened.own.writeback.delete_written()
+        if self.opened.own is not None:
+            self.opened.own.tiers.poll()  # they are told, piece by piece
+            self.opened.own.tiers.end_step()
 
     def reset(self) -> None:
         """The engine says that the weights may change."""

@@ -17,7 +17,7 @@ from kvpact.cache.tier_set import ASK_AGAIN_SECONDS, LRUKeySet, TierSet
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex, Pin
-from kvpact.memory.arena import Arena
+from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import Metrics
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import PutDone
@@ -56,6 +56,8 @@ class WriteBack:
     clock: Callable[[], float]
     budget: StepBudget
     seen_once: LRUKeySet | None
+    written: LRUKeySet | None = None
+    """What this engine has written to tiers, where its copies may turn out to be wrong; the latest, if it is much."""
     _unwritten: deque[tuple[Sequence[BlockKey], int]] = field(default_factory=deque, init=False)
     _unwritten_sides: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
     _backlog: range = field(default=range(0), init=False)
@@ -69,18 +71,23 @@ class WriteBack:
         return len(self._unwritten) + len(self._unwritten_sides) + len(self._backlog)
 
     def note_saved(self, keys: Sequence[BlockKey], end: int) -> None:
-        """The chain `keys[:end]` was saved: offer it to the tiers in this step or a later one."""
-        if self.tiers.clients:
+        """The chain `keys[:end]` was saved: offer it to the tiers in this step or a later one.
+
+        While ranks still check each of their copies, tiers get nothing; afterwards `begin_backlog` finds what there is.
+        """
+        if self.tiers.clients and self._is_trusted:
             self._unwritten.append((keys, end))
 
     def note_saved_sides(self, names: Sequence[BlockKey]) -> None:
         """Blocks of side groups were saved: offer them, as chains."""
-        if self.tiers.clients:
+        if self.tiers.clients and self._is_trusted:
             self._unwritten_sides.append(names)
 
     def note_used(self, keys: Sequence[BlockKey], end: int) -> None:
         """Blocks `keys[:end]` of the arena are used: offer them to tiers that get what is used twice, or that may have
         lost them."""
+        if not self._is_trusted:
+            return
         if self.seen_once is not None:
             self.offer(keys, end)
         elif self.tiers.shared and (held := self.index.held_prefix(keys, end)) and self._lacks(keys[held - 1]):
@@ -100,8 +107,18 @@ class WriteBack:
             if len(self._unwritten_sides) <= MAX_UNWRITTEN and self.budget.exhausted:
                 break
 
+    @property
+    def _is_trusted(self) -> bool:
+        return self.arena.standing is Standing.PROVEN
+
+    def delete_written(self) -> None:
+        """A rank has found a wrong copy: no tier is to have what this engine has written."""
+        keys = [*self.written] if self.written is not None else []
+        for client in self.tiers.clients if keys else ():
+            client.delete(keys)
+
     def begin_backlog(self) -> None:
-        """The tiers were opened late: what memory holds is written to them piece by piece."""
+        """The tiers were opened late, or copies are proven now: what memory holds is written to them piece by piece."""
         self._backlog = range(self.index.num_slots)
 
     def offer_backlog(self) -> None:
@@ -231,6 +248,8 @@ class WriteBack:
             if op.epoch.is_drawn:
                 contents.unshareable.add(stored)
         contents.refuted.discard(stored)
+        if self.written is not None:
+            self.written.add(stored)
         self.metrics.add("written_blocks", len(stored), client.name)
         self.metrics.add("written_bytes", len(stored) * self.arena.slot_bytes, client.name)
         self.metrics.add("dropped_writes", len(op.keys) - len(stored), client.name)

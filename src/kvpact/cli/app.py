@@ -235,36 +235,21 @@ def conformance(
 
 @app.command()
 def doctor(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Examine an NVIDIA GPU.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Examine a GPU.")] = False,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Gets all figures, section by section.")
     ] = None,
     device: Annotated[int, typer.Option("--device", metavar="N", help="Of those that the process sees.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: half the time.")] = False,
-    page_bytes: Annotated[
-        list[str] | None,
-        typer.Option("--kv-page-bytes", metavar="SIZE", help="Of a block in a layer, of one rank; repeatable."),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", metavar="PATH", help="A model's config.json, or its directory.")
-    ] = None,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Ranks that share the model's heads.")] = 1,
-    block_size: Annotated[int, typer.Option("--block-size", metavar="TOKENS", help="Of the engine.")] = 16,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="SECTION", help="Measure this section alone; repeatable.")
-    ] = None,
 ) -> None:
-    """Measure what this machine's GPU can do for kvpact, and say what to set. Takes about a minute.
+    """Try and measure the copies of this machine's GPU, through vLLM's own calls. Takes about a minute.
 
-    Needs the engine's torch, and no engine. Exit code 1 if kvpact must not serve here, and where there is no GPU.
+    Exit code 1 if kvpact must not serve here, and where there is no GPU.
     """
     if not gpu:
         raise ConfigError("say what to examine: kvpact doctor --gpu")
     from kvpact.cli.doctor import examine_gpu
-    from kvpact.torch_cuda.doctor.command import Wishes
 
-    wishes = Wishes(device, quick, json, tuple(page_bytes or ()), model, tp, block_size, tuple(only or ()))
-    if not examine_gpu(wishes):
+    if not examine_gpu(device, json):
         raise typer.Exit(1)
 
 

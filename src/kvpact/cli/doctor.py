@@ -1,22 +1,76 @@
-"""`kvpact doctor`: prints an examination of this machine's GPU."""
+"""`kvpact doctor`: prints what the copies of this machine's GPU do, through vLLM's own calls."""
 
 from __future__ import annotations
 
-import sys
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from kvpact.cli.screen import console, shown
-from kvpact.torch_cuda.doctor.command import NoDevice, Wishes, examine
+from kvpact.cli.screen import console
+from kvpact.errors import ConfigError, KvpactError
+from kvpact.own_files import replace_own
+from kvpact.worker.device.examination import Bench, examine
 
 
-def examine_gpu(wishes: Wishes) -> bool:
-    """Print the report; returns whether kvpact may serve with the device. Raises ConfigError for wrong options."""
+def bench_of(number: int) -> Bench:
+    """The device with this number. Raises ConfigError, in one line, where there is none that vLLM can use."""
+    missing = [name for name in ("torch", "vllm") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"no {' and no '.join(missing)} here: a GPU is examined through the copies of vLLM")
+    import torch
+
+    if not torch.accelerator.is_available():
+        raise ConfigError(f"torch {torch.__version__} sees no GPU here")
+    if not 0 <= number < torch.accelerator.device_count():
+        raise ConfigError(f"--device {number}: torch sees {torch.accelerator.device_count()} here")
+    from kvpact.vllm.device import VllmDevice
+
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    at = torch.device(kind.type, number)
+    matrix = torch.ones((8192, 8192), dtype=torch.bfloat16, device=at)
+
+    def compute() -> None:
+        for _ in range(16):
+            matrix @ matrix[:, :8]
+        torch.accelerator.synchronize(at)
+
+    device = VllmDevice(at, 64 << 10)
+    device.attach()
+    return Bench(device, lambda rows, size: torch.zeros((rows, size), dtype=torch.uint8, device=at), compute)
+
+
+def examine_gpu(number: int, file: Path | None) -> bool:
+    """Print the figures, and write them to `file`, as they come; returns whether the copies can be used."""
     screen = console()
+    found: dict[str, Any] = {"sections": {}, "sound": False}
 
-    def tell(line: str) -> None:
-        print(shown(line), file=sys.stderr, flush=True)
+    def tell(section: str, figures: dict[str, Any]) -> None:
+        found["sections"][section] = figures
+        screen.print(f"{section}: " + ", ".join(f"{name} {_shown(value)}" for name, value in figures.items()))
+        write()
+
+    def write() -> None:
+        if file is not None:
+            replace_own(file, json.dumps(found, indent=1).encode())
 
     try:
-        return examine(wishes, screen.print, tell)
-    except NoDevice as error:
-        tell(f"kvpact: {error}")
-        return False
+        write()
+    except OSError as error:
+        raise ConfigError(f"--json: {file} cannot be written: {error.strerror}") from None
+    try:
+        bench = bench_of(number)
+        found["device"] = bench.device.name
+        screen.print(bench.device.name)
+        examine(bench, tell)
+        found["sound"] = True
+    except (KvpactError, RuntimeError) as error:
+        found["error"] = str(error)
+        screen.print(f"kvpact: {error}")
+    write()
+    return bool(found["sound"])
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

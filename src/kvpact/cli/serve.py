@@ -62,7 +62,19 @@ def serve_model(
     connector = ours.to_connector_json(without=secrets)
     command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *classes, *vllm_arguments]
     sys.stdout.flush()
+    print(what_copies(), file=sys.stderr, flush=True)
     os.execve(command[0], command, environment)
+
+
+def what_copies(root: Path = Path("/")) -> str:
+    """Which GPUs this machine has, by their kernel module, and what moves KV memory to and from them: one line."""
+    texts = [file.read_text() for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
+    names = [found[1] for text in texts if (found := re.search(r"^Model:\s*(.*)$", text, re.MULTILINE))]
+    where = ", ".join(names) or "no NVIDIA GPU here"
+    return (
+        f"kvpact: {where}. On a CPU kvpact copies; on a GPU vLLM's own call does, which is tried at each start and "
+        "checked while it serves. Run by us on a GPU: nothing yet"
+    )
 
 
 def _names(option: str, vllm_arguments: Sequence[str]) -> bool:

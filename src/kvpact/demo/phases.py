@@ -144,16 +144,13 @@ class Results:
     gpu: str = ""
 
 
-def kvpact_config(disk: Path, stats_file: Path, memory: str, gpu: str = "") -> dict[str, Any]:
-    """kvpact with a disk large enough for everything that the demonstration stores.
-
-    With a `gpu` its copies there are allowed, which kvpact refuses otherwise as long as they are unproven.
-    """
+def kvpact_config(disk: Path, stats_file: Path, memory: str) -> dict[str, Any]:
+    """kvpact with a disk large enough for everything that the demonstration stores."""
     settings: dict[str, Any] = {
         "memory": memory,
         "tiers": [f"disk://{quote(str(disk))}?capacity=6GiB"],
         "stats_file": str(stats_file),
-    } | ({"gpu": "unproven"} if gpu else {})
+    }
     return load_config(settings, {}).kv_transfer_config()
 
 
@@ -167,7 +164,7 @@ def run_phases(model: Path, text: str, work: Path, plan: Plan, *, say: Callable[
     arguments = plan.engine_arguments()
 
     def with_kvpact(life: int, *, held: bool = False) -> EngineProcess:
-        config = kvpact_config(disk, work / f"stats-{life}.json", plan.memory, plan.gpu)
+        config = kvpact_config(disk, work / f"stats-{life}.json", plan.memory)
         classes = {option.lstrip("-").replace("-", "_"): name for option, name in OUR_CLASSES.items()}
         settings = EngineSettings(model, config, {**arguments, **classes})
         return EngineProcess(settings, work / f"engine-with-kvpact-{life}.log", held=held)

@@ -24,7 +24,7 @@ REUSED_SHARE = 0.95
 COLD_CPU_SHARE = 0.01
 """Maximum share of kvpact in a cold prompt's CPU time. More is reported, but no failure: other work slows all code."""
 
-UNPROVEN_ON_GPUS = 'kvpact\'s copies for GPUs are not proven: this run allowed them with "gpu": "unproven".'
+UNPROVEN_ON_GPUS = "kvpact has proven its copies on no GPU of its own: here they prove themselves while they serve."
 
 
 @dataclass(frozen=True, slots=True)

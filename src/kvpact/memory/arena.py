@@ -14,6 +14,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
@@ -39,8 +40,21 @@ MEMFD = "kvpact-arena"
 NOTICE_BYTES = PAGE_BYTES
 """The end of each segment, after all slots: what a rank reports of its weights (`kvpact.identity.notices`)."""
 
-USABLE_BYTES = 8
-"""The end of that page: the number of slots that are usable now, plus 1; 0 if all are and always were."""
+USABLE_BYTES = 16
+"""The end of that page: the number of slots that are usable now, plus 1, or 0 if all are and always were; and what is
+known of the rank's copies (`Standing`)."""
+
+
+class Standing(IntEnum):
+    """What is known of the copies between a rank's device and its slots; a greater number counts for all ranks."""
+
+    PROVEN = 0
+    """They are right as far as was checked, or are a CPU's."""
+    OPEN = 1
+    """They are still being checked, each before it is reported."""
+    REFUTED = 2
+    """One was wrong: none is used any more."""
+
 
 Numbers = TypeVar("Numbers", int, "npt.NDArray[np.int64]")
 
@@ -246,6 +260,15 @@ class ArenaSegment:
         self._usable[0] = count + 1
 
     @property
+    def standing(self) -> Standing:
+        """What is known of this rank's copies."""
+        return Standing(self._usable[1])
+
+    @standing.setter
+    def standing(self, standing: Standing) -> None:
+        self._usable[1] = standing
+
+    @property
     def rank_slot_bytes(self) -> int:
         """Of this rank's piece of the largest slot."""
         return max(one.slot_bytes for one in self.classes)
@@ -367,6 +390,11 @@ class Arena:
         usable = min(segment.usable_slots for segment in self._all)
         self._growing = usable < self.num_slots
         return min(usable, self.num_slots)
+
+    @property
+    def standing(self) -> Standing:
+        """The worst of all ranks'."""
+        return max(segment.standing for segment in self._all)
 
     def slot_space(self, rows_without_payload: int) -> SlotSpace:
         """The rows of this memory for an index, all free and the usable ones handed out, and `rows_without_payload`

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from kvpact.cache.budget import Turn
@@ -128,20 +129,21 @@ class SchedulerSide:
         """
         view = self._view(request)
         view.answer = None
-        if self.mounted is None or not self.mounted.may_serve():
+        mounted = self.mounted
+        if mounted is None or not mounted.may_serve():
             return NO_MATCH
-        cache = self.mounted.cache
+        cache = mounted.cache
         if cache.still_waits(view.request_id, num_computed_tokens):
             return None
         has_waited = view.waits_until is not None
-        match = self._ask(cache, view, num_computed_tokens)
+        match = self._ask(mounted, view, num_computed_tokens)
         if match is None and not has_waited:
             view.waits_until = view.waits_until or time.monotonic() + self._config.prepare_deadline
             cache.put_off_external_match(view)
         return match
 
-    def _ask(self, cache: ExternalCache, view: VllmRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
-        deadline = self._config.prepare_deadline
+    def _ask(self, mounted: MountedCache, view: VllmRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        cache, deadline = mounted.cache, self._config.prepare_deadline
         if view.waits_for_identity(deadline, time.monotonic()):
             view.was_answered = False
             return None
@@ -162,6 +164,8 @@ class SchedulerSide:
         if self._groups.several and match.num_tokens and not match.load_kv_async:
             cache.abort_external_match(view.request_id, match, "synchronous")
             raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no word of their blocks")
+        if match.num_tokens and not mounted.copies_are_proven:
+            match = replace(match, load_kv_async=True)
         if match.num_tokens:
             view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
         return match
@@ -247,7 +251,9 @@ class SchedulerSide:
         if work.overdue and self.context is not None:
             spoilt = self._late.name(self._loads.jobs_of(work.overdue), self.context, self._block_ids_or_none)
         broken = tuple(self._loads.broken)
-        metadata = PactMetadata.of(StepMessage(work, broken, store, adapters, changes, spoilt))
+        metadata = PactMetadata.of(
+            StepMessage(work, broken, store, adapters, changes, spoilt, computes=bool(scheduled))
+        )
         self._loads.end_step()
         return metadata
 

@@ -19,13 +19,13 @@ from kvpact.worker.worker import CacheWorker, RankInfo
 
 def open_worker(config: KvpactConfig, vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> CacheWorker:
     """This rank's half. Raises ConfigError like `CacheWorker`."""
-    return CacheWorker(config, rank_info(vllm_config, kv_cache_config, groups), {"cuda": _open_cuda})
+    return CacheWorker(config, rank_info(vllm_config, kv_cache_config, groups), {"cuda": _open, "xpu": _open})
 
 
-def _open_cuda(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> TransferEngine:
-    from kvpact.torch_cuda.device import open_cuda
+def _open(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> TransferEngine:
+    from kvpact.vllm.device import open_device
 
-    return open_cuda(config, paged, segment, rank)
+    return open_device(config, paged, segment, rank)
 
 
 def rank_info(vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> RankInfo:

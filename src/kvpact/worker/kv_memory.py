@@ -64,6 +64,7 @@ class KVMemory:
     def _ends(self, deadline: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
         self.poll()
         while self.transfers.under_way:
+            self.transfers.submit(computes=False)
             if clock() > deadline:
                 return False
             sleep(POLL_SECONDS)

@@ -36,6 +36,10 @@ class PagedLayer:
     chunks: int
     chunk_stride: int
     chunk_bytes: int
+    tensor: Any = field(default=None, repr=False, compare=False)
+    """As the engine gave it."""
+    block_axis: int = field(default=0, compare=False)
+    """Of the tensor."""
 
     @property
     def page_bytes(self) -> int:
@@ -79,7 +83,18 @@ class PagedLayer:
         nested = pairwise(sorted(extent for extent in extents if extent[1] > 1))
         if len(runs) > 2 or any(outer[0] < inner[0] * inner[1] for inner, outer in nested):
             raise ConfigError(f"{layout} does not hold each block as equal runs of bytes at one stride")
-        return cls(name, int(tensor.data_ptr()), num_blocks, block_stride, chunks, chunk_stride, chunk_bytes)
+        address = int(tensor.data_ptr())
+        return cls(name, address, num_blocks, block_stride, chunks, chunk_stride, chunk_bytes, tensor, blocks)
+
+    def read(self, block_ids: Sequence[int]) -> Bytes:
+        """A copy of these pages, `[blocks, page_bytes]`, by the tensor's own indexing instead of by addresses."""
+        axis = self.block_axis
+        tensor = self.tensor.unflatten(axis, (self.num_blocks, self.tensor.shape[axis] // self.num_blocks))
+        strides = tensor.stride()
+        others = sorted((one for one in range(len(strides)) if one != axis), key=lambda one: -strides[one])
+        pages = tensor.permute([axis, *others])[list(block_ids)].contiguous().cpu()
+        memory = (ctypes.c_uint8 * (len(block_ids) * self.page_bytes)).from_address(pages.data_ptr())
+        return np.array(memory, np.uint8).reshape(len(block_ids), self.page_bytes)
 
     def view(self) -> Bytes:
         """The memory itself, `[num_blocks, chunks, chunk_bytes]`; valid as long as the engine keeps its tensor."""
@@ -168,6 +183,11 @@ class PagedKV:
         """The same layers in other memory. Raises ConfigError like `from_tensors`."""
         names = [[name for name, layer in self.layer_index.items() if layer in group] for group in self.cache_groups]
         return self.from_tensors(kv_caches, self.num_blocks, names)
+
+    def read(self, group_id: int, block_ids: Sequence[int]) -> Bytes:
+        """A copy of these blocks of a KV cache group as their slots have them. See `PagedLayer.read`."""
+        group = self.cache_groups[group_id]
+        return np.concatenate([layer.read(block_ids) for layer in self.layers[group.start : group.stop]], axis=1)
 
     def in_forward_order(self, parts: Iterable[range]) -> list[range]:
         """Parts of KV cache groups as the model reaches them, as far as the numbers in layers' names tell.

@@ -132,6 +132,7 @@ class _Trial:
 
     def _wait(self, way: str, transfers: Sequence[Transfer]) -> None:
         end = time.monotonic() + DEADLINE_SECONDS
+        self._engine.submit_all()
         while not all(transfer.ended for transfer in transfers):
             if time.monotonic() > end:
                 raise ConfigError(f"copies {way} the KV memory did not end within {DEADLINE_SECONDS:g} s")

@@ -19,9 +19,10 @@ logger = logging.getLogger(__name__)
 class RankTransfers:
     """One rank's jobs under way. All methods are for the computing thread.
 
-    No method raises because of a job: what cannot be copied is reported as failed. With `layerwise`, synchronous loads
-    run beside the forward pass, otherwise `start_loads` returns when they are done. A step waits for them at most
-    `timeout` seconds (None: no limit); afterwards they are cancelled, and end as failed when the copy ends.
+    No method raises because of a job: what cannot be copied is reported as failed. With `layerwise`, and where the
+    engine can, synchronous loads run beside the forward pass; otherwise `start_loads` returns when what is computed
+    next comes after them. A step waits for them at most `timeout` seconds (None: no limit); afterwards they are
+    cancelled, and end as failed when the copy ends.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class RankTransfers:
         """Layer name -> its KV cache group; empty with a single one."""
         self._rank = rank
         self._clock = clock
-        self._layerwise = layerwise
+        self._layerwise = layerwise and engine.layerwise
         self._timeout = timeout
         self._leave_at = 0.0
         self._open: dict[int, tuple[Job, Transfer]] = {}
@@ -139,6 +140,13 @@ class RankTransfers:
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """Begin saves in the background, after what the caller has computed. They pause for synchronous loads."""
         self._opened(jobs, self.engine.save(jobs))
+
+    def submit(self, *, computes: bool) -> None:
+        """A step begins, which `computes` or does not: copies in the background go on."""
+        if computes:
+            self.engine.submit_some()
+        else:
+            self.engine.submit_all()
 
     def poll(self) -> dict[int, JobOutcome]:
         """Job id -> outcome of the jobs that ended since the last call; done and failed together are the whole job."""

@@ -204,6 +204,8 @@ class CacheWorker(ExternalCacheWorker):
                 self._give_up((*message.work.loads, *message.work.saves))
             self.start_loads(self._usable_work(message))
             self._go_on_without(message.work.overdue, message.spoilt)
+            if self.transfers is not None:
+                self.transfers.submit(computes=message.computes)
         except Exception:
             self._give_up((*message.work.loads, *self._step_loads))
             raise

@@ -1,4 +1,4 @@
-"""A driver without a device: streams, events and pinned memory as CUDA documents them, in the worst order it allows.
+"""A device that is played: streams, events and pinned memory as CUDA documents them, in the worst order it allows.
 
 Owns the queues of all streams, what of them is done, and what was done wrong. A seed decides which stream's head runs
 next, and when a source is read that may be read at any time. Memory is the process's own: "device memory" is a buffer
@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from enum import IntEnum
 
-from kvpact.worker.cuda.driver import MAX_BATCH_ENTRIES, AccessOrder, Addresses, CudaError
+from kvpact.worker.device.base import MAX_BATCH_ENTRIES, Addresses
 
 FOREVER_SECONDS = 10.0
 """A wait that lasts longer is noted as one that never ends."""
@@ -27,8 +28,23 @@ COMPUTING_STREAM = 1
 """The engine's own; it exists from the start."""
 
 
+class AccessOrder(IntEnum):
+    """When a copy of a batch may read its source, as CUDA numbers it."""
+
+    STREAM = 1
+    """After all that its stream waits for."""
+    ANY = 3
+    """At any time, before or after the call returns."""
+
+
+class HostileError(RuntimeError):
+    """What a device's libraries raise."""
+
+
 @dataclass(slots=True, eq=False)
-class _Copy:
+class Copy:
+    """One run of bytes, done when `run` returns."""
+
     target: int
     source: int
     size: int
@@ -36,9 +52,11 @@ class _Copy:
     """What the source held when it was read ahead of its turn."""
 
     def read(self) -> None:
+        """Ahead of its turn."""
         self.early = ctypes.string_at(self.source, self.size)
 
     def run(self) -> None:
+        """Do it."""
         data = self.early if self.early is not None else ctypes.string_at(self.source, self.size)
         ctypes.memmove(self.target, data, self.size)
 
@@ -47,7 +65,7 @@ class _Copy:
 class _Operation:
     """The head of a stream runs it, in one go or copy by copy."""
 
-    copies: list[_Copy] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     """Those not done."""
     run: Callable[[], None] | None = None
     waits_for: tuple[int, int] = (0, 0)
@@ -56,7 +74,10 @@ class _Operation:
 
 
 class HostileDriver:
-    """See `kvpact.worker.cuda.driver.Driver`. The thread that makes it is the engine's, and has the device already."""
+    """The device's calls, with numbers for streams and events.
+
+    The thread that makes it is the engine's, and has the device already.
+    """
 
     def __init__(self, seed: int) -> None:
         self.violations: list[str] = []
@@ -68,6 +89,10 @@ class HostileDriver:
         """Times that a stream was told to wait."""
         self.capturing = False
         """Whether the engine captures a graph: threads that are not relaxed must not touch the device."""
+        self.copy_kind = Copy
+        """What copies are."""
+        self.needs_pinned = True
+        """Whether a copy from memory of the host that is not pinned is a mistake."""
         self.stopped = False
         """Whether nothing in any stream runs."""
         self.before_call: Callable[[str], object] = str
@@ -79,15 +104,13 @@ class HostileDriver:
         """Event -> how often it was recorded."""
         self._pending: set[tuple[int, int]] = set()
         """(event, number of its record) of those that are not done."""
-        self._unread: list[_Copy] = []
+        self._unread: list[Copy] = []
         """Copies whose source may be read at any time."""
         self._device: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
         self.pinned_bytes = 0
         """Host memory that is registered now."""
         """Start -> bytes."""
-        self._allocated: dict[int, ctypes.Array[ctypes.c_char]] = {}
-        """Start -> host memory of the driver's own."""
         self._handles = COMPUTING_STREAM
         self._engine_thread = threading.get_ident()
         self._relaxed: set[int] = set()
@@ -137,42 +160,26 @@ class HostileDriver:
     # The driver
 
     def attach(self) -> None:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._relaxed.add(threading.get_ident())
         self._called("attach")
 
     def create_stream(self) -> int:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._called("create_stream")
         with self._lock:
             self._streams[stream := self._handle()] = deque()
             return stream
 
     def create_event(self) -> int:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._called("create_event")
         with self._lock:
             self._recorded[event := self._handle()] = 0
             return event
 
-    def destroy_stream(self, stream: int) -> None:
-        """See `Driver`."""
-        self._called("destroy_stream")
-        with self._lock:
-            self._require(stream in self._streams, "destroy_stream", f"stream {stream} is not there")
-            while self._streams[stream] and self._run_one():
-                pass
-            del self._streams[stream]
-
-    def destroy_event(self, event: int) -> None:
-        """See `Driver`."""
-        self._called("destroy_event")
-        with self._lock:
-            self._require(event in self._recorded, "destroy_event", f"event {event} is not there")
-            del self._recorded[event]
-
     def record(self, event: int, stream: int) -> None:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._called("record")
         with self._lock:
             self._require_both("record", event, stream)
@@ -182,7 +189,7 @@ class HostileDriver:
             self._run_some()
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._called("stream_wait")
         with self._lock:
             self._require_both("stream_wait", event, stream)
@@ -191,7 +198,7 @@ class HostileDriver:
             self._run_some()
 
     def is_done(self, event: int) -> bool:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._called("is_done")
         with self._lock:
             self._require(event in self._recorded, "is_done", f"event {event} is not there")
@@ -199,7 +206,7 @@ class HostileDriver:
             return (event, self._recorded[event]) not in self._pending
 
     def synchronize(self, event: int) -> None:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._called("synchronize")
         end = time.monotonic() + FOREVER_SECONDS
         number = self._recorded.get(event, 0)
@@ -217,8 +224,15 @@ class HostileDriver:
                     self._violated("synchronize waits for ever")
                     raise self._error("synchronize", 702, "timeout")
 
+    def synchronize_all(self) -> None:
+        """Wait until nothing is left in any stream."""
+        self._called("synchronize_all")
+        for stream in list(self._streams):
+            self.record(event := self.create_event(), stream)
+            self.synchronize(event)
+
     def register(self, address: int, num_bytes: int) -> None:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._called("register")
         with self._lock:
             end = address + num_bytes
@@ -228,44 +242,30 @@ class HostileDriver:
             self.pinned_bytes += num_bytes
             self._run_some()
 
-    def allocate(self, num_bytes: int) -> int:
-        """See `Driver`."""
-        memory = ctypes.create_string_buffer(num_bytes)
-        self.register(address := ctypes.addressof(memory), num_bytes)
-        self._allocated[address] = memory
-        return address
-
     def unregister(self, address: int) -> None:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._called("unregister")
         with self._lock:
             self._require(address in self._pinned, "unregister", "memory is not registered", code=713)
-            self._allocated.pop(address, None)
             self.pinned_bytes -= (num_bytes := self._pinned.pop(address))
             self._require_untouched(address, address + num_bytes, "memory is unpinned under a copy")
 
     def copy_batch(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int
     ) -> None:
-        """See `Driver`."""
+        """As CUDA's call of this name does."""
         self._called("copy_batch")
         with self._lock:
             self._require(0 < len(sizes) <= MAX_BATCH_ENTRIES, "copy_batch", f"{len(sizes)} entries")
-        self.launch_copies(targets, sources, sizes, order, stream)
-
-    def launch_copies(
-        self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int
-    ) -> None:
-        """The same by a kernel, which takes as many as it likes."""
-        self._called("launch_copies")
-        with self._lock:
             self._require(stream in self._streams, "copy_batch", f"stream {stream} is not there")
-            copies = [_Copy(*entry) for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)]
+            copies = [
+                self.copy_kind(*entry) for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+            ]
             for copy in copies:
                 for address in (copy.target, copy.source):
                     known = any(self._within(one, address, copy.size) for one in (self._device, self._pinned))
                     what = f"{copy.size} bytes at {address:#x} are neither the device's nor in one pinned piece"
-                    self._require(known, "copy_batch", what)
+                    self._require(known or not self.needs_pinned, "copy_batch", what)
             self.num_calls += 1
             self.num_entries += len(copies)
             if order == AccessOrder.ANY:
@@ -309,8 +309,8 @@ class HostileDriver:
                 if start <= copy.target < end or start <= copy.source < end:
                     self._violated(otherwise)
 
-    def _error(self, call: str, code: int, what: str) -> CudaError:
-        return CudaError(call, code, "hostile", what)
+    def _error(self, call: str, code: int, what: str) -> HostileError:
+        return HostileError(f"{call} failed with error {code}: {what}")
 
     def _violated(self, what: str) -> None:
         self.violations.append(what)

@@ -1,4 +1,4 @@
-"""KV memory that says it is on a CUDA device, and a rank's copies over it by a hostile one, opened as a real one's are.
+"""A device that is played, and KV memory that says it is on one.
 
 Owns the connection between the two: what a rank registers becomes the device's memory.
 """
@@ -6,16 +6,19 @@ Owns the connection between the two: what a rank registers becomes the device's 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpact.config import KvpactConfig
 from kvpact.memory.arena import ArenaSegment
-from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
-from kvpact.worker.cuda.copies import DeviceCopies
-from kvpact.worker.cuda.driver import CudaError
-from kvpact.worker.cuda.engine import CudaTransferEngine
+from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, AccessOrder, HostileDriver, HostileError
+from kvpact.worker.device.base import Addresses
+from kvpact.worker.device.engine import DeviceTransferEngine
+from kvpact.worker.device.proof import Proof
 from kvpact.worker.paged import PagedKV
+
+Result = TypeVar("Result")
 
 
 class OnDevice:
@@ -30,11 +33,26 @@ class OnDevice:
 
 
 class PlayedDevice:
-    """One rank's device. Its `open` is for `CacheWorker`, like `kvpact.torch_cuda.device.open_cuda`."""
+    """One rank's device over a `HostileDriver`; see `kvpact.worker.device.base.Device`.
 
-    def __init__(self, seed: int) -> None:
+    Its `open` is for `CacheWorker`, like `kvpact.vllm.device.open_device`.
+    """
+
+    name = "a played device"
+    pinned = True
+
+    def __init__(self, seed: int, current_stream: Callable[[], int] | None = None) -> None:
+        """`current_stream()` is that of the calling thread; by default all threads compute on one."""
         self.driver = HostileDriver(seed)
+        self.attach = self.driver.attach
+        self.create_stream = self.driver.create_stream
+        self.current_stream = current_stream or (lambda: COMPUTING_STREAM)
+        self.stream_wait = self.driver.stream_wait
+        self.is_done = self.driver.is_done
+        self.synchronize = self.driver.synchronize_all
         self._mapped: list[int] = []
+        self.checks_first = 0
+        """Jobs of each kind that its engine checks before it is proven; 0: it is not asked to prove itself."""
 
     def map(self, *tensors: Any) -> None:
         """The memory of these tensors is the device's."""
@@ -48,33 +66,66 @@ class PlayedDevice:
         while self._mapped:
             self.driver.remove_device_memory(self._mapped.pop())
 
-    def open(self, config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> CudaTransferEngine:
+    def record(self, stream: int) -> int:
+        """See `Device`."""
+        self.driver.record(event := self.driver.create_event(), stream)
+        return event
+
+    def load(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+        """See `Device`."""
+        self.driver.needs_pinned = self.pinned
+        self.driver.copy_batch(targets, sources, sizes, AccessOrder.ANY, stream)
+
+    def save(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+        """See `Device`."""
+        self.driver.needs_pinned = self.pinned
+        self.driver.copy_batch(targets, sources, sizes, AccessOrder.STREAM, stream)
+
+    def run(self, stream: int, work: Callable[[], Result]) -> Result:
+        """See `Device`."""
+        results: list[Result] = []
+        self.driver.launch(lambda: results.append(work()), stream)
+        self.driver.synchronize(self.record(stream))
+        return results[0]
+
+    def register(self, address: int, num_bytes: int) -> bool:
+        """See `Device`."""
+        try:
+            self.driver.register(address, num_bytes)
+        except HostileError:
+            return False
+        return True
+
+    def unregister(self, address: int) -> None:
+        """See `Device`."""
+        self.driver.unregister(address)
+
+    def finish_computing(self) -> None:
+        """Wait for what the computing stream has now."""
+        self.driver.synchronize(self.record(COMPUTING_STREAM))
+
+    def open(self, config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> DeviceTransferEngine:
         """See `DeviceOpener`."""
         self.map(*paged.tensors)
-        return _PlayedEngine(self.driver, paged, segment, rank)
-
-    def synchronize(self) -> None:
-        """Wait for what the computing stream has now."""
-        self.driver.record(event := self.driver.create_event(), COMPUTING_STREAM)
-        self.driver.synchronize(event)
-        self.driver.destroy_event(event)
+        return _PlayedEngine(self, paged, segment)
 
 
-class _PlayedEngine(CudaTransferEngine):
+class _PlayedEngine(DeviceTransferEngine):
     """Pins all slots while it is open."""
 
-    def __init__(self, driver: HostileDriver, paged: PagedKV, segment: ArenaSegment, rank: int) -> None:
-        self._driver, self._pinned_at = driver, segment.mapped_at
-        driver.register(self._pinned_at, len(segment.memory))
-        copies = DeviceCopies(paged, segment, driver, lambda: COMPUTING_STREAM, len(segment.memory), None)
-        super().__init__(copies, rank, None)
+    def __init__(self, device: PlayedDevice, paged: PagedKV, segment: ArenaSegment) -> None:
+        self._pinned_at = segment.mapped_at
+        device.register(self._pinned_at, len(segment.memory))
+        super().__init__(paged, segment, device, len(segment.memory))
+        if device.checks_first:
+            self.proof = Proof(paged, segment, device, stores=True, first=device.checks_first)
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`."""
         ended = super().close(seconds)
         if ended and self._pinned_at:
-            with contextlib.suppress(CudaError):  # the device is lost, and its registrations with it
-                self._driver.unregister(self._pinned_at)
+            with contextlib.suppress(HostileError):  # the device is lost, and its registrations with it
+                self._device.unregister(self._pinned_at)
             self._pinned_at = 0
         return ended
 

@@ -132,6 +132,7 @@ class Play:
         wanted = [synchronous for synchronous in (True, True, False) if self._random.random() < 0.6]
         loads = [load for synchronous in wanted if (load := self._load(synchronous)) is not None]
         self._worker.start_loads(loads)
+        self._worker.submit(computes=self._random.random() < 0.9)
         now = [(block, self._slots[slot]) for load in loads if load.synchronous for block, slot in _pairs(load)]
         written = {block: self._new_value() for block in self._free_blocks(3)}
         for block in written:
@@ -234,6 +235,7 @@ class Play:
         end = time.monotonic() + END_SECONDS
         while self._jobs:
             self.bed.finish()
+            self._worker.submit(computes=False)
             self._take_ended()
             if time.monotonic() > end:
                 self.problems.append(f"jobs {sorted(self._jobs)} never end")

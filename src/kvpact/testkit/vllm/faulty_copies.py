@@ -52,6 +52,7 @@ class FaultyEngine:
     def __init__(self, inner: TransferEngine, fails: Callable[[Job, int], bool]) -> None:
         self.inner = inner
         self.groups = inner.groups
+        self.layerwise = inner.layerwise
         self._fails = fails
 
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[Transfer]:
@@ -61,6 +62,14 @@ class FaultyEngine:
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
         """See `TransferEngine`."""
         return self._copy(jobs, self.inner.save)
+
+    def submit_some(self) -> None:
+        """See `TransferEngine`."""
+        self.inner.submit_some()
+
+    def submit_all(self) -> None:
+        """See `TransferEngine`."""
+        self.inner.submit_all()
 
     def rebind(self, paged: PagedKV) -> None:
         """See `TransferEngine`."""

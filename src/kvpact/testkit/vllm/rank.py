@@ -137,7 +137,7 @@ class Rank:
                 for layer in self.layers:
                     (self._attend if self.mute else self._attention)(scheduled, layer)
             if self.device is not None:
-                self.device.synchronize()  # for the sampled tokens; the connector's hooks are over
+                self.device.finish_computing()  # for the sampled tokens; the connector's hooks are over
             sampled = [self._sample(request_id, count) for request_id, count in scheduled.items()]
         places = {request_id: index for index, request_id in enumerate(scheduled)}
         return ModelRunnerOutput(

@@ -25,6 +25,8 @@ class Release:
     """A worker's connector is told before KV memory goes away for a sleep, and when it is there again."""
     loads_after_forward: bool = True
     """`start_load_kv` comes after the forward pass, unless the step has a load that it waits for."""
+    pins_host_memory: bool = True
+    """vLLM has a function that pins host memory for its own offloading."""
     hits_by_source: bool = True
     """The statistics of the prefix cache name the source of a hit's tokens."""
 
@@ -35,10 +37,11 @@ _OF_0_26 = Release(
     block_layouts=False,
     counts_held_blocks=True,
     loads_after_forward=False,
+    pins_host_memory=False,
     hits_by_source=False,
 )
 _OF_0_29 = replace(_OF_0_26, block_layouts=True, loads_after_forward=True)
-_OF_0_30 = Release(counts_held_blocks=True, hits_by_source=False)
+_OF_0_30 = Release(counts_held_blocks=True, pins_host_memory=False, hits_by_source=False)
 
 RELEASES = {
     "0.26.0": _OF_0_26,
@@ -59,3 +62,13 @@ SERIES = tuple(version.rpartition(".")[0] for version in RELEASES)
 def is_known(version: str) -> bool:
     """Whether a version such as "0.32.1+cpu" belongs to one of the releases."""
     return ".".join(version.split(".")[:2]) in SERIES
+
+
+FIRST_WITH_DEVICES = "0.28"
+"""The first release whose copies to and from devices were read, and are the same as later ones'."""
+
+
+def serves_devices(version: str) -> bool:
+    """Whether KV memory on a device is copied under a release: also under one that is later than all known ones."""
+    series = ".".join(version.split(".")[:2])
+    return series not in SERIES or SERIES.index(series) >= SERIES.index(FIRST_WITH_DEVICES)

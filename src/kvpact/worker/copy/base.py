@@ -80,8 +80,13 @@ class TransferEngine(Protocol):
 
     `load` and `save` are called on the computing thread, return at once and never raise because of a job. Copies happen
     after all that the thread has computed before the call. Transfers of one direction are carried out in order, but
-    synchronous loads come first, together, group by group. Saves pause for synchronous loads.
+    synchronous loads come first, together, group by group. Saves pause for synchronous loads. What is not synchronous
+    may wait until `submit_some` or `submit_all` is called.
     """
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether a synchronous load's groups arrive one by one, beside the forward pass."""
 
     @property
     def groups(self) -> Sequence[range]:
@@ -93,6 +98,12 @@ class TransferEngine(Protocol):
 
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
         """Copy pages into slots."""
+
+    def submit_some(self) -> None:
+        """Each step with a forward pass calls this: begin as much of what waits as such a step should pay for."""
+
+    def submit_all(self) -> None:
+        """Nothing is computed now: begin all that waits."""
 
     def rebind(self, paged: PagedKV) -> None:
         """From now on the pages lie here; in each layer as many bytes a block as before. No transfer is under way."""

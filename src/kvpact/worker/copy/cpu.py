@@ -176,6 +176,8 @@ class CpuTransfer:
 class CpuTransferEngine:
     """See `TransferEngine`. Copies between these layers and the slots of these classes."""
 
+    layerwise = True
+
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass], rank: int) -> None:
         self._segment, self._slot_classes = segment, slot_classes
         self.rebind(paged)
@@ -200,6 +202,11 @@ class CpuTransferEngine:
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[CpuTransfer]:
         """See `TransferEngine`."""
         return self._submit(jobs)
+
+    def submit_some(self) -> None:
+        """See `TransferEngine`. The threads have all jobs already."""
+
+    submit_all = submit_some
 
     def rebind(self, paged: PagedKV) -> None:
         """See `TransferEngine`."""

@@ -1,0 +1,166 @@
+"""The device on which vLLM computes, as kvpact's copies use it: vLLM's own copy call, streams and events.
+
+Owns nothing but the calls. Whatever vLLM offloads from is served by them: what is known of a device is what its trial
+and its checks find.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import vllm
+from vllm.platforms import current_platform
+
+from kvpact.config import KvpactConfig
+from kvpact.errors import ConfigError
+from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.numa import near_node
+from kvpact.vllm.compat.device import copy_call, pin, small_page_call, unpin, use_on_this_thread
+from kvpact.vllm.compat.releases import FIRST_WITH_DEVICES, serves_devices
+from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
+from kvpact.worker.device.base import Addresses, Event, Stream
+from kvpact.worker.device.opened import OpenedDevice
+from kvpact.worker.paged import PagedKV
+
+Result = TypeVar("Result")
+
+NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+class VllmDevice:
+    """See `kvpact.worker.device.base.Device`."""
+
+    pinned = True
+    """Whether the host memory of copies is pinned."""
+
+    def __init__(self, device: torch.device, page_bytes: int) -> None:
+        """`page_bytes` are those of the largest page."""
+        self._device = torch.device(device.type, device.index or 0)
+        self.name = f"{current_platform.get_device_name(self._device.index)}{_driver()}"
+        self._pointers = np.dtype(np.uint64 if current_platform.is_xpu() else np.int64)
+        self._copy = copy_call()
+        self._small_pages = small_page_call(page_bytes)
+
+    def attach(self) -> None:
+        """See `Device`."""
+        use_on_this_thread(self._device)
+
+    def create_stream(self) -> Stream:
+        """See `Device`."""
+        return current_platform.Stream()
+
+    def current_stream(self) -> Stream:
+        """See `Device`."""
+        return current_platform.current_stream()
+
+    def record(self, stream: Stream) -> Event:
+        """See `Device`."""
+        event = torch.Event()
+        event.record(stream)
+        return event
+
+    def stream_wait(self, stream: Stream, event: Event) -> None:
+        """See `Device`."""
+        stream.wait_event(event)
+
+    def is_done(self, event: Event) -> bool:
+        """See `Device`."""
+        return bool(event.query())
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        torch.accelerator.synchronize(self._device)
+
+    def load(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
+        """See `Device`. Small pages go by a kernel, in one number of entries so that it is compiled once."""
+        by_kernel, call = self._by_kernel(targets, sources, sizes)
+        with current_platform.stream(stream):
+            for some, copy in ((slice(by_kernel), call), (slice(by_kernel, None), self._copy)):
+                if len(sizes[some]):
+                    self._swap(copy, sources[some], targets[some], sizes[some], is_src_access_order_any=True)
+
+    def _by_kernel(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> tuple[int, Any]:
+        """How many entries the kernel copies, and the kernel."""
+        if self._small_pages is None or not self.pinned:
+            return 0, None
+        call, threshold, multiple = self._small_pages
+        if sizes.max() >= threshold or ((targets | sources | sizes) % 8).any():
+            return 0, None
+        return len(sizes) // multiple * multiple, call
+
+    def save(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
+        """See `Device`."""
+        with current_platform.stream(stream):
+            self._swap(self._copy, sources, targets, sizes, is_src_access_order_any=False)
+
+    def _swap(self, copy: Any, *arrays: Addresses, is_src_access_order_any: bool) -> None:
+        tensors = [torch.from_numpy(np.ascontiguousarray(one).view(self._pointers)) for one in arrays]
+        copy(*tensors, is_src_access_order_any=is_src_access_order_any)
+
+    def run(self, stream: Stream, work: Callable[[], Result]) -> Result:
+        """See `Device`."""
+        with current_platform.stream(stream):
+            return work()
+
+    def register(self, address: int, num_bytes: int) -> bool:
+        """See `Device`."""
+        return pin(address, num_bytes)
+
+    def unregister(self, address: int) -> None:
+        """See `Device`."""
+        unpin(address)
+
+
+def _driver() -> str:
+    """The release of NVIDIA's kernel module, such as ", driver 580.65.06"; empty where there is none."""
+    text = NVIDIA.read_text() if NVIDIA.is_file() else ""
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return f", driver {found[1]}" if found else ""
+
+
+def _node_of(device: torch.device) -> int | None:
+    """The memory node near a CUDA device, where the machine says so."""
+    if device.type != "cuda":
+        return None
+    known: Any = torch.cuda.get_device_properties(device)
+    try:
+        return near_node(f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0")
+    except AttributeError:  # a torch that does not say where a device is
+        return None
+
+
+def require_provable(config: KvpactConfig, paged: PagedKV, device: str) -> None:
+    """Raise ConfigError where the copies cannot be asked to prove themselves before a step waits for one of them."""
+    where = f"KV memory on {device}"
+    if config.gpu == "off":
+        raise ConfigError(f'{where}: "gpu": "off" refuses it; leave "gpu" out')
+    if not serves_devices(str(vllm.__version__)):
+        raise ConfigError(
+            f"{where}: kvpact copies there on vLLM {FIRST_WITH_DEVICES} and later, not {vllm.__version__}"
+        )
+    if config.match_at == "step":
+        raise ConfigError(
+            f'{where}: match_at="step" loads while the step waits, before the copies are proven; set "match_at": '
+            '"schedule"'
+        )
+    if len(paged.cache_groups) > 1 and not TAKES_FAILED_REQUESTS:
+        raise ConfigError(
+            f"{where}: vLLM {vllm.__version__} takes no asynchronous loads for {len(paged.cache_groups)} KV cache "
+            "groups, and before the copies are proven no step may wait for one: 0.30 is the first that does"
+        )
+
+
+def open_device(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> OpenedDevice:
+    """The copies of a rank whose KV memory is on a device. Raises ConfigError for any reason not to use them."""
+    device = paged.tensors[0].device
+    require_provable(config, paged, device.type)
+    largest = max(layer.chunk_bytes for layer in paged.layers)
+    return OpenedDevice(config, paged, segment, VllmDevice(device, largest), _node_of(device))
+
+
+__all__ = ["VllmDevice", "open_device", "require_provable"]

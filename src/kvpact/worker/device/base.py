@@ -1,0 +1,73 @@
+"""What copies ask of a device: streams, events, batches of copies, pinned host memory.
+
+The engine's own device is `kvpact.vllm.device`; a played one is in the test kit. Streams and events are whatever the
+device makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Addresses: TypeAlias = npt.NDArray[np.int64]
+Stream: TypeAlias = Any
+Event: TypeAlias = Any
+Result = TypeVar("Result")
+
+MAX_BATCH_ENTRIES: Final = 4096
+"""Copies in one call. A driver has crashed at 51,828 of them (vllm#49276)."""
+
+
+class Device(Protocol):
+    """Each method raises what the device's libraries raise. A thread other than the engine's calls `attach` first."""
+
+    name: str
+    """The device and its driver, for people."""
+    pinned: bool
+    """Whether the host memory of copies is pinned; whoever registers it says so before the first copy."""
+
+    def attach(self) -> None:
+        """Use the device on the calling thread, and do no harm to a graph that another thread captures meanwhile."""
+
+    def create_stream(self) -> Stream:
+        """A stream that waits for no other one by itself."""
+
+    def current_stream(self) -> Stream:
+        """The one on which the calling thread computes."""
+
+    def record(self, stream: Stream) -> Event:
+        """An event that is done when all that is in the stream now is done."""
+
+    def stream_wait(self, stream: Stream, event: Event) -> None:
+        """What is put into the stream from now on begins after the event. The caller does not wait."""
+
+    def is_done(self, event: Event) -> bool:
+        """Whether the event is done. Does not wait."""
+
+    def synchronize(self) -> None:
+        """Wait until nothing is under way on the device."""
+
+    def load(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
+        """Put copies from host memory into the stream, at most `MAX_BATCH_ENTRIES`, in any order among them.
+
+        A source may be read at any time until its copy is done: it must not change. The arrays may be reused when the
+        call returns.
+        """
+
+    def save(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
+        """Put copies into host memory into the stream; a source is read in the order of the stream. See `load`."""
+
+    def run(self, stream: Stream, work: Callable[[], Result]) -> Result:
+        """What `work` returns, which works on this stream and waits for what it has put there."""
+
+    def register(self, address: int, num_bytes: int) -> bool:
+        """Pin whole pages of host memory; returns False if they cannot be pinned, which does no other harm."""
+
+    def unregister(self, address: int) -> None:
+        """Unpin what was registered from `address` on."""
+
+
+__all__ = ["MAX_BATCH_ENTRIES", "Addresses", "Device", "Event", "Stream"]

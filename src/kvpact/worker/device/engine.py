@@ -1,0 +1,365 @@
+"""Copies on a device: ordered by streams and events, and put into them a piece at a time by the thread that computes.
+
+Owns three streams: of the loads that a step waits for, of other loads, and of saves. A load comes after what was
+computed before it was ordered, a save after the forward pass, and what is computed next after the step's loads. Nothing
+waits for a copy on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvpact.contract import LoadJob, SaveJob
+from kvpact.errors import PactViolation
+from kvpact.memory.arena import ArenaSegment
+from kvpact.worker.copy.base import Job
+from kvpact.worker.device.base import MAX_BATCH_ENTRIES, Addresses, Device, Event, Stream
+from kvpact.worker.device.entries import Indexes, JobRuns
+from kvpact.worker.device.proof import Check, Proof
+from kvpact.worker.paged import PagedKV
+
+logger = logging.getLogger(__name__)
+
+STEP_ENTRIES: Final = 4096
+"""Copies that a step with a forward pass gives the device besides those that it waits for: 2.5 ms at 0.6 us each."""
+
+PIECE_ENTRIES: Final = 4096
+"""Addresses that are made at a time: 64 times as many in one go take ten times as long, most of it for fresh memory."""
+
+POLL_SECONDS: Final = 0.0002
+
+
+@dataclass(slots=True, eq=False)
+class Queue:
+    """Transfers of one kind. They end in the order in which they were ordered."""
+
+    stream: Stream
+    copy: Callable[[Addresses, Addresses, Addresses, Stream], None]
+    """`Device.load` or `Device.save`."""
+    open: deque[DeviceTransfer] = field(default_factory=deque)
+    """Those that have not ended."""
+    waiting: deque[DeviceTransfer] = field(default_factory=deque)
+    """Those of which the device does not have all blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class DeviceTransfer:
+    """One job's copies. For the computing thread."""
+
+    job: Job
+    engine: DeviceTransferEngine = field(repr=False)
+    queue: Queue = field(repr=False)
+    has_ended: bool = False
+    failed: Sequence[int] = ()
+    error: Exception | None = None
+    places: tuple[Indexes, Indexes] | None = field(default=None, repr=False)
+    """Its blocks, and where their slots begin; None once the device has all of them, or none is to be copied."""
+    position: int = 0
+    """The device has the blocks below."""
+    fence: Event = None
+    """What its copies come after; None once the stream waits for it."""
+    event: Event = None
+    """The device has done all that it has of this transfer; None if it has nothing."""
+    is_to_be_checked: bool = False
+    """Whether it is reported only when its blocks are known to be what their slots are."""
+    check: Check | None = None
+    """What asks that."""
+
+    @property
+    def ended(self) -> bool:
+        """See `Transfer`."""
+        if not self.has_ended and self.queue.open[0] is self:
+            self.engine.poll(self.queue)
+        return self.has_ended
+
+    def wait(self, groups: int, seconds: float | None) -> bool:
+        """See `Transfer`. What is computed next comes after a load that the step waits for, without waiting here."""
+        if isinstance(self.job, LoadJob) and self.job.synchronous:
+            self.engine.order(self)
+            return True
+        end = None if seconds is None else time.monotonic() + seconds
+        while not self.ended:
+            if end is not None and time.monotonic() > end:
+                return False
+            self.engine.submit_all()
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def cancel(self) -> None:
+        """See `Transfer`."""
+        self.engine.cancel(self)
+
+    def fail(self, error: Exception | None) -> None:
+        """All of it has failed, whatever arrived, and nothing of it is being copied."""
+        self.error, self.failed = error, range(len(self.job.slots))
+        self.places = self.event = None
+
+
+class DeviceTransferEngine:
+    """See `TransferEngine`. Layers arrive all at once, before the forward pass."""
+
+    layerwise = False
+
+    def __init__(self, paged: PagedKV, segment: ArenaSegment, device: Device, pinned_bytes: int) -> None:
+        """`pinned_bytes` bytes of the segment were pinned together. Raises PactViolation like `JobRuns`."""
+        self._device = device
+        self.proof: Proof | None = None
+        """What checks jobs, from when the trial of the copies is over."""
+        self._runs = JobRuns(paged, segment, pinned_bytes)
+        self.groups = _groups_of(paged)
+        self._awaited = Queue(device.create_stream(), device.load)
+        self._loads = Queue(device.create_stream(), device.load)
+        self._saves = Queue(device.create_stream(), device.save)
+        self._closing = False
+        self.error: Exception | None = None
+        """Why nothing is copied any more."""
+        self._process = os.getpid()
+
+    def load(self, jobs: Sequence[LoadJob]) -> Sequence[DeviceTransfer]:
+        """See `TransferEngine`. The device has what the step waits for when this returns."""
+        fence = self._fence() if jobs else None
+        transfers = [self._opened(job, self._awaited if job.synchronous else self._loads, fence) for job in jobs]
+        self._submit_up_to(self._awaited, None)
+        for transfer in transfers if self.proof is not None else ():
+            if transfer.queue is self._awaited and transfer.is_to_be_checked:
+                self._begin_check(transfer)
+        return transfers
+
+    def save(self, jobs: Sequence[SaveJob]) -> Sequence[DeviceTransfer]:
+        """See `TransferEngine`. The device gets them later, so that the step's tokens are not behind them."""
+        fence = self._fence() if jobs else None
+        return [self._opened(job, self._saves, fence) for job in jobs]
+
+    def submit_some(self) -> None:
+        """See `TransferEngine`."""
+        queues = [queue for queue in (self._loads, self._saves) if queue.waiting]
+        for queue in queues:
+            self._submit_up_to(queue, STEP_ENTRIES // len(queues))
+
+    def submit_all(self) -> None:
+        """See `TransferEngine`."""
+        self._submit_up_to(self._loads, None)
+        self._submit_up_to(self._saves, None)
+
+    def rebind(self, paged: PagedKV) -> None:
+        """See `TransferEngine`. Slots stay pinned."""
+        self._runs.rebind(paged)
+        self.groups = _groups_of(paged)
+        if self.proof is not None:
+            self.proof.begin_anew(paged)
+
+    def close(self, seconds: float) -> bool:
+        """See `TransferEngine`. Saves that wait are made. In a forked process the device is the parent's."""
+        if self._process != os.getpid():
+            return True
+        self._closing = True
+        self._submit_up_to(self._saves, None)
+        for transfer in list(self._loads.waiting):
+            self.cancel(transfer)
+        end = time.monotonic() + seconds
+        while self._poll_all() and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        if self.proof is not None:
+            self.proof.close()
+        return not self._poll_all()
+
+    def _fence(self) -> Event | Exception:
+        """What the calling thread has computed so far, or why the device does not say."""
+        try:
+            return self.error or self._device.record(self._device.current_stream())
+        except Exception as error:
+            if not self._is_at_rest():
+                self._lose(error)
+            return error
+
+    def _opened(self, job: Job, queue: Queue, fence: Event | Exception) -> DeviceTransfer:
+        transfer = DeviceTransfer(job, self, queue)
+        queue.open.append(transfer)
+        if isinstance(fence, Exception) or self._closing:
+            transfer.fail(fence if isinstance(fence, Exception) else None)
+            self._end(queue)
+            return transfer
+        transfer.fence = fence
+        try:
+            transfer.places = self._runs.places(job)
+        except PactViolation as error:
+            transfer.fail(error)
+            return transfer
+        if not self._runs.entries_per_block[job.group_id]:  # no layer of the group is on this rank
+            transfer.places, transfer.position = None, len(job.slots)
+        else:
+            queue.waiting.append(transfer)
+            transfer.is_to_be_checked = self.proof is not None and self.proof.wants(job)
+        return transfer
+
+    def _submit_up_to(self, queue: Queue, entries: int | None) -> None:
+        """Give the device about so many copies that wait, or all (None)."""
+        while queue.waiting and self.error is None and (entries is None or entries > 0):
+            transfer = queue.waiting[0]
+            try:
+                copied = self._submit(transfer, PIECE_ENTRIES if entries is None else min(entries, PIECE_ENTRIES))
+            except Exception as error:
+                if not self._is_at_rest():
+                    self._lose(error)
+                    return
+                transfer.fail(error)
+                copied = 0
+            entries = None if entries is None else entries - copied
+            if transfer.places is None:
+                queue.waiting.popleft()
+
+    def _submit(self, transfer: DeviceTransfer, most: int) -> int:
+        """Give the device a transfer's next blocks, about `most` copies; returns how many copies they are."""
+        assert transfer.places is not None
+        queue, group_id = transfer.queue, transfer.job.group_id
+        blocks, starts = transfer.places
+        count = max(1, most // self._runs.entries_per_block[group_id])
+        some = slice(transfer.position, transfer.position + count)
+        if transfer.fence is not None:
+            self._device.stream_wait(queue.stream, transfer.fence)
+            transfer.fence = None
+        entries = self._runs.entries(group_id, blocks[some], starts[some])
+        for piece in entries.pieces(MAX_BATCH_ENTRIES):
+            targets, sources = (piece.host, piece.device) if queue is self._saves else (piece.device, piece.host)
+            queue.copy(targets, sources, piece.sizes, queue.stream)
+        transfer.event = self._device.record(queue.stream)
+        transfer.position = min(some.stop, len(blocks))
+        if transfer.position == len(blocks):
+            transfer.places = None
+        return len(entries)
+
+    def poll(self, queue: Queue) -> None:
+        """Take in what has ended."""
+        for transfer in [*queue.open]:
+            if not self._has_arrived(transfer):
+                break
+            if transfer.is_to_be_checked:
+                self._begin_check(transfer)
+        while queue.open and self._has_arrived(first := queue.open[0]):
+            if first.is_to_be_checked or not self._was_checked(first):  # it may have arrived just now
+                break
+            queue.open.popleft().has_ended = True
+
+    def _poll_all(self) -> bool:
+        """Take in all that has ended; returns whether something is left."""
+        queues = (self._awaited, self._loads, self._saves)
+        for queue in queues:
+            self.poll(queue)
+        return any(queue.open for queue in queues)
+
+    def _has_arrived(self, transfer: DeviceTransfer) -> bool:
+        """Whether nothing of a transfer is being copied, and nothing will be."""
+        if transfer.places is not None:
+            return False
+        try:
+            return transfer.event is None or self._device.is_done(transfer.event)
+        except Exception as error:
+            if self._is_at_rest():
+                transfer.fail(error)
+                return True
+            self._lose(error)
+            return False
+
+    def _begin_check(self, transfer: DeviceTransfer) -> None:
+        """Whether the blocks of a transfer are what their slots are.
+
+        Of a load that the step waits for this is known when the call returns: its last block may be written to by what
+        is computed then.
+        """
+        assert self.proof is not None
+        transfer.is_to_be_checked = False
+        if self.error is not None or transfer.failed or transfer.event is None:
+            return
+        try:
+            if isinstance(transfer.job, LoadJob) and transfer.job.synchronous:
+                transfer.check = self.proof.check_now(transfer.job, transfer.event)
+                self._was_checked(transfer)
+            else:
+                transfer.check = self.proof.begin(transfer.job)
+        except Exception as error:
+            self._lose(error)
+
+    def _was_checked(self, transfer: DeviceTransfer) -> bool:
+        """Whether no check of a transfer is under way; one that found a difference ends all copies."""
+        check = transfer.check
+        if check is None or self.proof is None:
+            return True
+        if not check.has_ended:
+            return False
+        transfer.check = None
+        if self.error is None:
+            self.proof.take(check)
+        if check.error is not None:
+            self._refute(check.error)
+            transfer.fail(check.error)
+        return True
+
+    def _refute(self, error: Exception) -> None:
+        """A copy was wrong: none is made or believed from now on. What is under way ends when the device is done."""
+        if self.error is None:
+            self.error = error
+            logger.error(
+                "kvpact loads and saves nothing more in this process, and the engine goes on without it: %s. Please "
+                "report this",
+                error,
+            )
+        for queue in (self._awaited, self._loads, self._saves):
+            queue.waiting.clear()
+            for transfer in queue.open:
+                transfer.error, transfer.failed, transfer.places = error, range(len(transfer.job.slots)), None
+
+    def order(self, transfer: DeviceTransfer) -> None:
+        """What the calling thread computes from now on comes after what the device has of a transfer."""
+        if transfer.has_ended or transfer.event is None:
+            return
+        try:
+            self._device.stream_wait(self._device.current_stream(), transfer.event)
+        except Exception as error:
+            if self._is_at_rest():
+                transfer.fail(error)
+            else:
+                self._lose(error)
+
+    def cancel(self, transfer: DeviceTransfer) -> None:
+        """The device gets no more of it, and its blocks may be written by what is computed from now on."""
+        if transfer.places is not None:
+            transfer.queue.waiting.remove(transfer)
+            transfer.failed, transfer.places = range(transfer.position, len(transfer.job.slots)), None
+        if isinstance(transfer.job, LoadJob):
+            self.order(transfer)
+
+    def _is_at_rest(self) -> bool:
+        """Wait until nothing is being copied; returns whether the device could be asked."""
+        try:
+            self._device.synchronize()
+        except Exception:
+            return False
+        return True
+
+    def _lose(self, error: Exception) -> None:
+        """The device is lost: all has failed, and all will."""
+        self.error = error
+        logger.error("the device refuses copies (%s): nothing is loaded or saved from now on", error)
+        for queue in (self._awaited, self._loads, self._saves):
+            queue.waiting.clear()
+            for transfer in queue.open:
+                transfer.fail(error)
+            self._end(queue)
+
+    def _end(self, queue: Queue) -> None:
+        """Transfers of which nothing is being copied end, up to the first one of which something is."""
+        while queue.open and queue.open[0].places is None and queue.open[0].event is None:
+            queue.open.popleft().has_ended = True
+
+
+def _groups_of(paged: PagedKV) -> Sequence[range]:
+    return paged.in_forward_order(group for group in paged.cache_groups if group)
+
+
+__all__ = ["DeviceTransfer", "DeviceTransferEngine"]

@@ -1,0 +1,145 @@
+"""What a device's copies do: pinning, speed by page size and layout, beside busy Python and beside what computes.
+
+Owns what is measured, over any `Device`. Each section's figures are told as soon as they are there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from kvpact.contract import LoadJob, SaveJob
+from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.layout import PAGE_BYTES
+from kvpact.worker.copy.base import Job
+from kvpact.worker.device.base import Device
+from kvpact.worker.device.engine import DeviceTransferEngine
+from kvpact.worker.paged import PagedKV
+from kvpact.worker.round_trip import require_round_trip
+
+LAYERS: Final = 32
+PAGES: Final = (8 << 10, 64 << 10)
+"""Bytes of a block in a layer: Llama-3-8B on eight ranks, and on one."""
+
+LAYOUTS: Final = ("layer by layer", "block by block")
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A device, and what an examination needs beside it."""
+
+    device: Device
+    allocate: Callable[[int, int], Any]
+    """(rows, bytes of one) -> a tensor of bytes on the device, with these two axes."""
+    compute: Callable[[], None]
+    """What a step of decoding would: a few milliseconds on the current stream. Waits for it."""
+    num_bytes: int = 1 << 30
+    """That are copied at a time."""
+    rounds: int = 5
+
+
+def examine(bench: Bench, tell: Callable[[str, dict[str, Any]], None]) -> None:
+    """Measure all sections; `tell(section, figures)` as each is over. Raises what the device raises."""
+    for page_bytes in PAGES:
+        for layout in LAYOUTS:
+            tell(f"{layout}, {page_bytes >> 10} KiB", _copies(bench, layout, page_bytes))
+
+
+def _copies(bench: Bench, layout: str, page_bytes: int) -> dict[str, Any]:
+    blocks = max(4, bench.num_bytes // (LAYERS * page_bytes))
+    if layout == LAYOUTS[0]:
+        memory = [bench.allocate(blocks, page_bytes) for _ in range(LAYERS)]
+    else:
+        whole = bench.allocate(blocks, LAYERS * page_bytes)
+        memory = [whole[:, layer * page_bytes : (layer + 1) * page_bytes] for layer in range(LAYERS)]
+    paged = PagedKV.from_tensors({f"layer.{number}": one for number, one in enumerate(memory)}, blocks)
+    segment = ArenaSegment.create(blocks, -(-LAYERS * page_bytes // PAGE_BYTES) * PAGE_BYTES)
+    size = len(segment.memory)
+    segment.pages.take(0, size)
+    began = time.perf_counter()
+    pinned = bench.device.pinned = bench.device.register(segment.mapped_at, size)
+    pinning = time.perf_counter() - began
+    engine = DeviceTransferEngine(paged, segment, bench.device, size)
+    try:
+        require_round_trip(engine, paged, segment, blocks)
+        slots = tuple(range(blocks))
+        load = LoadJob(1, "examination", 0, slots, slots[::-1], synchronous=False)
+        save = SaveJob(2, "examination", 0, slots, slots[::-1])
+        moved = blocks * LAYERS * page_bytes / 1e9
+        alone = _median(bench, bench.compute)
+        with _busy_python():
+            beside_python = moved / _median(bench, lambda: _copy(engine, load))
+        return {
+            "entries": blocks * LAYERS if layout == LAYOUTS[0] else blocks,
+            "pinned": pinned,
+            "pinning, s a GiB": pinning / size * (1 << 30),
+            "loads, GB/s": moved / _median(bench, lambda: _copy(engine, load)),
+            "saves, GB/s": moved / _median(bench, lambda: _copy(engine, save)),
+            "loads beside busy Python, GB/s": beside_python,
+            "computing beside a load, times as long": _beside(bench, engine, load) / alone,
+        }
+    finally:
+        engine.close(30)
+        if pinned:
+            bench.device.unregister(segment.mapped_at)
+        segment.close()
+
+
+def _copy(engine: DeviceTransferEngine, job: Job) -> None:
+    (transfer,) = engine.load([job]) if isinstance(job, LoadJob) else engine.save([job])
+    transfer.wait(len(engine.groups), None)
+    if transfer.error is not None:
+        raise transfer.error
+
+
+def _beside(bench: Bench, engine: DeviceTransferEngine, job: LoadJob) -> float:
+    """Seconds of `compute` while a load is under way."""
+
+    def both() -> None:
+        (transfer,) = engine.load([job])
+        engine.submit_all()
+        began = time.perf_counter()
+        bench.compute()
+        seconds.append(time.perf_counter() - began)
+        transfer.wait(len(engine.groups), None)
+
+    seconds: list[float] = []
+    for _ in range(bench.rounds):
+        both()
+    return median(seconds)
+
+
+def _median(bench: Bench, work: Callable[[], None]) -> float:
+    """Seconds."""
+    seconds = []
+    for _ in range(bench.rounds):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+@contextmanager
+def _busy_python() -> Iterator[None]:
+    """Another thread holds the interpreter's lock as much as it can."""
+    over = threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+__all__ = ["Bench", "examine"]

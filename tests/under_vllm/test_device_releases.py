@@ -1,0 +1,66 @@
+"""What copies on a device use of vLLM is in each release from 0.28 on, by its own sources."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from kvpact.testkit.vllm.releases import fetch_release, installed_release
+from kvpact.vllm.compat.releases import RELEASES, serves_devices
+
+SERVED = [release for release in RELEASES if serves_devices(release)]
+
+
+def sources(release: str) -> Path:
+    """The release's folder of the package."""
+    if release != installed_release():
+        return Path(fetch_release(release)) / "vllm"
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent
+
+
+def parameters(file: Path, function: str) -> list[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+    return []
+
+
+@pytest.mark.parametrize(
+    "release", [pytest.param(one, marks=[] if one == installed_release() else pytest.mark.soak) for one in SERVED]
+)
+def test_the_copy_call_streams_and_events_are_as_they_are_used(release: str) -> None:
+    folder = sources(release)
+    offload = folder / "v1" / "kv_offload" / "cpu"
+    four = ["src_ptrs", "dst_ptrs", "sizes", "is_src_access_order_any"]
+    assert parameters(folder / "_custom_ops.py", "swap_blocks_batch") == four
+    kernel = offload / "swap_blocks_triton.py"
+    assert parameters(kernel, "swap_blocks_batch")[2:] == ["sizes", "is_src_access_order_any", "bytes_per_chunk"]
+    assert all(f"{name} = " in kernel.read_text() for name in ("THRESHOLD_BYTES", "MIN_N"))
+    worker = (offload / "gpu_worker.py").read_text()
+    for used in (
+        "current_platform.Stream()",
+        "current_platform.current_stream()",
+        "with current_platform.stream(stream)",
+        "torch.Event(",
+        ".wait_event(",
+        "torch.uint64 if current_platform.is_xpu() else torch.int64",
+    ):
+        assert used in worker, used
+    assert (offload / "host_register.py").is_file() is RELEASES[release].pins_host_memory
+    assert "cudaHostRegister" in worker or RELEASES[release].pins_host_memory
+    runtime = (folder / "distributed" / "device_communicators" / "cuda_wrapper.py").read_text()
+    assert "self.lib = " in runtime
+    assert parameters(folder / "platforms" / "interface.py", "set_device") == ["cls", "device"]
+
+
+def test_older_releases_are_not_served_and_later_ones_are() -> None:
+    assert [release for release in RELEASES if release not in SERVED] == ["0.26.0", "0.27.0"]
+    assert serves_devices("0.34.0")

@@ -1,0 +1,243 @@
+"""The engine on a device that does everything in the worst order, beside the CPU's: no byte is ever wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from device_beds import BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed
+from kvpact.contract import LoadJob, SaveJob
+from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
+from kvpact.testkit.device.plays import page
+from kvpact.worker.copy.base import Transfer
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cpus_engine_gives_back_what_was_saved(layout: str) -> None:
+    bed = Bed(layout, None)
+    assert bed.play(1) == []
+    bed.close()
+
+
+BEDS = [(layout, seed) for layout in LAYOUTS for seed in range(24)]
+BEDS += [(layout, seed) for layout in (*HYBRIDS, *SIZED) for seed in range(24)]
+
+
+@pytest.mark.parametrize(("layout", "seed"), BEDS)
+def test_a_hostile_device_gives_back_what_was_saved(layout: str, seed: int) -> None:
+    bed = Bed(layout, seed)
+    assert bed.play(seed) == []
+    bed.close()
+    assert bed.driver is not None
+    assert bed.driver.violations == []
+
+
+def load_job(number: int, slots: list[int], blocks: list[int], synchronous: bool) -> LoadJob:
+    return LoadJob(number, "r", 0, tuple(slots), tuple(blocks), synchronous)
+
+
+def ends(bed: Bed, transfers: Sequence[Transfer], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not all(transfer.ended for transfer in transfers) and time.monotonic() < end:
+        bed.engine.submit_some()
+        bed.finish()
+        time.sleep(0.001)
+    return all(transfer.ended for transfer in transfers)
+
+
+@pytest.fixture
+def bed() -> Iterator[Bed]:
+    made = Bed("one by one", 7)
+    yield made
+    made.close()
+
+
+def hostile(bed: Bed) -> HostileDriver:
+    assert bed.driver is not None
+    return bed.driver
+
+
+def test_a_device_that_is_lost_fails_every_job_once_and_is_left_alone() -> None:
+    bed = Bed("one by one", 3)
+    driver = hostile(bed)
+    driver.stopped = True
+    slow = bed.engine.save([SaveJob(1, "r", 0, tuple(range(12)), tuple(range(12)))])
+    urgent = bed.engine.load([load_job(2, [0, 1], [20, 21], True)])
+    driver.lose()
+    assert ends(bed, [*slow, *urgent])
+    assert [len(transfer.failed) for transfer in (*slow, *urgent)] == [12, 2]
+    assert all("the device was lost" in str(transfer.error) for transfer in (*slow, *urgent))
+    calls = driver.num_calls
+    later = [
+        *bed.engine.save([SaveJob(3, "r", 0, (1,), (1,))]),
+        *bed.engine.load([load_job(4, [1], [2], False)]),
+        *bed.engine.load([load_job(5, [1], [2], True)]),
+    ]
+    assert all(transfer.ended and len(transfer.failed) == 1 for transfer in later), "at once, without a call"
+    assert all(transfer.wait(4, 0.0) for transfer in later)
+    assert driver.num_calls == calls
+    bed.close()
+    bed.close()
+    assert driver.violations == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_before_a_refused_one_are_over_before_the_engine_computes_there(seed: int) -> None:
+    """A batch is refused after others of the same load went off: the engine gets its blocks when those are done."""
+    bed = Bed("one by one", seed)
+    driver = hostile(bed)
+    driver.unregister(bed.segment.mapped_at + 9 * bed.segment.rank_slot_bytes)  # slots 9 to 11
+    bed.views[0][:] = 77
+    (refused,) = bed.engine.load([load_job(1, [0, 1, 9], [4, 5, 6], True)])
+    assert refused.wait(4, 1.0)
+    for layer in range(LAYERS):
+        for block in (4, 5, 6):
+            bed.write(layer, block, page(layer, 5, bed.paged.layers[layer].page_bytes))
+    assert ends(bed, [refused])
+    driver.finish()
+    assert list(refused.failed) == [0, 1, 2]
+    for layer in range(LAYERS):
+        for block in (4, 5, 6):
+            assert (bed.views[layer][block].ravel() == page(layer, 5, bed.paged.layers[layer].page_bytes)).all()
+    bed.close()
+
+
+def test_a_job_that_names_what_is_not_there_fails_alone(bed: Bed) -> None:
+    driver = hostile(bed)
+    for urgent in (True, False):
+        jobs = [load_job(1, [1], [BLOCKS], urgent), load_job(2, [1], [2], urgent), load_job(3, [SLOTS], [3], urgent)]
+        transfers = bed.engine.load(jobs)
+        assert ends(bed, transfers)
+        assert [list(transfer.failed) for transfer in transfers] == [[0], [], [0]]
+        assert "there are 24" in str(transfers[0].error)
+    (save,) = bed.engine.save([SaveJob(4, "r", 0, (1,), (-1,))])
+    assert ends(bed, [save])
+    assert list(save.failed) == [0]
+    assert driver.violations == []
+
+
+def test_all_jobs_of_a_call_have_one_fence(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = hostile(bed)
+    streams: list[int] = []
+    record = driver.record
+
+    def noted(event: int, stream: int) -> None:
+        streams.append(stream)
+        record(event, stream)
+
+    monkeypatch.setattr(driver, "record", noted)
+    transfers = bed.engine.save([SaveJob(number, "r", 0, (number,), (number,)) for number in range(10)])
+    assert ends(bed, transfers)
+    assert streams.count(COMPUTING_STREAM) == 1
+    assert not any(len(transfer.failed) for transfer in transfers)
+
+
+def test_a_cancelled_load_in_the_background_ends_at_once_if_it_has_not_begun(bed: Bed) -> None:
+    first, second = bed.engine.load(
+        [load_job(1, list(range(16)), list(range(16)), False), load_job(2, [1], [20], False)]
+    )
+    second.cancel()
+    assert ends(bed, [first, second])
+    assert first.failed == ()
+    assert list(second.failed) in ([0], []), "it may have been submitted by then"
+
+
+def test_a_cancelled_load_of_a_step_is_over_before_the_engine_computes_again() -> None:
+    for seed in range(10):
+        bed = Bed("one by one", seed)
+        driver = hostile(bed)
+        (load,) = bed.engine.load([load_job(1, [0], [0], True)])
+        load.cancel()
+        bed.write(0, 0, page(0, 9, bed.paged.layers[0].page_bytes))
+        assert ends(bed, [load])
+        driver.finish()
+        assert list(load.failed) == [], "the device had all of it"
+        assert (bed.views[0][0].ravel() == page(0, 9, bed.paged.layers[0].page_bytes)).all()
+        bed.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cancelled_load_in_pieces_is_over_before_the_engine_computes_there(seed: int) -> None:
+    bed = Bed("one by one", seed)
+    hostile(bed)
+    blocks = list(range(10))
+    (load,) = bed.engine.load([load_job(1, blocks, blocks, False)])
+    bed.engine.submit_some()
+    load.cancel()
+    for block in blocks:
+        bed.write(0, block, page(0, 9, bed.paged.layers[0].page_bytes))
+    assert ends(bed, [load])
+    bed.finish()
+    assert list(load.failed) == blocks[2:], "a step gives the device two blocks"
+    assert all((bed.views[0][block].ravel() == page(0, 9, bed.paged.layers[0].page_bytes)).all() for block in blocks)
+    bed.close()
+
+
+def test_a_step_that_computes_gives_the_device_a_share_and_one_that_does_not_all(bed: Bed) -> None:
+    driver = hostile(bed)
+    slots = list(range(SLOTS))
+    load, save = (
+        bed.engine.load([load_job(1, slots[:8], slots[:8], False)]),
+        bed.engine.save([SaveJob(2, "r", 0, tuple(slots[8:]), tuple(slots[8:]))]),
+    )
+    assert driver.num_entries == 0, "neither the next forward pass nor the step's tokens are behind them"
+    bed.engine.submit_some()
+    assert driver.num_entries == 12, "of each direction six: one block"
+    (urgent,) = bed.engine.load([load_job(3, [0], [20], True)])
+    assert driver.num_entries == 12 + LAYERS, "what a step waits for is not behind them"
+    bed.engine.submit_all()
+    assert driver.num_entries == 17 * LAYERS
+    assert ends(bed, [*load, *save, urgent])
+
+
+def test_jobs_of_one_direction_end_in_the_order_in_which_they_were_ordered(bed: Bed) -> None:
+    """Whatever fails at once: who waits for several saves is told of the first one first."""
+    driver = hostile(bed)
+    driver.stopped = True
+    saves = bed.engine.save([SaveJob(n, "r", 0, (slot,), (1,)) for n, slot in enumerate((0, SLOTS, 2))])
+    bed.engine.submit_all()
+    saves[2].cancel()
+    assert [one.ended for one in saves] == [False, False, False]
+    driver.stopped = False
+    assert ends(bed, saves[:1])
+    assert ends(bed, saves)
+    assert [list(one.failed) for one in saves] == [[], [0], []]
+
+
+def test_saves_that_wait_are_made_at_the_end(bed: Bed) -> None:
+    bed.write(0, 3, page(0, 5, bed.paged.layers[0].page_bytes))
+    (save,) = bed.engine.save([SaveJob(1, "r", 0, (4,), (3,))])
+    assert bed.engine.close(10)
+    assert save.ended
+    assert list(save.failed) == []
+    first = bytes(bed.segment.slot_view(4)[: bed.paged.layers[0].page_bytes])
+    assert first == page(0, 5, bed.paged.layers[0].page_bytes).tobytes()
+
+
+def test_a_call_that_fails_costs_its_job_alone_and_a_device_that_is_lost_is_told_once(
+    bed: Bed, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = hostile(bed)
+    calls: list[str] = []
+
+    def refuse(call: str) -> None:
+        calls.append(call)
+        if call == "copy_batch" and calls.count(call) == 2:
+            raise RuntimeError("once")
+
+    driver.before_call = refuse
+    transfers = bed.engine.load([load_job(n, [n], [n], False) for n in range(3)])
+    bed.engine.submit_all()
+    assert ends(bed, transfers)
+    assert [list(one.failed) for one in transfers] == [[], [0], []]
+    assert str(transfers[1].error) == "once"
+    assert "synchronize_all" in calls
+    assert not caplog.records
+    driver.before_call = str
+    transfers = bed.engine.load([load_job(n, [n], [n], False) for n in range(3)])
+    driver.lose()
+    bed.engine.submit_all()
+    assert all(one.ended and list(one.failed) == [0] for one in transfers)
+    assert [one.levelname for one in caplog.records] == ["ERROR"]

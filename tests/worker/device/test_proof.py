@@ -1,0 +1,282 @@
+"""Copies prove themselves: a wrong one is found before it is reported, and then nothing is copied any more."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from device_beds import BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed, memory_of, segment_for
+from kvpact.contract import LoadJob, SaveJob
+from kvpact.memory.arena import ArenaSegment, Standing
+from kvpact.testkit.device.played import PlayedDevice
+from kvpact.worker.copy.base import Job, group_classes
+from kvpact.worker.device import proof as proof_module
+from kvpact.worker.device.engine import DeviceTransferEngine
+from kvpact.worker.device.proof import FIRST, ONE_IN, Proof
+
+torch = pytest.importorskip("torch")
+
+FAULTS = ("one byte", "another block", "late", "another slot", "never")
+KINDS = ("load", "save", "load of a step")
+
+
+class Plain:
+    """A device whose copies are done when their call returns, but those of a kind that `is_faulty(number)`."""
+
+    name, pinned = "a plain device", True
+
+    def __init__(self, kind: str, fault: str, is_faulty: Callable[[int], bool]) -> None:
+        self.kind, self.fault, self.is_faulty = kind, fault, is_faulty
+        self.late: list[tuple[int, int, int]] = []
+        self.faults = 0
+        self._streams = itertools.count()
+        self._numbers: dict[int, Iterator[int]] = {}
+
+    def create_stream(self) -> int:
+        return next(self._streams)
+
+    def load(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
+        self._numbers.setdefault(stream, itertools.count(1))
+        wrong = ("", "load of a step", "load", "save")[stream] == self.kind and self.is_faulty(
+            next(self._numbers[stream])
+        )
+        entries = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+        if wrong:
+            self.faults += 1
+            if self.fault == "another block":
+                entries = [(one[0], other[1], one[2]) for one, other in zip(entries, entries[::-1], strict=True)]
+            elif self.fault == "another slot":
+                entries = [
+                    (target, source + (4096 if source < sources.max() else -4096), size)
+                    for target, source, size in entries
+                ]
+            elif self.fault in ("late", "never"):
+                *entries, last = entries
+                self.late += [last] if self.fault == "late" else []
+        for target, source, size in entries:
+            ctypes.memmove(target, source, size)
+        if wrong and self.fault == "one byte":
+            ctypes.memset(entries[-1][0] + 3, ctypes.string_at(entries[-1][0] + 3, 1)[0] ^ 1, 1)
+
+    save = load
+
+    def is_done(self, event: Any) -> bool:
+        return True
+
+    def run(self, stream: int, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 1
+
+
+class Engine:
+    """Saves and loads of random blocks, and what of it was reported as done and was not right."""
+
+    def __init__(self, device: Any, layout: str = "inside blocks", seed: int = 1, first: int = FIRST) -> None:
+        self.device, self._random = device, random.Random(seed)
+        self.tensors, self.paged = memory_of(layout)
+        self.segment = segment_for(layout, self.paged)
+        self.proof = Proof(self.paged, self.segment, device, stores=True, first=first)
+        self.engine = DeviceTransferEngine(self.paged, self.segment, device, 1 << 40)
+        self.engine.proof = self.proof
+        for layer in self.paged.layers:
+            view = layer.view()
+            view[:] = np.random.default_rng(seed).integers(0, 256, view.shape, np.uint8)
+        self.jobs = self.wrong = 0
+        """Reported as done, and not right though."""
+
+    @property
+    def standing(self) -> Standing:
+        return self.segment.standing
+
+    def _slots(self, group_id: int) -> list[int]:
+        return list(
+            itertools.islice(group_classes(self.paged, self.segment.classes)[group_id].numbers(range(SLOTS)), 6)
+        )
+
+    def run(self, kind: str) -> None:
+        """One job of this kind, to its end."""
+        group_id = self._random.choice([one for one, group in enumerate(self.paged.cache_groups) if group])
+        blocks, slots = (tuple(self._random.sample(some, 2)) for some in (range(BLOCKS), self._slots(group_id)))
+        job: Job
+        if kind == "save":
+            job = SaveJob(1, "r", 0, slots, blocks, group_id)
+        else:
+            for slot in slots:
+                view = np.frombuffer(self.segment.slot_view(slot), np.uint8)
+                view[:] = np.frombuffer(self._random.randbytes(len(view)), np.uint8)
+            job = LoadJob(1, "r", 0, slots, blocks, kind != "load", group_id)
+        (transfer,) = self.engine.save([job]) if isinstance(job, SaveJob) else self.engine.load([job])
+        until = time.monotonic() + 10
+        while not transfer.ended:
+            self.engine.submit_all()
+            assert time.monotonic() < until
+        self.jobs += 1
+        size = sum(self.paged.layouts[group_id].layer_page_bytes)
+        held = [bytes(self.segment.slot_view(slot)[:size]) for slot in slots]
+        right = [page.tobytes() for page in self._pages(group_id, blocks)] == held
+        self.wrong += not right and not transfer.failed
+
+    def _pages(self, group_id: int, blocks: Sequence[int]) -> Any:
+        group = self.paged.cache_groups[group_id]
+        pages = [
+            one.view()[list(blocks)].reshape(len(blocks), -1) for one in self.paged.layers[group.start : group.stop]
+        ]
+        return np.concatenate(pages, axis=1)
+
+    def close(self) -> None:
+        assert self.engine.close(5)
+        self.segment.close()
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *HYBRIDS, *SIZED])
+def test_64_loads_and_64_saves_prove_a_rank_and_a_return_of_its_memory_begins_anew(layout: str) -> None:
+    one = Engine(Plain("", "", lambda number: False), layout)
+    for number in range(FIRST):
+        assert one.standing is Standing.OPEN, number
+        one.run("load")
+        one.run("save")
+    assert one.standing is Standing.PROVEN
+    one.engine.rebind(one.paged)
+    assert one.standing is Standing.OPEN
+    assert (one.jobs, one.wrong) == (2 * FIRST, 0)
+    one.close()
+
+
+def test_a_rank_that_stores_nothing_is_proven_by_its_loads() -> None:
+    one = Engine(Plain("", "", lambda number: False), first=2)
+    one.engine.proof = Proof(one.paged, one.segment, one.device, stores=False, first=2)
+    one.run("load")
+    assert one.standing is Standing.OPEN
+    one.run("load")
+    assert one.standing is Standing.PROVEN
+    one.close()
+
+
+@pytest.mark.parametrize("at", [1, 60])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_copy_among_the_first_is_not_reported_as_done_and_ends_all(
+    kind: str, fault: str, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Engine(Plain(kind, fault, lambda number: number == at))
+    for _ in range(at):
+        assert one.standing is not Standing.REFUTED
+        one.run(kind)
+    assert (one.device.faults, one.wrong, one.jobs) == (1, 0, at)
+    assert one.standing is Standing.REFUTED
+    for later in KINDS:
+        one.run(later)
+    assert one.wrong == 0
+    assert "a plain device" in str(one.engine.error)
+    (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "loads and saves nothing more in this process" in said.getMessage()
+    assert f"a {kind} of 2 blocks" in said.getMessage()
+    one.engine.rebind(one.paged)
+    assert one.standing is Standing.REFUTED, "for good"
+    one.close()
+
+
+def later_fault(kind: str, seed: int, begins: int) -> tuple[int, int]:
+    """Jobs of which each is wrong from `begins` on, until it is found: how many, and how many were reported as done."""
+    random.seed(seed)
+    one = Engine(Plain(kind, FAULTS[seed % len(FAULTS)], lambda number: number >= begins), seed=seed)
+    while one.standing is not Standing.REFUTED:
+        one.run(kind)
+        assert one.jobs < 3 * begins, "found by then"
+    found = one.jobs - begins, one.wrong
+    one.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_that_begins_later_is_found_and_its_cost_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof_module, "ONE_IN", 50)
+    for seed in range(5):
+        jobs, served = later_fault(kind, seed, 250)
+        assert served <= jobs < 2 * 50
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_from_the_5000th_job_on_is_found_within_5000_more(kind: str) -> None:
+    for seed in range(20):
+        jobs, served = later_fault(kind, seed, 5000)
+        print(f"{kind}, {FAULTS[seed % len(FAULTS)]}, seed {seed}: found after {jobs} jobs, {served} served before")
+        assert jobs < 2 * ONE_IN
+
+
+class Noting(Proof):
+    """Notes the jobs that it has checked."""
+
+    checked: set[int]
+
+    def _compare(self, job: Job) -> None:
+        super()._compare(job)
+        self.checked.add(job.job_id)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("layout", [*LAYOUTS, *HYBRIDS, *SIZED])
+def test_every_job_is_checked_whenever_it_arrives_and_right_copies_pass(layout: str, seed: int) -> None:
+    """The checks read in the order of streams, on a thread of their own, and nothing is reported before."""
+    bed = Bed(layout, seed)
+    assert bed.device is not None
+    proof = bed.engine.proof = Noting(bed.paged, bed.segment, bed.device, stores=True, first=1 << 30)
+    proof.checked, ordered = set(), set()
+
+    def noted(order: Callable[[Sequence[Job]], Any]) -> Callable[[Sequence[Job]], Any]:
+        return lambda jobs: (ordered.update(job.job_id for job in jobs), order(jobs))[1]
+
+    bed.engine.load, bed.engine.save = noted(bed.engine.load), noted(bed.engine.save)
+    assert bed.play(seed, steps=20) == []
+    assert proof.checked == ordered
+    assert bed.segment.standing is Standing.OPEN
+    assert bed.engine.error is None
+    bed.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_late_copy_on_a_hostile_device_is_found(seed: int) -> None:
+    """Part of a load is put where no event of it waits: what was read then is compared before it is reported."""
+
+    class Late(PlayedDevice):
+        def load(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
+            super().load(targets[:-1], sources[:-1], sizes[:-1], stream)
+
+    bed = Bed("one by one", None)
+    device = Late(seed)
+    device.map(*bed.paged.tensors)
+    device.register(bed.segment.mapped_at, len(bed.segment.memory))
+    segment: ArenaSegment = bed.segment
+    np.frombuffer(segment.memory, np.uint8)[:] = 9
+    engine = DeviceTransferEngine(bed.paged, segment, device, len(segment.memory))
+    engine.proof = Proof(bed.paged, segment, device, stores=True)
+    transfers = engine.load([LoadJob(n, "r", 0, (n,), (n,), n == 1) for n in range(3)])
+    assert transfers[1].error is not None, "before the step computes"
+    until = time.monotonic() + 10
+    while not all(one.ended for one in transfers) and time.monotonic() < until:
+        engine.submit_all()
+        device.driver.finish()
+    assert [list(one.failed) for one in transfers] == [[0]] * 3
+    assert engine.close(5)
+    bed.close()
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *HYBRIDS, *SIZED])
+def test_blocks_are_read_by_indexing_as_their_slots_have_them(layout: str) -> None:
+    _, paged = memory_of(layout)
+    for layer in paged.layers:
+        view = layer.view()
+        view[:] = np.random.default_rng(LAYERS).integers(0, 256, view.shape, np.uint8)
+        assert (layer.read([5, 0, 7]) == view[[5, 0, 7]].reshape(3, -1)).all()
