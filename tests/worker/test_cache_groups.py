@@ -289,6 +289,7 @@ class Rank:
         loads = tuple(job for job in jobs if isinstance(job, LoadJob))
         message = StepMessage(StepWork(loads=loads, saves=tuple(job for job in jobs if isinstance(job, SaveJob))))
         self.worker.begin_step(message)
+        self.worker.wait_for_loads()
         self.worker.end_forward(message)
         found: dict[int, JobOutcome] = {}
         until = time.monotonic() + 10

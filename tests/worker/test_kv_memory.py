@@ -56,6 +56,7 @@ class Rank:
         loads = tuple(job for job in jobs if isinstance(job, LoadJob))
         message = StepMessage(StepWork(loads=loads, saves=tuple(job for job in jobs if isinstance(job, SaveJob))))
         self.worker.begin_step(message)
+        self.worker.wait_for_loads()
         self.worker.end_forward(message)
 
     def end(self, *jobs: LoadJob | SaveJob) -> set[int]:

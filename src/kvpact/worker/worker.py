@@ -284,7 +284,11 @@ class CacheWorker(ExternalCacheWorker):
         """See `ExternalCacheWorker`. What is computed next comes after all synchronous loads of the step."""
         if self.transfers is None:
             return
+        not_asked_for = self.transfers.not_asked_for()
         self.wait_for_loads()
+        for load in self._synchronous:
+            if load.job_id in not_asked_for:
+                self.jobs.leave_synchronous(load)
         if self._step_loads:
             self._take_in_ended()
             self._require_step_loads()
