@@ -271,7 +271,7 @@ class Rank:
     def __init__(self, layout: str, *, on_device: bool = False, **settings: object) -> None:
         self.make, groups = HYBRIDS[layout]
         self.device = PlayedDevice(4) if on_device else None
-        config = load_config({"memory": "1MiB", "gpu": "auto", **settings}, {})
+        config = load_config({"memory": "1MiB", **settings}, {})
         openers = {"cuda": self.device.open} if self.device is not None else {}
         self.worker = CacheWorker(config, RankInfo(0, 1, BLOCKS, groups), openers)
         self.tensors = self.make()

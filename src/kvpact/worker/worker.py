@@ -114,6 +114,7 @@ class CacheWorker(ExternalCacheWorker):
         return WorkerHandshake(
             self.place.rank, segment.address(), self.has_step_hook, self.watches_weights, group_bytes=sizes,
             slot_classes=sharing.classes_in(segment, sizes), slots_of=sharing.slots_of,
+            copies_per_block=self.memory.transfers.engine.copies_per_block,
         )  # fmt: skip
 
     # Before the step
