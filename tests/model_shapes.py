@@ -42,12 +42,12 @@ MODELS = {
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
-def entries_per_block(model: Model, layout: str, ranks: int, groups: int) -> int:
-    """What a block's copy must cost: a run for all adjacent layers of a group, or for each layer, or each head."""
+def entries_per_block(model: Model, layout: str, ranks: int) -> int:
+    """What a block's copy must cost: a run for all adjacent layers, or for each layer, or each head."""
     heads = max(1, model.heads // ranks)
     if layout.startswith("BL"):
-        return groups
+        return 1
     apart = layout in ("LHBNC", "BHLNC") and heads > 1
     if layout == "BHLNC" and heads == 1:
-        return groups
+        return 1
     return model.layers * (heads if apart else 1)

@@ -54,7 +54,7 @@ MESSAGES = [
     (WorkerReport, REPORT),
     (WorkerReport, WorkerReport({0: {}})),
 ]
-SCHEMAS = {1: "788f2a4cd9556002", 2: "2f42290a7d9d4071"}
+SCHEMAS = {1: "788f2a4cd9556002", 2: "2f42290a7d9d4071", 3: "6794babd79d13237"}
 """Version of the messages -> digest of their fields."""
 
 

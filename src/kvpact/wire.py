@@ -19,7 +19,7 @@ from kvpact.memory.arena import SegmentAddress
 
 Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport | LentSegment")
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Version of the messages: changes whenever one of their fields changes."""
 
 
@@ -88,6 +88,8 @@ class WorkerHandshake:
     """Of each KV cache group, the bytes of a block on this rank; 0 for one without layers here."""
     slot_classes: tuple[int, ...] = ()
     """Of each KV cache group, the class of its slots; empty if all are of one."""
+    copies_per_block: int = 0
+    """Copies of a block that its computing thread gives to a device; 0 if none does."""
     slots_of: int | None = None
     """The rank in whose segment this one's slots lie, because both hold the same bytes; None: in its own."""
 

@@ -14,6 +14,7 @@ from kvpact.contract import LoadJob
 from kvpact.identity.keys import BlockKey
 from kvpact.index.classed_slots import ClassedSlots
 from kvpact.memory.arena import ArenaSegment, Standing
+from kvpact.metrics import Metrics
 from kvpact.testkit.device.played import PlayedDevice
 from kvpact.testkit.results import ConformanceReport, Verdict, as_text
 from kvpact.testkit.vllm.driver import VllmDriver
@@ -27,7 +28,7 @@ from kvpact.worker.device.engine import DeviceTransferEngine
 from model_shapes import LAYOUTS, MODELS, Model, entries_per_block
 
 PACT = "kvpact.vllm:PactConnector"
-SYNCHRONOUS = {"memory": "128MiB", "model_id": "testkit", "gpu": "auto"}
+SYNCHRONOUS = {"memory": "128MiB", "model_id": "testkit"}
 ASYNCHRONOUS = {**SYNCHRONOUS, "sync_load_budget": 0}
 
 
@@ -112,7 +113,7 @@ def test_what_a_model_loads_through_the_connector_was_saved_in_as_few_copies_as_
             harness.load(engine, "again", tokens, max_tokens=1)
             assert engine.observed.committed_tokens("again") == blocks * model.block_tokens
             loaded = [after - one for after, one in zip(devices.entries, before, strict=True)]
-            each = entries_per_block(model, layout, ranks, 1)
+            each = entries_per_block(model, layout, ranks)
             # whole blocks that are neighbours are one copy
             assert all(one == blocks * each or (each == 1 and one <= blocks) for one in loaded)
 
@@ -262,6 +263,10 @@ def test_a_wrong_copy_costs_no_token_and_the_engine_goes_on_without_a_cache(
     monkeypatch.setattr(WrongLater, "wrong", (kind, 5))
     devices, writes = Devices(monkeypatch, kind=WrongLater, first=first), writes_by(monkeypatch)
 
+    counted: list[str] = []
+    add = Metrics.add
+    monkeypatch.setattr(Metrics, "add", lambda one, name, *others: (counted.append(name), add(one, name, *others))[1])
+
     def situation(harness: Harness) -> None:
         with harness.engine(num_blocks=101, device=devices.of_rank) as engine:
             for number in range(8):
@@ -275,5 +280,23 @@ def test_a_wrong_copy_costs_no_token_and_the_engine_goes_on_without_a_cache(
 
     check({**ASYNCHRONOUS, "tiers": [f"disk://{tmp_path}?capacity=8MiB"]}, situation)
     assert bool(writes) is (first == 3)
+    assert counted.count("refuted_copies") == 1
     held = sum(one.blocks for one in scan_directory(tmp_path))
     assert held == 0, "what this engine had written is dropped"
+
+
+@pytest.mark.parametrize(("layout", "blocks"), [("LBNHC", 16), ("BLHNC", 128)])
+def test_a_step_waits_for_as_many_copies_as_its_thread_gives_a_device_in_a_third_of_a_millisecond(
+    layout: str, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512: of Llama-3-8B 16 blocks layer by layer. What is larger is loaded beside other requests' steps."""
+    devices, seen = Devices(monkeypatch), loads_by(monkeypatch)
+
+    def situation(harness: Harness) -> None:
+        with harness.engine(**settings_of(LLAMA, layout, 1, devices, num_blocks=400)) as engine:
+            for count in (blocks, blocks + 1):
+                (tokens,) = harness.store(engine, prompt(count, count))
+                harness.load(engine, f"again{count}", tokens, max_tokens=1)
+
+    check(SYNCHRONOUS, situation)
+    assert seen == [True, layout != "LBNHC"]

@@ -66,8 +66,18 @@ def test_answers_from_memory_and_from_disk_are_the_engines_own(
     assert "load True 3" in loads, "and later steps for their own"
     ask(engine, references, range(6, 9), 0)
     engine.stop()
-    again = played.engine(2)
-    ask(again, references, range(9), BLOCKS * BLOCK)
-    again.kill()
-    ask(played.engine(3), references, range(9), BLOCKS * BLOCK)
+    ask(played.engine(2), references, range(9), BLOCKS * BLOCK)
+    assert played.lines("wrong") == []
+
+
+@pytest.mark.proof
+def test_two_ranks_and_a_killed_engine(start_engine: Callable[..., EngineProcess], tmp_path: Path) -> None:
+    played = Played(start_engine, tmp_path, 2)
+    references = References(start_engine(arguments={**BLOCK_BY_BLOCK, "tensor_parallel_size": 2}))
+    engine = played.engine(5)
+    ask(engine, references, range(5), 0)
+    ask(engine, references, range(5), BLOCKS * BLOCK)
+    assert {"load False 3", "load True 3"} <= set(played.lines("jobs"))
+    engine.kill()
+    ask(played.engine(7), references, range(5), BLOCKS * BLOCK)
     assert played.lines("wrong") == []

@@ -271,7 +271,7 @@ class Rank:
     def __init__(self, layout: str, *, on_device: bool = False, **settings: object) -> None:
         self.make, groups = HYBRIDS[layout]
         self.device = PlayedDevice(4) if on_device else None
-        config = load_config({"memory": "1MiB", "gpu": "auto", **settings}, {})
+        config = load_config({"memory": "1MiB", **settings}, {})
         openers = {"cuda": self.device.open} if self.device is not None else {}
         self.worker = CacheWorker(config, RankInfo(0, 1, BLOCKS, groups), openers)
         self.tensors = self.make()
@@ -289,6 +289,7 @@ class Rank:
         loads = tuple(job for job in jobs if isinstance(job, LoadJob))
         message = StepMessage(StepWork(loads=loads, saves=tuple(job for job in jobs if isinstance(job, SaveJob))))
         self.worker.begin_step(message)
+        self.worker.wait_for_loads()
         self.worker.end_forward(message)
         found: dict[int, JobOutcome] = {}
         until = time.monotonic() + 10

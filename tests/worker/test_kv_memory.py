@@ -26,7 +26,7 @@ class Rank:
     def __init__(self, device: PlayedDevice | None, **settings: object) -> None:
         self.device = device
         self.tensors = self.new_tensors()
-        config = load_config({"memory": "1MiB", "gpu": "auto", **settings}, {})
+        config = load_config({"memory": "1MiB", **settings}, {})
         openers = {"cuda": device.open} if device is not None else {}
         self.worker = CacheWorker(config, RankInfo(0, 1, BLOCKS), openers)
         self.worker.register_kv_caches({name: self.seen(tensor) for name, tensor in self.tensors.items()})
@@ -56,6 +56,7 @@ class Rank:
         loads = tuple(job for job in jobs if isinstance(job, LoadJob))
         message = StepMessage(StepWork(loads=loads, saves=tuple(job for job in jobs if isinstance(job, SaveJob))))
         self.worker.begin_step(message)
+        self.worker.wait_for_loads()
         self.worker.end_forward(message)
 
     def end(self, *jobs: LoadJob | SaveJob) -> set[int]:

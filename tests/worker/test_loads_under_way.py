@@ -24,9 +24,9 @@ def device() -> PlayedDevice:
     return PlayedDevice(2)
 
 
-@pytest.fixture(params=["layerwise", "before the step"])
-def worker(device: PlayedDevice, request: pytest.FixtureRequest) -> Iterator[CacheWorker]:
-    config = load_config({"memory": "256KiB", "gpu": "auto", "layerwise": request.param == "layerwise"}, {})
+@pytest.fixture
+def worker(device: PlayedDevice) -> Iterator[CacheWorker]:
+    config = load_config({"memory": "256KiB"}, {})
     made = CacheWorker(config, RankInfo(0, 1, BLOCKS), {"cuda": device.open})
     made.register_kv_caches({f"layer.{n}": OnDevice(torch.zeros((BLOCKS, 16, 8), dtype=torch.int8)) for n in range(3)})
     yield made

@@ -56,6 +56,7 @@ class Ranks:
         said: list[dict[int, RangeSet]] = []
         for worker in self.workers:
             worker.begin_step(message)
+            worker.wait_for_loads()
             worker.end_forward(message)
             said.append({})
             until = time.monotonic() + 10
@@ -134,6 +135,7 @@ def test_a_rank_whose_weights_changed_says_that_a_save_failed_though_it_owes_non
     for worker, done in zip(engine.workers, (RangeSet.of(job.blocks), RangeSet()), strict=True):
         message = StepMessage(StepWork(saves=(job,)), changes=(0, 0))
         worker.begin_step(message)
+        worker.wait_for_loads()
         worker.end_forward(message)
         worker.transfers.drain(10) if worker.transfers else None
         worker.poll()
@@ -198,6 +200,7 @@ def first_rank(pipe: Any) -> None:
     )
     message = StepMessage(StepWork(saves=(SaveJob(1, "r", 0, (1,), (3,)),)))
     worker.begin_step(message)
+    worker.wait_for_loads()
     worker.end_forward(message)
     assert worker.transfers is not None
     worker.transfers.drain(10)

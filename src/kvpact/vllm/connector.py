@@ -184,7 +184,7 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
     def start_load_kv(self, /, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin the step's loads; all of them are waited for where no layer will."""
         self.cache_worker.begin_step(self._message())
-        if replays_full_graph(forward_context):
+        if self._has_layers_without_hook or replays_full_graph(forward_context):
             with self.cache_worker.giving_up_loads():
                 self.cache_worker.wait_for_loads()
 

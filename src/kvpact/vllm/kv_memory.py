@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpact.errors import ConfigError
+from kvpact.vllm.compat.objects import layers_without_hook
 from kvpact.vllm.worker_identity import layer_pages
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ class KVMemoryHooks:
     _pages: Mapping[str, str]
     """Layer -> where a block's bytes lie in it."""
     _groups: EngineGroups
+    _vllm_config: Any
+    _has_layers_without_hook = False
+    """Whether some layer does not wait for its load."""
     _is_refused = False
     """Whether the KV memory came back in a layout that is not used."""
 
@@ -44,6 +48,7 @@ class KVMemoryHooks:
         if self.cache_worker.memory is None:
             self.cache_worker.register_kv_caches(kv_caches)
             self._pages = self._pages_of(kv_caches)
+            self._has_layers_without_hook = bool(layers_without_hook(self._vllm_config, kv_caches))
         else:
             self.unregister_kv_caches()
             self._is_refused = False

@@ -48,6 +48,8 @@ class RankTransfers:
         self._clock = clock
         self._layerwise = layerwise and engine.layerwise
         self._timeout = timeout
+        self._asked_for = 0
+        """Groups of layers that the running step has asked for, one by one."""
         self._leave_at = 0.0
         self._open: dict[int, tuple[Job, Transfer]] = {}
         """Job id -> job and transfer, until polled."""
@@ -71,6 +73,7 @@ class RankTransfers:
         if not jobs:
             return
         self.wait_for_loads()
+        self._asked_for = 0
         self._leave_at = self._clock() + (self._timeout or 0.0)
         transfers = self._opened(jobs, self.engine.load(jobs))
         self._synchronous = {
@@ -83,7 +86,24 @@ class RankTransfers:
         """Return when this layer of all synchronous loads has arrived; an unknown name waits for all layers."""
         if self._synchronous:
             loads = self._loads_of(layer_name) if self._cache_group_of else self._synchronous.values()
-            self._wait(self._groups_until.get(layer_name, len(self.engine.groups)), loads)
+            groups = self._groups_until.get(layer_name, len(self.engine.groups))
+            self._asked_for = max(self._asked_for, groups)
+            self._wait(groups, loads)
+
+    def not_asked_for(self) -> set[int]:
+        """Synchronous loads that the step, which is over, ran without: a layer did not wait for its part (H113).
+
+        Later ones are no longer loaded layer by layer.
+        """
+        if not self._synchronous or self._asked_for == len(self.engine.groups):
+            return set()
+        self._layerwise = False
+        logger.error(
+            "rank %d: the model's layers asked for %d of %d groups of loaded layers, so the others may have read what "
+            "was not there yet: such blocks are computed again, and from now on loads end before the forward pass",
+            self._rank, self._asked_for, len(self.engine.groups),
+        )  # fmt: skip
+        return set(self._synchronous)
 
     def _loads_of(self, layer_name: str) -> Collection[Transfer]:
         """The synchronous loads under way that have this layer; all of them for an unknown name."""

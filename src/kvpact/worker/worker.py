@@ -115,6 +115,7 @@ class CacheWorker(ExternalCacheWorker):
         return WorkerHandshake(
             self.place.rank, segment.address(), self.has_step_hook, self.watches_weights, group_bytes=sizes,
             slot_classes=sharing.classes_in(segment, sizes), slots_of=sharing.slots_of,
+            copies_per_block=self.memory.transfers.engine.copies_per_block,
         )  # fmt: skip
 
     # Before the step
@@ -276,7 +277,11 @@ class CacheWorker(ExternalCacheWorker):
         """See `ExternalCacheWorker`. What is computed next comes after all synchronous loads of the step."""
         if self.transfers is None:
             return
+        not_asked_for = self.transfers.not_asked_for()
         self.wait_for_loads()
+        for load in self._synchronous:
+            if load.job_id in not_asked_for:
+                self.jobs.leave_synchronous(load)
         lost = self._lost_step_loads() if self._step_loads else ()
         self.jobs.order(work.saves)
         self._withheld += [job for job in work.saves if load_id(job.job_id) in lost]

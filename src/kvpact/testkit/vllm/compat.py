@@ -120,6 +120,8 @@ class EngineSettings:
     """vLLM's `scheduler_cls`, such as "kvpact.vllm.scheduler.pact_scheduler"; by default vLLM's own."""
     load_format: str = "dummy"
     """vLLM's setting for loading the model's weights, of which there are none."""
+    unhooked_layers: int = 0
+    """As many of the last layers have an attention of their own, which does not ask for loads (H113)."""
     groups: tuple[LayerGroup, ...] = ()
     """The model's KV cache groups, on one pipeline stage; empty for one with `layers` layers of full attention."""
     model: RealModel | None = None

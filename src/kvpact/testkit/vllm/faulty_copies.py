@@ -53,6 +53,7 @@ class FaultyEngine:
         self.inner = inner
         self.groups = inner.groups
         self.layerwise = inner.layerwise
+        self.copies_per_block = inner.copies_per_block
         self._fails = fails
 
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[Transfer]:

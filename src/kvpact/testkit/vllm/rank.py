@@ -83,6 +83,7 @@ class Rank:
         self._vllm_config = vllm_config
         self.connector = make_worker_connector(settings, vllm_config, rank)
         self.step_hook = step_hook_of(self.connector, vllm_config)
+        self._unhooked = self.layers[len(self.layers) - settings.unhooked_layers :]
         self._attention: Callable[[dict[str, int], str], None] = maybe_transfer_kv_layer(self._attend)
         # All ranks share one configuration here; the handshake comes after the last rank is made.
         vllm_config.compilation_config.static_forward_context.update(self._layers())
@@ -135,7 +136,7 @@ class Rank:
             around = nullcontext() if self.mute else Runner.maybe_get_kv_connector_output(scheduler_output)
             with set_forward_context(metadata, self._vllm_config, slot_mapping={}), around as connector_output:
                 for layer in self.layers:
-                    (self._attend if self.mute else self._attention)(scheduled, layer)
+                    (self._attend if self.mute or layer in self._unhooked else self._attention)(scheduled, layer)
             if self.device is not None:
                 self.device.finish_computing()  # for the sampled tokens; the connector's hooks are over
             sampled = [self._sample(request_id, count) for request_id, count in scheduled.items()]

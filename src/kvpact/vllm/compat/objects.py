@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import Any
 
@@ -51,6 +51,16 @@ def replays_full_graph(forward_context: Any) -> bool:
     """
     mode = getattr(forward_context, "cudagraph_runtime_mode", None)
     return getattr(mode, "name", None) == "FULL" or getattr(forward_context, "attn_metadata", None) is None
+
+
+def layers_without_hook(vllm_config: Any, names: Iterable[str]) -> list[str]:
+    """Those of an engine's layers that have an attention of their own, so that none may ask for its load (H113)."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    layers = vllm_config.compilation_config.static_forward_context
+    hooked = (Attention.forward, MLAAttention.forward)
+    forwards = {name: getattr(type(layers[name]), "forward", None) for name in names if name in layers}
+    return [name for name, forward in forwards.items() if forward is not None and forward not in hooked]
 
 
 # Requests

@@ -89,6 +89,10 @@ class TransferEngine(Protocol):
         """Whether a synchronous load's groups arrive one by one, beside the forward pass."""
 
     @property
+    def copies_per_block(self) -> int:
+        """Copies of a block, of any KV cache group, that the computing thread gives to a device; 0 if none does."""
+
+    @property
     def groups(self) -> Sequence[range]:
         """The groups of layers that are copied together, each of one KV cache group; in the forward pass's order."""
 

@@ -177,6 +177,7 @@ class CpuTransferEngine:
     """See `TransferEngine`. Copies between these layers and the slots of these classes."""
 
     layerwise = True
+    copies_per_block = 0
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass], rank: int) -> None:
         self._segment, self._slot_classes = segment, slot_classes

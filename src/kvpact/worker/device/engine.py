@@ -121,6 +121,11 @@ class DeviceTransferEngine:
         """Why nothing is copied any more."""
         self._process = os.getpid()
 
+    @property
+    def copies_per_block(self) -> int:
+        """See `TransferEngine`."""
+        return max(self._runs.entries_per_block)
+
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[DeviceTransfer]:
         """See `TransferEngine`. The device has what the step waits for when this returns."""
         fence = self._fence() if jobs else None
