@@ -19,7 +19,7 @@ from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import KEY_BYTES, Namespace, RequestIdentity
 from kvpact.index.classed_slots import ClassedSlots
 from kvpact.index.slot_space import PlainSlots, SlotSpace
-from kvpact.memory.arena import Arena
+from kvpact.memory.arena import Arena, Standing
 from kvpact.ranges import RangeSet
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ class Slots:
     """The slots of one rank's arena without their bytes: extents of several classes."""
 
     num_ranks = 1
+    standing = Standing.PROVEN
 
     def __init__(self, places: Sequence[int], num_slots: int) -> None:
         self.places, self.num_slots, self.usable_slots = tuple(places), num_slots, num_slots

@@ -278,20 +278,15 @@ class CudaBed:
         self._limits.setattr(pinned, "CHUNK_BYTES", pinned_bytes(self.segment))
         self._limits.setattr(engine, "STEP_ENTRIES", 12)
         self.engine: Any = open_device(load_config({}, {}), self.paged, self.segment, 0)
-        self._pages = [self._view(one, self._memory_at(one.address)) for one in self.paged.layers]
+        self._pages = [self._view(one) for one in self.paged.layers]
         self._second = ThreadPoolExecutor(1)
         self._second_stream = torch.cuda.Stream()
 
-    def _memory_at(self, address: int) -> Any:
-        """A tensor in whose storage it lies."""
-        storages = ((tensor, tensor.untyped_storage()) for tensor in self.paged.tensors)
-        return next(tensor for tensor, one in storages if 0 <= address - one.data_ptr() < one.nbytes())
-
     @staticmethod
-    def _view(layer: PagedLayer, tensor: Any) -> Any:
+    def _view(layer: PagedLayer) -> Any:
         """A layer's memory as bytes, `[blocks, chunks, chunk_bytes]`, on the device."""
-        storage = tensor.untyped_storage()
-        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        storage = layer.tensor.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8, device=layer.tensor.device).set_(storage)
         shape = (layer.num_blocks, layer.chunks, layer.chunk_bytes)
         strides = (layer.block_stride, layer.chunk_stride, 1)
         return torch.as_strided(memory, shape, strides, layer.address - storage.data_ptr())

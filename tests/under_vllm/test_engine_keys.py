@@ -54,7 +54,7 @@ def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
         "weights_version": "step-1200",
         "share_drawn_epochs": True,
         "io_threads": 3,
-        "gpu": "auto",
+        "gpu": "off",
         "kv_layout": "blocks",
         "huge_pages": "off",
         "layerwise": False,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -236,50 +234,6 @@ def test_processes_that_pin_the_same_pages_take_turns(segment: ArenaSegment) -> 
     for slots in both:
         slots.close()
     other.close()
-
-
-class Reporting(PlayedDevice):
-    """Writes a byte before and after each chunk that it pins, or stays within the first."""
-
-    def __init__(self, pipe: int, seconds: float) -> None:
-        super().__init__(1)
-        self._pipe, self._seconds = pipe, seconds
-
-    def register(self, address: int, num_bytes: int) -> bool:
-        os.write(self._pipe, b"(")
-        time.sleep(self._seconds)
-        pinned = super().register(address, num_bytes)
-        os.write(self._pipe, b")")
-        return pinned
-
-
-def process_that_pins(segment: ArenaSegment, pipe: int, seconds: float) -> int:
-    """Another process that maps the segment and pins it; its number."""
-    address = segment.address()
-    child = os.fork()
-    if child:
-        return child
-    try:
-        slots = chunked(SLOT_BYTES, Reporting(pipe, seconds), ArenaSegment.attach(address))
-        slots.start(lambda usable: None)
-        os._exit(0 if slots.wait_for_first(60) and slots.usable == SLOTS else 1)
-    finally:
-        os._exit(2)
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_processes_of_their_own_pin_in_turns_and_one_that_is_killed_gives_up_its_turn(segment: ArenaSegment) -> None:
-    reader, writer = os.pipe()
-    hung = process_that_pins(segment, writer, 3600.0)
-    assert os.read(reader, 1) == b"("
-    others = [process_that_pins(segment, writer, 0.002) for _ in range(3)]
-    assert select.select([reader], [], [], 0.3)[0] == [], "it is the first one's turn"
-    os.kill(hung, signal.SIGKILL)
-    assert os.waitpid(hung, 0)[1] == signal.SIGKILL
-    assert [os.waitpid(child, 0)[1] for child in others] == [0, 0, 0]
-    assert os.read(reader, 1 << 16) == b"()" * 3 * SLOTS
-    os.close(reader)
-    os.close(writer)
 
 
 def test_pinning_while_a_graph_is_captured_does_no_harm(segment: ArenaSegment) -> None:
