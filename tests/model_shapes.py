@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import pytest
-
-pytest.importorskip("torch", reason="no engine is installed; `make setup` installs one")
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -22,14 +15,6 @@ class Model:
     numbers: int
     """A token's in one head, keys and values together."""
     block_tokens: int = 16
-
-    def tensors(self, layout: str, ranks: int, blocks: int) -> dict[str, Any]:
-        """A tensor [blocks, heads, tokens, numbers] for each layer, whose memory runs in the order of `layout`."""
-        heads = max(1, self.heads // ranks)
-        sizes = {"L": self.layers, "B": blocks, "H": heads, "N": self.block_tokens, "C": self.numbers}
-        memory = torch.empty([sizes[axis] for axis in layout], dtype=torch.bfloat16)
-        whole = memory.permute([layout.index(axis) for axis in "LBHNC"])
-        return {f"layer.{number}": whole[number] for number in range(self.layers)}
 
 
 MODELS = {

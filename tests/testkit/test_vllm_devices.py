@@ -125,34 +125,6 @@ LLAMA = Model(32, 8, 4)
 """Llama-3-8B with a head of 2 numbers instead of 128: as many copies, of fewer bytes."""
 
 
-@pytest.mark.parametrize(
-    ("layout", "config", "num_blocks", "copies"),
-    [
-        ("LBNHC", SYNCHRONOUS, 600, 8192),
-        ("BLHNC", SYNCHRONOUS, 258, 256),
-        ("BLHNC", ASYNCHRONOUS, 258, 256),
-        ("BLHNC", ASYNCHRONOUS, 600, 1),
-    ],
-    ids=["layers apart", "layers together", "whole blocks", "whole blocks that are neighbours"],
-)
-def test_4096_tokens_of_llama_3_8b_are_loaded_in_as_many_copies_as_is_written(
-    layout: str, config: dict[str, object], num_blocks: int, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM gives blocks that were used before in falling order, so that none of those has its neighbour beside it."""
-    devices = Devices(monkeypatch)
-
-    def situation(harness: Harness) -> None:
-        with harness.engine(**settings_of(LLAMA, layout, 1, devices, num_blocks=num_blocks)) as engine:
-            (tokens,) = harness.store(engine, tokens_of(256, 16), max_tokens=1)
-            (before,) = devices.entries
-            harness.load(engine, "again", tokens, max_tokens=1)
-            assert engine.observed.committed_tokens("again") == 4096
-            assert devices.entries == [before + copies]
-
-    check(config, situation)
-    assert devices.violations == []
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_groups_of_two_sizes_divide_a_devices_memory_among_them(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for the blocks of about four prompts, so that extents move between the classes meanwhile."""

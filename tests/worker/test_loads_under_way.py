@@ -61,28 +61,6 @@ def test_a_load_that_the_device_has_not_done_when_the_step_is_over_is_not_given_
     assert reported == {1: JobOutcome(done=RangeSet.span(0, 2))}
 
 
-def test_a_load_whose_last_layer_is_a_draft_models_is_not_given_up_before_that_one_runs(
-    worker: CacheWorker, device: PlayedDevice
-) -> None:
-    """With speculation vLLM asks what has ended after the model's own layers, and ends the step after the draft's."""
-    device.driver.stopped = True
-    message = StepMessage(StepWork(loads=(LoadJob(1, "r", 0, (0, 1), (2, 3), synchronous=True),)))
-    worker.step_began()
-    worker.begin_step(message)
-    worker.wait_for_layer_load("layer.0")
-    worker.wait_for_layer_load("layer.1")
-    assert worker.poll().invalid_blocks == set()
-    worker.wait_for_layer_load("layer.2")
-    worker.end_forward(message)
-    device.driver.stopped = False
-    until = time.monotonic() + 10
-    while not (reported := worker.report().ranks[0]):
-        assert time.monotonic() < until
-        device.driver.finish()
-        assert step(worker) == set()
-    assert reported == {1: JobOutcome(done=RangeSet.span(0, 2))}
-
-
 def test_a_load_that_could_not_be_ordered_is_named_in_its_step(worker: CacheWorker, device: PlayedDevice) -> None:
     device.driver.stopped = True
     loads = LoadJob(1, "r", 0, (0,), (2,), synchronous=True), LoadJob(2, "q", 0, (10_000,), (4,), synchronous=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpact.memory.arena import ArenaSegment, SlotClass
+from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.extents import Extents
 from kvpact.memory.prefault import HUGE_BYTES
 from kvpact.testkit.device.played import PlayedDevice
@@ -67,24 +67,6 @@ def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegme
     slots.close()
     assert device.driver.pinned_bytes == 0
     assert device.driver.violations == []
-
-
-def test_each_class_of_slots_is_pinned_in_chunks_of_its_own() -> None:
-    classes = (SlotClass(range(4), 8192), SlotClass(range(4, 9), 4096, 4 * 8192))
-    descriptor = os.memfd_create("two classes")
-    os.ftruncate(descriptor, classes[-1].end + HUGE_BYTES)
-    segment = ArenaSegment(descriptor, classes)
-    device, told = Limited(), []
-    slots = chunked(3 * 8192, device, segment)
-    slots.start(told.append)
-    assert slots.wait_for_first(5)
-    assert slots.chunk_bytes == [3 * 8192, 5 * 4096]
-    assert told == [3, 4, 9]
-    start = segment.mapped_at
-    assert device.registered == [(start, 3 * 8192), (start + 3 * 8192, 8192), (start + 4 * 8192, 5 * 4096)]
-    slots.close()
-    assert device.driver.pinned_bytes == 0
-    segment.close()
 
 
 def test_classes_that_share_extents_are_pinned_extent_by_extent() -> None:

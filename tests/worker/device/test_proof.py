@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from device_beds import BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed, memory_of, segment_for
+from device_beds import BLOCKS, HYBRIDS, LAYOUTS, SIZED, SLOTS, Bed, memory_of, segment_for
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.memory.arena import Standing
 from kvpact.worker.copy.base import Job, group_classes
@@ -243,12 +243,3 @@ def test_every_job_is_checked_whenever_it_arrives_and_right_copies_pass(layout: 
     assert bed.segment.standing is Standing.OPEN
     assert bed.engine.error is None
     bed.close()
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, *HYBRIDS, *SIZED])
-def test_blocks_are_read_by_indexing_as_their_slots_have_them(layout: str) -> None:
-    _, paged = memory_of(layout)
-    for layer in paged.layers:
-        view = layer.view()
-        view[:] = np.random.default_rng(LAYERS).integers(0, 256, view.shape, np.uint8)
-        assert (layer.read([5, 0, 7]) == view[[5, 0, 7]].reshape(3, -1)).all()
