@@ -186,11 +186,16 @@ def test_h75_a_load_that_is_never_ordered_is_no_hit(
     assert_counts_are_true(engine, played, failed=1)
 
 
-@pytest.mark.parametrize("seed", range(1, 3))
 def test_h75_h70_hits_are_what_was_not_computed_whatever_fails_and_whoever_leaves(
-    start: Callable[..., PlayedEngine], seed: int
+    start: Callable[..., PlayedEngine],
 ) -> None:
     """Requests share stems, are preempted and cancelled in an engine too small for them; loads fail now and then."""
+    again = [_play(start, seed) for seed in range(4)]
+    assert any(again), "the scenes are too easy: nobody has hits after a preemption"
+
+
+def _play(start: Callable[..., PlayedEngine], seed: int) -> int:
+    """One engine's; returns the hits of requests that had been preempted."""
     dice = random.Random(seed)
     engine = start(num_blocks=14, num_batched_tokens=96)
     fail_loads(engine, lambda job, block: hash((seed, job.job_id, block)) % 5 == 0)
@@ -205,6 +210,7 @@ def test_h75_h70_hits_are_what_was_not_computed_whatever_fails_and_whoever_leave
     for played in requests:
         assert played.said == answer(played.request.prompt_token_ids, len(played.said))
     counts = engine.counts
-    assert counts["failed_tokens"] > 0 < engine.external_hits_again, "the scene is too easy"
+    assert counts["failed_tokens"] > 0
     assert counts["used_tokens"] + counts["used_again_tokens"] == engine.external_hits + engine.external_hits_again
     assert len(engine.connector.scheduler_side.credit) == 0
+    return engine.external_hits_again

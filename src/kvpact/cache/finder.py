@@ -76,10 +76,10 @@ class Finder:
         while (known := len(names.keys)) < end and not names.ended:
             if known > start and not self._may_go_on(names.keys):
                 break
-            if made and deadline > -inf and self.budget.exhausted:
-                if self.clock() < deadline:
-                    return None
+            if known > start and self.clock() >= deadline > -inf:
                 break
+            if made and deadline > -inf and self.budget.exhausted:
+                return None
             names.extend(request.token_ids, min(end, max(known, start) + piece))
             made = True
         return names.keys[:end]
