@@ -200,16 +200,16 @@ def later_fault(kind: str, seed: int, begins: int) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_that_begins_later_is_found_and_its_cost_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof_module, "ONE_IN", 50)
-    for seed in range(5):
+    for seed in range(2):
         jobs, served = later_fault(kind, seed, 250)
         assert served <= jobs < 2 * 50
 
 
-@pytest.mark.proof
+@pytest.mark.parametrize("seeds", [pytest.param(4, marks=pytest.mark.proof), pytest.param(20, marks=pytest.mark.soak)])
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_from_the_5000th_job_on_is_found_within_5000_more(kind: str) -> None:
-    for seed in range(20):
+def test_a_fault_from_the_5000th_job_on_is_found_within_5000_more(kind: str, seeds: int) -> None:
+    for seed in range(seeds):
         jobs, served = later_fault(kind, seed, 5000)
         print(f"{kind}, {FAULTS[seed % len(FAULTS)]}, seed {seed}: found after {jobs} jobs, {served} served before")
         assert jobs < 2 * ONE_IN
