@@ -110,21 +110,24 @@ class Call:
         method = getattr(connector, name, None)
         if method is None:
             return cls()
-        try:
-            signed = signature(method)
-        except (ValueError, TypeError):
-            return cls(method, forms[0])
-        fitting = [form for form in forms if _fits(signed, form)]
-        if not fitting:
-            wanted = " or ".join(f"({', '.join(form)})" for form in forms)
-            raise ConfigError(f"{type(connector).__name__}.{name}{signed} is not called with that; it takes {wanted}")
-        alike = [form for form in fitting if len(form) == len(fitting[0])]
-        chosen = next((form for form in alike if form[-1] in signed.parameters), alike[0])
-        values = max(forms, key=len)
+        chosen, values = cls._chosen(type(connector).__name__, name, method, forms), max(forms, key=len)
         if chosen == values:
             return cls(method, chosen)
         places = [values.index(name) for name in chosen]
         return cls(lambda *given: method(*[given[place] for place in places]), chosen)
+
+    @staticmethod
+    def _chosen(owner: str, name: str, method: Callable[..., Any], forms: Sequence[Arguments]) -> Arguments:
+        try:
+            signed = signature(method)
+        except (ValueError, TypeError):
+            return forms[0]
+        fitting = [form for form in forms if _fits(signed, form)]
+        if not fitting:
+            wanted = " or ".join(f"({', '.join(form)})" for form in forms)
+            raise ConfigError(f"{owner}.{name}{signed} is not called with that; it takes {wanted}")
+        alike = [form for form in fitting if len(form) == len(fitting[0])]
+        return next((form for form in alike if form[-1] in signed.parameters), alike[0])
 
 
 def _fits(signed: Signature, arguments: Arguments) -> bool:

@@ -31,12 +31,13 @@ class EngineExits:
         """Whether the running step may start no prompts."""
         connector, no_blocks = scheduler.connector, self._manager.empty_kv_cache_blocks
         self.trackers: list[MatchTracker] = []
-        for each in compat.leaves_of(connector):
+        leaves = compat.leaves_of(connector)
+        for each in leaves:
             if (form := form_of(each, no_blocks)) is not None:
                 tracker = MatchTracker(form, partial(self._lost_to_another, each), self._promised)
                 each.get_num_new_matched_tokens, each.update_state_after_alloc = tracker.prepare, tracker.commit
                 self.trackers.append(tracker)
-        if self.trackers and compat.leaves_of(connector) != [connector]:
+        if self.trackers and leaves != [connector]:
             self._ask_all = connector.get_num_new_matched_tokens
             connector.get_num_new_matched_tokens = self._ask_siblings
 
