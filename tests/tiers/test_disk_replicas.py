@@ -380,9 +380,9 @@ def test_only_headers_that_have_changed_are_decoded(host: Host, monkeypatch: pyt
     decoded: list[int] = []
     original = foreign_records.sound_in_slab
 
-    def counted(headers: Any, namespace: bytes, max_length: int, slots: Any) -> Any:
+    def counted(headers: Any, namespace: bytes, max_length: int, slots: Any, refuted: Any) -> Any:
         decoded.extend(slots.tolist())
-        return original(headers, namespace, max_length, slots)
+        return original(headers, namespace, max_length, slots, refuted)
 
     monkeypatch.setattr(foreign_records, "sound_in_slab", counted)
     second.tend()

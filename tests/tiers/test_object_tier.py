@@ -235,7 +235,7 @@ def test_an_engine_that_has_just_started_finds_a_block_in_the_middle_of_an_objec
     tier = scene.tier()
     with scene.traffic.counted() as requests:
         assert served(tier, start=3, end=5) == 2
-    assert len(requests) == 2, "one for the table, one for the blocks"
+    assert len(requests) == 3, "for the table, the blocks, and whether their writer has found them to be wrong"
 
 
 def test_a_long_prompt_is_looked_up_in_few_rounds(scene: Scene) -> None:

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpact.tiers.base import HEADER_BYTES, NO_SLOT, RecordError, RecordHeader, is_empty_header, payload_digest
+from kvpact.tiers.base import (
+    HEADER_BYTES,
+    NO_SLOT,
+    RECORD_FORMAT,
+    RecordError,
+    RecordHeader,
+    is_empty_header,
+    payload_digest,
+)
 
 NAMESPACE = b"n" * 32
 HEADER = RecordHeader(NAMESPACE, b"k" * 32, b"p" * 32, 7, 8192, b"d" * 16, 1000.5, 2000.5, slot=3)
@@ -69,7 +77,7 @@ def test_a_short_header_and_another_format_are_refused_by_name() -> None:
         decode(HEADER.encode()[:-1])
     raw = bytearray(HEADER.encode())
     raw[8] = 9
-    with pytest.raises(RecordError, match="record format 9; this release reads format 2"):
+    with pytest.raises(RecordError, match=f"record format 9; this release reads format {RECORD_FORMAT}"):
         decode(bytes(raw))
 
 

@@ -107,8 +107,7 @@ class PactCache(ExternalCache):
         reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, room)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
         self._is_proven = arena.standing is Standing.PROVEN
-        written = None if self._is_proven else LRUKeySet(below.most_known)
-        writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once, written)
+        writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
         saves = self.saves = Offloader(config, index, room, jobs, tags, writes, metrics, block_size, clock)
         saves.side_saves = SideSaves(sides, index, room, jobs, tags, metrics) if sides is not None else None
         self._steps = StepLookups(requests, ledger, below, metrics, block_size, ranks)

@@ -140,7 +140,7 @@ class MountedCache:
             logger.error("kvpact: a rank has found a wrong copy; this engine goes on without a cache")
             self.weights.reset()
             if self.opened.own is not None:
-                self.opened.own.writeback.delete_written()
+                self.opened.own.writeback.refute_run()
         if self.opened.own is not None:
             self.opened.own.tiers.poll()  # they are told, piece by piece
             self.opened.own.tiers.end_step()

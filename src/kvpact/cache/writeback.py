@@ -56,8 +56,6 @@ class WriteBack:
     clock: Callable[[], float]
     budget: StepBudget
     seen_once: LRUKeySet | None
-    written: LRUKeySet | None = None
-    """What this engine has written to tiers, where its copies may turn out to be wrong; the latest, if it is much."""
     _unwritten: deque[tuple[Sequence[BlockKey], int]] = field(default_factory=deque, init=False)
     _unwritten_sides: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
     _backlog: range = field(default=range(0), init=False)
@@ -111,11 +109,10 @@ class WriteBack:
     def _is_trusted(self) -> bool:
         return self.arena.standing is Standing.PROVEN
 
-    def delete_written(self) -> None:
-        """A rank has found a wrong copy: no tier is to have what this engine has written."""
-        keys = [*self.written] if self.written is not None else []
-        for client in self.tiers.clients if keys else ():
-            client.delete(keys)
+    def refute_run(self) -> None:
+        """A rank has found a wrong copy: no tier is to give anybody what this engine has written."""
+        for client in self.tiers.clients:
+            client.deletions.refute_run()
 
     def begin_backlog(self) -> None:
         """The tiers were opened late, or copies are proven now: what memory holds is written to them piece by piece."""
@@ -248,8 +245,6 @@ class WriteBack:
             if op.epoch.is_drawn:
                 contents.unshareable.add(stored)
         contents.refuted.discard(stored)
-        if self.written is not None:
-            self.written.add(stored)
         self.metrics.add("written_blocks", len(stored), client.name)
         self.metrics.add("written_bytes", len(stored) * self.arena.slot_bytes, client.name)
         self.metrics.add("dropped_writes", len(op.keys) - len(stored), client.name)

@@ -157,6 +157,13 @@ class Tier(ABC):
     def clear(self) -> None:
         """Drop every block of this namespace for good: none returns after a restart. Raises TierError."""
 
+    def refute_run(self) -> None:
+        """What was written through this object is wrong: no engine is to be given it, not even after a kill.
+
+        Nothing is read or written through it any more. Raises TierError. Where no record says whose it is, all go.
+        """
+        self.clear()
+
     @abstractmethod
     def capacity(self) -> TierCapacity:
         """What is held, and the bound."""

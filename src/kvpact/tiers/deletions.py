@@ -1,6 +1,6 @@
 """Blocks that one tier must delete and has not been seen to delete yet.
 
-Owns the deletions under way and the repetition of those that the tier refused.
+Owns the deletions under way and the repetition of those that the tier refused; also of `Tier.refute_run`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ MAX_DELETIONS: Final = 64
 MIN_DELETED_KEYS: Final = 1 << 16
 """At least this many blocks, those of the longest prompt, may wait for deletion."""
 
+_REFUTE: Final = "refute"
+
 
 class Deletions:
     """Blocks that a tier must delete. Lives on the thread of the tier's user and never waits."""
@@ -47,6 +49,8 @@ class Deletions:
         self.lost_count = False
         """Whether there were too many of them to keep: then nothing that the tier holds is used."""
         self._repeat_at = inf
+        self._is_refuting = False
+        """Whether the tier has not been seen to refuse what this engine wrote, as it must."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -65,6 +69,11 @@ class Deletions:
             self._submit(tuple(keys))
         else:
             self._refuse(keys)
+
+    def refute_run(self) -> None:
+        """Have the tier give nobody what this engine wrote to it. Repeated until it has."""
+        self._is_refuting = True
+        self._executor.submit_control(_REFUTE, lambda tier: tier.refute_run())
 
     def _lose_count(self) -> None:
         """Too many blocks wait for deletion: the tier is not used until all are gone.
@@ -102,6 +111,8 @@ class Deletions:
     def repeat(self) -> None:
         """Repeat refused deletions."""
         self._repeat_at = inf
+        if self._is_refuting:
+            self.refute_run()
         exclusive = self._executor.tier.exclusive
         if self.lost_count and exclusive and None not in self._under_way.values():
             self._submit(None)
@@ -111,6 +122,10 @@ class Deletions:
 
     def end(self, done: ControlDone) -> tuple[BlockKey, ...]:
         """End a deletion; returns the blocks that the tier no longer holds."""
+        if done.op_id == _REFUTE:
+            self._is_refuting = not done.ok
+            self._repeat_at = self._repeat_at if done.ok else self._clock() + REPEAT_SECONDS
+            return ()
         keys = self._under_way.pop(done.op_id)
         if not done.ok:
             self._refuse(keys or ())

@@ -5,8 +5,9 @@ Owns the 256-byte header that goes before (or, in a slab, beside) every stored p
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,19 +24,19 @@ BlockBuffer: TypeAlias = Sequence[memoryview]
 """The memory of one block: a contiguous byte view for each rank, in rank order; together the block's size."""
 
 RECORD_MAGIC = b"kvpactRC"
-RECORD_FORMAT = 2
+RECORD_FORMAT = 3
 """Raised when the header or the meaning of the payload changes; records of another format are never served."""
 
 HEADER_BYTES = 256
 NO_SLOT = 2**64 - 1
 """The position of a record that has none, because its store finds it by key."""
 
-_FIELDS = struct.Struct("<8sIIQQdd32s32s32s16s16s")
+_FIELDS = struct.Struct("<8sIIQQdd32s32s32s16s16s16s")
 FIELDS = np.dtype(
     [
         ("magic", "<u8"), ("version", "<u4"), ("depth", "<u4"), ("slot", "<u8"), ("length", "<u8"), ("written", "<f8"),
         ("used", "<f8"), ("namespace", "<u8", 4), ("key", "<u8", 4), ("parent", "<u8", 4), ("digest", "V16"),
-        ("epoch", "V16"), ("seal", "<u8", 4), ("unused", "V40"), ("checksum", "<u8"),
+        ("epoch", "V16"), ("run", "<u8", 2), ("seal", "<u8", 4), ("unused", "V24"), ("checksum", "<u8"),
     ]
 )  # fmt: skip
 """A header as `RecordHeader.encode` writes it, for arrays of them; keys as four numbers, no parent as zeros."""
@@ -50,9 +51,19 @@ _checksum_of = xxhash.xxh3_64_intdigest
 _EMPTY = bytes(HEADER_BYTES)
 _ROOT_PARENT = bytes(KEY_BYTES)
 
+RUN_BYTES = 16
+NO_RUN = bytes(RUN_BYTES)
+"""Of a record that no engine wrote: one that a test or a tool made."""
+
 _SEAL_BYTES = 32
 _SEAL_AT = _FIELDS.size
+_RUN_AT = _SEAL_AT - RUN_BYTES
 _NO_SEAL = bytes(_SEAL_BYTES)
+
+
+def new_run() -> bytes:
+    """A name for what one engine writes to a tier from its opening on, so that all of it can be refused later."""
+    return os.urandom(RUN_BYTES)
 
 
 class RecordError(KvpactError):
@@ -134,8 +145,9 @@ class RecordHeader:
 
     `parent` is the key of the block before it, b"" for a request's first. `depth` is the block's index in its request.
     `length` is the payload's size in bytes and `digest` 16 bytes over it, by the record's seal. Times are seconds since
-    1970. `epoch` says of which weights the block is (`kvpact.identity.epochs`), as its key does. `slot` is the record's
-    position in its slab, so that a header found at another position is known to be misplaced.
+    1970. `epoch` says of which weights the block is (`kvpact.identity.epochs`), as its key does, and `run` which
+    opening of a tier wrote it. `slot` is the record's position in its slab, so that a header found at another position
+    is known to be misplaced.
     """
 
     namespace: bytes
@@ -148,6 +160,7 @@ class RecordHeader:
     used: float
     slot: int = NO_SLOT
     epoch: Epoch = FIRST_EPOCH
+    run: bytes = NO_RUN
 
     def encode(self, seal: RecordMac = UNSEALED) -> bytes:
         """The header as `HEADER_BYTES` bytes, little endian: fields, seal, and last the xxh3-64 of all before."""
@@ -164,6 +177,7 @@ class RecordHeader:
             self.parent or _ROOT_PARENT,
             self.digest,
             self.epoch.value,
+            self.run,
         )
         fields = (fields + seal.of_header(fields)).ljust(_CHECKED_BYTES, b"\0")
         return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
@@ -178,18 +192,20 @@ class RecordHeader:
         max_length: int | None = None,
         slot: int = NO_SLOT,
         seal: RecordMac | None = UNSEALED,
+        refuted: Collection[bytes] = (),
     ) -> RecordHeader:
         """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
 
+                Records of `refuted` runs are not.
         None accepts any namespace, length or seal, for tools outside an engine. A payload has at most `max_length`
-        bytes.
+                bytes.
 
-        Raises:
-            RecordError: names the first field that is wrong.
+                Raises:
+                    RecordError: names the first field that is wrong.
         """
         if len(raw) != HEADER_BYTES:
             raise RecordError(f"a record header has {HEADER_BYTES} bytes, not {len(raw)}")
-        magic, version, depth, its_slot, its_length, written, used, its_namespace, key, parent, digest, epoch = (
+        magic, version, depth, its_slot, its_length, written, used, its_namespace, key, parent, digest, epoch, run = (
             _FIELDS.unpack_from(raw)
         )
         if magic != RECORD_MAGIC:
@@ -208,19 +224,25 @@ class RecordHeader:
             raise RecordError(f"payload of {its_length} bytes, not {length}")
         if max_length is not None and its_length > max_length:
             raise RecordError(f"payload of {its_length} bytes; the largest has {max_length}")
+        if run in refuted:
+            raise RecordError("written by an engine that later found its copies of KV to be wrong")
         root = parent == _ROOT_PARENT
         if root != (depth == 0):
             raise RecordError(f"depth {depth} does not fit its parent {parent.hex()[:16]}")
         before = b"" if root else parent
-        return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch))
+        return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch), run)
 
 
 def sound_in_slab(
-    headers: np.ndarray, namespace: bytes, max_length: int, slots: NDArray[np.int64]
+    headers: np.ndarray,
+    namespace: bytes,
+    max_length: int,
+    slots: NDArray[np.int64],
+    refuted: Collection[bytes] = (),
 ) -> NDArray[np.bool_]:
     """Which of the `headers`, a contiguous array of `FIELDS` that were found in `slots`, `RecordHeader.decode` accepts:
-    those without a seal, of this namespace, with a payload of at most `max_length` bytes, each in its own slot.
-    0.25 us for each.
+    those without a seal, of this namespace, with a payload of at most `max_length` bytes, each in its own slot, and of
+    no `refuted` run. 0.25 us for each.
     """
     sound: NDArray[np.bool_] = (
         (headers["magic"] == np.frombuffer(RECORD_MAGIC, "<u8"))
@@ -231,6 +253,8 @@ def sound_in_slab(
         & ((headers["depth"] == 0) != headers["parent"].any(axis=1))
         & ~headers["seal"].any(axis=1)
     )
+    for run in refuted:
+        sound &= (headers["run"] != np.frombuffer(run, "<u8")).any(axis=1)
     if sound.any():
         checked = np.ndarray(len(headers), f"V{_CHECKED_BYTES}", headers, 0, (HEADER_BYTES,))
         for first in range(0, len(headers), _AT_ONCE):
@@ -258,6 +282,11 @@ def parent_in(raw: bytes | memoryview) -> bytes:
     """The key of the block before the one with this header, zeros for a request's first. Nothing is verified."""
     parent: bytes = _FIELDS.unpack_from(raw)[9]
     return parent
+
+
+def run_in(raw: bytes | bytearray) -> bytes:
+    """The run that wrote the record with this header. Nothing is verified."""
+    return bytes(raw[_RUN_AT : _RUN_AT + RUN_BYTES])
 
 
 def is_empty_header(raw: bytes | memoryview) -> bool:

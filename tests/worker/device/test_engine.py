@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-import torch
 
 from device_beds import HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed
 from kvpact.contract import LoadJob, SaveJob
@@ -17,6 +16,8 @@ from kvpact.testkit.device.plays import page
 from kvpact.worker.copy.base import Transfer
 from kvpact.worker.device.engine import DeviceTransferEngine
 from kvpact.worker.paged import PagedKV
+
+torch = pytest.importorskip("torch")
 
 BEDS = [(layout, seed) for layout in LAYOUTS for seed in range(24)]
 BEDS += [(layout, seed) for layout in (*HYBRIDS, *SIZED) for seed in range(24)]

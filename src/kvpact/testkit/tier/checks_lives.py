@@ -70,6 +70,18 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
                 tier.close()
                 return
 
+    @protects("T11", needs=TierHarness.require_reopening)
+    def test_what_was_refuted_is_given_to_nobody(self, scene: TierHarness) -> None:
+        """An engine's copies were wrong, so what it wrote is: the next one gets none of it, and stores it again."""
+        tier = scene.open_with(DOCUMENT)
+        tier.say("refute_run()")
+        tier.tier.refute_run()
+        for life in ("next", "second"):
+            tier = scene.reopen(tier)
+            expect(f"blocks that the {life} engine is given", tier.get(DOCUMENT), 0)
+        store(tier, DOCUMENT)
+        expect("blocks held of what was stored after it", scene.reopen(tier).held(DOCUMENT), len(DOCUMENT))
+
     @protects("T8")
     def test_threads_may_use_it_at_once(self, scene: TierHarness) -> None:
         """Four threads store, read and delete the same documents: nothing raises, and every served block is sound."""

@@ -148,7 +148,8 @@ class ForeignRecords:
         if not len(changed):
             return
         headers, slots = headers[changed], changed + first
-        sound = sound_in_slab(headers, self._superblock.namespace.digest, self._superblock.slot_bytes, slots)
+        block = self._superblock
+        sound = sound_in_slab(headers, block.namespace.digest, block.slot_bytes, slots, block.refuted)
         unsound = np.flatnonzero(~sound)
         is_empty = ~headers[unsound].view(np.uint64).reshape(-1, HEADER_BYTES // 8).any(axis=1)
         empty = slots[unsound[is_empty]]

@@ -15,6 +15,8 @@ from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import TierCounts
 from kvpact.tiers.disk.each_read import EachRead
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
+from kvpact.tiers.disk.own_slab import OwnSlab
+from kvpact.tiers.disk.slab import refuted_in
 from kvpact.tiers.disk.slab_directory import SlabDirectory
 from kvpact.tiers.log_once import LastErrors
 
@@ -31,16 +33,26 @@ class ForeignSlabs:
         self._last_errors = last_errors
         self._slabs: tuple[ForeignSlab, ...] = ()
         """Replaced as a whole."""
+        self._refuted: frozenset[bytes] = frozenset()
+        """The runs whose records are not served."""
         self._lock = threading.Lock()
         self._damaged = self._failed_reads = 0
 
-    def look(self, own: Path | None, stopped: Callable[[], bool]) -> None:
-        """Open what is new, close what is gone, and learn which records have changed; ends early if `stopped`."""
-        there = {path for path in self._directory.slabs_of(self._namespace).values() if path != own}
-        kept = [slab for slab in self._slabs if slab.path in there and _inode(slab.path) == slab.inode]
+    def look(self, own: OwnSlab | None, stopped: Callable[[], bool]) -> None:
+        """Open what is new, close what is gone, and learn which records have changed; ends early if `stopped`.
+
+        All are opened anew when an engine has said that what it wrote is wrong.
+        """
+        refuted, before = refuted_in(self._directory.path), self._refuted
+        self._refuted = refuted
+        there = {
+            path for path in self._directory.slabs_of(self._namespace).values() if own is None or path != own.slab.path
+        }
+        same = self._slabs if refuted == before else ()
+        kept = [slab for slab in same if slab.path in there and _inode(slab.path) == slab.inode]
         new = [self._open(path) for path in sorted(there - {slab.path for slab in kept})]
-        before, self._slabs = self._slabs, (*kept, *(slab for slab in new if slab is not None))
-        for slab in before:
+        gone, self._slabs = self._slabs, (*kept, *(slab for slab in new if slab is not None))
+        for slab in gone:
             if slab not in kept:
                 slab.close()
         for slab in self._slabs:

@@ -38,7 +38,9 @@ def judged(superblock: Superblock, first: int, table: bytearray) -> tuple[np.nda
     """The headers of neighbouring slots from `first` on, as an array of `FIELDS`, and which of them are sound."""
     headers = np.frombuffer(table, FIELDS)
     slots = np.arange(first, first + len(headers))
-    return headers, sound_in_slab(headers, superblock.namespace.digest, superblock.slot_bytes, slots)
+    return headers, sound_in_slab(
+        headers, superblock.namespace.digest, superblock.slot_bytes, slots, superblock.refuted
+    )
 
 
 def occupied(table: bytes | bytearray, first: int = 0) -> Iterator[tuple[int, memoryview]]:

@@ -13,18 +13,19 @@ from typing import Final
 
 import numpy as np
 
+from kvpact.errors import TierError
 from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, Pin, State
 from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, TierCounts, payload_digest
 from kvpact.tiers.disk.each_read import EachRead
-from kvpact.tiers.disk.slab import Slab
+from kvpact.tiers.disk.slab import Slab, refute_in
 from kvpact.tiers.disk.slab_content import SlabContent
 from kvpact.tiers.disk.slab_directory import SlabDirectory
 from kvpact.tiers.disk.slab_size import SlabSize
 from kvpact.tiers.disk.two_threads import MISPLACED, UNREADABLE, groups_of, on_two_threads, read_verified
 from kvpact.tiers.log_once import LastErrors
-from kvpact.tiers.record import Block, bytes_of, chained
+from kvpact.tiers.record import Block, bytes_of, chained, new_run
 
 FIRST_READ_S: Final = 0.5
 """Seconds for which opening a slab reads its header table, some 700,000 blocks; the rest follows."""
@@ -39,6 +40,8 @@ class OwnSlab:
     def __init__(self, slab: Slab, directory: SlabDirectory, last_errors: LastErrors) -> None:
         """Take over an open slab, which may grow to its claim, and read its header table. Raises OSError."""
         self.slab = slab
+        self._directory = directory
+        self._run = new_run()
         self._slot_bytes = slab.superblock.slot_bytes
         self._namespace = slab.superblock.namespace.digest
         self._last_errors = last_errors
@@ -253,6 +256,7 @@ class OwnSlab:
                 now,
                 slot,
                 epoch,
+                self._run,
             )
             for slot, block, buffer in zip(written, blocks, buffers, strict=False)
         }
@@ -290,6 +294,14 @@ class OwnSlab:
         """Drop every block. Raises TierError as `Tier.clear`."""
         self._content.lose(self._index.clear, range(self.slab.slots))  # headers of evicted blocks are still there
         self._content.require_no_stale_headers()
+
+    def refute_run(self) -> None:
+        """See `Tier`. A file beside the slabs says it first: after a kill meanwhile the next opening drops the rest."""
+        try:
+            refute_in(self._directory.path, self._run, self._directory.access)
+        except OSError as error:
+            raise TierError(f"disk tier: cannot write in {self._directory.path}: {error.strerror}") from None
+        self.delete([header.key for header in self.scan() if header.run == self._run])
 
     def _quarantine(self, key: BlockKey, slot: int, reason: str) -> None:
         """Drop a block that cannot be served and all blocks after it, in memory and on disk (H22)."""

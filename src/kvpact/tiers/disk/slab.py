@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +32,10 @@ import xxhash
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
-from kvpact.own_files import PRIVATE, Access, sync_folder
+from kvpact.own_files import PRIVATE, Access, replace_own, sync_folder
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
 from kvpact.tiers.disk.file_lock import lock_file
-from kvpact.tiers.record import bytes_of
+from kvpact.tiers.record import RUN_BYTES, bytes_of
 from kvpact.tiers.vectored import VectoredCall, completely
 
 PAGE_BYTES = 4096
@@ -46,6 +47,7 @@ SLAB_FORMAT = 1
 
 SLAB_SUFFIX = ".slab"
 _UNFINISHED_SUFFIX = ".new"
+_REFUTED_SUFFIX = ".refuted"
 
 _TABLE_ROOM = 4
 """A new table has room for this many times the slots, so that the capacity can grow without loss of blocks. The room is
@@ -67,6 +69,7 @@ class Superblock:
     """The first page of a slab. `claim_bytes` is the size to which its present or last owner, `pid`, may let it grow.
 
     Both change with every opening and lie outside the checksum; only messages and the rule of room depend on them.
+    `refuted` are the runs whose records are not served, by the files beside the slab when it was read.
     """
 
     slot_bytes: int
@@ -74,6 +77,7 @@ class Superblock:
     namespace: Namespace
     claim_bytes: int = 0
     pid: int = 0
+    refuted: frozenset[bytes] = frozenset()
 
     @property
     def table_bytes(self) -> int:
@@ -111,7 +115,12 @@ class Superblock:
     def header(self, slot: int, raw: bytes | memoryview) -> RecordHeader:
         """The header in `raw`, of the record in `slot`. Raises RecordError."""
         return RecordHeader.decode(
-            raw, namespace=self.namespace.digest, length=None, max_length=self.slot_bytes, slot=slot
+            raw,
+            namespace=self.namespace.digest,
+            length=None,
+            max_length=self.slot_bytes,
+            slot=slot,
+            refuted=self.refuted,
         )
 
     def encode(self) -> bytes:
@@ -161,7 +170,21 @@ class Superblock:
                 f"{path} has {file_bytes} bytes and claims a table of {found.table_slots} slots of {found.slot_bytes} "
                 "bytes: it is damaged"
             )
-        return found
+        return replace(found, refuted=refuted_in(path.parent))
+
+
+def refuted_in(folder: Path) -> frozenset[bytes]:
+    """The runs whose records in the slabs of a folder are not served: each has left an empty file there."""
+    found = (path.stem for path in folder.glob(f"*{_REFUTED_SUFFIX}"))
+    return frozenset(bytes.fromhex(name) for name in found if re.fullmatch(f"[0-9a-f]{{{2 * RUN_BYTES}}}", name))
+
+
+def refute_in(folder: Path, run: bytes, access: Access) -> None:
+    """Have no record of this run served from the slabs of a folder, by engines that open or look at them from now on.
+
+    Raises OSError.
+    """
+    replace_own(folder / f"{run.hex()}{_REFUTED_SUFFIX}", b"", access, durable=True)
 
 
 class SlabReader:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,7 @@ class DiskTier(Tier):
         self._stopped = threading.Event()
         self._uses = UseCount(self._close_files)
         late = time.monotonic() + FIRST_LOOK_S
-        self._look(lambda: time.monotonic() > late)
+        self._others.look(self._own, lambda: time.monotonic() > late)
         start_background("kvpact-disk-tend", partial(_tend_until_closed, weakref.ref(self), self._stopped))
 
     @classmethod
@@ -250,6 +250,11 @@ class DiskTier(Tier):
             if running and self._own is not None:
                 self._own.clear()
 
+    def refute_run(self) -> None:
+        with self._uses.one() as running:
+            if running and self._own is not None:
+                self._own.refute_run()
+
     # Counts
 
     def capacity(self) -> TierCapacity:
@@ -300,10 +305,7 @@ class DiskTier(Tier):
                 except (OSError, TierError) as error:
                     reason = error.strerror if isinstance(error, OSError) else str(error)
                     self._last_errors.add("share", f"cannot share {self._directory.path}: {reason}")
-                self._look(self._stopped.is_set)
-
-    def _look(self, stopped: Callable[[], bool]) -> None:
-        self._others.look(self._own.slab.path if self._own is not None else None, stopped)
+                self._others.look(self._own, self._stopped.is_set)
 
     def _opened(self, slab: Slab) -> OwnSlab:
         """Take over an open slab, which is closed if that fails. Raises OSError."""

@@ -10,8 +10,9 @@ from contextlib import suppress
 
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordError, RecordHeader, RecordMac
-from kvpact.tiers.record import Block, bytes_of
+from kvpact.tiers.record import Block, bytes_of, run_in
 from kvpact.tiers.shared.accounts import Accounts
+from kvpact.tiers.shared.refuted import RefutedRuns
 from kvpact.tiers.shared.store import RecordStore, StoreError, record_name
 
 
@@ -26,14 +27,19 @@ class RecordReader:
         seal: RecordMac,
         max_length: int,
         accounts: Accounts,
+        refuted: RefutedRuns,
     ) -> None:
-        """No payload has more than `max_length` bytes. `group` is the first part of the records' names."""
+        """No payload has more than `max_length` bytes. `group` is the first part of the records' names.
+
+        Records of `refuted` runs are not served.
+        """
         self._store = store
         self._namespace = namespace
         self._group = group
         self._seal = seal
         self._max_length = max_length
         self._accounts = accounts
+        self._refuted = refuted
 
     def header_in(self, raw: bytes) -> RecordHeader:
         """The header of a block that an engine of this tier may have stored. Raises RecordError."""
@@ -52,6 +58,10 @@ class RecordReader:
         found: Sequence[bool] = ()
         with self._accounts.noting("read"):
             found = self._store.read(names, records)
+            runs = {name: run_in(head) for name, head, there in zip(names, headers, found, strict=True) if there}
+            self._refuted.ask(runs.values())
+            if wrong := [name for name, run in runs.items() if run in self._refuted]:
+                self._store.remove(wrong)  # all at once, so that they can be stored again
             self._accounts.last_errors.clear("read")
         for there, block, name, header, buffer in zip(found, blocks, names, headers, buffers, strict=False):
             if there:
@@ -80,6 +90,8 @@ class RecordReader:
             header = self.header_in(bytes(raw))
         except RecordError as error:
             return str(error)
+        if header.run in self._refuted:
+            return "was written by an engine that later found its copies of KV to be wrong"
         if header.key != block.key:
             return f"misplaced: it is block {header.key.hex()[:16]}"
         if (header.parent, header.depth) != (block.parent, block.depth):

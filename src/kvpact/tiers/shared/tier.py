@@ -32,6 +32,7 @@ from kvpact.tiers.base import (
 from kvpact.tiers.record import Block, bytes_of, chained, require_at_most
 from kvpact.tiers.shared.accounts import Accounts
 from kvpact.tiers.shared.reader import RecordReader
+from kvpact.tiers.shared.refuted import RefutedRuns
 from kvpact.tiers.shared.store import (
     NAMESPACE_RECORD,
     RecordPieces,
@@ -77,7 +78,8 @@ class SharedTier(Tier):
         self._slot_bytes = slot_bytes
         self._seal = seal
         self._accounts = Accounts(logger, f"{self.name} tier at {store.place}")
-        self._reader = RecordReader(store, self._digest, self._group, seal, slot_bytes, self._accounts)
+        self._refuted = RefutedRuns(store, self._group)
+        self._reader = RecordReader(store, self._digest, self._group, seal, slot_bytes, self._accounts, self._refuted)
         self._usage = StoreUsage()
         self._usage_at = float("-inf")
         self._described = False
@@ -197,7 +199,16 @@ class SharedTier(Tier):
             for block, buffer in missing[first:end]:
                 digest = self._seal.payload_digest(buffer)
                 header = RecordHeader(
-                    self._digest, block.key, block.parent, block.depth, bytes_of(buffer), digest, now, now, epoch=epoch
+                    self._digest,
+                    block.key,
+                    block.parent,
+                    block.depth,
+                    bytes_of(buffer),
+                    digest,
+                    now,
+                    now,
+                    epoch=epoch,
+                    run=self._refuted.own,
                 )
                 records.append([header.encode(self._seal), *buffer])
             write(self._names([block.key for block, _ in missing[first:end]]), records)
@@ -220,6 +231,11 @@ class SharedTier(Tier):
             if running:
                 self.store.clear(self._group)
                 self._described = False
+
+    def refute_run(self) -> None:
+        with self._uses.one() as running, self._accounts.noting("write", "refute"):
+            if running:
+                self._refuted.refute()
 
     # Counts
 
