@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,59 @@ def test_a_wrong_copy_costs_no_token_and_the_engine_goes_on_without_a_cache(
     assert counted.count("refuted_copies") == 1
     held = sum(one.blocks for one in scan_directory(tmp_path))
     assert held == 0, "what this engine had written is dropped"
+
+
+class WrongFrom(PlayedDevice):
+    """A device whose saves leave out their last run of bytes, from some save on."""
+
+    begins, saves = 0, 0
+
+    def save(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
+        type(self).saves += 1
+        kept = slice(None, -1 if self.saves >= self.begins else None)
+        super().save(targets[kept], sources[kept], sizes[kept], stream)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("begins", "one_in"), [(30, 10), pytest.param(5000, 1000, marks=pytest.mark.soak)])
+def test_after_wrong_saves_a_running_engine_and_the_next_one_are_given_none_of_them(
+    begins: int, one_in: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wrong blocks are on disk and in a shared tier before a check finds one. What is read is judged block by block."""
+    random.seed(5)  # of the sampling: not the first wrong save is checked
+    monkeypatch.setattr(proof, "ONE_IN", one_in)
+    monkeypatch.setattr(WrongFrom, "begins", begins)
+    monkeypatch.setattr(WrongFrom, "saves", 0)
+    devices = Devices(monkeypatch, kind=WrongFrom, first=3)
+    tiers = [f"disk://{tmp_path}/slabs?capacity=64MiB", f"dir://{tmp_path}/shared?capacity=64MiB"]
+
+    def situation(harness: Harness) -> None:
+        with harness.engine(num_blocks=101) as other, harness.engine(num_blocks=101, device=devices.of_rank) as engine:
+            (segment,) = devices.segments
+            for number in range(3):  # the loads that a proof needs
+                harness.load(engine, f"again{number}", *harness.store(engine, prompt(number, 2)))
+            stored = 3
+            while segment.standing is not Standing.REFUTED:
+                assert stored < begins + 3 * one_in
+                harness.serve(engine, f"prompt{stored}", prompt(stored, 2))
+                stored += 1
+            unchecked = WrongFrom.saves - begins
+            assert written(tmp_path) > 2 * unchecked > 0, "wrong blocks are in the tiers"
+            harness.rest(engine)
+            wrong = range(stored - unchecked - 1, stored)
+            harness.serve(other, "other", *(prompt(number, 2) for number in wrong))
+        with harness.engine(num_blocks=101) as restarted:
+            harness.serve(restarted, "next", *(prompt(number, 2) for number in wrong))
+            for name in [f"next{place}" for place in range(len(wrong))]:
+                assert restarted.observed.committed_tokens(name) in (0, 32), "all, from what the other one stored"
+
+    check({**ASYNCHRONOUS, "tiers": tiers}, situation)
+
+
+def written(directory: Path) -> int:
+    """Records on disk and in the shared tier."""
+    files = sum(path.stat().st_size > 256 for path in (directory / "shared").rglob("*") if path.is_file())
+    return files + sum(one.blocks for one in scan_directory(directory / "slabs"))
 
 
 @pytest.mark.parametrize(("layout", "blocks"), [("LBNHC", 16), ("BLHNC", 128)])

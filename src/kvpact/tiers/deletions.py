@@ -49,8 +49,8 @@ class Deletions:
         self.lost_count = False
         """Whether there were too many of them to keep: then nothing that the tier holds is used."""
         self._repeat_at = inf
-        self._is_refuting = False
-        """Whether the tier has not been seen to refuse what this engine wrote, as it must."""
+        self._must_refute = False
+        """Whether the tier has not left the mark that it was asked for."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -72,7 +72,7 @@ class Deletions:
 
     def refute_run(self) -> None:
         """Have the tier give nobody what this engine wrote to it. Repeated until it has."""
-        self._is_refuting = True
+        self._must_refute = False
         self._executor.submit_control(_REFUTE, lambda tier: tier.refute_run())
 
     def _lose_count(self) -> None:
@@ -111,7 +111,7 @@ class Deletions:
     def repeat(self) -> None:
         """Repeat refused deletions."""
         self._repeat_at = inf
-        if self._is_refuting:
+        if self._must_refute:
             self.refute_run()
         exclusive = self._executor.tier.exclusive
         if self.lost_count and exclusive and None not in self._under_way.values():
@@ -123,7 +123,7 @@ class Deletions:
     def end(self, done: ControlDone) -> tuple[BlockKey, ...]:
         """End a deletion; returns the blocks that the tier no longer holds."""
         if done.op_id == _REFUTE:
-            self._is_refuting = not done.ok
+            self._must_refute = not done.ok
             self._repeat_at = self._repeat_at if done.ok else self._clock() + REPEAT_SECONDS
             return ()
         keys = self._under_way.pop(done.op_id)

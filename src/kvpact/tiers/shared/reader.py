@@ -57,11 +57,12 @@ class RecordReader:
         records = [[memoryview(header), *buffer] for header, buffer in zip(headers, buffers, strict=True)]
         found: Sequence[bool] = ()
         with self._accounts.noting("read"):
-            found = self._store.read(names, records)
-            runs = {name: run_in(head) for name, head, there in zip(names, headers, found, strict=True) if there}
+            arrived = self._store.read(names, records)
+            runs = {name: run_in(head) for name, head, there in zip(names, headers, arrived, strict=True) if there}
             self._refuted.ask(runs.values())
             if wrong := [name for name, run in runs.items() if run in self._refuted]:
                 self._store.remove(wrong)  # all at once, so that they can be stored again
+            found = arrived
             self._accounts.last_errors.clear("read")
         for there, block, name, header, buffer in zip(found, blocks, names, headers, buffers, strict=False):
             if there:
