@@ -172,7 +172,7 @@ def restart_row(path: Path, capacity: int, blocks: int, page_cache: str) -> dict
     before, cpu, began = resident_bytes(), time.process_time(), time.monotonic()
     tier = DiskTier.open(path.parents[1], NAMESPACE, PAGE_BYTES, capacity)
     opened, first = time.monotonic() - began, tier.capacity().blocks
-    while tier.reading:
+    while tier.own is not None and tier.own.reading:
         time.sleep(0.01)
     cpu, took = time.process_time() - cpu, time.monotonic() - began
     row = {

@@ -71,7 +71,8 @@ class DiskTier(Tier):
         self._directory = opener.directory
         self._slot_bytes = opener.slot_bytes
         self._last_errors = LastErrors(logger, "disk tier")
-        self._own = self._opened(slab) if slab is not None else None
+        self.own = self._opened(slab) if slab is not None else None
+        """What this engine stores; None while there is no room for it."""
         self._doomed: set[BlockKey] = set()
         """What was deleted while there is no own slab: one that is taken over may have it (H36)."""
         self._all_doomed = False
@@ -80,7 +81,7 @@ class DiskTier(Tier):
         self._stopped = threading.Event()
         self._uses = UseCount(self._close_files)
         late = time.monotonic() + FIRST_LOOK_S
-        self._others.look(self._own, lambda: time.monotonic() > late)
+        self._others.look(self.own, lambda: time.monotonic() > late)
         start_background("kvpact-disk-tend", partial(_tend_until_closed, weakref.ref(self), self._stopped))
 
     @classmethod
@@ -124,21 +125,16 @@ class DiskTier(Tier):
     @property
     def slab(self) -> Slab:
         """The slab that this engine writes. Raises TierError while there is no room for one."""
-        if self._own is None:
+        if self.own is None:
             raise TierError(f"disk tier: the other engines of {self._directory.path} leave no room for a slab yet")
-        return self._own.slab
-
-    @property
-    def reading(self) -> bool:
-        """Whether a part of the own slab's header table is still to be read: its blocks are misses until then."""
-        return self._own is not None and self._own.reading
+        return self.own.slab
 
     # Lookups and reads
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         if self._uses.stopped:
             return 0
-        held, own = 0, self._own
+        held, own = 0, self.own
         while held < len(keys):
             count = 0
             if own is not None and (in_own := own.lookup(keys)) > held:
@@ -151,11 +147,11 @@ class DiskTier(Tier):
     def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
         if self._uses.stopped:
             return [False] * len(keys)
-        own = self._own.lookup_each(keys) if self._own is not None else [False] * len(keys)
+        own = self.own.lookup_each(keys) if self.own is not None else [False] * len(keys)
         return [there or self._others.has(key) for key, there in zip(keys, own, strict=True)]
 
     def put_start(self, keys: Sequence[BlockKey]) -> int:
-        own = self._own
+        own = self.own
         return held if (held := self.lookup(keys)) == len(keys) or own is None else own.lookup(keys)
 
     @property
@@ -184,7 +180,7 @@ class DiskTier(Tier):
     ) -> tuple[int, int]:
         """Read what one slab has in a row from `start` on; (blocks that arrived, blocks that should have)."""
         end = start + len(buffers)
-        own = self._own
+        own = self.own
         if own is not None and (in_own := min(own.lookup(keys), end) - start) > 0:
             return own.get(keys[:end], start, buffers, on_progress), in_own
         count, slab = self._others.best(keys[:end], start)
@@ -201,8 +197,8 @@ class DiskTier(Tier):
         self._require_sizes(buffers)
         reading = EachRead(keys, buffers, on_progress)
         with self._uses.one() as running:
-            if running and self._own is not None:
-                self._own.get_each(reading)
+            if running and self.own is not None:
+                self.own.get_each(reading)
             if running and (left := len(reading.missing())):
                 self._others.get_each(reading)
                 if len(reading.missing()) < left:
@@ -219,8 +215,8 @@ class DiskTier(Tier):
     ) -> int:
         self._require_sizes(buffers)
         with self._uses.one() as running:
-            if running and self._own is not None:
-                self._own.put(keys, start, buffers, epoch)
+            if running and self.own is not None:
+                self.own.put(keys, start, buffers, epoch)
             return max(0, min(self.lookup(keys) - start, len(buffers))) if running else 0
 
     def put_each(
@@ -228,43 +224,43 @@ class DiskTier(Tier):
     ) -> list[bool]:
         self._require_sizes(buffers)
         with self._uses.one() as running:
-            if running and self._own is not None:
+            if running and self.own is not None:
                 missing = [number for number, there in enumerate(self.lookup_each(keys)) if not there]
-                self._own.put_each([keys[number] for number in missing], [buffers[number] for number in missing], epoch)
+                self.own.put_each([keys[number] for number in missing], [buffers[number] for number in missing], epoch)
             return self.lookup_each(keys)
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         doomed = list(keys)
-        if self._own is None:
+        if self.own is None:
             self._doomed.update(doomed)
             self._all_doomed |= len(self._doomed) > MAX_DOOMED
         with self._uses.one() as running:
             refused = self._others.refuse(doomed) if running else 0
-            return refused + (self._own.delete(doomed) if running and self._own is not None else 0)
+            return refused + (self.own.delete(doomed) if running and self.own is not None else 0)
 
     def clear(self) -> None:
         with self._uses.one() as running:
-            self._all_doomed |= self._own is None
+            self._all_doomed |= self.own is None
             if running:
                 self._others.refuse_all()
-            if running and self._own is not None:
-                self._own.clear()
+            if running and self.own is not None:
+                self.own.clear()
 
     def refute_run(self) -> None:
         with self._uses.one() as running:
-            if running and self._own is not None:
-                self._own.refute_run()
+            if running and self.own is not None:
+                self.own.refute_run()
 
     # Counts
 
     def capacity(self) -> TierCapacity:
         """What is in this engine's own slab: the sum over engines is what the directory holds."""
-        blocks = self._own.held_count if self._own is not None else 0
+        blocks = self.own.held_count if self.own is not None else 0
         return TierCapacity(blocks * self._slot_bytes, self._directory.capacity_bytes, blocks)
 
     def counts(self) -> TierCounts:
         others = self._others.counts()
-        own = self._own.counts() if self._own is not None else TierCounts()
+        own = self.own.counts() if self.own is not None else TierCounts()
         return TierCounts(
             own.damaged + others.damaged, own.dropped_writes, own.evicted, own.failed_reads + others.failed_reads
         )
@@ -272,7 +268,7 @@ class DiskTier(Tier):
     def scan(self) -> Iterator[RecordHeader]:
         """The headers of this engine's own slab."""
         with self._uses.one() as running:
-            headers = list(self._own.scan()) if running and self._own is not None else []
+            headers = list(self.own.scan()) if running and self.own is not None else []
         yield from headers
 
     def health(self) -> TierHealth:
@@ -280,8 +276,8 @@ class DiskTier(Tier):
 
     def check(self) -> None:
         """Verify the index's invariants, for tests. Raises PactViolation."""
-        if self._own is not None:
-            self._own.check()
+        if self.own is not None:
+            self.own.check()
         self._others.check()
 
     # The other engines
@@ -292,11 +288,11 @@ class DiskTier(Tier):
         A thread calls this every `TEND_SECONDS`. Errors are noted in `health`.
         """
         with self._tending, self._uses.one() as running:
-            if running and not self._stopped.is_set() and not (self._own is not None and self._own.slab.closed):
+            if running and not self._stopped.is_set() and not (self.own is not None and self.own.slab.closed):
                 try:
-                    if self._own is not None:
-                        self._own.read_on(self._stopped.is_set)
-                        if self._own.reading:
+                    if self.own is not None:
+                        self.own.read_on(self._stopped.is_set)
+                        if self.own.reading:
                             return
                     self._take_share()
                     self._last_errors.clear("share")
@@ -305,7 +301,7 @@ class DiskTier(Tier):
                 except (OSError, TierError) as error:
                     reason = error.strerror if isinstance(error, OSError) else str(error)
                     self._last_errors.add("share", f"cannot share {self._directory.path}: {reason}")
-                self._others.look(self._own, self._stopped.is_set)
+                self._others.look(self.own, self._stopped.is_set)
 
     def _opened(self, slab: Slab) -> OwnSlab:
         """Take over an open slab, which is closed if that fails. Raises OSError."""
@@ -324,12 +320,12 @@ class DiskTier(Tier):
 
     def _take_share(self) -> None:
         """Grow or shrink to this engine's share, or make a slab if there is room for one now."""
-        own = self._own
+        own = self.own
         if own is None:
             with suppress(NoRoomYet):
                 own = self._opened(self._opener.open(0.0))
                 self._forget_doomed(own)
-                self._own = own
+                self.own = own
                 self._forget_doomed(own)  # what was deleted in between
             return
         with self._directory.locked(_TEND_LOCK_S):
@@ -341,8 +337,8 @@ class DiskTier(Tier):
         tending = self._tending.acquire(timeout=_CLOSE_S)
         try:
             with self._uses.the_last() as first:
-                if first and self._own is not None:
-                    self._own.persist_use()
+                if first and self.own is not None:
+                    self.own.persist_use()
         finally:
             if tending:
                 self._tending.release()
@@ -350,8 +346,8 @@ class DiskTier(Tier):
     def _close_files(self) -> None:
         self._others.close()
         self._directory.end_announcement()
-        if self._own is not None:
-            self._own.slab.close()
+        if self.own is not None:
+            self.own.slab.close()
 
 
 def _after(on_progress: Progress | None, arrived: int) -> Progress | None:
