@@ -309,6 +309,8 @@ def _open_path(path: Path) -> int:
     """A descriptor that needs no permission on the folder; for its status and for paths through it."""
     try:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except PermissionError:
+        raise NotOurs(f"user {os.geteuid()} may not enter the directory of {path}; run as its owner") from None
     except NotADirectoryError:
         if not path.parent.is_dir():
             raise

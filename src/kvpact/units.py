@@ -36,6 +36,17 @@ def parse_size(value: object) -> int:
     return int(_parse(value, _BYTES_PER_UNIT, "b", right))
 
 
+def parse_age(value: str) -> float:
+    """Seconds of a time with its unit, where a wrong one could cost data: "7" is refused.
+
+    Raises:
+        ValueError: no unit, or as `parse_duration`.
+    """
+    if value.strip().replace(".", "", 1).isdecimal():
+        raise ValueError(f'say in which unit: "{value}d" for days, "{value}h" for hours, "{value}s" for seconds')
+    return parse_duration(value)
+
+
 def parse_duration(value: object) -> float:
     """Seconds of a time: a number, or text such as "2s", "50ms", "1m", "0.5h", "7d".
 

@@ -104,10 +104,10 @@ def test_verify_exits_with_1_for_a_damaged_record(tmp_path: Path) -> None:
 
 def test_gc_removes_one_namespace_and_nothing_else(place: str) -> None:
     fill(place)
-    unknown = kvpact("gc", place, "--namespace", "0123")
+    unknown = kvpact("gc", place, "--yes", "--namespace", "01234567")
     assert unknown.exit_code == 2
     assert MODELS["qwen"].name in unknown.stderr
-    result = kvpact("gc", place, "--namespace", MODELS["llama"].name[:8])
+    result = kvpact("gc", place, "--yes", "--namespace", MODELS["llama"].name[:8])
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("removed ")
     left = json.loads(kvpact("inspect", place, "--json").stdout)["namespaces"]
@@ -129,43 +129,64 @@ def test_h37_gc_removes_what_no_engine_will_ask_for(place: str, monkeypatch: pyt
     stored_under(place, {"old format": Epoch()})
     monkeypatch.undo()
     stored_under(place, {"first epoch": Epoch(), "named": Epoch.of_word("v1"), "drawn": Epoch.draw()})
-    assert kvpact("gc", place, "--older-than", "1h").stdout == "removed 0 records\n"
-    assert kvpact("gc", place, "--older-than", "0s").stdout == "removed 4 records\n"
+    assert kvpact("gc", place, "--yes", "--older-than", "1h").stdout == "removed 0 records\n"
+    assert kvpact("gc", place, "--yes", "--older-than", "0s").stdout == "removed 4 records\n"
     tier = open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT))
     left = {name: tier.lookup(document(name, 2).keys) for name in ("old format", "first epoch", "named", "drawn")}
     assert left == {"old format": 0, "first epoch": 2, "named": 2, "drawn": 0}
     tier.close()
     named = ("--namespace", MODELS["llama"].name)
-    assert kvpact("gc", place, "--older-than", "1d", *named).stdout == "removed 0 records\n"
-    assert kvpact("gc", place, "--older-than", "0s", *named).stdout == "removed 4 records\n"
+    assert kvpact("gc", place, "--yes", "--older-than", "1d", *named).stdout == "removed 0 records\n"
+    assert kvpact("gc", place, "--yes", "--older-than", "0s", *named).stdout == "removed 4 records\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((), "give --namespace NAME, --older-than AGE, or both"), (("--older-than", "a while"), "a time such as")],
+    [
+        ((), "give --namespace NAME, --older-than AGE, or both"),
+        (("--older-than", "a while"), "a time such as"),
+        (("--older-than", "7"), 'say in which unit: "7d" for days'),
+        (("--older-than", "0.5"), 'say in which unit: "0.5d" for days'),
+        (("--namespace", "0123abc"), "at least the first 8 digits"),
+        (("--older-than", "0s"), "would remove 1 slab, and nobody can be asked here: add --yes"),
+    ],
 )
 def test_gc_that_is_not_told_what_to_remove_removes_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
+    open_tier(parse_tier_url(f"disk://{tmp_path}?capacity=16MiB"), TierContext(MODELS["llama"], SLOT)).close()
     refused = kvpact("gc", tmp_path, *arguments)
     assert refused.exit_code == 2
     assert message in " ".join(refused.stderr.split())
+    assert len(list(tmp_path.glob("kvpact/*.slab"))) == 1
+
+
+def test_gc_says_how_many_and_removes_none_with_dry_run(place: str) -> None:
+    fill(place)
+    for arguments in (
+        ("--namespace", MODELS["llama"].name),
+        ("--older-than", "0s", "--namespace", MODELS["llama"].name),
+    ):
+        said = kvpact("gc", place, *arguments, "--dry-run", "--yes")
+        assert (said.exit_code, said.stdout.split()[:2]) == (0, ["would", "remove"]), said.output
+        removed = kvpact("inspect", place, "--json").stdout
+        assert len(json.loads(removed)["namespaces"]) == 2
 
 
 def test_gc_removes_slabs_that_were_not_used_for_long(tmp_path: Path) -> None:
     place = f"disk://{tmp_path}/slabs?capacity=16MiB"
     open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT)).close()
     used = open_tier(parse_tier_url(place), TierContext(MODELS["qwen"], SLOT))
-    assert kvpact("gc", place, "--older-than", "1h").stdout == "removed 0 slabs\n"
-    assert kvpact("gc", place, "--older-than", "0s").stdout == "removed 1 slab\n"
+    assert kvpact("gc", place, "--yes", "--older-than", "1h").stdout == "removed 0 slabs\n"
+    assert kvpact("gc", place, "--yes", "--older-than", "0s").stdout == "removed 1 slab\n"
     used.close()
 
 
 def test_gc_removes_an_idle_slab(tmp_path: Path) -> None:
     place = f"disk://{tmp_path}/slabs?capacity=16MiB"
     tier = open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT))
-    refused = kvpact("gc", place, "--namespace", MODELS["llama"].name)
+    refused = kvpact("gc", place, "--yes", "--namespace", MODELS["llama"].name)
     assert "in use by an engine" in refused.stderr
     tier.close()
-    assert kvpact("gc", place, "--namespace", MODELS["llama"].name).stdout == "removed 1 slab\n"
+    assert kvpact("gc", place, "--yes", "--namespace", MODELS["llama"].name).stdout == "removed 1 slab\n"
     assert list((tmp_path / "slabs").glob("kvpact/*.slab")) == []
 
 
@@ -176,9 +197,9 @@ def test_gc_and_inspect_know_the_slabs_of_all_engines_of_a_model(tmp_path: Path)
     shown = [line.split()[:3] for line in kvpact("inspect", place).stdout.splitlines() if name in line]
     assert shown == [[f"{name}-1", "pid", str(os.getpid())], [name, "pid", str(os.getpid())]]
     tiers[0].close()
-    assert "in use by an engine" in kvpact("gc", place, "--namespace", name).stderr
+    assert "in use by an engine" in kvpact("gc", place, "--yes", "--namespace", name).stderr
     tiers[1].close()
-    assert kvpact("gc", place, "--namespace", name).stdout == "removed 2 slabs\n"
+    assert kvpact("gc", place, "--yes", "--namespace", name).stdout == "removed 2 slabs\n"
     assert list((tmp_path / "slabs").glob("kvpact/*.slab")) == []
 
 
@@ -239,7 +260,7 @@ def test_a_stats_file_that_holds_something_else_is_refused(
 
 
 @pytest.mark.parametrize("scheme", ["dir", "file"])
-@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("gc", "--namespace", "a")])
+@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("gc", "--yes", "--namespace", "0123abcd")])
 def test_whoever_only_looks_makes_no_directory(command: tuple[str, ...], scheme: str, tmp_path: Path) -> None:
     (tmp_path / "a-file").write_text("")
     for name in ("missing", "a-file"):
@@ -248,7 +269,7 @@ def test_whoever_only_looks_makes_no_directory(command: tuple[str, ...], scheme:
 
 
 def test_a_store_that_cannot_be_reached_is_named_once_and_without_its_password() -> None:
-    for command in (("inspect",), ("verify",), ("gc", "--namespace", "a")):
+    for command in (("inspect",), ("verify",), ("gc", "--yes", "--namespace", "0123abcd")):
         line = refusal(*command, "redis://kira:hunter2@127.0.0.1:1/0")
         assert line.startswith("kvpact: redis://127.0.0.1:1/0: cannot connect to 127.0.0.1:1")
         assert line.count("redis://") == 1

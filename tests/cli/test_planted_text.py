@@ -73,7 +73,7 @@ def test_h87_what_a_store_holds_does_not_act_on_the_terminal(place: str) -> None
     store.write([f"{group}/{KEY}"], [[b"no record " * 40]])
     store.write([f"{group}/namespace"], [[model.describe().encode()]])
     store.close()
-    for command in (("inspect",), ("verify",), ("gc", "--namespace", "nothing")):
+    for command in (("inspect",), ("verify",), ("gc", "--yes", "--namespace", "nothing-of-it")):
         said, lines = kvpact(*command, place)
         require_harmless(said, "\\u202e")
         assert lines <= 4, said
@@ -88,7 +88,7 @@ def test_h87_names_of_files_do_not_act_on_the_terminal(tmp_path: Path) -> None:
         (place / "kvpact").mkdir(parents=True)
         for folder in (place, place / "kvpact"):
             (folder / f"a{name}.slab").write_bytes(f"{CLEARS}no slab".encode() * 9)
-        for command in (("inspect",), ("verify",), ("gc", "--namespace", "nothing")):
+        for command in (("inspect",), ("verify",), ("gc", "--yes", "--namespace", "nothing-of-it")):
             require_harmless(kvpact(*command, place)[0], ascii(name)[1:-1])
     said, _ = kvpact("tiers", f"disk://{tmp_path}/cache{CLEARS}{TURNS}/not/there?capacity=1GiB")
     require_harmless(said, "there is no directory")

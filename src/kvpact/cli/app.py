@@ -7,6 +7,7 @@ imports what a command needs only when it runs, so that `kvpact --help` answers 
 from __future__ import annotations
 
 import os
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -156,29 +157,38 @@ def gc(
     older_than: Annotated[
         str | None, typer.Option("--older-than", metavar="AGE", help='Such as "7d" or "12h".', show_default=False)
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how many, and remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Remove what a tier holds of one namespace, or what no engine will ask for.
+    """Remove what a tier holds of one namespace, or what no engine will ask for. Asks first.
 
-    With --namespace, all of it; the start of its name is enough. With --older-than, what was written longer ago: of the
-    named namespace, or else records of older formats and those that an engine could keep for itself alone and did not
-    live to delete. Slabs count by their last use; one that an engine is using is left alone.
+    With --namespace, all of it; the first 8 digits of its name are enough. With --older-than, what was written longer
+    ago: of the named namespace, or else records of older formats and those that an engine could keep for itself alone
+    and did not live to delete. Slabs count by their last use; one that an engine is using is left alone.
     """
-    from kvpact.cli.stores import collect, collect_older, parse_place
-    from kvpact.units import parse_duration
+    from kvpact.cli.stores import collect, parse_place
+    from kvpact.units import parse_age
 
     where = parse_place(place)
-    if older_than is not None:
-        try:
-            seconds = parse_duration(older_than)
-        except ValueError as error:
-            raise ConfigError(f"--older-than: {error}") from None
-        removed = collect_older(where, seconds, namespace)
-    elif namespace is not None:
-        removed = collect(where, namespace)
-    else:
+    if older_than is None and namespace is None:
         raise ConfigError("gc removes nothing by itself: give --namespace NAME, --older-than AGE, or both")
-    what = "slab" if isinstance(where, Path) else "record"
-    typer.echo(f"removed {removed} {what}{'' if removed == 1 else 's'}")
+    try:
+        seconds = None if older_than is None else parse_age(older_than)
+    except ValueError as error:
+        raise ConfigError(f"--older-than: {error}") from None
+
+    def said(count: int) -> str:
+        return f"{count} {'slab' if isinstance(where, Path) else 'record'}{'' if count == 1 else 's'}"
+
+    if not yes or dry_run:
+        found = said(collect(where, namespace, seconds, dry_run=True))
+        if dry_run:
+            typer.echo(f"would remove {found}")
+            return
+        if not sys.stdin.isatty():
+            raise ConfigError(f"would remove {found}, and nobody can be asked here: add --yes")
+        typer.confirm(f"remove {found}?", abort=True)
+    typer.echo(f"removed {said(collect(where, namespace, seconds, dry_run=False))}")
 
 
 @app.command()

@@ -27,13 +27,16 @@ from kvpact.own_files import OwnFolder
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
 from kvpact.tiers.disk.slab_directory import SlabDirectory, look_at
 from kvpact.tiers.registry import load_seal, open_store
-from kvpact.tiers.shared.inspection import remove_group, remove_older, summarize, verify_store
-from kvpact.tiers.shared.store import RecordStore, StoreError
+from kvpact.tiers.shared.inspection import older, summarize, verify_store
+from kvpact.tiers.shared.store import RecordStore, StoreError, remove_all
 from kvpact.tiers.urls import TierURL, parse_tier_url
 from kvpact.units import format_size
 
 PROBES: Final = 5
 """Lookups of a missing record, with which `kvpact tiers` measures a store's latency."""
+
+NAME_DIGITS: Final = 8
+"""Of a namespace's name, which whoever removes it types at least."""
 
 _PATIENCE_S: Final = 2.0
 _DIRECTORIES: Final = ("dir", "file")
@@ -65,9 +68,13 @@ def opened(url: TierURL) -> Iterator[RecordStore]:
 
 @contextmanager
 def opened_as_it_is(url: TierURL) -> Iterator[RecordStore]:
-    """`opened`, where a directory that is not there is a TierError."""
-    if url.scheme in _DIRECTORIES and not Path(url.path).is_dir():
-        raise TierError(f"{url.path} is not a directory; give the path of a {url.scheme} tier")
+    """`opened`, where a directory that is not there, or cannot be read, is a TierError."""
+    if url.scheme in _DIRECTORIES:
+        with OwnFolder.look(Path(url.path)) as folder:
+            if not Path(url.path).is_dir():
+                raise TierError(f"{url.path} is not a directory; give the path of a {url.scheme} tier")
+            if folder.is_there and not os.access(folder.held, os.R_OK | os.X_OK):
+                raise TierError(f"{folder.path} cannot be read by user {os.geteuid()}; run as its owner")
     with opened(url) as store:
         yield store
 
@@ -137,42 +144,38 @@ def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -
     return not report.damaged
 
 
-def collect(place: TierURL | Path, namespace: str) -> int:
-    """Remove all records or slabs of the namespace whose name begins with `namespace`; returns their number.
+def collect(place: TierURL | Path, namespace: str | None, seconds: float | None, *, dry_run: bool) -> int:
+    """Remove records or slabs, with `dry_run` none; returns their number.
+
+    Of the namespace whose name begins with `namespace`: all, or what is older than `seconds`. Without a namespace, what
+    is older and no engine will ask for; slabs, if no engine has used them for that time.
 
     Raises TierError: no namespace begins with it, several do, an engine uses the slab, or the store fails.
     """
+    before = None if seconds is None else time.time() - seconds
     if isinstance(place, Path):
         with _locked_slabs(place) as slabs:
-            chosen = _the_one({_namespace_of(slab) for slab in slabs}, namespace, place)
-            its = [slab for slab in slabs if _namespace_of(slab) == chosen]
-            for slab in its:
-                found = look_at(slab)
-                if found is not None and found.in_use:
-                    raise TierError(f"{slab} is in use by an engine; stop it first")
-            for slab in its:
+            doomed = _doomed(slabs, namespace, before, place)
+            for slab in () if dry_run else doomed:
                 slab.unlink(missing_ok=True)
-            return len(its)
-    with opened_for_removal(place) as store:
-        return remove_group(store, _group_in(store, namespace, place))
+            return len(doomed)
+    with (opened_as_it_is if dry_run else opened_for_removal)(place) as store:
+        group = "" if namespace is None else _group_in(store, namespace, place)
+        names = [record.name for record in store.names(group)] if before is None else [*older(store, before, group)]
+        return len(names) if dry_run else remove_all(store, names)
 
 
-def collect_older(place: TierURL | Path, seconds: float, namespace: str | None) -> int:
-    """Remove records or slabs that are older than `seconds`; returns their number. Raises TierError.
-
-    In a shared store: with a namespace all of its records; without, those that no engine will ask for. In a directory
-    of slabs: those that no engine has used for that time.
-    """
-    before = time.time() - seconds
-    if isinstance(place, Path):
-        with _locked_slabs(place) as slabs:
-            found = [(slab, look_at(slab)) for slab in slabs if slab.name.startswith(namespace or "")]
-            old = [slab for slab, seen in found if seen is not None and not seen.in_use and seen.modified < before]
-            for slab in old:
-                slab.unlink(missing_ok=True)
-            return len(old)
-    with opened_for_removal(place) as store:
-        return remove_older(store, before, "" if namespace is None else _group_in(store, namespace, place))
+def _doomed(slabs: Sequence[Path], namespace: str | None, before: float | None, place: Path) -> list[Path]:
+    if namespace is not None:
+        chosen = _the_one({_namespace_of(slab) for slab in slabs}, namespace, place)
+        slabs = [slab for slab in slabs if _namespace_of(slab) == chosen]
+    found = [(slab, seen) for slab in slabs if (seen := look_at(slab)) is not None]
+    if before is not None:
+        return [slab for slab, seen in found if not seen.in_use and seen.modified < before]
+    for slab, seen in found:
+        if seen.in_use:
+            raise TierError(f"{slab} is in use by an engine; stop it first")
+    return [slab for slab, _ in found]
 
 
 @contextmanager
@@ -196,6 +199,8 @@ def _group_in(store: RecordStore, wanted: str, place: TierURL) -> str:
 
 
 def _the_one(names: set[str], wanted: str, place: object) -> str:
+    if len(wanted) < NAME_DIGITS:
+        raise ConfigError(f"--namespace: give at least the first {NAME_DIGITS} digits of its name, not {wanted!r}")
     found = sorted(name for name in names if name.startswith(wanted))
     if len(found) != 1:
         known = ", ".join(found or sorted(names)) or "none at all"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordError, RecordHeader, RecordMac, written_in_older_format
-from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordStore, StoredRecord, headers_of, key_of, remove_all
+from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordStore, StoredRecord, headers_of, key_of
 
 _MAX_LENGTH = 1 << 32
 
@@ -151,22 +151,16 @@ def _wrong(store: RecordStore, name: str, raw: bytes, seal: RecordMac) -> str:
     return ""
 
 
-def remove_older(store: RecordStore, written_before: float, group: str = "") -> int:
-    """Remove records written before a time, in seconds since 1970; returns their number. Raises StoreError.
+def older(store: RecordStore, written_before: float, group: str = "") -> Iterator[str]:
+    """The names of records written before a time, in seconds since 1970. Raises StoreError.
 
-    With `group` all of its records; without, those that no engine will ask for again: of older formats, and of epochs
-    that an engine drew for itself and did not delete when it ended.
+    With `group` of all of its records; without, of those that no engine will ask for again: of older formats, and of
+    epochs that an engine drew for itself and did not delete when it ended.
     """
-    names = [record.name for record in store.names(group) if key_of(record.name)]
-    return remove_all(
-        store,
-        (
-            name
-            for name, raw in headers_of(store, names)
-            if (written := _written_if_unwanted(raw or b"", any_wanted=not group)) is not None
-            and written < written_before
-        ),
-    )
+    for name, raw in headers_of(store, [record.name for record in store.names(group) if key_of(record.name)]):
+        written = _written_if_unwanted(raw or b"", any_wanted=not group)
+        if written is not None and written < written_before:
+            yield name
 
 
 def _written_if_unwanted(raw: bytes, *, any_wanted: bool) -> float | None:
@@ -176,8 +170,3 @@ def _written_if_unwanted(raw: bytes, *, any_wanted: bool) -> float | None:
     except RecordError:
         return written_in_older_format(raw)
     return None if any_wanted and not header.epoch.is_drawn else header.written
-
-
-def remove_group(store: RecordStore, group: str) -> int:
-    """Remove every record of a group; returns their number. Raises StoreError."""
-    return remove_all(store, [record.name for record in store.names(group)])
