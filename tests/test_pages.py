@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 from documents import ROOT, documents
 
 PAGES = [*documents(), ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]
 SOURCE = ROOT / "src" / "kvpact"
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+ANCHORED = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
 NAME = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 
 QUESTIONS = "## Where would I change ...?"
@@ -71,6 +74,44 @@ def test_every_link_to_a_file_leads_to_one() -> None:
     ]
     assert dead == []
     assert len([target for page in PAGES for target in links_of(page)]) > 40
+
+
+def test_every_link_to_a_heading_leads_to_one() -> None:
+    dead = [
+        f"{page.relative_to(ROOT)}: {target}#{anchor}"
+        for page in PAGES
+        for target, anchor in ANCHORED.findall(page.read_text(encoding="utf-8"))
+        if "://" not in target and anchor not in anchors_of(page.parent / target if target else page)
+    ]
+    assert dead == []
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def test_every_table_is_rendered_as_one() -> None:
+    """A row that is apart from its table, or has other cells than its head, is shown as text with bars."""
+    markdown, broken, tables = MarkdownIt().enable("table"), [], 0
+    for page in PAGES:
+        lines = page.read_text(encoding="utf-8").split("\n")
+        tokens = markdown.parse("\n".join(lines))
+        inside = {row for token in tokens if token.type == "table_open" and token.map for row in range(*token.map)}
+        code = {row for token in tokens if token.type == "fence" and token.map for row in range(*token.map)}
+        tables += sum(token.type == "table_open" for token in tokens)
+        widths: dict[int, int] = {}
+        for number, line in enumerate(lines):
+            if line.startswith("|") and number not in code:
+                cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line)))
+                widths[number] = widths.get(number - 1, cells)
+                if number not in inside or cells != widths[number]:
+                    broken.append(f"{page.relative_to(ROOT)}:{number + 1}: {line[:60]}")
+    assert broken == []
+    assert tables > 40
 
 
 def test_every_name_of_the_code_is_in_its_file() -> None:

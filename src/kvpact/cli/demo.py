@@ -38,7 +38,7 @@ def demo(
         typer.Option("--tp", min=1, help="Tensor-parallel ranks of each engine, a core or a GPU for each."),
     ] = 1,
 ) -> None:
-    """Compute eight long documents once on a real vLLM engine, then load them from memory and, restarted, from disk.
+    """Compute long documents once on a real vLLM engine, then load them from memory and, restarted, from disk.
 
     Needs no network and no model: both the model, with random weights, and the documents are made on the spot. Exits
     with 1 if an answer differs, a lease is left, or less than 95 % of the reusable tokens came from the cache.

@@ -171,15 +171,15 @@ def show(report: Report, console: Console) -> None:
     # Fits into 80 columns, the assumed width where the output is a file.
     table = Table(title="One prompt, computed once", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("phase", no_wrap=True)
-    for heading in ("prompt\ntokens", "from\ncache", "first token,\nmedian", "quartiles,\nms", "against\ncold"):
+    for heading in ("tokens of\na prompt", "from\ncache", "first token,\nmedian", "quartiles,\nms", "against\ncold"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("tokens\nidentical", no_wrap=True)
     for phase in report.phases:
         low, high = phase.ttft_ms_quartiles
         table.add_row(
             phase.name,
-            f"{phase.prompt_tokens:,}",
-            f"{phase.cached_tokens:,}",
+            f"{phase.prompt_tokens / phase.requests:,.0f}",
+            f"{phase.cached_tokens / phase.requests:,.0f}",
             f"{phase.ttft_ms:,.0f} ms",
             f"{low:,.0f}-{high:,.0f}",
             f"{phase.speedup:.1f} x",
@@ -190,7 +190,9 @@ def show(report: Report, console: Console) -> None:
     console.print(
         Group(
             table,
-            Text(f"{report.phases[0].requests} prompts. Model, with random weights: {report.model}."),
+            Text(
+                f"Means and medians of {report.phases[0].requests} prompts. Model, with random weights: {report.model}."
+            ),
             Text(f"Ledger, in tokens: {counts}. Leases held: {report.leases_held}."),
             *([Text(f"On {report.gpu}. {UNPROVEN_ON_GPUS}")] if report.gpu else []),
             Text(_cold_cpu_line(report.cold_cpu_share)),
