@@ -8,11 +8,12 @@ BIN := .venv/bin
 # take hours or a GPU. lifecycle, e2e and churn take 17 minutes and more.
 BENCHMARKS := limits copy tiers index imports lifecycle flood step_time disk_tier engine_speed e2e churn
 
-.PHONY: help setup demo gpu test test-3.13 lint bench proofs soak
+.PHONY: help setup demo gpu check test test-3.13 lint bench proofs soak
 
 help:
 	@echo 'make demo   the main job on a real vLLM: computed once, then loaded from memory and from disk'
 	@echo 'make gpu    what only a GPU can prove, with the packages that are there: no network is needed'
+	@echo 'make check  format, lint, types, and the tests that need no engine and no server: three minutes'
 	@echo 'make test   format, lint, types, all tests'
 	@echo 'make test-3.13  the tests that need no engine on Python 3.13, in .venv-3.13, where the machine has it'
 	@echo 'make lint   format, lint, types, and how many lines of code there are'
@@ -44,6 +45,9 @@ lint:
 test-3.13:
 	@$(SYSTEM) venv dev
 	@./scripts/test_other_python.sh 3.13
+
+check: lint
+	@./scripts/test_without_engine.sh .venv
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20

@@ -6,7 +6,6 @@
 set -eu
 cd "$(dirname "$0")/.."
 version=$1
-folders="cache engine identity index memory worker" # two minutes on two cores
 
 if ! python=$(./scripts/find_python.sh "$version" 2>/dev/null); then
     echo "[test-$version] NOT RUN: this machine has no Python $version with its venv module (neither python$version nor pyenv has it)"
@@ -14,4 +13,4 @@ if ! python=$(./scripts/find_python.sh "$version" 2>/dev/null); then
 fi
 export KVPACT_VENV=.venv-$version PYTHON=$python
 ./scripts/setup_venv.sh dev
-"$KVPACT_VENV/bin/python" -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(printf 'tests/%s ' $folders)
+./scripts/test_without_engine.sh "$KVPACT_VENV"

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Runs the tests that need no engine and no server, with the Python of an environment: scripts/test_without_engine.sh VENV.
+set -eu
+cd "$(dirname "$0")/.."
+exec "$1/bin/python" -m pytest -n 2 --dist loadscope --no-loadscope-reorder tests/{cache,engine,identity,index,memory,worker}
