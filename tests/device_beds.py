@@ -31,6 +31,7 @@ from kvpact.worker.paged import PagedKV, PagedLayer
 
 BLOCKS, SLOTS, LAYERS = 24, 16, 6
 PINNED_SLOTS = 3
+STEP_ENTRIES = 12
 
 
 def one_by_one(device: str = "cpu") -> dict[str, Any]:
@@ -138,6 +139,7 @@ LIMITS = [
     for module, name in (
         (round_trip, "LIMIT_SECONDS"),
         (engine, "STEP_ENTRIES"),
+        (engine, "SHORT_ENTRIES"),
         (pinned, "CHUNK_BYTES"),
     )
 ]
@@ -168,7 +170,8 @@ class Bed:
         if seed is None:
             self.engine: Any = CpuTransferEngine(self.paged, self.segment, self.segment.classes, 0)
             return
-        self._limits.setattr(engine, "STEP_ENTRIES", 12)  # so that plays reach it
+        self._limits.setattr(engine, "STEP_ENTRIES", STEP_ENTRIES)  # so that plays reach it
+        self._limits.setattr(engine, "SHORT_ENTRIES", STEP_ENTRIES)
         self.device = PlayedDevice(seed, self.current_stream)
         self.device.map(*self.paged.tensors)
         driver = self.device.driver
@@ -177,6 +180,16 @@ class Bed:
         self.engine = engine.DeviceTransferEngine(
             self.paged, self.segment, self.device, pinned_bytes(self.segment, seed)
         )
+        self._entries_per_block = self.engine.copies_per_block * (2 if layout in SIZED else 1)  # pieces may cut a run
+        self._submit_some, self.engine.submit_some = self.engine.submit_some, self._within_limit
+
+    def _within_limit(self) -> None:
+        """A step that computes gives the device its share of copies, and in each direction less than a block more."""
+        assert self.driver is not None
+        before = self.driver.num_entries
+        self._submit_some()
+        if self.driver.num_entries - before > STEP_ENTRIES + 2 * self._entries_per_block:
+            self.driver.violations.append(f"{self.driver.num_entries - before} copies in a step")
 
     @property
     def driver(self) -> HostileDriver | None:
@@ -276,7 +289,8 @@ class CudaBed:
         self.tensors, self.paged = memory_of(layout, "cuda:0")
         self.segment = segment_for(layout, self.paged)
         self._limits.setattr(pinned, "CHUNK_BYTES", pinned_bytes(self.segment))
-        self._limits.setattr(engine, "STEP_ENTRIES", 12)
+        self._limits.setattr(engine, "STEP_ENTRIES", STEP_ENTRIES)
+        self._limits.setattr(engine, "SHORT_ENTRIES", STEP_ENTRIES)
         self.engine: Any = open_device(load_config({}, {}), self.paged, self.segment, 0)
         self._pages = [self._view(one) for one in self.paged.layers]
         self._second = ThreadPoolExecutor(1)

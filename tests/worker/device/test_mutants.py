@@ -36,6 +36,8 @@ OTHERS = {
     "self.cuts": "False",
     "self.engine.order(self)": "None",
     "MAX_BATCH_ENTRIES": "1 << 30",
+    "STEP_ENTRIES // len(queues)": "1 << 30",
+    "queue.open[0] is transfer": "True",
 }
 """Expression -> what stands in its place."""
 

@@ -44,7 +44,7 @@ class Plain:
 
     def load(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
         self._numbers.setdefault(stream, itertools.count(1))
-        wrong = ("", "load of a step", "load", "save")[stream] == self.kind and self.is_faulty(
+        wrong = ("", "load of a step", "load", "save", "load")[stream] == self.kind and self.is_faulty(
             next(self._numbers[stream])
         )
         entries = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
