@@ -45,7 +45,8 @@ class Devices:
         """Opened so far."""
         monkeypatch.setattr("kvpact.vllm.device.open_device", self._open)
 
-    def _open(self, config: Any, paged: Any, segment: Any, rank: int) -> Any:
+    def _open(self, config: Any, paged: Any, segment: Any, rank: int, model: str) -> Any:
+        assert model, "an error names it"
         self.segments.append(segment)
         return self._devices[rank].open(config, paged, segment, rank)
 

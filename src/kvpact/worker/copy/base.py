@@ -110,7 +110,8 @@ class TransferEngine(Protocol):
         """Nothing is computed now: begin all that waits."""
 
     def rebind(self, paged: PagedKV) -> None:
-        """From now on the pages lie here; in each layer as many bytes a block as before. No transfer is under way."""
+        """The pages have gone, and lie here from now on, perhaps at the same addresses; in each layer as many bytes a
+        block as before. No transfer is under way."""
 
     def close(self, seconds: float) -> bool:
         """Begin no more transfers; those not begun fail. Returns whether all ended within `seconds`. Idempotent."""
