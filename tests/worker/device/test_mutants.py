@@ -38,6 +38,8 @@ OTHERS = {
     "MAX_BATCH_ENTRIES": "1 << 30",
     "STEP_ENTRIES // len(queues)": "1 << 30",
     "queue.open[0] is transfer": "True",
+    "min(waiting, key=self._entries_left)": "waiting[0]",
+    "share // 2": "share",
 }
 """Expression -> what stands in its place."""
 
