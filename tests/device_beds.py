@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,7 @@ from kvpact.worker.paged import PagedKV, PagedLayer
 
 BLOCKS, SLOTS, LAYERS = 24, 16, 6
 PINNED_SLOTS = 3
+STEP_ENTRIES = 12
 
 
 def one_by_one(device: str = "cpu") -> dict[str, Any]:
@@ -138,6 +140,7 @@ LIMITS = [
     for module, name in (
         (round_trip, "LIMIT_SECONDS"),
         (engine, "STEP_ENTRIES"),
+        (engine, "SHORT_ENTRIES"),
         (pinned, "CHUNK_BYTES"),
     )
 ]
@@ -168,7 +171,8 @@ class Bed:
         if seed is None:
             self.engine: Any = CpuTransferEngine(self.paged, self.segment, self.segment.classes, 0)
             return
-        self._limits.setattr(engine, "STEP_ENTRIES", 12)  # so that plays reach it
+        self._limits.setattr(engine, "STEP_ENTRIES", STEP_ENTRIES)  # so that plays reach it
+        self._limits.setattr(engine, "SHORT_ENTRIES", STEP_ENTRIES)
         self.device = PlayedDevice(seed, self.current_stream)
         self.device.map(*self.paged.tensors)
         driver = self.device.driver
@@ -177,6 +181,35 @@ class Bed:
         self.engine = engine.DeviceTransferEngine(
             self.paged, self.segment, self.device, pinned_bytes(self.segment, seed)
         )
+        self._entries_per_block = self.engine.copies_per_block * (2 if layout in SIZED else 1)  # pieces may cut a run
+        self._transfers: dict[str, list[Any]] = {"load": [], "save": []}
+        """Those ordered in the background that the device does not have all of."""
+        self._submit_some, self.engine.submit_some = self.engine.submit_some, self._submit_fairly
+        for kind in ("load", "save"):
+            setattr(self.engine, kind, partial(self._noted, kind, getattr(self.engine, kind)))
+
+    def _noted(self, kind: str, order: Callable[..., Any], jobs: Any) -> Any:
+        transfers = order(jobs)
+        self._transfers[kind] += [one for one in transfers if one.blocks_left]
+        return transfers
+
+    def _submit_fairly(self) -> None:
+        """A step that computes gives the device its share of copies, and in each direction less than a block more.
+
+        Of several loads that wait, those with the least left and the oldest go on.
+        """
+        assert self.driver is not None
+        loads, saves = ([one for one in kind if one.blocks_left] for kind in self._transfers.values())
+        before, left = self.driver.num_entries, {load: load.blocks_left for load in loads}
+        self._submit_some()
+        if self.driver.num_entries - before > STEP_ENTRIES + 2 * self._entries_per_block:
+            self.driver.violations.append(f"{self.driver.num_entries - before} copies in a step")
+        if len({load.job.group_id for load in loads}) == 1:
+            has_room = self._entries_per_block <= STEP_ENTRIES // (4 if saves else 2)
+            for load in (min(loads, key=lambda one: left[one]), *loads[: int(has_room)]):
+                if load.blocks_left == left[load]:
+                    self.driver.violations.append(f"a load of {left[load]} blocks waits behind others")
+        self._transfers = {"load": loads, "save": saves}
 
     @property
     def driver(self) -> HostileDriver | None:
@@ -254,12 +287,16 @@ class Bed:
         return problems + (self.driver.violations if self.driver is not None else [])
 
     def end_abruptly(self, seed: int) -> list[str]:
-        """End with copies under way: nothing may touch the memory afterwards."""
+        """End with copies under way, and more loads than steps make: nothing may touch the memory afterwards."""
         assert self.driver is not None
         self.streams = {}
         play = Play(self, seed + 1)
         play.begin(10)
         slots = tuple(islice(self.segment.classes[-1].numbers(range(SLOTS)), SLOTS))
+        for _ in range(8):
+            counts = (SLOTS, 3, 3)
+            self.engine.load([LoadJob(1 << 20, "r", 0, slots[:n], tuple(range(n)), synchronous=False) for n in counts])
+            self.engine.submit_some()
         self.engine.load([LoadJob(1 << 20, "last", 0, slots, tuple(range(SLOTS)), synchronous=True)])
         if not self.engine.close(5):
             return ["the copies do not end"]
@@ -276,7 +313,8 @@ class CudaBed:
         self.tensors, self.paged = memory_of(layout, "cuda:0")
         self.segment = segment_for(layout, self.paged)
         self._limits.setattr(pinned, "CHUNK_BYTES", pinned_bytes(self.segment))
-        self._limits.setattr(engine, "STEP_ENTRIES", 12)
+        self._limits.setattr(engine, "STEP_ENTRIES", STEP_ENTRIES)
+        self._limits.setattr(engine, "SHORT_ENTRIES", STEP_ENTRIES)
         self.engine: Any = open_device(load_config({}, {}), self.paged, self.segment, 0)
         self._pages = [self._view(one) for one in self.paged.layers]
         self._second = ThreadPoolExecutor(1)

@@ -97,6 +97,7 @@ class Scene:
         namespace: Namespace = NAMESPACE,
         holds_blocks: bool = True,
         usable: int | None = None,
+        copies_per_block: int = 0,
         **settings: object,
     ) -> None:
         self.now = 0.0
@@ -114,6 +115,7 @@ class Scene:
             arena=Arena(self.segments),
             tiers=self.queues,
             clock=lambda: self.now,
+            copies_per_block=copies_per_block,
         )
         if holds_blocks:
             self.cache.bind_scheduler_context(self.blocks)

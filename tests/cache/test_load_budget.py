@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpact.cache.load_budget import LoadBudget
+from kvpact.cache.load_budget import STEP_COPIES, LoadBudget
 from kvpact.contract import ExternalKVMatch, LoadJob
 from kvpact.errors import PactViolation
 from kvpact.memory.arena import Arena, ArenaSegment
@@ -63,6 +63,11 @@ class Steps:
         self.scene.cache.check()
         return work.loads
 
+    def compute(self, request: SceneRequest) -> None:
+        """The running step computes a token of the request."""
+        table = self.scene.allocate(request)
+        self.scene.cache.note_computed(request, 1, lambda: table)
+
     def forget(self) -> None:
         """All requests end, and the step with them."""
         for request in self.live:
@@ -71,9 +76,9 @@ class Steps:
         self.end()
 
 
-def filled(ranks: int = 1, budget: int = BUDGET * PAGE) -> Steps:
+def filled(ranks: int = 1, budget: int = BUDGET * PAGE, copies_per_block: int = 0) -> Steps:
     """Prompts of 1 to 8 blocks in memory."""
-    scene = Scene(slots=40, ranks=ranks, sync_load_budget=budget)
+    scene = Scene(slots=40, ranks=ranks, sync_load_budget=budget, copies_per_block=copies_per_block)
     for blocks in range(1, 9):
         scene.run_cold(SceneRequest(f"cold{blocks}", tokens(blocks * BLOCK_SIZE, seed=blocks)))
     return Steps(scene)
@@ -219,6 +224,43 @@ def test_with_unequal_ranks_the_largest_part_of_a_block_counts() -> None:
     arena = Arena([ArenaSegment.create(4, PAGE), ArenaSegment.create(4, 3 * PAGE)])
     assert (arena.rank_slot_bytes, arena.slot_bytes) == (3 * PAGE, 4 * PAGE)
     arena.close()
+
+
+def test_beside_requests_that_run_copies_are_counted_too() -> None:
+    """By a computing thread that gives 512 copies to a device, two blocks; the last step's requests are in this one."""
+    steps = filled(copies_per_block=STEP_COPIES // 2)
+    assert steps.take(6), "nothing else is computed"
+    running = steps.request(1)
+    steps.compute(running)
+    assert synchronous(steps.end()) == [6]
+    assert [steps.take(blocks) for blocks in (3, 1, 2, 1, 1)] == [False, True, False, True, False]
+    steps.compute(running)
+    assert synchronous(steps.end()) == [1, 1]
+    assert not steps.take(3)
+    steps.scene.cache.request_finished(running.request_id)
+    assert steps.take(3), "it does not run any more"
+    steps.end()
+    steps.scene.close()
+
+
+def test_a_step_in_which_only_loads_wait_counts_no_copies() -> None:
+    steps = filled(copies_per_block=STEP_COPIES)
+    running = steps.request(5)
+    steps.compute(running)
+    steps.end()
+    assert not steps.waits_for(2)
+    assert not steps.ask(running).load_kv_async, "it does not compute beside itself"
+    steps.scene.cache.abort_external_match(running.request_id, None, "declined")
+    steps.end()
+    assert steps.take(6), "the last step has computed nothing"
+    steps.end()
+    steps.scene.close()
+
+
+def test_where_no_thread_gives_copies_to_a_device_none_are_counted(steps: Steps) -> None:
+    steps.compute(steps.request(1))
+    steps.end()
+    assert steps.take(6)
 
 
 def test_an_account_in_disorder_is_found() -> None:

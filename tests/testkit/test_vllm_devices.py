@@ -46,7 +46,8 @@ class Devices:
         """Opened so far."""
         monkeypatch.setattr("kvpact.vllm.device.open_device", self._open)
 
-    def _open(self, config: Any, paged: Any, segment: Any, rank: int) -> Any:
+    def _open(self, config: Any, paged: Any, segment: Any, rank: int, model: str) -> Any:
+        assert model, "an error names it"
         self.segments.append(segment)
         return self._devices[rank].open(config, paged, segment, rank)
 
@@ -312,17 +313,22 @@ def written(directory: Path) -> int:
 
 
 @pytest.mark.parametrize(("layout", "blocks"), [("LBNHC", 16), ("BLHNC", 128)])
-def test_a_step_waits_for_as_many_copies_as_its_thread_gives_a_device_in_a_third_of_a_millisecond(
+def test_beside_a_decode_a_step_waits_for_as_many_copies_as_its_thread_gives_a_device_in_a_third_of_a_millisecond(
     layout: str, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """512: of Llama-3-8B 16 blocks layer by layer. What is larger is loaded beside other requests' steps."""
+    """512: of Llama-3-8B 16 blocks layer by layer. What is larger is loaded beside others' steps; alone, nothing is."""
     devices, seen = Devices(monkeypatch), loads_by(monkeypatch)
 
     def situation(harness: Harness) -> None:
         with harness.engine(**settings_of(LLAMA, layout, 1, devices, num_blocks=400)) as engine:
-            for count in (blocks, blocks + 1):
-                (tokens,) = harness.store(engine, prompt(count, count))
-                harness.load(engine, f"again{count}", tokens, max_tokens=1)
+            prompts = harness.store(engine, *(prompt(count, count) for count in (blocks, blocks + 1)))
+            for number, tokens in enumerate(prompts):
+                harness.load(engine, f"alone{number}", tokens, max_tokens=1)
+            harness.forget(engine)
+            for number, tokens in enumerate(prompts):
+                engine.add(f"decoding{number}", prompt(number + 1, 1), max_tokens=20)
+                engine.step(2)
+                harness.load(engine, f"beside{number}", tokens, max_tokens=1)
 
     check(SYNCHRONOUS, situation)
-    assert seen == [True, layout != "LBNHC"]
+    assert seen == [True, True, True, layout != "LBNHC"]

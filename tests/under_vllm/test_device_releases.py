@@ -10,8 +10,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+import torch
+
 from kvpact.testkit.vllm.releases import fetch_release, installed_release
+from kvpact.vllm import device
 from kvpact.vllm.compat.releases import RELEASES, serves_devices
+from kvpact.vllm.device import VllmDevice
 
 SERVED = [release for release in RELEASES if serves_devices(release)]
 
@@ -64,3 +68,13 @@ def test_the_copy_call_streams_and_events_are_as_they_are_used(release: str) -> 
 def test_older_releases_are_not_served_and_later_ones_are() -> None:
     assert [release for release in RELEASES if release not in SERVED] == ["0.26.0", "0.27.0"]
     assert serves_devices("0.34.0")
+
+
+def test_a_device_says_its_driver_and_what_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error over a wrong copy names both."""
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:16:46 UTC 2025\n")
+    monkeypatch.setattr(device, "NVIDIA", driver)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    said = VllmDevice(torch.device("cpu"), 4096).name
+    assert said.endswith(f", driver 580.65.06, torch {torch.__version__}, CUDA 13.0, vLLM {installed_release()}")

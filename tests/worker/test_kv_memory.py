@@ -10,6 +10,7 @@ import pytest
 from kvpact.config import load_config
 from kvpact.contract import LoadJob, SaveJob, StepWork
 from kvpact.errors import ConfigError, KvpactError
+from kvpact.memory.arena import ArenaSegment, Standing
 from kvpact.testkit.device.played import OnDevice, PlayedDevice
 from kvpact.wire import StepMessage
 from kvpact.worker.kv_memory import KVMemory
@@ -145,6 +146,30 @@ def test_what_is_ordered_while_the_memory_is_away_fails_once_and_by_name(rank: R
     assert sorted(outcomes) == [1, 2, 3]
     assert all(outcome.failed.ranges and not outcome.done.ranges for outcome in outcomes.values())
     assert rank.worker.report().ranks[0] == {}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["the same place", "elsewhere"])
+def test_copies_prove_themselves_anew_after_each_sleep(elsewhere: bool) -> None:
+    """The same addresses are other memory of the device by then."""
+    device = PlayedDevice(3)
+    device.checks_first = 1
+    rank = Rank(device)
+    standing = rank.worker.hello().segment
+    arena = ArenaSegment.attach(standing)
+    rank.fill(4, 2)
+    for number in range(2):
+        assert rank.end(save_job(2 * number, [5], [4])) == {2 * number}
+        assert arena.standing is Standing.OPEN
+        assert rank.end(load_job(2 * number + 1, [5], [4], False)) == {2 * number + 1}
+        assert arena.standing is Standing.PROVEN
+        if elsewhere:
+            rank.move()
+        else:
+            rank.worker.suspend()
+            rank.memory.resume()
+        assert arena.standing is Standing.OPEN
+    rank.worker.shutdown()
+    arena.close()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from device_beds import LAYERS, LAYOUTS, SIZED, SLOTS, Bed
 from kvpact.errors import ConfigError
+from kvpact.memory.arena import ArenaSegment
 from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.worker import round_trip
-from kvpact.worker.round_trip import LIMIT_SECONDS, require_round_trip
+from kvpact.worker.paged import PagedKV
+from kvpact.worker.round_trip import LIMIT_SECONDS, differing, require_round_trip
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 
 @pytest.fixture(params=[None, 5], ids=["cpu", "hostile cuda"])
@@ -62,6 +66,51 @@ def test_wrong_bytes_are_found(layout: str) -> None:
     with pytest.raises(ConfigError, match=r"1 of 5 blocks came back with other bytes"):
         require_round_trip(bed.engine, bed.paged, bed.segment, SLOTS)
     bed.close()
+
+
+class Displaced:
+    """Copies over other blocks than those that a job names, the same for loads and saves: all comes back."""
+
+    def __init__(self, engine: Any, num_blocks: int) -> None:
+        self._engine, self._num_blocks = engine, num_blocks
+        self.groups, self.submit_all = engine.groups, engine.submit_all
+
+    def _elsewhere(self, jobs: Any) -> Any:
+        return [replace(job, block_ids=tuple((one + 1) % self._num_blocks for one in job.block_ids)) for job in jobs]
+
+    def load(self, jobs: Any) -> Any:
+        return self._engine.load(self._elsewhere(jobs))
+
+    def save(self, jobs: Any) -> Any:
+        return self._engine.save(self._elsewhere(jobs))
+
+
+def test_wrong_addresses_do_not_prove_themselves(bed: Bed) -> None:
+    """Blocks are read as the engine reads them, by its own tensors."""
+    engine = Displaced(bed.engine, bed.paged.num_blocks)
+    with pytest.raises(ConfigError, match=r"5 of 5 blocks came back .* or were not where the engine reads them"):
+        require_round_trip(engine, bed.paged, bed.segment, SLOTS)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "uint8", "bfloat16"])
+def test_blocks_of_every_kind_of_number_are_compared(dtype: str) -> None:
+    """Also of such as torch does not index."""
+    numbers = getattr(torch, dtype)
+    tensors = {
+        f"layer.{n}": torch.randint(0, 256, (2, 24, 4, 2, 8), dtype=torch.uint8).view(numbers).transpose(3, 2)
+        for n in range(2)
+    }
+    paged = PagedKV.from_tensors(tensors, 24)
+    segment = ArenaSegment.create(4, paged.rank_slot_bytes)
+    size = sum(paged.layouts[0].layer_page_bytes)
+    slots = (2, 0, 3)
+    for slot, block in zip(slots, (5, 7, 9), strict=True):
+        pages = [layer.view()[block].ravel() for layer in paged.layers]
+        segment.slot_view(slot)[:size] = np.concatenate(pages).tobytes()
+    assert differing(paged, segment, 0, (5, 7, 9), slots) == set()
+    segment.slot_view(0)[size - 1] ^= 1
+    assert differing(paged, segment, 0, (5, 7, 9), slots) == {7}
+    segment.close()
 
 
 def test_a_copy_that_fails_is_named(bed: Bed) -> None:

@@ -76,11 +76,12 @@ class PactCache(ExternalCache):
         budget: StepBudget | None = None,
         groups: GroupSet | None = None,
         classes: Sequence[int] = (),
+        copies_per_block: int = 0,
     ) -> None:
         """With `"save": "lazy"`, at least the next `lazy_window` blocks to be evicted are watched.
 
         Without a `budget` no step is late. `groups`, by default one of full attention: with several, `block_size` is
-        theirs, and the engine must offer a whole `SchedulerContext`.
+        theirs, and the engine must offer a whole `SchedulerContext`. `copies_per_block`: see `LoadBudget`.
         """
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
@@ -97,7 +98,8 @@ class PactCache(ExternalCache):
         sides = Sides(groups, index, classes) if groups is not None and not groups.is_plain else None
         root, ahead = (groups.chain_digest, groups.tokens_ahead) if groups is not None else (NO_GROUPS, 0)
         requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
-        load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes)
+        limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
+        load_budget = self._load_budget = LoadBudget(*limits)
         exits = self._exits = Exits(ledger, requests, load_budget)
         room = ArenaRoom(index, ledger, exits.give_up)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
@@ -217,6 +219,7 @@ class PactCache(ExternalCache):
     ) -> None:
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, while there is room."""
         self._loads.note_resumed(request.request_id)
+        self._load_budget.note_computed(request.request_id)
         record = self._requests.of(request)
         self._computing += max(0, num_computed_tokens - record.computed)
         self.saves.note(request, record, num_computed_tokens, block_ids)
@@ -285,7 +288,7 @@ class PactCache(ExternalCache):
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep their blocks until all ranks have reported."""
         self.ledger.finish_request(request_id)
-        self._load_budget.release(request_id)
+        self._load_budget.request_finished(request_id)
         self.saves.request_finished(request_id)
         record = self._requests.live.pop(request_id, None)
         if record is not None:

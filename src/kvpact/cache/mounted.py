@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Final
 
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
@@ -29,9 +28,6 @@ from kvpact.tiers.executor import TierExecutor
 from kvpact.wire import SharedTierConfig, WorkerHandshake
 
 logger = logging.getLogger(__name__)
-
-STEP_COPIES: Final = 512
-"""Copies of loads that one step waits for: the computing thread gives them to the device, 0.3 ms at 0.6 us each."""
 
 
 class MountedCache:
@@ -73,7 +69,7 @@ class MountedCache:
         self._late_tiers = LateTiers(config, seal, known, arena.slot_bytes, weights) if weights is not None else None
         tiers = self._late_tiers.open() if self._late_tiers is not None else None
         self.opened = open_cache(
-            fit_to_copies(config, max(hello.copies_per_block for hello in hellos), arena.rank_slot_bytes),
+            config,
             namespace=known.digest,
             block_size=block_size,
             arena=arena,
@@ -83,6 +79,7 @@ class MountedCache:
             budget=budget,
             groups=groups,
             classes=hellos[0].slot_classes,
+            copies_per_block=max(hello.copies_per_block for hello in hellos),
         )
         self.cache = self.opened.cache
         if tiers is not None:
@@ -176,14 +173,6 @@ class MountedCache:
         self.opened.shutdown()
         if self._stats_file is not None:
             self._stats_file.close(snapshot)
-
-
-def fit_to_copies(config: KvpactConfig, copies_per_block: int, block_bytes: int) -> KvpactConfig:
-    """The settings for ranks whose computing threads give so many copies of a block to a device."""
-    if not copies_per_block:
-        return config
-    budget = min(config.sync_load_budget, STEP_COPIES // copies_per_block * block_bytes)
-    return config.model_copy(update={"sync_load_budget": budget})
 
 
 def attach_all(hellos: Sequence[WorkerHandshake]) -> tuple[Arena, Sequence[ArenaSegment]]:

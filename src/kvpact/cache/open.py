@@ -59,6 +59,7 @@ def open_cache(
     budget: StepBudget,
     groups: GroupSet | None = None,
     classes: Sequence[int] = (),
+    copies_per_block: int = 0,
 ) -> OpenCache:
     """The cache that `config` names; the arguments are those of `PactCache`. Raises ConfigError if it cannot open."""
     if config.cache is None:
@@ -73,6 +74,7 @@ def open_cache(
             budget=budget,
             groups=groups,
             classes=classes,
+            copies_per_block=copies_per_block,
         )
         return OpenCache(own, own.observe, arena, own)
     spec = CacheSpec(

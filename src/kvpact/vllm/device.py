@@ -41,7 +41,7 @@ class VllmDevice:
     def __init__(self, device: torch.device, page_bytes: int) -> None:
         """`page_bytes` are those of the largest page."""
         self._device = torch.device(device.type, device.index or 0)
-        self.name = f"{current_platform.get_device_name(self._device.index)}{_driver()}"
+        self.name = f"{current_platform.get_device_name(self._device.index)}{_driver()}, {_libraries()}"
         self._pointers = np.dtype(np.uint64 if current_platform.is_xpu() else np.int64)
         self._copy = copy_call()
         self._small_pages = small_page_call(page_bytes)
@@ -123,6 +123,13 @@ def _driver() -> str:
     return f", driver {found[1]}" if found else ""
 
 
+def _libraries() -> str:
+    """What calls the driver, such as "torch 2.11.0+cu130, CUDA 13.0, vLLM 0.33.0"."""
+    runtimes = (("CUDA", torch.version.cuda), ("HIP", torch.version.hip), ("XPU", torch.version.xpu))
+    runtime = "".join(f"{kind} {release}, " for kind, release in runtimes if release)
+    return f"torch {torch.__version__}, {runtime}vLLM {vllm.__version__}"
+
+
 def _node_of(device: torch.device) -> int | None:
     """The memory node near a CUDA device, where the machine says so."""
     if device.type != "cuda":
@@ -155,12 +162,17 @@ def require_provable(config: KvpactConfig, paged: PagedKV, device: str) -> None:
         )
 
 
-def open_device(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> OpenedDevice:
-    """The copies of a rank whose KV memory is on a device. Raises ConfigError for any reason not to use them."""
+def open_device(
+    config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int, model: str = "a model"
+) -> OpenedDevice:
+    """The copies of a rank whose KV memory is on a device; `model` names what it is of.
+
+    Raises ConfigError for any reason not to use them.
+    """
     device = paged.tensors[0].device
     require_provable(config, paged, device.type)
     largest = max(layer.chunk_bytes for layer in paged.layers)
-    return OpenedDevice(config, paged, segment, VllmDevice(device, largest), _node_of(device))
+    return OpenedDevice(config, paged, segment, VllmDevice(device, largest), _node_of(device), model)
 
 
 __all__ = ["VllmDevice", "open_device", "require_provable"]

@@ -5,6 +5,7 @@ A process has this half or the scheduler's, and imports that one alone.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvpact.config import KvpactConfig
@@ -19,13 +20,14 @@ from kvpact.worker.worker import CacheWorker, RankInfo
 
 def open_worker(config: KvpactConfig, vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> CacheWorker:
     """This rank's half. Raises ConfigError like `CacheWorker`."""
-    return CacheWorker(config, rank_info(vllm_config, kv_cache_config, groups), {"cuda": _open, "xpu": _open})
+    opened = partial(_open, str(vllm_config.model_config.model))
+    return CacheWorker(config, rank_info(vllm_config, kv_cache_config, groups), {"cuda": opened, "xpu": opened})
 
 
-def _open(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> TransferEngine:
+def _open(model: str, config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> TransferEngine:
     from kvpact.vllm.device import open_device
 
-    return open_device(config, paged, segment, rank)
+    return open_device(config, paged, segment, rank, model)
 
 
 def rank_info(vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> RankInfo:

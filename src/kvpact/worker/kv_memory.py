@@ -85,8 +85,7 @@ class KVMemory:
                 "the engine's KV memory came back in another layout, for which nothing that is stored fits: nothing is "
                 "loaded or saved until this engine starts again"
             )
-        if paged.layers != self._paged.layers:
-            self.transfers.rebind(paged)
+        self.transfers.rebind(paged)
         self.kv_caches, self._paged = tensors, paged
         self.is_there = True
 

@@ -89,7 +89,7 @@ class PagedLayer:
     def read(self, block_ids: Sequence[int]) -> Bytes:
         """A copy of these pages, `[blocks, page_bytes]`, by the tensor's own indexing instead of by addresses."""
         axis = self.block_axis
-        tensor = self.tensor.unflatten(axis, (self.num_blocks, self.tensor.shape[axis] // self.num_blocks))
+        tensor = _indexable(self.tensor).unflatten(axis, (self.num_blocks, self.tensor.shape[axis] // self.num_blocks))
         strides = tensor.stride()
         others = sorted((one for one in range(len(strides)) if one != axis), key=lambda one: -strides[one])
         pages = tensor.permute([axis, *others])[list(block_ids)].contiguous().cpu()
@@ -103,6 +103,11 @@ class PagedLayer:
         size = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
         memory = (ctypes.c_uint8 * size).from_address(self.address)
         return np.lib.stride_tricks.as_strided(np.ctypeslib.as_array(memory), shape, strides)
+
+
+def _indexable(tensor: Any) -> Any:
+    """The same memory as bytes where an element is one: torch does not index all kinds of numbers in a byte."""
+    return tensor.view(tensor.new_empty(0).byte().dtype) if tensor.element_size() == 1 else tensor
 
 
 def _shape_of(name: str, tensor: Any) -> list[int]:

@@ -1,13 +1,15 @@
 """Whether a device's copies do what they say, tried before anything is served: blocks out and back, bit for bit.
 
-Owns the trial. It runs over any `TransferEngine`, on memory that the engine does not use yet, and leaves it as it was.
+Owns the trial, and how blocks are compared with slots. It runs over any `TransferEngine`, on memory that the engine
+does not use yet, and leaves it as it was.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -18,7 +20,7 @@ from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.units import format_size
 from kvpact.worker.copy.base import Transfer, TransferEngine, group_classes
-from kvpact.worker.paged import PagedKV
+from kvpact.worker.paged import Bytes, PagedKV
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,32 @@ LIMIT_SECONDS: Final = 0.2
 
 ATTEMPTS: Final = 3
 """The best one counts: the first compiles the kernel for small pages, and the machine may be busy with other things."""
+
+PIECE_BYTES: Final = 4 << 20
+"""Of blocks that are read at a time to be compared."""
+
+
+def differing(
+    paged: PagedKV,
+    segment: ArenaSegment,
+    group_id: int,
+    block_ids: Sequence[int],
+    slots: Sequence[int],
+    run: Callable[[Callable[[], Bytes]], Bytes] = lambda read: read(),
+) -> set[int]:
+    """Which of these blocks of a KV cache group are not what their slots are.
+
+    They are read by indexing the engine's own tensors, so that a wrong address cannot prove itself. `run` calls what
+    reads.
+    """
+    size = sum(paged.layouts[group_id].layer_page_bytes)
+    count, found = max(1, PIECE_BYTES // max(1, size)), set[int]()
+    for start in range(0, len(slots), count):
+        some = block_ids[start : start + count]
+        rows = [np.frombuffer(segment.slot_view(slot), np.uint8)[:size] for slot in slots[start : start + count]]
+        pages = run(partial(paged.read, group_id, some))
+        found.update(block for block, page, row in zip(some, pages, rows, strict=True) if (page != row).any())
+    return found
 
 
 def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, usable_slots: int) -> None:
@@ -77,14 +105,19 @@ def _try_group(
     trial = _Trial(engine, blocks, group_id)
     trial.save(kept)
     seconds = _best_of_attempts(trial, pattern, back)
+    elsewhere = differing(paged, segment, group_id, blocks, pattern)
     trial.load(kept)
-    wrong = sum((views[one] != views[other]).any() for one, other in zip(pattern, back, strict=True))
+    wrong = sum(
+        block in elsewhere or bool((views[one] != views[other]).any())
+        for block, one, other in zip(blocks, pattern, back, strict=True)
+    )
     for view in views.values():
         view[:] = 0
     if wrong:
         raise ConfigError(
             f"the copies of this {paged.device_type} device cannot be used: {wrong} of {count} blocks came back "
-            "with other bytes; please report this with what `kvpact doctor --gpu` says"
+            "with other bytes, or were not where the engine reads them; please report this with what `kvpact doctor "
+            "--gpu` says"
         )
     if seconds > LIMIT_SECONDS:
         raise ConfigError(
@@ -142,4 +175,4 @@ class _Trial:
                 raise ConfigError(f"copies {way} the KV memory failed: {transfer.error}") from transfer.error
 
 
-__all__ = ["require_round_trip"]
+__all__ = ["differing", "require_round_trip"]

@@ -14,6 +14,7 @@ from kvpact.testkit.device.hostile_driver import HostileDriver
 from kvpact.testkit.device.played import PlayedDevice
 from kvpact.testkit.device.plays import page
 from kvpact.worker.copy.base import Transfer
+from kvpact.worker.device.base import Addresses
 from kvpact.worker.device.engine import DeviceTransferEngine
 from kvpact.worker.paged import PagedKV
 
@@ -201,6 +202,52 @@ def test_a_call_that_fails_costs_its_job_alone_and_a_device_that_is_lost_is_told
     assert [one.levelname for one in caplog.records] == ["ERROR"]
 
 
+class Beside:
+    """A model of 32 layers with so many blocks, in one slot each; steps that decode are played, and copies counted."""
+
+    def __init__(self, blocks: int, copies_per_block: int = 32) -> None:
+        if copies_per_block == 1:
+            memory = torch.zeros((blocks + 1, 32, 8), dtype=torch.uint8)
+            tensors = {f"layer.{layer}": memory[:, layer] for layer in range(32)}
+        else:
+            tensors = {f"layer.{layer}": torch.zeros((blocks + 1, 8), dtype=torch.uint8) for layer in range(32)}
+        paged = self.paged = PagedKV.from_tensors(tensors, blocks + 1)
+        self.segment = ArenaSegment.create(blocks, paged.rank_slot_bytes)
+        self.device = PlayedDevice(1)
+        self.device.map(*paged.tensors)
+        self.device.register(self.segment.mapped_at, len(self.segment.memory))
+        self.engine = DeviceTransferEngine(paged, self.segment, self.device, len(self.segment.memory))
+        assert self.engine.copies_per_block == copies_per_block
+        self.device.driver.copy_batch = self._count  # type: ignore[method-assign]
+
+    def _count(self, targets: Addresses, *others: object) -> None:
+        self.device.driver.num_entries += len(targets)
+
+    def load(self, slots: range) -> Transfer:
+        """Ordered in the background, into blocks of which no two are neighbours in the order of the slots."""
+        (load,) = self.engine.load([LoadJob(1, "r", 0, tuple(slots), tuple(slots)[::-1], synchronous=False)])
+        return load
+
+    def step(self) -> float:
+        """Seconds that a step's submissions take, at 0.6 us a copy."""
+        before = self.device.driver.num_entries
+        self.engine.submit_some()
+        return (self.device.driver.num_entries - before) * 0.6e-6
+
+    def steps_until_it_ends(self, load: Transfer) -> int:
+        for number in range(1, 1000):
+            assert self.step() <= 4096 * 0.6e-6
+            self.device.driver.finish()
+            if load.ended:
+                return number
+        pytest.fail("it never ends")
+
+    def close(self) -> None:
+        self.device.driver.finish()
+        assert self.engine.close(10)
+        self.segment.close()
+
+
 @pytest.mark.parametrize(("copies_per_block", "steps", "spent"), [(32, 16, 2.46), (1, 1, 1.23)])
 def test_32k_tokens_are_loaded_beside_a_decode_in_so_many_steps(
     copies_per_block: int, steps: int, spent: float
@@ -210,29 +257,65 @@ def test_32k_tokens_are_loaded_beside_a_decode_in_so_many_steps(
     Each step gives the device at most 4,096 copies, which cost its thread 2.5 ms; all of them at once cost 39.
     """
     blocks = 2048
-    if copies_per_block == 1:
-        memory = torch.zeros((blocks + 1, 32, 8), dtype=torch.uint8)
-        tensors = {f"layer.{layer}": memory[:, layer] for layer in range(32)}
-    else:
-        tensors = {f"layer.{layer}": torch.zeros((blocks + 1, 8), dtype=torch.uint8) for layer in range(32)}
-    paged = PagedKV.from_tensors(tensors, blocks + 1)
-    segment = ArenaSegment.create(blocks, paged.rank_slot_bytes)
-    device = PlayedDevice(1)
-    device.map(*paged.tensors)
-    device.register(segment.mapped_at, len(segment.memory))
-    engine = DeviceTransferEngine(paged, segment, device, len(segment.memory))
-    assert engine.copies_per_block == copies_per_block
-    slots = tuple(range(blocks))
-    (load,) = engine.load([LoadJob(1, "r", 0, slots, slots[::-1], synchronous=False)])
+    beside = Beside(blocks, copies_per_block)
+    load = beside.load(range(blocks))
     seconds = []
     while sum(seconds) < blocks * copies_per_block * 0.6e-6 * 0.999:
-        before = device.driver.num_entries
-        engine.submit_some()
-        seconds.append((device.driver.num_entries - before) * 0.6e-6)
+        seconds.append(beside.step())
     assert len(seconds) == steps
     assert max(seconds) * 1e3 == pytest.approx(spent, abs=0.01)
     print(f"{copies_per_block} copies a block: {steps} steps, {max(seconds) * 1e3:.2f} ms of each")
-    device.driver.finish()
+    beside.device.driver.finish()
     assert load.ended
-    assert engine.close(10)
-    segment.close()
+    beside.close()
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["alone", "beside saves"])
+def test_64_tokens_ordered_behind_128k_are_loaded_in_one_step_and_these_are_not_starved(saves: bool) -> None:
+    """Layer by layer, 128k tokens are 262,144 copies, 64 steps; beside short loads in each step, at most twice that."""
+    beside = Beside(8192)
+    large = beside.load(range(4, 8192))
+    short = beside.load(range(4))
+    if saves:
+        beside.engine.save([SaveJob(2, "r", 0, (0,) * 256, tuple(range(256)))])
+    assert beside.steps_until_it_ends(short) == 1
+    assert not large.ended
+    steps = 1
+    while not large.ended and steps < 200:
+        for _ in range(8):  # more than a step's copies
+            beside.load(range(16))
+        beside.step()
+        beside.device.driver.finish()
+        steps += 1
+    print(f"the large one took {steps} steps")
+    assert 64 < steps <= 2 * 64 + 2
+    beside.close()
+
+
+def test_a_short_load_does_not_wait_for_what_the_device_has_of_a_long_one(bed: Bed) -> None:
+    """When nothing is computed the device gets all of a load at once: a short one goes by a stream of its own."""
+    driver = hostile(bed)
+    slots = list(range(SLOTS))
+    for _ in range(20):
+        (long,) = bed.engine.load([load_job(1, slots, slots, False)])
+        bed.engine.submit_all()
+        (short,) = bed.engine.load([load_job(2, [0], [20], False)])
+        bed.engine.submit_all()
+        while not short.ended:
+            assert driver.busy_streams
+        if not long.ended:
+            return
+        bed.finish()
+    pytest.fail("the long load always ends first")
+
+
+def test_of_loads_that_wait_together_the_shortest_ends_first() -> None:
+    beside = Beside(1024)
+    loads = [beside.load(range(count)) for count in (1000, 500, 100, 500)]
+    ends: list[int] = []
+    while len(ends) < len(loads):
+        beside.step()
+        beside.device.driver.finish()
+        ends += [number for number, load in enumerate(loads) if load.ended and number not in ends]
+    assert ends[:2] == [2, 1]
+    beside.close()

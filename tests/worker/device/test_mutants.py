@@ -36,6 +36,10 @@ OTHERS = {
     "self.cuts": "False",
     "self.engine.order(self)": "None",
     "MAX_BATCH_ENTRIES": "1 << 30",
+    "STEP_ENTRIES // len(queues)": "1 << 30",
+    "queue.open[0] is transfer": "True",
+    "min(waiting, key=self._entries_left)": "waiting[0]",
+    "share // 2": "share",
 }
 """Expression -> what stands in its place."""
 

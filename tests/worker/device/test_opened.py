@@ -111,6 +111,29 @@ def test_where_most_memory_cannot_be_pinned_none_is_with_one_warning(
     assert engine.close(10)
 
 
+def test_pinning_goes_on_after_the_start_ahead_of_use(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not anything is used; what is not pinned is not handed out."""
+    device, size = device_of(bed), bed.segment.rank_slot_bytes
+    monkeypatch.setattr(pinned, "FIRST_BYTES", 3 * size)
+    register, seen = device.register, []
+
+    def slow(address: int, num_bytes: int) -> bool:
+        seen.append((bed.segment.usable_slots, device.driver.pinned_bytes // size))
+        time.sleep(0.02)
+        return register(address, num_bytes)
+
+    monkeypatch.setattr(device, "register", slow)
+    engine = OpenedDevice(CONFIG, bed.paged, bed.segment, device)
+    assert 3 <= bed.segment.usable_slots < SLOTS
+    until = time.monotonic() + 10
+    while bed.segment.usable_slots < SLOTS:
+        assert time.monotonic() < until
+    assert len(seen) > 3
+    assert all(usable <= pinned for usable, pinned in seen)
+    assert device.driver.pinned_bytes == SLOTS * size
+    assert engine.close(10)
+
+
 def test_ranks_with_the_same_slots_try_their_copies_in_turns_and_one_may_be_unable_to_pin(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

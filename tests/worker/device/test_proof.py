@@ -44,7 +44,7 @@ class Plain:
 
     def load(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
         self._numbers.setdefault(stream, itertools.count(1))
-        wrong = ("", "load of a step", "load", "save")[stream] == self.kind and self.is_faulty(
+        wrong = ("", "load of a step", "load", "save", "load")[stream] == self.kind and self.is_faulty(
             next(self._numbers[stream])
         )
         entries = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
@@ -84,7 +84,7 @@ class Engine:
         self.device, self._random = device, random.Random(seed)
         self.tensors, self.paged = memory_of(layout)
         self.segment = segment_for(layout, self.paged)
-        self.proof = Proof(self.paged, self.segment, device, stores=True, first=first)
+        self.proof = Proof(self.paged, self.segment, device, stores=True, first=first, model="Llama-3-8B")
         self.engine = DeviceTransferEngine(self.paged, self.segment, device, 1 << 40)
         self.engine.proof = self.proof
         for layer in self.paged.layers:
@@ -179,7 +179,9 @@ def test_a_wrong_copy_among_the_first_is_not_reported_as_done_and_ends_all(
     assert "a plain device" in str(one.engine.error)
     (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "loads and saves nothing more in this process" in said.getMessage()
-    assert f"a {kind} of 2 blocks" in said.getMessage()
+    shape = f"a {kind} of 2 blocks of Llama-3-8B, KV cache group 0, 6 layers, 49152 bytes a block"
+    assert shape in said.getMessage()
+    assert "torch.uint8 [24, 8192], 1 runs of 8192 bytes a block, block stride 49152" in said.getMessage()
     one.engine.rebind(one.paged)
     assert one.standing is Standing.REFUTED, "for good"
     one.close()

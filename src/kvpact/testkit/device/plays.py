@@ -218,6 +218,8 @@ class Play:
             job = self._jobs.pop(job_id)
             if outcome.failed.ranges:
                 self.problems.append(f"job {job_id} failed")
+            if isinstance(job, SaveJob) and (before := self._saves_before(job_id)):
+                self.problems.append(f"save {job_id} ended before {before}, ordered earlier")
             for block, slot in _pairs(job):
                 self._held_blocks.discard(block)
                 self._held_slots.discard(slot)
@@ -230,6 +232,10 @@ class Play:
                     if self._random.random() < 0.5:  # a tier reads another block into it
                         self._slots[slot] = self._new_value()
                         self._pieces(slot)[:] = self._slot_content(slot)
+
+    def _saves_before(self, job_id: int) -> list[int]:
+        """Earlier saves that have not ended: what is saved hangs on what was saved before."""
+        return [number for number, job in self._jobs.items() if isinstance(job, SaveJob) and number < job_id]
 
     def _settle(self) -> None:
         end = time.monotonic() + END_SECONDS

@@ -79,9 +79,9 @@ class TransferEngine(Protocol):
     """Carries out jobs on one kind of device: of each block, the pages of the layers in the job's KV cache group.
 
     `load` and `save` are called on the computing thread, return at once and never raise because of a job. Copies happen
-    after all that the thread has computed before the call. Transfers of one direction are carried out in order, but
-    synchronous loads come first, together, group by group. Saves pause for synchronous loads. What is not synchronous
-    may wait until `submit_some` or `submit_all` is called.
+    after all that the thread has computed before the call. Saves end in order: blocks hang on those that were saved
+    before. Loads need none; synchronous ones come first, together, group by group. Saves pause for synchronous loads.
+    What is not synchronous may wait until `submit_some` or `submit_all` is called.
     """
 
     @property
@@ -110,7 +110,8 @@ class TransferEngine(Protocol):
         """Nothing is computed now: begin all that waits."""
 
     def rebind(self, paged: PagedKV) -> None:
-        """From now on the pages lie here; in each layer as many bytes a block as before. No transfer is under way."""
+        """The pages have gone, and lie here from now on, perhaps at the same addresses; in each layer as many bytes a
+        block as before. No transfer is under way."""
 
     def close(self, seconds: float) -> bool:
         """Begin no more transfers; those not begun fail. Returns whether all ended within `seconds`. Idempotent."""

@@ -1,8 +1,8 @@
 """Copies on a device: ordered by streams and events, and put into them a piece at a time by the thread that computes.
 
-Owns three streams: of the loads that a step waits for, of other loads, and of saves. A load comes after what was
-computed before it was ordered, a save after the forward pass, and what is computed next after the step's loads. Nothing
-waits for a copy on the host.
+Owns four streams: of loads that a step waits for, of other loads, of such that are short, and of saves. A load comes
+after what was computed before it was ordered, a save after the forward pass, and what is computed next after the step's
+loads. Nothing waits for a copy on the host.
 """
 
 from __future__ import annotations
@@ -32,20 +32,25 @@ STEP_ENTRIES: Final = 4096
 PIECE_ENTRIES: Final = 4096
 """Addresses that are made at a time: 64 times as many in one go take ten times as long, most of it for fresh memory."""
 
+SHORT_ENTRIES: Final = STEP_ENTRIES // 2
+"""Copies of a load that goes by a stream of its own, past what the device has of longer ones: one step submits it."""
+
 POLL_SECONDS: Final = 0.0002
 
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Transfers of one kind. They end in the order in which they were ordered."""
+    """Transfers of one kind."""
 
     stream: Stream
     copy: Callable[[Addresses, Addresses, Addresses, Stream], None]
     """`Device.load` or `Device.save`."""
+    in_order: bool = False
+    """Whether they end in the order in which they were ordered."""
     open: deque[DeviceTransfer] = field(default_factory=deque)
-    """Those that have not ended."""
+    """Those that have not ended, the oldest first."""
     waiting: deque[DeviceTransfer] = field(default_factory=deque)
-    """Those of which the device does not have all blocks."""
+    """Those of which the device does not have all blocks, the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +60,7 @@ class DeviceTransfer:
     job: Job
     engine: DeviceTransferEngine = field(repr=False)
     queue: Queue = field(repr=False)
+    stream: Stream = field(repr=False)
     has_ended: bool = False
     failed: Sequence[int] = ()
     error: Exception | None = None
@@ -74,8 +80,7 @@ class DeviceTransfer:
     @property
     def ended(self) -> bool:
         """See `Transfer`."""
-        if not self.has_ended and self.queue.open[0] is self:
-            self.engine.poll(self.queue)
+        self.engine.poll(self)
         return self.has_ended
 
     def wait(self, groups: int, seconds: float | None) -> bool:
@@ -91,6 +96,11 @@ class DeviceTransfer:
             time.sleep(POLL_SECONDS)
         return True
 
+    @property
+    def blocks_left(self) -> int:
+        """Those that the device does not have."""
+        return len(self.places[0]) - self.position if self.places is not None else 0
+
     def cancel(self) -> None:
         """See `Transfer`."""
         self.engine.cancel(self)
@@ -99,6 +109,10 @@ class DeviceTransfer:
         """All of it has failed, whatever arrived, and nothing of it is being copied."""
         self.error, self.failed = error, range(len(self.job.slots))
         self.places = self.event = None
+
+
+def _oldest(waiting: Sequence[DeviceTransfer]) -> DeviceTransfer:
+    return waiting[0]
 
 
 class DeviceTransferEngine:
@@ -115,7 +129,8 @@ class DeviceTransferEngine:
         self.groups = _groups_of(paged)
         self._awaited = Queue(device.create_stream(), device.load)
         self._loads = Queue(device.create_stream(), device.load)
-        self._saves = Queue(device.create_stream(), device.save)
+        self._saves = Queue(device.create_stream(), device.save, in_order=True)
+        self._short_loads = device.create_stream()
         self._closing = False
         self.error: Exception | None = None
         """Why nothing is copied any more."""
@@ -142,14 +157,17 @@ class DeviceTransferEngine:
         return [self._opened(job, self._saves, fence) for job in jobs]
 
     def submit_some(self) -> None:
-        """See `TransferEngine`."""
+        """See `TransferEngine`. If several loads wait, half goes to those with the least left, half to the oldest."""
         queues = [queue for queue in (self._loads, self._saves) if queue.waiting]
         for queue in queues:
-            self._submit_up_to(queue, STEP_ENTRIES // len(queues))
+            share = STEP_ENTRIES // len(queues)
+            if queue is self._loads and len(queue.waiting) > 1:
+                share -= self._submit_up_to(queue, share // 2, self._with_least_left)
+            self._submit_up_to(queue, share)
 
     def submit_all(self) -> None:
         """See `TransferEngine`."""
-        self._submit_up_to(self._loads, None)
+        self._submit_up_to(self._loads, None, self._with_least_left)
         self._submit_up_to(self._saves, None)
 
     def rebind(self, paged: PagedKV) -> None:
@@ -184,7 +202,7 @@ class DeviceTransferEngine:
             return error
 
     def _opened(self, job: Job, queue: Queue, fence: Event | Exception) -> DeviceTransfer:
-        transfer = DeviceTransfer(job, self, queue)
+        transfer = DeviceTransfer(job, self, queue, queue.stream)
         queue.open.append(transfer)
         if isinstance(fence, Exception) or self._closing:
             transfer.fail(fence if isinstance(fence, Exception) else None)
@@ -199,25 +217,40 @@ class DeviceTransferEngine:
         if not self._runs.entries_per_block[job.group_id]:  # no layer of the group is on this rank
             transfer.places, transfer.position = None, len(job.slots)
         else:
+            if queue is self._loads and self._entries_left(transfer) <= SHORT_ENTRIES:
+                transfer.stream = self._short_loads
             queue.waiting.append(transfer)
             transfer.is_to_be_checked = self.proof is not None and self.proof.wants(job)
         return transfer
 
-    def _submit_up_to(self, queue: Queue, entries: int | None) -> None:
-        """Give the device about so many copies that wait, or all (None)."""
-        while queue.waiting and self.error is None and (entries is None or entries > 0):
-            transfer = queue.waiting[0]
+    def _entries_left(self, transfer: DeviceTransfer) -> int:
+        return transfer.blocks_left * self._runs.entries_per_block[transfer.job.group_id]
+
+    def _with_least_left(self, waiting: Sequence[DeviceTransfer]) -> DeviceTransfer:
+        return min(waiting, key=self._entries_left)
+
+    def _submit_up_to(
+        self, queue: Queue, entries: int | None, choose: Callable[[Sequence[DeviceTransfer]], DeviceTransfer] = _oldest
+    ) -> int:
+        """Give the device about so many copies that wait, or all (None), of the transfers chosen one after the other.
+
+        Returns how many copies they are.
+        """
+        given = 0
+        while queue.waiting and self.error is None and (entries is None or given < entries):
+            transfer = choose(queue.waiting)
             try:
-                copied = self._submit(transfer, PIECE_ENTRIES if entries is None else min(entries, PIECE_ENTRIES))
+                given += self._submit(
+                    transfer, PIECE_ENTRIES if entries is None else min(entries - given, PIECE_ENTRIES)
+                )
             except Exception as error:
                 if not self._is_at_rest():
                     self._lose(error)
-                    return
+                    break
                 transfer.fail(error)
-                copied = 0
-            entries = None if entries is None else entries - copied
             if transfer.places is None:
-                queue.waiting.popleft()
+                queue.waiting.remove(transfer)
+        return given
 
     def _submit(self, transfer: DeviceTransfer, most: int) -> int:
         """Give the device a transfer's next blocks, about `most` copies; returns how many copies they are."""
@@ -227,35 +260,35 @@ class DeviceTransferEngine:
         count = max(1, most // self._runs.entries_per_block[group_id])
         some = slice(transfer.position, transfer.position + count)
         if transfer.fence is not None:
-            self._device.stream_wait(queue.stream, transfer.fence)
+            self._device.stream_wait(transfer.stream, transfer.fence)
             transfer.fence = None
         entries = self._runs.entries(group_id, blocks[some], starts[some])
         for piece in entries.pieces(MAX_BATCH_ENTRIES):
             targets, sources = (piece.host, piece.device) if queue is self._saves else (piece.device, piece.host)
-            queue.copy(targets, sources, piece.sizes, queue.stream)
-        transfer.event = self._device.record(queue.stream)
+            queue.copy(targets, sources, piece.sizes, transfer.stream)
+        transfer.event = self._device.record(transfer.stream)
         transfer.position = min(some.stop, len(blocks))
         if transfer.position == len(blocks):
             transfer.places = None
         return len(entries)
 
-    def poll(self, queue: Queue) -> None:
-        """Take in what has ended."""
-        for transfer in [*queue.open]:
-            if not self._has_arrived(transfer):
-                break
-            if transfer.is_to_be_checked:
-                self._begin_check(transfer)
-        while queue.open and self._has_arrived(first := queue.open[0]):
-            if first.is_to_be_checked or not self._was_checked(first):  # it may have arrived just now
-                break
-            queue.open.popleft().has_ended = True
+    def poll(self, transfer: DeviceTransfer) -> None:
+        """Take in whether a transfer has ended."""
+        if transfer.has_ended or not self._has_arrived(transfer):
+            return
+        if transfer.is_to_be_checked:
+            self._begin_check(transfer)
+        if self._was_checked(transfer) and not transfer.has_ended:
+            queue = transfer.queue
+            if not queue.in_order or queue.open[0] is transfer:
+                queue.open.remove(transfer)
+                transfer.has_ended = True
 
     def _poll_all(self) -> bool:
         """Take in all that has ended; returns whether something is left."""
         queues = (self._awaited, self._loads, self._saves)
-        for queue in queues:
-            self.poll(queue)
+        for transfer in [transfer for queue in queues for transfer in queue.open]:
+            self.poll(transfer)
         return any(queue.open for queue in queues)
 
     def _has_arrived(self, transfer: DeviceTransfer) -> bool:
@@ -358,9 +391,14 @@ class DeviceTransferEngine:
             self._end(queue)
 
     def _end(self, queue: Queue) -> None:
-        """Transfers of which nothing is being copied end, up to the first one of which something is."""
-        while queue.open and queue.open[0].places is None and queue.open[0].event is None:
-            queue.open.popleft().has_ended = True
+        """Transfers of which nothing is being copied end; those that end in order, up to the first one of which
+        something is."""
+        for transfer in [*queue.open]:
+            if transfer.places is None and transfer.event is None:
+                queue.open.remove(transfer)
+                transfer.has_ended = True
+            elif queue.in_order:
+                break
 
 
 def _groups_of(paged: PagedKV) -> Sequence[range]:

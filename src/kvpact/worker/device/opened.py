@@ -28,9 +28,15 @@ class OpenedDevice(DeviceTransferEngine):
     """The transfer engine of one rank, which owns what it needs on the device."""
 
     def __init__(
-        self, config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, device: Device, node: int | None = None
+        self,
+        config: KvpactConfig,
+        paged: PagedKV,
+        segment: ArenaSegment,
+        device: Device,
+        node: int | None = None,
+        model: str = "a model",
     ) -> None:
-        """`node` is the device's memory node, if known.
+        """`node` is the device's memory node, if known; `model` names what the KV memory is of.
 
         Raises ConfigError if the device or its copies cannot be used, and leaves nothing.
         """
@@ -42,7 +48,7 @@ class OpenedDevice(DeviceTransferEngine):
             with take_turn(segment):
                 require_round_trip(self, paged, segment, segment.usable_slots)
             stores = config.save != "off" and not isinstance(segment, SharedSlots)
-            self.proof = Proof(paged, segment, device, stores=stores)
+            self.proof = Proof(paged, segment, device, stores=stores, model=model)
         except Exception as error:
             self._pinned.close()
             if isinstance(error, ConfigError):

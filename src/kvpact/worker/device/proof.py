@@ -1,7 +1,7 @@
 """Whether a device's copies are right, asked again while they serve: blocks are read by another way and compared.
 
-Owns which jobs are checked, the thread that checks them, and what the scheduler's process is told of it. A check reads
-the engine's own tensors by their own indexing, so that a wrong address cannot prove itself.
+Owns which jobs are checked, the thread that checks them, and what the scheduler's process is told of it. Blocks are
+read as in the trial at the start: see `differing`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final
 
-import numpy as np
-
 from kvpact.contract import SaveJob
 from kvpact.errors import KvpactError
 from kvpact.memory.arena import ArenaSegment, Standing
@@ -22,15 +20,13 @@ from kvpact.threads import start_background
 from kvpact.worker.copy.base import Job
 from kvpact.worker.device.base import Device, Event
 from kvpact.worker.paged import PagedKV
+from kvpact.worker.round_trip import differing
 
 FIRST: Final = 64
 """Loads, saves, and loads that a step waits for, all of which are checked."""
 
 ONE_IN: Final = 1000
 """Later, of each kind."""
-
-PIECE_BYTES: Final = 4 << 20
-"""That a check reads at a time."""
 
 LOAD, SAVE, STEP_LOAD = "load", "save", "load of a step"
 
@@ -53,9 +49,19 @@ class Check:
 class Proof:
     """One rank's. All but `_run` is for the computing thread."""
 
-    def __init__(self, paged: PagedKV, segment: ArenaSegment, device: Device, *, stores: bool, first: int = FIRST):
-        """`stores` is false of a rank that makes no saves: its loads prove it."""
+    def __init__(
+        self,
+        paged: PagedKV,
+        segment: ArenaSegment,
+        device: Device,
+        *,
+        stores: bool,
+        first: int = FIRST,
+        model: str = "a model",
+    ) -> None:
+        """`stores` is false of a rank that makes no saves: its loads prove it. `model` names it, for people."""
         self._paged, self._segment, self._device, self._first = paged, segment, device, first
+        self._model = model
         self._needed = (LOAD, SAVE) if stores else (LOAD,)
         self._later = {kind: _sampled() for kind in (LOAD, SAVE, STEP_LOAD)}
         self._stream = device.create_stream()
@@ -122,22 +128,17 @@ class Proof:
 
     def _compare(self, job: Job) -> None:
         """Raise WrongCopy unless each block is what its slot is."""
-        layout, layers = self._paged.layouts[job.group_id], self._paged.cache_groups[job.group_id]
-        size = sum(layout.layer_page_bytes)
-        count = max(1, PIECE_BYTES // max(1, size))
-        for start in range(0, len(job.slots), count):
-            block_ids, slots = job.block_ids[start : start + count], job.slots[start : start + count]
-            rows = [np.frombuffer(self._segment.slot_view(slot), np.uint8)[:size] for slot in slots]
-            pages = self._device.run(self._stream, partial(self._paged.read, job.group_id, block_ids))
-            wrong = [block for block, page, row in zip(block_ids, pages, rows, strict=True) if (page != row).any()]
-            if wrong:
-                first = self._paged.layers[layers.start]
-                raise WrongCopy(
-                    f"a {_kind_of(job)} of {len(job.slots)} blocks, KV cache group {job.group_id}, {len(layers)} "
-                    f"layers, {size} bytes a block (in the first layer {first.chunks} runs of {first.chunk_bytes}, "
-                    f"block stride {first.block_stride}) on {self._device.name}: {len(wrong)} of {len(slots)} blocks "
-                    "hold other bytes than their slots"
-                )
+        paged, group_id, run = self._paged, job.group_id, partial(self._device.run, self._stream)
+        if wrong := differing(paged, self._segment, group_id, job.block_ids, job.slots, run):
+            layers, size = paged.cache_groups[group_id], sum(paged.layouts[group_id].layer_page_bytes)
+            first = paged.layers[layers.start]
+            raise WrongCopy(
+                f"a {_kind_of(job)} of {len(job.slots)} blocks of {self._model}, KV cache group {group_id}, "
+                f"{len(layers)} layers, {size} bytes a block (the first layer: {first.tensor.dtype} "
+                f"{list(first.tensor.shape)}, {first.chunks} runs of {first.chunk_bytes} bytes a block, block stride "
+                f"{first.block_stride}) on "
+                f"{self._device.name}: {len(wrong)} blocks hold other bytes than their slots"
+            )
 
 
 def _sampled() -> Iterator[bool]:
