@@ -1,9 +1,10 @@
 """Whether vLLM answers with kvpact as it answers without it: python scripts/gpu_answers.py --json FILE
 
 On a tiny Llama with random weights, made on the spot: nothing is downloaded. Two engines stand side by side, one with
-kvpact and one without it: eager and, on a GPU, with vLLM's default graphs, which are captured while memory is pinned. A
-hit from kvpact is compared with a hit in the other engine's own prefix cache, asked alone and while others decode. Runs
-on a CPU, too, where vLLM does. FILE has what was found after each comparison. The exit status is 0 if all is good.
+kvpact and one without it: eager and, on a GPU, with vLLM's default graphs and with full ones, captured while memory is
+pinned. A hit from kvpact is compared with a hit in the other engine's own prefix cache, asked alone and while others
+decode. Runs on a CPU, too, where vLLM does. FILE has what was found after each comparison. The exit status is 0 if all
+is good.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from kvpact.demo.model import TINY_SHAPE, ensure_model
 from kvpact.demo.phases import GPU_SHARE, settle
 from kvpact.vllm.compat.platforms import OUR_CLASSES
 
+Found = dict[str, Any]
+
 TEXT = "A prompt prefix is never computed twice: it is promised, committed, loaded and used.\n" * 50
 
 TOKENS = 657
@@ -44,6 +47,13 @@ STEP_TOKENS = 512
 TOLERANCE = 0.0625
 """Of log-probabilities, where the engine differs from itself by less: two steps of bfloat16 between 4 and 8."""
 
+SCENES: dict[str, Found] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {"enforce_eager": False},
+    "full graphs": {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
+}
+"""Name -> arguments for `vllm.LLM`. The last has graphs of whole forward passes, and nothing compiled by torch."""
+
 COUNTS = (
     "loaded_tokens",
     "failed_tokens",
@@ -53,8 +63,6 @@ COUNTS = (
     "hook_errors",
     "leases_held",
 )
-
-Found = dict[str, Any]
 
 
 def prompt(seed: int, tokens: int = TOKENS) -> list[int]:
@@ -96,16 +104,18 @@ class Scene:
     """Two engines on the same model: `plain`, and `pact` with kvpact."""
 
     def __init__(self, name: str, model: Path, work: Path, gpu: bool, engines: ExitStack) -> None:
-        self.gpu, graphs = gpu, name == "graphs"
+        self.gpu, graphs = gpu, name != "eager"
         memory = f"{min(32, _ram_gib() // 4)}GiB" if gpu and graphs else "256MiB"
         settings = {"memory": memory, "kv_layout": "auto" if graphs else "engine", "recompute_if_faster": False}
-        config = load_config(settings | {"stats_file": str(work / f"{name}-stats.json")}, {}).kv_transfer_config()
-        arguments: Found = {"enforce_eager": not graphs, "max_num_batched_tokens": STEP_TOKENS}
+        config = load_config(
+            settings | {"stats_file": str(work / f"{name.replace(' ', '-')}-stats.json")}, {}
+        ).kv_transfer_config()
+        arguments: Found = {**SCENES[name], "max_num_batched_tokens": STEP_TOKENS}
         arguments |= {"gpu_memory_utilization": GPU_SHARE} if gpu else {"max_num_seqs": 8}
         classes = {option.lstrip("-").replace("-", "_"): value for option, value in OUR_CLASSES.items()}
         began = time.monotonic()
-        self.log = work / f"{name}-kvpact.log"
-        self.plain = EngineProcess(EngineSettings(model, None, arguments), work / f"{name}-plain.log")
+        self.log = work / f"{name.replace(' ', '-')}-kvpact.log"
+        self.plain = EngineProcess(EngineSettings(model, None, arguments), work / f"{name.replace(' ', '-')}-plain.log")
         engines.callback(self.plain.kill)
         self.pact = EngineProcess(EngineSettings(model, config, {**arguments, **classes}), self.log)
         engines.callback(self.pact.kill)
@@ -195,10 +205,10 @@ def main(arguments: list[str]) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description="Whether vLLM answers with kvpact as it answers without it.")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--only", action="append", choices=["eager", "graphs"], help="graphs: by default on GPUs alone")
+    parser.add_argument("--only", action="append", choices=list(SCENES), help="by default all; eager alone on a CPU")
     given = parser.parse_args(arguments)
     gpu = bool(cuda_devices())
-    scenes = given.only or (["eager", "graphs"] if gpu else ["eager"])
+    scenes = given.only or ([*SCENES] if gpu else ["eager"])
     with tempfile.TemporaryDirectory(prefix="kvpact-answers-") as directory:
         return 0 if run(scenes, gpu, given.json, Path(directory)) else 1
 
