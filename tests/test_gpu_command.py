@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -98,6 +99,12 @@ class Checkout:
     def run(self, *arguments: str, hangs: str = "0") -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "HANGS": hangs}
         return subprocess.run(self.command(*arguments), capture_output=True, text=True, timeout=60, env=environment)
+
+    @property
+    def parts_offered(self) -> list[str]:
+        found = re.search(r"PART\s+([\w,\s]+); repeatable", self.run("--help").stdout)
+        assert found is not None
+        return found[1].replace(",", "").split()
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -203,6 +210,13 @@ def test_without_vllm_engines_are_left_out_and_the_table_says_so(checkout: Check
     assert done.returncode == 0, done.stderr
     assert "| answers | vLLM cannot be imported here |  |" in done.stdout
     assert "| demo | vLLM cannot be imported here |  |" in done.stdout
+
+
+def test_the_order_of_work_names_each_part_once(checkout: Checkout) -> None:
+    commands = re.findall(r"python3 scripts/run_gpu.py (.*)", (ROOT / "docs" / "gpu.md").read_text())
+    assert sorted(re.findall(r"--only (\w+)", " ".join(commands))) == sorted(checkout.parts_offered)
+    for command in commands:
+        assert re.fullmatch(r"--out \S+( --only \w+)+ --seconds \d+", command)
 
 
 @pytest.mark.parametrize(
