@@ -1,9 +1,12 @@
 """Packs what a machine with torch 2.11 for CUDA 13 but no package registry lacks: python scripts/pack_vllm.py --out DIR
 
-For `make gpu` there: vLLM 0.26.0, the last release for that torch, without what a small text model does not need; the
-packages that it imports; kvpact with its dependencies, and its tests'. The machine must have torch with Triton, and
-transformers, with what those need. DIR then has files of at most --max-mb each, manifest.json with their sizes and
-hashes, and unpack.py, which joins them there into a directory for PYTHONPATH.
+For `make gpu` there: kvpact with its dependencies, and its tests'; vLLM 0.32.0 without what a small text model does not
+need, and the packages that it imports. The machine must have torch with Triton, and transformers, with what those need.
+DIR then has files of at most --max-mb each, manifest.json with their sizes and hashes, and unpack.py, which joins them
+there into a directory for PYTHONPATH.
+
+vLLM 0.32.0 asks for torch 2.13 by its metadata, as 0.28 to 0.31 do, and pip would not install it there. Its compiled
+modules call torch by its stable interface alone, so that they load beside 2.11, too; docs/gpu.md says what was tried.
 
 Asks pip for wheels, for Python --python on x86-64. --wheels DIR takes wheels that are at hand instead. --list only says
 what would be packed.
@@ -29,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-VLLM = "vllm==0.26.0"
+VLLM = "vllm==0.32.0"
 
 KVPACT = (
     "blake3",
@@ -56,13 +59,13 @@ KVPACT = (
     "pytest-xdist",
     "execnet",
 )
-"""kvpact's dependencies without numpy, which torch's machine has, and those of its tests of the copies."""
+"""The first archive: kvpact's dependencies without numpy, which torch's machine has, and those of its tests there."""
 
 WITH_DEPENDENCIES = ("pydantic",)
 """Its compiled half must be of the very release that it asks for."""
 
 ENGINE = (
-    "apache-tvm-ffi>=0.1.11",
+    "apache-tvm-ffi==0.1.11",
     "cachetools",
     "cbor2",
     "compressed-tensors==0.17.0",
@@ -70,8 +73,8 @@ ENGINE = (
     "fastapi>=0.133,<0.137",
     "jiter",
     "llguidance>=1.7,<1.8",
-    "openai>=2,<3",
-    "openai-harmony",
+    "openai>=2.25,<3",
+    "oss-harmony",
     "partial-json-parser",
     "pybase64",
     "python-json-logger",
@@ -206,7 +209,7 @@ def pack_all(wheels: Sequence[Path], out: Path, python: str, max_bytes: int) -> 
 def main(arguments: list[str]) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(
-        description="Pack vLLM 0.26.0 and kvpact for a machine without a package registry."
+        description="Pack vLLM 0.32.0 and kvpact for a machine without a package registry."
     )
     parser.add_argument("--out", type=Path, default=Path("vllm-pack"), metavar="DIR")
     parser.add_argument("--max-mb", type=float, default=60, metavar="MB", help="of 10^6 bytes, for each file")

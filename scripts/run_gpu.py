@@ -1,10 +1,12 @@
-"""What only a GPU can prove: python scripts/run_gpu.py [--out DIR] [--only suite|doctor|demo ...]
+"""What only a GPU can prove: python scripts/run_gpu.py [--out DIR] [--seconds S] [--only PART ...]
 
-In this order: the tests of the copies, which run on the real device too, `kvpact doctor --gpu`, and, where vLLM can be
-imported, the demonstration, once more with two ranks where there are two GPUs. Needs torch for CUDA, the packages that
-kvpact and its tests import, and no network. After each part DIR/gpu-results.json has all that was found, and
-DIR/gpu-results.md a table for benchmarks/RESULTS.md.
+In this order: `graphs`, whether captured graphs read what was loaded before they were replayed; `doctor`, what `kvpact
+doctor --gpu` measures; `suite`, the other tests of the copies that run on the device; and, where vLLM can be imported,
+`answers`, whether its engines say the same with kvpact and without it, and `demo`, the demonstration, with two ranks
+too where there are two GPUs. Needs torch for CUDA, the packages that kvpact and its tests import, and no network.
 
+DIR/gpu-results.json has all that was found so far, and DIR/gpu-results.md a table for benchmarks/RESULTS.md: both are
+written as results come, and are whole if this process is killed. It ends after S seconds, 570 unless told otherwise.
 The exit status is 0 if all that was run is good, 1 if not, and 2 if nothing can be run here, which one line explains.
 """
 
@@ -17,18 +19,26 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/worker",)
+GRAPHS = "tests/worker/test_graphs.py"
+SUITE = ("tests/worker", f"--ignore={GRAPHS}")
+DEVICE_TESTS = ("-k", "cuda and not fake", "-v", "-p", "no:cacheprovider", "--color=no")
+
+SECONDS = 570.0
+"""Ten minutes, less what it takes to begin and to bring the results away."""
 
 ON_THE_DEVICE = re.compile(r"(?:\[|(?<!fake)-)cuda[\]-]")
 """In the name of a test that runs on a real device: "cuda" as one of its parameters, and not "fake-cuda"."""
+
+TEST = re.compile(r"(tests/.+?\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b")
+"""A line of pytest's that says how a test ended."""
 
 NEEDED = (
     "blake3",
@@ -46,6 +56,7 @@ NEEDED = (
 LOOK = """
 import importlib.util, json, os, platform, sys
 found = {"python": platform.python_version(), "kernel": platform.release(), "cores": len(os.sched_getaffinity(0))}
+found["ram_gib"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
 found["missing"] = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 found["has_vllm"] = importlib.util.find_spec("vllm") is not None
 try:
@@ -60,6 +71,9 @@ print(json.dumps(found))
 
 Results = dict[str, Any]
 
+Part = Callable[[Results, float, Path], Iterator[Results]]
+"""(the machine, when it must be over, where files may lie) -> what is found so far, again and again."""
+
 
 class Unusable(Exception):
     """Nothing can be run here. One line for people."""
@@ -71,9 +85,42 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *([others] if others else [])])}
 
 
-def run(*arguments: str) -> int:
-    """Run Python in the checkout with its output on ours. Returns the exit status."""
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment(), check=False).returncode
+class Child:
+    """Python in the checkout. Iterate over its lines, which are printed too; `status` is then its exit status.
+
+    It is killed when the time is over.
+    """
+
+    def __init__(self, until: float, *arguments: str) -> None:
+        self.status, self.out_of_time = -1, False
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", *arguments],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._timer = threading.Timer(max(0.0, until - time.monotonic()), self._kill)
+        self._timer.daemon = True
+
+    def _kill(self) -> None:
+        self.out_of_time = True
+        self._process.kill()
+
+    def __iter__(self) -> Iterator[str]:
+        assert self._process.stdout is not None
+        self._timer.start()
+        for line in self._process.stdout:
+            print(line, end="", flush=True)
+            yield line
+        self.status = self._process.wait()
+        self._timer.cancel()
+
+    def ended(self) -> Results:
+        """How it ended, for the results."""
+        return {"exit_status": self.status} | ({"out_of_time": True} if self.out_of_time else {})
 
 
 def look() -> Results:
@@ -112,57 +159,84 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def suite(machine: Results, directory: Path) -> Results:
-    """The tests of the copies. Good if they pass, and some ran on the device."""
-    report = directory / "junit.xml"
-    status = run("-m", "pytest", *TESTS, "-q", "-p", "no:cacheprovider", f"--junitxml={report}")
-    counts: Counter[str] = Counter()
-    on_device, bad = 0, []
-    cases = ET.parse(report).iter("testcase") if report.exists() else ()
-    for case in cases:
-        how = next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
-        name = f"{case.get('classname')}::{case.get('name')}"
-        counts[how] += 1
-        on_device += how == "passed" and bool(ON_THE_DEVICE.search(name))
-        bad += [name] if how in ("failure", "error") else []
-    return {
-        "good": status == 0 and on_device > 0,
-        "exit_status": status,
-        **{kind: counts[kind] for kind in ("passed", "failure", "error", "skipped")},
-        "passed_on_the_device": on_device,
-        "bad": bad,
-    }
+def tests(*which: str) -> Part:
+    """A part that runs tests: good if they pass, and some ran on the device."""
+
+    def part(machine: Results, until: float, out: Path) -> Iterator[Results]:
+        counts: Counter[str] = Counter()
+        on_device = 0
+        bad: list[str] = []
+        child = Child(until, "-m", "pytest", *which, *DEVICE_TESTS)
+
+        def found(good: bool) -> Results:
+            kinds = {kind.lower(): counts[kind] for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+            return {"good": good, **kinds, "passed_on_the_device": on_device, "bad": [*bad]}
+
+        for line in child:
+            if (test := TEST.search(line)) is not None:
+                counts[test[2]] += 1
+                on_device += test[2] == "PASSED" and bool(ON_THE_DEVICE.search(test[1]))
+                bad += [test[1]] if test[2] in ("FAILED", "ERROR") else []
+                yield found(good=False)
+        yield found(good=child.status == 0 and on_device > 0 and not bad) | child.ended()
+
+    return part
 
 
-def doctor(machine: Results, directory: Path) -> Results:
+def doctor(machine: Results, until: float, out: Path) -> Iterator[Results]:
     """What `kvpact doctor --gpu` found."""
-    report = directory / "doctor.json"
-    status = run("-m", "kvpact", "doctor", "--gpu", "--json", str(report))
-    return {"good": status == 0, "exit_status": status, "report": read(report)}
+    yield from reporting(until, out / "doctor.json", "-m", "kvpact", "doctor", "--gpu")
 
 
-def demo(machine: Results, directory: Path) -> Results:
+def answers(machine: Results, until: float, out: Path) -> Iterator[Results]:
+    """What engines answered with kvpact and without it."""
+    if machine["has_vllm"]:
+        yield from reporting(until, out / "answers.json", str(ROOT / "scripts" / "gpu_answers.py"))
+    else:
+        yield dict(NO_VLLM)
+
+
+def reporting(until: float, report: Path, *command: str) -> Iterator[Results]:
+    """A command that writes to `report`, as it goes on, what it finds."""
+    report.unlink(missing_ok=True)
+    child = Child(until, *command, "--json", str(report))
+    for _ in child:
+        yield {"good": False, "report": read(report)}
+    yield {"good": child.status == 0, "report": read(report)} | child.ended()
+
+
+def demo(machine: Results, until: float, out: Path) -> Iterator[Results]:
     """The demonstration's figures with one rank, and with two."""
     if not machine["has_vllm"]:
-        return {"good": True, "skipped": "vLLM cannot be imported here"}
-    runs = {}
+        yield dict(NO_VLLM)
+        return
+    runs: Results = {}
     for ranks in (1, 2)[: len(machine["gpus"])]:
-        report = directory / f"demo-{ranks}.json"
-        given = ("--tp", str(ranks), "--json", str(report), "--work", str(directory / f"demo-{ranks}"))
-        status = run("-m", "kvpact", "demo", *given)
-        runs[str(ranks)] = {"good": status == 0, "exit_status": status, "report": read(report)}
-    return {"good": all(one["good"] for one in runs.values()), "ranks": runs}
+        with tempfile.TemporaryDirectory(prefix="kvpact-demo-") as work:
+            command = ("-m", "kvpact", "demo", "--tp", str(ranks), "--work", str(Path(work) / "work"))
+            for found in reporting(until, Path(work) / "demo.json", *command):
+                runs[str(ranks)] = found
+                yield {"good": False, "ranks": runs}
+    yield {"good": all(one["good"] for one in runs.values()), "ranks": runs}
 
 
 def read(report: Path) -> Any:
-    """What a part wrote; None if it ended before."""
+    """What a part has written so far; None if it has not."""
     try:
         return json.loads(report.read_text())
     except (OSError, ValueError):
         return None
 
 
-PARTS: dict[str, Callable[[Results, Path], Results]] = {"suite": suite, "doctor": doctor, "demo": demo}
+NO_VLLM = {"good": True, "left_out": "vLLM cannot be imported here"}
+
+PARTS: dict[str, Part] = {
+    "graphs": tests(GRAPHS),
+    "doctor": doctor,
+    "suite": tests(*SUITE),
+    "answers": answers,
+    "demo": demo,
+}
 
 
 def table(results: Results) -> Iterator[str]:
@@ -172,7 +246,8 @@ def table(results: Results) -> Iterator[str]:
     yield ""
     yield (
         f"{', '.join(machine['gpus'])}; torch {machine['torch']}, Python {machine['python']}, "
-        f"{machine['cores']} cores, kernel {machine['kernel']}. All good: {'yes' if results['good'] else 'NO'}."
+        f"{machine['cores']} cores, {machine['ram_gib']} GiB, kernel {machine['kernel']}. "
+        f"All good: {'yes' if results['good'] else 'NO'}."
     )
     yield ""
     yield "| what | found | good |"
@@ -184,29 +259,44 @@ def table(results: Results) -> Iterator[str]:
 
 def rows_of(name: str, part: Results) -> Iterator[tuple[str, str, str]]:
     """A part's rows: what, the figure, and whether it is good."""
-    good = "yes" if part["good"] else "NO"
-    if "skipped" in part and name == "demo":
-        yield "demonstration", part["skipped"], ""
-    elif name == "suite":
-        counts = ", ".join(f"{part[kind]} {kind}" for kind in ("passed", "failure", "error", "skipped"))
-        yield "tests of the copies", f"{counts}; {part['passed_on_the_device']} passed on the device", good
+    good = verdict(part)
+    if "left_out" in part:
+        yield name, part["left_out"], "" if part["good"] else "NO"
+    elif name in ("graphs", "suite"):
+        counts = ", ".join(f"{part[kind]} {kind}" for kind in ("passed", "failed", "error", "skipped") if kind in part)
+        on_device = part.get("passed_on_the_device", 0)
+        yield f"tests of the copies, {name}", f"{counts or 'none'}; {on_device} passed on the device", good
     elif name == "doctor":
-        report = part["report"] or {}
-        yield "`kvpact doctor --gpu`", f"exit status {part['exit_status']}", good
+        report = part.get("report") or {}
+        yield "`kvpact doctor --gpu`", report.get("error", report.get("device", "")), good
         for section, figures in report.get("sections", {}).items():
-            shown = (
-                f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
-            )
-            yield section, ", ".join(shown), ""
+            yield section, shown(figures), ""
+    elif name == "answers":
+        yield "answers with kvpact and without", "", good
+        for scene, found in ((part.get("report") or {}).get("scenes", {})).items():
+            for what, figures in found.items():
+                said = shown({key: value for key, value in figures.items() if key not in ("good", "cached tokens")})
+                yield f"{scene}: {what}", said, {True: "yes", False: "NO"}.get(figures.get("good"), "")
     else:
-        for ranks, one in part["ranks"].items():
+        for ranks, one in part.get("ranks", {}).items():
             yield from demo_rows(ranks, one)
+
+
+def verdict(part: Results) -> str:
+    """Whether a part is good, or did not come to its end."""
+    return "NOT FINISHED" if not part["finished"] or part.get("out_of_time") else "yes" if part["good"] else "NO"
+
+
+def shown(figures: Results) -> str:
+    """For a table's cell: one line."""
+    texts = (f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items())
+    return " ".join(", ".join(texts).split()).replace("|", "/")[:400]
 
 
 def demo_rows(ranks: str, one: Results) -> Iterator[tuple[str, str, str]]:
     """The demonstration's rows with this many ranks."""
     good, report = "yes" if one["good"] else "NO", one["report"] or {}
-    yield f"demonstration, ranks: {ranks}", f"exit status {one['exit_status']}", good
+    yield f"demonstration, ranks: {ranks}", f"exit status {one.get('exit_status', 'none')}", good
     for phase in report.get("phases", ()):
         low, high = phase["ttft_ms_quartiles"]
         tokens = f"{phase['cached_tokens']} of {phase['reusable_tokens']} tokens from a cache"
@@ -233,25 +323,34 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path(), metavar="DIR", help="gets gpu-results.json and gpu-results.md"
     )
+    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="for all parts together")
     parser.add_argument(
-        "--only", action="append", choices=list(PARTS), metavar="PART", help="suite, doctor or demo; repeatable"
+        "--only", action="append", choices=list(PARTS), metavar="PART", help=f"{', '.join(PARTS)}; repeatable"
     )
     given = parser.parse_args(arguments)
+    until = time.monotonic() + given.seconds
     try:
         machine = look()
     except Unusable as error:
         print(f"run_gpu: {error}", file=sys.stderr)
         return 2
     given.out.mkdir(parents=True, exist_ok=True)
-    results: Results = {"format": 1, "good": True, "machine": machine, "parts": {}}
-    with tempfile.TemporaryDirectory(prefix="kvpact-gpu-") as directory:
-        for name in given.only or PARTS:
-            print(f"== {name}", flush=True)
-            began = time.monotonic()
-            part = PARTS[name](machine, Path(directory))
-            results["parts"][name] = part | {"seconds": round(time.monotonic() - began, 1)}
-            results["good"] = results["good"] and part["good"]
+    parts: dict[str, Results] = {}
+    results: Results = {"format": 2, "good": False, "machine": machine, "parts": parts}
+    for name in given.only or PARTS:
+        print(f"== {name}", flush=True)
+        began = time.monotonic()
+        parts[name] = {"good": False, "finished": False}
+        write(results, given.out)
+        if began > until:
+            parts[name] |= {"finished": True, "left_out": "out of time"}
+            continue
+        for found in PARTS[name](machine, until, given.out.resolve()):
+            parts[name] = found | {"finished": False, "seconds": round(time.monotonic() - began, 1)}
             write(results, given.out)
+        parts[name]["finished"] = True
+    results["good"] = all(part["good"] for part in parts.values())
+    write(results, given.out)
     print(*table(results), sep="\n")
     return 0 if results["good"] else 1
 

@@ -31,6 +31,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 ENGINES = (
     "tests/demo/test_demo.py",
+    "tests/test_gpu_answers.py",
     "tests/testkit/test_conformance_command.py",
     "tests/under_vllm/test_engine_by_name.py",
     "tests/under_vllm/test_engine_company.py",

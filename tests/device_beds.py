@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -29,6 +29,9 @@ from kvpact.worker import round_trip
 from kvpact.worker.copy.cpu import CpuTransferEngine
 from kvpact.worker.device import engine, pinned
 from kvpact.worker.paged import PagedKV, PagedLayer
+
+Replay = Callable[[], Callable[[], list[Page]]]
+"""Launches a graph's kernels. What it returns gives, once they are done, what each layer's saw: `[blocks, bytes]`."""
 
 BLOCKS, SLOTS, LAYERS = 24, 16, 6
 PINNED_SLOTS = 3
@@ -271,6 +274,20 @@ class Bed:
         self._do(lambda: found.append(self.views[layer][block].ravel().copy()))
         return lambda: found[0]
 
+    def capture(self, layers: Sequence[int]) -> Replay:
+        """A graph of kernels that read all blocks of these layers; a replay launches them one by one."""
+
+        def kernel(layer: int, seen: list[Page]) -> Callable[[], None]:
+            return lambda: seen.append(self.views[layer].reshape(BLOCKS, -1).copy())
+
+        def replay() -> Callable[[], list[Page]]:
+            seen: list[Page] = []
+            for layer in layers:
+                self._do(kernel(layer, seen))
+            return lambda: seen
+
+        return replay
+
     def finish(self) -> None:
         if self.driver is not None:
             self.driver.finish()
@@ -352,6 +369,31 @@ class CudaBed:
             ours.wait_stream(theirs)
 
         return join
+
+    def capture(self, layers: Sequence[int]) -> Replay:
+        """A CUDA graph of kernels that read all blocks of these layers."""
+        pages = [self._pages[layer] for layer in layers]
+        seen = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in pages]
+
+        def kernels() -> None:
+            for target, source in zip(seen, pages, strict=True):
+                target.copy_(source)
+
+        aside = torch.cuda.Stream()  # before they are captured, kernels run once, and not on the default stream
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            kernels()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernels()
+
+        def replay() -> Callable[[], list[Page]]:
+            graph.replay()
+            found = [one.clone() for one in seen]
+            return lambda: [np.asarray(one.cpu()).reshape(BLOCKS, -1) for one in found]
+
+        return replay
 
     def finish(self) -> None:
         torch.cuda.synchronize()

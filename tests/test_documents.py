@@ -57,12 +57,17 @@ RUN_ELSEWHERE = {
 _INSTALLS = (
     "installs from a package index; test_install.py runs the commands with what kvpact asks for, and nothing else"
 )
+_ON_A_GPU = "needs a GPU or a registry; test_gpu_command.py and test_pack.py run the scripts with stand-ins"
 NOT_RUN = {
     ("README.md", "make demo"): "`make test` is this suite; a small form of the demonstration is in test_demo.py",
     ("docs/configuration.md", "vllm serve MODEL --max-model-len"): (
         "the README's two commands, which test_http_life.py starts, with one more option of vLLM's; what stands in "
         "$(...) is run by test_the_page_on_configuration_sets_what_it_says"
     ),
+    ("docs/gpu.md", "scripts/pack_vllm.py"): _ON_A_GPU,
+    ("docs/gpu.md", "nvidia-smi; nproc"): _ON_A_GPU,
+    ("docs/gpu.md", "--only graphs"): _ON_A_GPU,
+    ("docs/gpu.md", "--only answers"): _ON_A_GPU,
     ("docs/vllm-driver.md", "run_on_release"): (
         "fetches a release of vLLM, 2 GB; testkit/test_vllm_releases.py calls the same function on releases at hand"
     ),

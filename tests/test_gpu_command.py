@@ -1,15 +1,20 @@
-"""`make gpu`: one line where there is no GPU, and elsewhere all its parts in one file and one table.
+"""`make gpu`: one line where there is no GPU, and elsewhere all its parts in one file and one table, as they come.
 
-The GPU, torch, pytest, the examination and the demonstration are stand-ins.
+The GPU, torch, pytest, the examination, the engines and the demonstration are stand-ins.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,29 +31,39 @@ cuda.get_device_name = names.__getitem__
 """
 
 PYTEST = """
-import sys
-from pathlib import Path
-assert sys.argv[1:2] == ["tests/worker"]
-case = "<testcase classname='tests.worker.test_engines' name='{}'>{}</testcase>"
-names = ["test_a[cpu]", "test_a[fake-cuda-halves]", *NAMES]
-cases = [case.format(name, "") for name in names] + [case.format("test_b[cuda]", "<skipped/>")]
-Path(sys.argv[-1].partition("=")[2]).write_text(f"<testsuite>{''.join(cases)}</testsuite>")
+import os, sys, time
+assert sys.argv[1].startswith("tests/worker")
+assert "cuda and not fake" in sys.argv
+for name in NAMES:
+    print(f"tests/worker/test_engines.py::{name} PASSED [ 10%]")
+print("tests/worker/test_engines.py::test_b[cuda-one by one] SKIPPED (no device) [100%]", flush=True)
+time.sleep(float(os.environ.get("HANGS", "0")))
 """
 
 APP = """
-import json, sys
+import json, os, sys, time
 from pathlib import Path
 DOCTOR, DEMO = {status}
 def main():
     report = Path(sys.argv[sys.argv.index("--json") + 1])
     if sys.argv[1] == "doctor":
         section = {{"entries": 256, "loads, GB/s": 51.26}}
-        report.write_text(json.dumps({{"sections": {{"block by block, 64 KiB": section}}}}))
+        report.write_text(json.dumps({{"device": "H200", "sections": {{"block by block, 64 KiB": section}}}}))
+        print("a section", flush=True)
+        time.sleep(float(os.environ.get("HANGS", "0")))
         sys.exit(DOCTOR)
     phase = {{"name": "cold", "ttft_ms": 20.04, "ttft_ms_quartiles": [19, 21], "cached_tokens": 0,
              "reusable_tokens": 96, "identical": True}}
     report.write_text(json.dumps({{"phases": [phase], "failures": []}}))
     sys.exit(DEMO)
+"""
+
+ANSWERS = """
+import json, sys
+from pathlib import Path
+figures = {{"same tokens": 8, "largest log-probability difference": 0.004, "cached tokens": [640], "good": {good}}}
+Path(sys.argv[-1]).write_text(json.dumps({{"scenes": {{"eager": {{"hits, alone": figures}}}}}}))
+sys.exit(not {good})
 """
 
 
@@ -61,8 +76,9 @@ class Checkout:
         (directory / "scripts").mkdir()
         shutil.copy(SCRIPT, directory / "scripts")
         self.put("torch", TORCH.format(gpus=["NVIDIA H200", "NVIDIA H200"], cuda="'13.0'"))
-        self.put("pytest", "NAMES = ['test_a[cuda-halves]', 'test_c[cuda]']" + PYTEST)
+        self.put("pytest", "NAMES = ['test_a[fake-cuda]', 'test_a[cuda-halves]', 'test_c[cuda]']" + PYTEST)
         self.put("kvpact.cli.app", APP.format(status=(0, 0)))
+        self.answers(good=True)
         shutil.copy(ROOT / "src" / "kvpact" / "__main__.py", self.source / "kvpact")
         self.put("vllm", "")
 
@@ -73,18 +89,31 @@ class Checkout:
             (folder / "__init__.py").touch()
         path.write_text(text)
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, self.directory / "scripts" / "run_gpu.py", "--out", self.directory, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+    def answers(self, *, good: bool) -> None:
+        (self.directory / "scripts" / "gpu_answers.py").write_text(ANSWERS.format(good=good))
+
+    def command(self, *arguments: str) -> list[str]:
+        script = self.directory / "scripts" / "run_gpu.py"
+        return [sys.executable, str(script), "--out", str(self.directory), *arguments]
+
+    def run(self, *arguments: str, hangs: str = "0") -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "HANGS": hangs}
+        return subprocess.run(self.command(*arguments), capture_output=True, text=True, timeout=60, env=environment)
 
     @property
-    def results(self) -> dict[str, object]:
-        found: dict[str, object] = json.loads((self.directory / "gpu-results.json").read_text())
-        return found
+    def parts_offered(self) -> list[str]:
+        found = re.search(r"PART\s+([\w,\s]+); repeatable", self.run("--help").stdout)
+        assert found is not None
+        return found[1].replace(",", "").split()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "gpu-results.json").read_text())
+        return dict(found["parts"])
+
+    @property
+    def table(self) -> str:
+        return (self.directory / "gpu-results.md").read_text()
 
 
 @pytest.fixture
@@ -92,29 +121,30 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_all_parts_are_in_one_file_and_one_table(checkout: Checkout) -> None:
+def test_all_parts_are_in_one_file_and_one_table_and_graphs_come_first(checkout: Checkout) -> None:
     done = checkout.run()
     assert done.returncode == 0, done.stderr
-    parts = checkout.results["parts"]
-    assert isinstance(parts, dict)
-    assert list(parts) == ["suite", "doctor", "demo"]
-    assert (parts["suite"]["passed"], parts["suite"]["passed_on_the_device"], parts["suite"]["skipped"]) == (4, 2, 1)
+    parts = checkout.parts
+    assert list(parts) == ["graphs", "doctor", "suite", "answers", "demo"]
+    assert all(part["finished"] for part in parts.values())
+    assert (parts["suite"]["passed"], parts["suite"]["passed_on_the_device"], parts["suite"]["skipped"]) == (3, 2, 1)
     assert list(parts["demo"]["ranks"]) == ["1", "2"]
-    table = (checkout.directory / "gpu-results.md").read_text()
-    assert table in done.stdout
+    assert checkout.table in done.stdout
     for row in (
         "NVIDIA H200, NVIDIA H200; torch 2.11.0+cu130",
-        "| tests of the copies | 4 passed, 0 failure, 0 error, 1 skipped; 2 passed on the device | yes |",
+        "| tests of the copies, graphs | 3 passed, 0 failed, 0 error, 1 skipped; 2 passed on the device | yes |",
         "| block by block, 64 KiB | entries 256, loads, GB/s 51.3 |  |",
+        "| eager: hits, alone | same tokens 8, largest log-probability difference 0.004 | yes |",
         "| cold, ranks: 2 | 20.0 ms to the first token (19.0-21.0), 0 of 96 tokens from a cache | identical |",
     ):
-        assert row in table
+        assert row in checkout.table
 
 
 @pytest.mark.parametrize(
     ("module", "text", "part"),
     [
-        ("pytest", "NAMES = []" + PYTEST, "suite"),  # all is well, but nothing ran on the device
+        ("pytest", "NAMES = ['test_a[fake-cuda]']" + PYTEST, "suite"),  # all is well, but nothing ran on the device
+        ("pytest", "NAMES = ['test_a[cuda]']" + PYTEST.replace("PASSED [", "FAILED ["), "graphs"),
         ("pytest", "raise SystemExit(3)", "suite"),
         ("kvpact.cli.app", APP.format(status=(1, 0)), "doctor"),
         ("kvpact.cli.app", "import os; os._exit(1)", "doctor"),
@@ -128,17 +158,65 @@ def test_a_part_that_is_not_good_makes_all_of_it_not_good(
     done = checkout.run("--only", part)
     assert done.returncode == 1, done.stderr
     assert "All good: NO" in done.stdout
-    parts = checkout.results["parts"]
-    assert isinstance(parts, dict)
-    assert [name for name, found in parts.items() if not found["good"]] == [part]
+    assert [name for name, found in checkout.parts.items() if not found["good"]] == [part]
 
 
-def test_without_vllm_the_demonstration_is_left_out_and_the_table_says_so(checkout: Checkout) -> None:
+def test_answers_that_differ_are_not_good(checkout: Checkout) -> None:
+    checkout.answers(good=False)
+    assert checkout.run("--only", "answers").returncode == 1
+    assert "| eager: hits, alone | same tokens 8, largest log-probability difference 0.004 | NO |" in checkout.table
+
+
+@pytest.mark.parametrize(
+    ("part", "row"),
+    [
+        ("suite", "| tests of the copies, suite | 3 passed, 0 failed, 0 error, 1 skipped; 2 passed on the device |"),
+        ("doctor", "| block by block, 64 KiB | entries 256, loads, GB/s 51.3 |  |"),
+    ],
+)
+def test_what_was_found_before_a_kill_is_there(checkout: Checkout, part: str, row: str) -> None:
+    environment = {**os.environ, "HANGS": "600"}
+    running = subprocess.Popen(
+        checkout.command("--only", part), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    try:
+        end = time.monotonic() + 50
+        file = checkout.directory / "gpu-results.md"
+        while not (file.exists() and row in file.read_text()):
+            assert time.monotonic() < end, "nothing was written before the end"
+            time.sleep(0.05)
+    finally:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+    assert checkout.parts[part]["finished"] is False
+    assert "| NOT FINISHED |" in checkout.table
+    assert row in checkout.table
+
+
+def test_a_part_ends_when_the_time_is_over_and_later_ones_are_not_begun(checkout: Checkout) -> None:
+    done = checkout.run("--only", "suite", "--only", "doctor", "--seconds", "4", hangs="600")
+    assert done.returncode == 1, done.stderr
+    parts = checkout.parts
+    assert parts["suite"]["out_of_time"]
+    assert parts["suite"]["passed"] == 3
+    assert parts["doctor"]["left_out"] == "out of time"
+    assert "All good: NO" in checkout.table
+
+
+def test_without_vllm_engines_are_left_out_and_the_table_says_so(checkout: Checkout) -> None:
     script = checkout.directory / "scripts" / "run_gpu.py"
     script.write_text(script.read_text().replace('find_spec("vllm")', 'find_spec("vllm_that_is_not_there")'))
-    done = checkout.run("--only", "demo")
+    done = checkout.run("--only", "answers", "--only", "demo")
     assert done.returncode == 0, done.stderr
-    assert "| demonstration | vLLM cannot be imported here |  |" in done.stdout
+    assert "| answers | vLLM cannot be imported here |  |" in done.stdout
+    assert "| demo | vLLM cannot be imported here |  |" in done.stdout
+
+
+def test_the_order_of_work_names_each_part_once(checkout: Checkout) -> None:
+    commands = re.findall(r"python3 scripts/run_gpu.py (.*)", (ROOT / "docs" / "gpu.md").read_text())
+    assert sorted(re.findall(r"--only (\w+)", " ".join(commands))) == sorted(checkout.parts_offered)
+    for command in commands:
+        assert re.fullmatch(r"--out \S+( --only \w+)+ --seconds \d+", command)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from kvpact.vllm.compat.releases import RELEASES, serves_devices
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -20,13 +24,13 @@ KERNELS = random.Random(0).randbytes(50_000)
 """What does not get smaller."""
 
 WHEELS = {
-    "vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl": {
+    "vllm-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl": {
         "vllm/__init__.py": b"print('vLLM')",
         "vllm/model_executor/layers/fused_moe/layer.py": b"experts = True",
         "vllm/third_party/pynvml.py": b"gpus = 1",
         "vllm/_C_stable_libtorch.abi3.so": KERNELS,
         "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": KERNELS[::-1],
-        "vllm-0.26.0.dist-info/METADATA": b"Name: vllm",
+        "vllm-0.32.0.dist-info/METADATA": b"Name: vllm",
     },
     "cachetools-8.0.1-py3-none-any.whl": {"cachetools/__init__.py": b"LRU = 1"},
     "blake3-1.0-cp312-cp312-manylinux_2_17_x86_64.whl": {
@@ -42,7 +46,7 @@ LEFT_OUT = {
     "vllm/vllm_flash_attn/cute/flash_fwd.py",
     "vllm/model_executor/layers/fused_moe/configs/E=8,N=7168.json",
     "vllm/vllm-rs",
-    "vllm-0.26.0.dist-info/RECORD",
+    "vllm-0.32.0.dist-info/RECORD",
 }
 
 
@@ -94,6 +98,28 @@ def test_pieces_are_small_and_give_back_what_was_packed(wheels: Path, tmp_path: 
     assert contents(tmp_path / "target") == expected
 
 
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=\[]", one)[0].replace("_", "-") for one in requirements}
+
+
+def listed() -> list[str]:
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "pack_vllm.py", "--list"], check=True, capture_output=True, text=True, timeout=60
+    )
+    return done.stdout.split()
+
+
+def test_what_is_packed_serves_gpus_and_has_all_that_kvpact_and_its_tests_import() -> None:
+    packed = listed()
+    assert serves_devices(packed[0].removeprefix("vllm=="))
+    assert packed[0].removeprefix("vllm==") in RELEASES
+    project = tomllib.loads((SCRIPTS.parent / "pyproject.toml").read_text())["project"]
+    script = (SCRIPTS / "run_gpu.py").read_text()
+    needed = re.findall(r'"(\w+)"', script[script.index("NEEDED = (") : script.index("LOOK = ")].split(")")[0])
+    assert len(needed) > 5
+    assert names(project["dependencies"]) | names(needed) <= names(packed) | {"numpy"}
+
+
 def test_pieces_may_come_one_after_the_other(wheels: Path, tmp_path: Path) -> None:
     pieces = pack(wheels)
     late = pieces / "vllm-kernels.tar.xz.02"
@@ -137,5 +163,5 @@ def test_the_list_names_what_would_be_packed_and_asks_nobody(tmp_path: Path) -> 
         text=True,
         timeout=60,
     )
-    assert {"vllm==0.26.0", "kvpact", "hypothesis", "cachetools"} <= set(done.stdout.splitlines())
+    assert {"vllm==0.32.0", "kvpact", "hypothesis", "cachetools"} <= set(done.stdout.splitlines())
     assert list(tmp_path.iterdir()) == []

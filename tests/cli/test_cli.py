@@ -16,6 +16,7 @@ import kvpact as kvpact_package
 from documents import block_with
 from kvpact import __version__
 from kvpact.cli.app import app
+from kvpact.cli.serve import what_copies
 from kvpact.cli.vllm_command import with_classes_that_fit
 from kvpact.config import load_config
 from kvpact.identity.keys import Namespace
@@ -191,6 +192,30 @@ def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm):
     assert argv[:3] == ["serve", "my/model", "--kv-transfer-config"]
     assert json.loads(argv[3]) == json.loads(kvpact("config", "--memory", "2GiB", "--tier", DISK).stdout)
     assert argv[4:] == [*OURS, "--tensor-parallel-size", "2", "-O3", "--enforce-eager"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "how"),
+    [
+        ("auto", "vLLM's own call does, which is tried at each start and checked while it serves"),
+        ("off", 'it is refused ("gpu": "off")'),
+    ],
+)
+def test_serve_says_first_which_device_what_copies_and_what_was_run_by_us(tmp_path, gpu, how):
+    said = f"On a CPU kvpact copies; on a GPU {how}. Run by us on a GPU: nothing yet"
+    assert what_copies(gpu, tmp_path) == f"kvpact: no NVIDIA GPU here. {said}"
+    for number in (0, 1):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 0\n")
+    assert what_copies(gpu, tmp_path) == f"kvpact: NVIDIA H100 80GB HBM3, NVIDIA H100 80GB HBM3. {said}"
+
+
+def test_serve_says_it_before_vllm_says_anything(fake_vllm):
+    path = os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "KVPACT_GPU": "off"}
+    done = subprocess.run([KVPACT, "serve", "m"], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stderr == f"{what_copies('off')}\n"
 
 
 def test_serve_names_the_worker_that_says_when_weights_change(fake_vllm, tmp_path):

@@ -22,6 +22,9 @@ from kvpact.vllm.compat.platforms import OUR_CLASSES
 
 COMMAND_LINE: Final = "the command line"
 
+RUN_BY_US: Final = "nothing yet"
+"""What `make gpu` has been run on: device, driver and release of vLLM."""
+
 
 def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, object]:
     """The settings given on the command line, as `load_config` takes them."""
@@ -53,7 +56,7 @@ def serve_model(
         environment[CONFIG_FILE_VARIABLE] = str(config_file.absolute())
     settings = chosen_settings(memory, tiers)
     # Checked here, so that a mistake is one line and not a traceback of the engine.
-    load_config(settings, environment, extra_source=COMMAND_LINE)
+    config = load_config(settings, environment, extra_source=COMMAND_LINE)
     classes = [word for option in OUR_CLASSES.items() if not _names(option[0], vllm_arguments) for word in option]
     ours = load_config(settings, {})
     secrets = ours.secret_keys()
@@ -62,19 +65,22 @@ def serve_model(
     connector = ours.to_connector_json(without=secrets)
     command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *classes, *vllm_arguments]
     sys.stdout.flush()
-    print(what_copies(), file=sys.stderr, flush=True)
+    print(what_copies(config.gpu), file=sys.stderr, flush=True)
     os.execve(command[0], command, environment)
 
 
-def what_copies(root: Path = Path("/")) -> str:
-    """Which GPUs this machine has, by their kernel module, and what moves KV memory to and from them: one line."""
+def what_copies(gpu: str, root: Path = Path("/")) -> str:
+    """Which GPUs this machine has, by their kernel module, and what moves KV memory to and from them: one line.
+
+    `gpu` is the configuration's. A run of `make gpu` that is written into benchmarks/RESULTS.md changes `RUN_BY_US`.
+    """
     texts = [file.read_text() for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
     names = [found[1] for text in texts if (found := re.search(r"^Model:\s*(.*)$", text, re.MULTILINE))]
     where = ", ".join(names) or "no NVIDIA GPU here"
-    return (
-        f"kvpact: {where}. On a CPU kvpact copies; on a GPU vLLM's own call does, which is tried at each start and "
-        "checked while it serves. Run by us on a GPU: nothing yet"
-    )
+    how = "vLLM's own call does, which is tried at each start and checked while it serves"
+    if gpu == "off":
+        how = 'it is refused ("gpu": "off")'
+    return f"kvpact: {where}. On a CPU kvpact copies; on a GPU {how}. Run by us on a GPU: {RUN_BY_US}"
 
 
 def _names(option: str, vllm_arguments: Sequence[str]) -> bool:
