@@ -24,7 +24,6 @@ CONFIG = {
 
 
 FIRST_WITH = {
-    "draft_model_wants_the_rest_of_the_prompt": "0.28.0",
     "window_is_computed_again": "0.31.0",
     "commits_come_with_the_next_output": "0.33.0",
 }
