@@ -65,8 +65,9 @@ def test_every_promise_ends_under_the_class(num_blocks: int) -> None:
     assert_kept(play(CLASS, num_blocks))
 
 
-@pytest.mark.proof
-@BLOCKS
+@pytest.mark.parametrize(
+    "num_blocks", [pytest.param(20, marks=pytest.mark.soak), pytest.param(40, marks=pytest.mark.proof)]
+)
 def test_every_promise_ends_alike_under_the_patch(num_blocks: int) -> None:
     """On one release of vLLM: with kvpact's class, and patched, with vLLM's own scheduler."""
     source = fetch_source()
