@@ -68,17 +68,37 @@ One worker runs them, one after another: they share engines, all of which are bo
 run the other files, each in one of them. Of the proofs each worker takes one file after another, with engines or not.
 """
 
-LONGEST = ("tests/under_vllm/test_store_faults.py",)
-"""Of the proofs. They begin first, or a worker would have nothing to do in the end."""
+LONGEST = (
+    "tests/under_vllm/test_store_faults.py",
+    "tests/under_vllm/test_engine_documents.py",
+    "tests/upstream/test_proposals.py",
+    "tests/testkit/test_vllm_releases.py",
+    "tests/testkit/test_cache_conformance.py",
+    "tests/worker/device/test_proof.py",
+    "tests/testkit/test_vllm_driver.py",
+    "tests/testkit/test_machine.py",
+)
+"""They begin first, the dearest at first, or a worker would have nothing to do in the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines take longest and begin first."""
+def only_proofs(config: pytest.Config) -> bool:
+    """Whether this is a run of the proofs."""
+    return bool(config.getoption("markexpr").startswith("proof"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Engines take longest and begin first; of the proofs, of which each file is apart, the longest files."""
+    proofs = only_proofs(config)
+
+    def rank(item: pytest.Item) -> tuple[int, bool, int]:
+        long = next((place for place, file in enumerate(LONGEST) if item.nodeid.startswith(file)), len(LONGEST))
+        return long if proofs else 0, not item.nodeid.startswith(ENGINES), long
+
     for item in items:
         needs_engine = item.get_closest_marker("engine") or "tiny_model" in getattr(item, "fixturenames", ())
         if needs_engine and not item.nodeid.startswith(ENGINES):
             raise pytest.UsageError(f"{item.nodeid} starts an engine; its file must be among ENGINES in {__file__}")
-    items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), not item.nodeid.startswith(ENGINES)))
+    items.sort(key=rank)
 
 
 def pytest_collection_finish() -> None:
@@ -93,7 +113,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    proofs = config.getoption("markexpr").startswith("proof")
+    proofs = only_proofs(config)
 
     class FilesAndEngines(LoadScopeScheduling):
         """See `ENGINES`."""

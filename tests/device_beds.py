@@ -62,12 +62,11 @@ def overlaid(device: str = "cpu") -> dict[str, Any]:
 
 
 def states(device: str = "cpu") -> dict[str, Any]:
-    """Attention in padded pages, and recurrent layers of two states each, in the same pages and in their own."""
+    """Attention in padded pages, and recurrent layers, whose states are one run of bytes, in the same and their own."""
     memory = [torch.zeros((BLOCKS, 512), dtype=torch.uint8, device=device) for _ in range(3)]
     made: dict[str, Any] = {"layer.3.attention": memory[0][:, :192].view(BLOCKS, 3, 64)}
     for number, one in enumerate(memory):
-        first, second = one[:, :96].view(BLOCKS, 3, 32), one[:, 96:480].view(torch.float32).view(BLOCKS, 2, 6, 8)
-        made[f"layer.{2 * number}.recurrent"] = [first.transpose(1, 2), second]
+        made[f"layer.{2 * number}.recurrent"] = one.view(torch.int8).view(BLOCKS, 1, 1, 512)
     return made
 
 

@@ -312,14 +312,17 @@ def driver_folder(folder: Path) -> Path:
     return folder
 
 
-DRIVER = "docs/vllm-driver.md"
+DRIVER, CONTEXT = "docs/vllm-driver.md", "docs/scheduler-context.md"
 
 
 @runs(DRIVER, "print(as_text(driver.run()))")
 @runs(DRIVER, "class MyAdapter")
 @runs(DRIVER, "def cancelled_after_two_steps")
-def test_the_page_on_the_driver_runs(driver_folder: Path) -> None:
-    """One after the other, as a reader would. Of the scenarios three are run; test_vllm_driver.py runs them all."""
+@runs(CONTEXT, "def bind_kv_cache_manager")
+def test_the_pages_on_the_driver_and_on_the_scheduler_context_run(driver_folder: Path) -> None:
+    """One after the other, as a reader would. Of the scenarios three are run; test_vllm_driver.py runs them all. The
+    class of the second page is on vLLM's real scheduler, above a connector that does nothing else."""
+    write_context_connector(driver_folder)
     first = block_with(DRIVER, "print(as_text(driver.run()))").text.replace(
         "driver.run()",
         'driver.run(["h07_cancelled_while_its_load_runs", "h24_tenants_share_nothing", "preempted_after_a_load"])',
@@ -329,18 +332,21 @@ def test_the_page_on_the_driver_runs(driver_folder: Path) -> None:
     adapted = "from kvpact.testkit.vllm.driver import VllmDriver\n" + adapter + asks
     said = run_python(
         driver_folder,
-        first + block_with(DRIVER, "def cancelled_after_two_steps").text + "print(check.verdict.value)\n" + adapted,
+        first
+        + block_with(DRIVER, "def cancelled_after_two_steps").text
+        + "print(check.verdict.value)\n"
+        + adapted
+        + SHOWS_A_CONTEXT,
     )
     assert "h24_tenants_share_nothing" in said
     assert "broken  " not in said
     assert "\nkept\n" in said, said
     assert "\nadapted: kept\n" in said, said
+    assert "4 ()\n" in said
 
 
-@runs("docs/scheduler-context.md", "def bind_kv_cache_manager")
-def test_the_page_on_the_scheduler_context_runs(driver_folder: Path) -> None:
-    """The block's class on vLLM's real scheduler, above a connector that does nothing else."""
-    (driver_folder / "context_connector.py").write_text(
+def write_context_connector(folder: Path) -> None:
+    (folder / "context_connector.py").write_text(
         "from vllm.distributed.kv_transfer.kv_connector.v1 import base\n\n\n"
         "class KVConnectorBase_V1(base.KVConnectorBase_V1):\n"
         "    def get_num_new_matched_tokens(self, request, num_computed_tokens):\n        return 0, False\n"
@@ -348,13 +354,15 @@ def test_the_page_on_the_scheduler_context_runs(driver_folder: Path) -> None:
         "    def wait_for_layer_load(self, layer_name): ...\n"
         "    def save_kv_layer(self, *arguments, **more): ...\n"
         "    def wait_for_save(self): ...\n\n\n"
-        + block_with("docs/scheduler-context.md", "def bind_kv_cache_manager").text
+        + block_with(CONTEXT, "def bind_kv_cache_manager").text
         + "\n\nclass Whole(MyConnector):\n"
         "    def build_connector_meta(self, scheduler_output):\n"
         "        super().build_connector_meta(scheduler_output)\n"
         "        return base.KVConnectorMetadata()\n"
     )
-    program = """
+
+
+SHOWS_A_CONTEXT = """
 from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.testkit.vllm.harness import BLOCK, prompt
 from kvpact.testkit.vllm.compat import EngineSettings
@@ -367,4 +375,3 @@ print(len(context.get_block_ids("one")[0]), context.waiting_requests())
 engine.finish()
 engine.close()
 """
-    assert "4 ()\n" in run_python(driver_folder, program)

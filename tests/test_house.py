@@ -51,10 +51,17 @@ PUBLIC_ALL_THE_SAME = {"_asdict", "_exit", "_fields", "_field_defaults", "_make"
 """Names that Python's own documentation gives to named tuples, and to `os`."""
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of the file, which is read once for all tests."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
     """Every module that the file names in an import statement, wherever it stands, for types alone too."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -134,7 +141,7 @@ def test_h82_nothing_here_can_send_anything_to_anybody() -> None:
 def test_vllm_objects_are_asked_what_they_have_in_compat_only() -> None:
     for name, path in modules().items():
         if name.startswith("vllm.") and not name.startswith("vllm.compat."):
-            for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            for call in (node for node in nodes(path) if isinstance(node, ast.Call)):
                 if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr"):
                     asked = call.args[1].value if isinstance(call.args[1], ast.Constant) else None
                     assert asked is None or asked in OWN_OPTIONAL_MEMBERS, f"{name}: {ast.unparse(call)}"
@@ -174,7 +181,7 @@ def test_of_a_cache_adapters_and_engines_use_only_what_the_contract_declares() -
     declared = {name for name in vars(ExternalCache) if not name.startswith("_")}
     used: dict[str, set[str]] = {}
     for name in BY_THE_CONTRACT:
-        for node in ast.walk(ast.parse(modules()[name].read_text())):
+        for node in nodes(modules()[name]):
             owner = node.value if isinstance(node, ast.Attribute) else None
             if isinstance(owner, ast.Attribute) and owner.attr in {"cache", "_cache"}:
                 used.setdefault(name, set()).add(node.attr)
@@ -189,7 +196,7 @@ def is_private(name: str) -> bool:
 
 def private_reaches(path: Path) -> Iterator[str]:
     """Each use of a private name of something else than the object or the class itself, as it is written."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             yield from (alias.name for alias in node.names if is_private(alias.name))
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
@@ -218,9 +225,10 @@ def calls_in_product() -> dict[str, list[ast.Call]]:
     """What is called, by the name that stands before the parenthesis."""
     found: dict[str, list[ast.Call]] = {}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Call):
-                found.setdefault(ast.unparse(node.func).split(".")[-1], []).append(node)
+                named = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+                found.setdefault(named.split(".")[-1], []).append(node)
     return found
 
 
@@ -240,8 +248,7 @@ def test_no_parameter_is_there_for_tests_alone() -> None:
     for module, path in modules().items():
         if module.split(".")[0] not in GIVES_TESTS_NO_PARAMETER:
             continue
-        tree = ast.parse(path.read_text())
-        for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.Module)):
+        for owner in (node for node in nodes(path) if isinstance(node, ast.ClassDef | ast.Module)):
             for function in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
                 called = getattr(owner, "name", "") if function.name == "__init__" else function.name
                 for name, place in defaults_of(owner, function):
@@ -267,8 +274,7 @@ def test_no_boolean_that_may_be_left_out_changes_what_a_public_method_means() ->
     for module, path in modules().items():
         if module.split(".")[0] not in WITHOUT_SWITCHES:
             continue
-        tree = ast.parse(path.read_text())
-        for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.Module)):
+        for owner in (node for node in nodes(path) if isinstance(node, ast.ClassDef | ast.Module)):
             name = f"{module}.{owner.name}" if isinstance(owner, ast.ClassDef) else module
             for function in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
                 arguments, public = function.args, function.name == "__init__" or not function.name.startswith("_")
@@ -315,7 +321,7 @@ def sizes(name: str, path: Path) -> Iterator[tuple[str, int, int]]:
     """A module and its classes by name: its size, and the size that it may have."""
     text = path.read_text()
     yield name, text.count("\n"), FILE_LINES
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(path):
         if isinstance(node, ast.ClassDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
             public = sum(isinstance(part, ast.FunctionDef) and not part.name.startswith("_") for part in node.body)
@@ -353,7 +359,7 @@ def test_the_product_has_no_parameter_for_tests() -> None:
     for module, path in modules().items():
         if module.split(".")[0] in {"testkit", "demo"}:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.Lambda):
                 names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -400,7 +406,7 @@ def test_every_class_whose_structures_must_agree_can_check_that_they_do() -> Non
     for module, path in modules().items():
         if module.split(".")[0] not in {"cache", "engine", "index", "memory"}:
             continue
-        for owner in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+        for owner in (node for node in nodes(path) if isinstance(node, ast.ClassDef)):
             methods = {part.name: part for part in owner.body if isinstance(part, ast.FunctionDef)}
             body = ast.walk(methods["__init__"]) if "__init__" in methods else ()
             made = sum(isinstance(node, ast.Assign | ast.AnnAssign) and grows(node.value) for node in body)
@@ -424,7 +430,7 @@ HOOKS_OF_VLLM = {"take_unavailable_requests"}
 def test_what_a_call_has_found_is_what_it_returns() -> None:
     found: dict[str, list[str]] = {}
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
                 hidden = [f"{name}.{node.name}.{one}" for one in methods if one.startswith(("take_", "drain_"))]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.vllm.compat.releases import RELEASES, serves_devices
+from kvpact.vllm.compat.releases import RELEASES
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -111,7 +111,6 @@ def listed() -> list[str]:
 
 def test_what_is_packed_serves_gpus_and_has_all_that_kvpact_and_its_tests_import() -> None:
     packed = listed()
-    assert serves_devices(packed[0].removeprefix("vllm=="))
     assert packed[0].removeprefix("vllm==") in RELEASES
     project = tomllib.loads((SCRIPTS.parent / "pyproject.toml").read_text())["project"]
     script = (SCRIPTS / "run_gpu.py").read_text()

@@ -175,18 +175,18 @@ def live_and_die_often(directory: Path, log: Path, seeds: range) -> list[Life]:
     return lives
 
 
-def test_h22_h25_h59_fifty_kills_of_a_cache_that_saves_and_loads(tmp_path: Path) -> None:
+def test_h22_h25_h59_kills_of_a_cache_that_saves_and_loads(tmp_path: Path) -> None:
     directory = tmp_path / "cache"
     directory.mkdir()
-    lives = live_and_die_often(directory, tmp_path / "child.log", range(50))
+    lives = live_and_die_often(directory, tmp_path / "child.log", range(25))
     # The test is worth something only if the lives found, read from disk and compared a good deal.
-    assert sum(life.found > SLOTS // 2 for life in lives) > 35
-    assert sum(life.from_disk > 0 for life in lives) > 25
-    assert sum(life.reused for life in lives) > 2000
+    assert sum(life.found > SLOTS // 2 for life in lives) > 17
+    assert sum(life.from_disk > 0 for life in lives) > 12
+    assert sum(life.reused for life in lives) > 1000
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(20, marks=[pytest.mark.proof]), pytest.param(1000, marks=[pytest.mark.soak])]
+    "kills", [pytest.param(50, marks=[pytest.mark.proof]), pytest.param(1000, marks=[pytest.mark.soak])]
 )
 def test_h22_h59_more_kills_of_a_cache_that_saves_and_loads(tmp_path: Path, kills: int) -> None:
     directory = tmp_path / "cache"

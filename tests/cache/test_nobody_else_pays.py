@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from epoch_engine import BLOCK_SIZE, SETTLE_SECONDS, EpochEngine, disk, prompt, store
-from hook_time import STEP_CPU_SECONDS, HookTime, StepTime
+from hook_time import STEP_CPU_SECONDS, HookTime
 from kvpact.contract import LoadJob
 from kvpact.engine import JobBehavior, Request, RequestStatus, SimulatedWorker
 from kvpact.engine.simulated_worker import NEVER, Job
@@ -75,9 +75,9 @@ class Ward(EpochEngine):
 
     def slowest_step(self, tokens: Sequence[int]) -> float:
         """CPU seconds of the hooks in one step, while this is served from the healthy tier."""
-        self.hooks.steps = [StepTime()]
+        self.hooks.begin()
         assert self.serve(tokens) == STORED, "from the healthy tier"
-        return max(step.cpu for step in self.hooks.steps)
+        return self.hooks.worst.cpu
 
     def require_that_others_pay_nothing(self) -> None:
         """From memory, and from the healthy tier; one step in all may be unlucky, not one of each request."""

@@ -297,6 +297,16 @@ def test_serve_refuses_a_wrong_configuration_before_it_starts_anything():
     assert refusal("serve", "m", "--memory", "lots").startswith('memory="lots" in the command line')
 
 
+def test_serve_refuses_an_old_release_in_one_line(fake_vllm):
+    (fake_vllm / "vllm" / "__init__.py").write_text("__version__ = '0.27.0'")
+    (fake_vllm / "vllm" / "platforms.py").write_text("current_platform = None")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([KVPACT, "serve", "m"], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    refused = "kvpact: vLLM 0.27.0 is installed, and kvpact serves 0.28 and later: install one of 0.28 to 0.33, which "
+    assert done.stderr.splitlines()[1:] == [f"{refused}are tested"]
+
+
 def test_serve_wants_the_model_first():
     assert refusal("serve", "--port", "1", "m").startswith("the model comes first")
 

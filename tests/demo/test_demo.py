@@ -269,8 +269,7 @@ def test_a_small_run_on_real_engines_passes(tiny_model, tmp_path):
     assert report.model.startswith("4 layers x hidden 256")
 
 
-@pytest.mark.proof
-@pytest.mark.both_cores
+@pytest.mark.soak
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_a_small_run_with_two_ranks_passes(tiny_model, tmp_path):

@@ -30,9 +30,13 @@ from kvpact.testkit.suite import checks_of
 from kvpact.tiers.client import LentSlots, TierClient
 
 ASYNCHRONOUS = {"sync_load_budget": 0}
+ENDS = ("native", "vllm-0.33")
+"""The modes that differ most; without a tier all are run, and the soak runs all with every tier."""
 
 
 class TestPactCache(CacheConformance):
+    plays = 2
+
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache(place)
 
@@ -45,6 +49,7 @@ class TestPactCacheThatLoadsAsynchronously(CacheConformance):
 
 
 class TestPactCacheAboveADisk(CacheConformance):
+    modes = ENDS
     plays = 2
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
@@ -53,6 +58,7 @@ class TestPactCacheAboveADisk(CacheConformance):
 
 class TestPactCacheAboveADiskThatLoadsAsynchronously(CacheConformance):
     ranks = 3
+    modes = ENDS
     plays = 2
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
@@ -60,6 +66,7 @@ class TestPactCacheAboveADiskThatLoadsAsynchronously(CacheConformance):
 
 
 class TestPactCacheAboveASharedTier(CacheConformance):
+    modes = ENDS
     plays = 2
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
@@ -67,6 +74,7 @@ class TestPactCacheAboveASharedTier(CacheConformance):
 
 
 class TestPactCacheAboveADiskAndASharedTierThatLoadsAsynchronously(CacheConformance):
+    modes = ENDS
     plays = 2
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
@@ -74,7 +82,8 @@ class TestPactCacheAboveADiskAndASharedTierThatLoadsAsynchronously(CacheConforma
 
 
 class TestPactCacheThatSavesLazilyAndLoadsAsynchronously(CacheConformance):
-    modes = ("native", "vllm-0.33")
+    modes = ENDS
+    plays = 2
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return lazy_pact_cache(place, **ASYNCHRONOUS)
@@ -95,7 +104,7 @@ class TestReferenceCacheOfOneRankThatLoadsSynchronously(CacheConformance):
 class TestTwoCachesInOne(CacheConformance):
     """The longest match wins, and the other is aborted; each cache has workers of its own."""
 
-    modes = ("native", "vllm-0.33")
+    modes = ENDS
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         caches = [

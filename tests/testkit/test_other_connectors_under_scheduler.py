@@ -231,7 +231,7 @@ def verdicts(report: ConformanceReport) -> dict[str, tuple[str, ...]]:
     [
         ("simple, eager", SCENARIOS),
         *(pytest.param(name, SCENARIOS, marks=pytest.mark.proof) for name in ("example", "offloading", "simple, lazy")),
-        *(pytest.param(name, None, marks=pytest.mark.proof) for name in ("offloading", "simple, eager")),
+        *(pytest.param(name, None, marks=pytest.mark.soak) for name in ("offloading", "simple, eager")),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else str(value),
 )

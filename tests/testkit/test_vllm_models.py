@@ -114,7 +114,6 @@ def test_a_byte_of_another_page_is_seen(name: str) -> None:
     made = lay_out(plan, "LBNHC")
     memory = OracleMemory(made.layers, 0, made.allocations)
     layer, before = next(iter(made.layers)), memory.copied()
-    for place in made.layers[layer].places:
-        place[2] += 1
+    made.layers[layer].place[2] += 1
     assert not memory.changed_outside(before, {layer: [2]})
     assert memory.changed_outside(before, {layer: [1, 3]})

@@ -19,7 +19,7 @@ from kvpact.errors import ConfigError
 from kvpact.testkit.vllm.releases import fetch_release, installed_release
 from kvpact.vllm.compat import layouts
 from kvpact.vllm.compat.objects import replays_full_graph
-from kvpact.vllm.compat.releases import RELEASES, is_known
+from kvpact.vllm.compat.releases import RELEASES, is_known, refuse_older
 
 PROBE = """
 import json
@@ -76,8 +76,21 @@ def test_the_table_says_what_each_release_offers(release: str, tmp_path: Path) -
 
 
 def test_a_release_is_known_by_its_series() -> None:
-    assert all(is_known(version) for version in ("0.26.0", "0.32.0+cpu", "0.33.1"))
-    assert not any(is_known(version) for version in ("0.19.1", "0.3.2", "0.260.0", "0.330.1", "1.0.0"))
+    assert all(is_known(version) for version in ("0.28.0", "0.32.0+cpu", "0.33.1"))
+    assert not any(is_known(version) for version in ("0.27.1", "0.3.2", "0.280.0", "0.330.1", "1.0.0"))
+
+
+def test_older_releases_are_refused_in_one_line_and_no_others() -> None:
+    assert len(RELEASES) == 6
+    for version in ("0.28.0rc1", "0.33.1+cu129", "0.34.0", "1.0", "0.1.dev1+g123abc", "dev", ""):
+        refuse_older(version)
+    for version in ("0.19.1", "0.27.0+cpu", "0.3.2"):
+        with pytest.raises(ConfigError) as refused:
+            refuse_older(version)
+        assert str(refused.value) == (
+            f"vLLM {version} is installed, and kvpact serves 0.28 and later: install one of 0.28 to 0.33, which are "
+            "tested"
+        )
 
 
 def test_blocks_asks_for_a_layout_and_auto_does_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

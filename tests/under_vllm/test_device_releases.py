@@ -1,4 +1,4 @@
-"""What copies on a device use of vLLM is in each release from 0.28 on, by its own sources."""
+"""What copies on a device use of vLLM is in each release, by its own sources."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import torch
 
 from kvpact.testkit.vllm.releases import fetch_release, installed_release
 from kvpact.vllm import device
-from kvpact.vllm.compat.releases import RELEASES, serves_devices
+from kvpact.vllm.compat.releases import RELEASES
 from kvpact.vllm.device import VllmDevice
-
-SERVED = [release for release in RELEASES if serves_devices(release)]
 
 
 def sources(release: str) -> Path:
@@ -38,7 +36,7 @@ def parameters(file: Path, function: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "release", [pytest.param(one, marks=[] if one == installed_release() else pytest.mark.soak) for one in SERVED]
+    "release", [pytest.param(one, marks=[] if one == installed_release() else pytest.mark.soak) for one in RELEASES]
 )
 def test_the_copy_call_streams_and_events_are_as_they_are_used(release: str) -> None:
     folder = sources(release)
@@ -63,11 +61,6 @@ def test_the_copy_call_streams_and_events_are_as_they_are_used(release: str) -> 
     runtime = (folder / "distributed" / "device_communicators" / "cuda_wrapper.py").read_text()
     assert "self.lib = " in runtime
     assert parameters(folder / "platforms" / "interface.py", "set_device") == ["cls", "device"]
-
-
-def test_older_releases_are_not_served_and_later_ones_are() -> None:
-    assert [release for release in RELEASES if release not in SERVED] == ["0.26.0", "0.27.0"]
-    assert serves_devices("0.34.0")
 
 
 def test_a_device_says_its_driver_and_what_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

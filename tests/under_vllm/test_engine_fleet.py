@@ -21,7 +21,7 @@ from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineProcess, EngineSettings, Output, loading_on_all_cores
 from servers.redis_server import RedisServer, redis_server
 
-pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ENGINES = 3
 BLOCKS = 3
@@ -165,8 +165,17 @@ def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield Fleet(EngineSettings(tiny_model, transfer, ARGUMENTS, ENVIRONMENT), directory, server, left)
 
 
-@pytest.mark.parametrize("clear_cache", [False, True])
-@pytest.mark.parametrize("how", ["update_weights", "reload_weights", "overwrite_weights"])
+@pytest.mark.parametrize(
+    ("how", "clear_cache"),
+    [
+        pytest.param("update_weights", False, marks=pytest.mark.proof),
+        pytest.param("update_weights", True, marks=pytest.mark.soak),
+        pytest.param("reload_weights", False, marks=pytest.mark.soak),
+        pytest.param("reload_weights", True, marks=pytest.mark.proof),
+        pytest.param("overwrite_weights", False, marks=pytest.mark.proof),
+        pytest.param("overwrite_weights", True, marks=pytest.mark.soak),
+    ],
+)
 def test_p13_a_rolling_update_serves_no_wrong_token(fleet: Fleet, how: str, clear_cache: bool) -> None:
     """By vLLM's transfer, by its reload, by an extension's method. Only the first one to be updated finds nothing."""
     asked, weights = next(SEEDS), next(SEEDS)
@@ -193,6 +202,7 @@ def test_p13_a_rolling_update_serves_no_wrong_token(fleet: Fleet, how: str, clea
     assert fleet.shares(third, first)
 
 
+@pytest.mark.proof
 def test_p13_an_engine_crashes_in_a_rolling_update(fleet: Fleet) -> None:
     """In the middle of its transfer, with a request that runs. It starts again with the files' weights."""
     asked, of_files, unfinished, weights = next(SEEDS), next(SEEDS), next(SEEDS), next(SEEDS)
@@ -224,6 +234,7 @@ def test_p13_an_engine_crashes_in_a_rolling_update(fleet: Fleet) -> None:
     assert fleet.shares(third, second)
 
 
+@pytest.mark.proof
 def test_h37_engines_whose_weights_have_no_word_share_with_nobody(fleet: Fleet) -> None:
     """Two resets in a row on one engine, then an update without a word on all."""
     fleet.have_weights()

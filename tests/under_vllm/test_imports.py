@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -18,31 +19,46 @@ BROUGHT = {"kvpact", "blake3"}
 """The packages that kvpact may bring into a process in which vLLM's connector base and core are."""
 
 PROGRAM = """
-import json, sys
+import json, os, sys
+from importlib import import_module
 import vllm.v1.engine.core, vllm.v1.worker.cpu_worker
 import vllm.distributed.kv_transfer.kv_connector.v1.metrics
 known = set(sys.modules)
-import {modules}
-print(json.dumps(sorted(set(sys.modules) - known)))
+for modules in sys.argv[1:]:
+    if os.fork() == 0:
+        for module in modules.split():
+            import_module(module)
+        print(json.dumps(sorted(set(sys.modules) - known)), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, modules
 """
+"""Each list in a process of its own, forked from one that has loaded vLLM's modules and nothing else."""
+
+PACKAGE = "kvpact.vllm"
+LISTS = (PACKAGE, f"{PACKAGE} {CONNECTOR}", f"{PACKAGE} {CONNECTOR} {SCHEDULER}", f"{PACKAGE} {CONNECTOR} {WORKER}")
+
+
+@cache
+def all_brought() -> dict[str, set[str]]:
+    """Of each of `LISTS`, the modules that come with them in a fresh process, beyond vLLM's own."""
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, *LISTS], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return dict(zip(LISTS, map(set, map(json.loads, ran.stdout.splitlines()[-len(LISTS) :])), strict=True))
 
 
 def brought_by(*modules: str) -> set[str]:
-    """The modules that come with `modules` in a fresh process, beyond vLLM's own."""
-    program = PROGRAM.format(modules=", ".join(modules))
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return set(json.loads(ran.stdout.splitlines()[-1]))
+    """See `all_brought`."""
+    return all_brought()[" ".join(modules)]
 
 
 def test_the_package_alone_brings_next_to_nothing() -> None:
     """vLLM's plugin loader imports it in every process."""
-    assert brought_by("kvpact.vllm") == {"kvpact", "kvpact.vllm"}
+    assert brought_by(PACKAGE) == {"kvpact", "kvpact.vllm"}
 
 
 def test_the_connector_brings_neither_half() -> None:
     """vLLM's front end imports it, for the layout of KV memory and for metrics."""
-    brought = brought_by("kvpact.vllm", CONNECTOR)
+    brought = brought_by(PACKAGE, CONNECTOR)
     assert CONNECTOR in brought
     assert {name.partition(".")[0] for name in brought} <= BROUGHT
     assert not brought & {"kvpact.cache.cache", "kvpact.tiers.client", "kvpact.worker.worker", SCHEDULER, WORKER}
@@ -61,7 +77,7 @@ def test_the_connector_brings_neither_half() -> None:
     ],
 )
 def test_a_half_brings_neither_the_other_nor_the_client_of_a_store(half: str, others: tuple[str, ...]) -> None:
-    brought = brought_by("kvpact.vllm", CONNECTOR, half)
+    brought = brought_by(PACKAGE, CONNECTOR, half)
     assert half in brought
     assert {name.partition(".")[0] for name in brought} <= BROUGHT
     assert not brought & set(others)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hook_time import STEP_CPU_SECONDS
+from hook_time import STEP_CPU_SECONDS, fixed_work, slowness
 
 pytest.importorskip("vllm")
 
@@ -67,6 +67,10 @@ def test_the_dearest_step_does_not_grow_with_the_prompt(half: SchedulerHalf) -> 
 
 @pytest.mark.proof
 def test_no_step_of_a_prompt_of_128k_tokens_costs_the_scheduler_more_than_two_milliseconds(half: SchedulerHalf) -> None:
-    """P11 for 8,192 blocks, cold and hit."""
-    steps = cheapest(half, TOKENS, range(RUNS))
-    assert max(steps) <= DEAREST_STEP * STEP_CPU_SECONDS, steps
+    """P11 for 8,192 blocks, cold and hit; beside other work both this and a fixed piece of work take longer."""
+    steps, fixed = [], []
+    for number in range(RUNS):
+        steps.append(cheapest(half, TOKENS, range(number, number + 1)))
+        fixed.append(fixed_work())
+    dearest = max(map(min, zip(*steps, strict=True)))
+    assert dearest <= DEAREST_STEP * STEP_CPU_SECONDS * slowness(fixed), (steps, fixed)

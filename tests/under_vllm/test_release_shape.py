@@ -30,9 +30,10 @@ from kvpact.testkit.results import as_text
 from kvpact.testkit.vllm.compat import EngineSettings
 from kvpact.testkit.vllm.driver import VllmDriver
 from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.vllm.compat.shape import check_shape, what_is_missing
+from kvpact.vllm.compat.shape import what_is_missing
 from kvpact.vllm.compat.uses import USES, Use, reports_blocks_only
 from kvpact.vllm.connector import PactConnector
+from kvpact.vllm.scheduler import pact_scheduler
 
 UNKNOWN = "0.99.0"
 ANY = SimpleNamespace()
@@ -172,7 +173,7 @@ def started(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_an_unknown_release_of_the_same_shape_is_served(caplog: pytest.LogCaptureFixture) -> None:
     (said,) = started(caplog)
     assert said == (
-        f"kvpact: vLLM {UNKNOWN} is not among the tested releases (0.26 to 0.33); what kvpact uses of it has the names "
+        f"kvpact: vLLM {UNKNOWN} is not among the tested releases (0.28 to 0.33); what kvpact uses of it has the names "
         "and the arguments of 0.33"
     )
     report = VllmDriver("kvpact.vllm:PactConnector", CONFIG).run(["stores_and_loads"])
@@ -229,9 +230,14 @@ def test_a_connector_that_cannot_be_imported_says_why(
         _ = kvpact.vllm.PactConnector
 
 
-def test_a_release_before_all_others_is_refused_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.19 has neither of the two hooks that offer blocks."""
-    for name in ("bind_kv_cache_manager", "bind_gpu_block_pool"):
-        monkeypatch.delattr(base.KVConnectorBase_V1, name)
-    with pytest.raises(ConfigError, match=r"KVConnectorBase_V1\.bind_kv_cache_manager or bind_gpu_block_pool"):
-        check_shape("0.19.1", ANY, ANY, PactConnector)
+def test_a_release_before_all_others_is_refused_whatever_it_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.27.1")
+    for name in kvpact.vllm.__all__:
+        with pytest.raises(ConfigError, match=r"vLLM 0\.27\.1 is installed, and kvpact serves 0\.28 and later"):
+            getattr(kvpact.vllm, name)
+    with pytest.raises(ValueError, match=r"vLLM 0\.27\.1 is installed"):
+        started(caplog)
+    with pytest.raises(ConfigError, match=r"vLLM 0\.27\.1 is installed"):
+        pact_scheduler(vllm_config=None)

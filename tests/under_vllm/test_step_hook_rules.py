@@ -415,12 +415,12 @@ def test_engines_that_the_hook_is_not_known_to_be_right_on_are_refused(worker: A
 @pytest.mark.parametrize("release", ["0.19.1", "0.34.0", "1.0.0", "0.3.2", "0.330.1"])
 def test_unknown_releases_are_refused(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr("vllm.__version__", release)
-    with pytest.raises(ConfigError, match=rf"not known to be right on vLLM {release}, only on 0\.26"):
+    with pytest.raises(ConfigError, match=rf"not known to be right on vLLM {release}, only on 0\.28"):
         bind_step_hook(engine_worker(), Fixed({}), ATTENTION)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("release", ["0.26.0", "0.32.0+cpu", "0.33.1"])
+@pytest.mark.parametrize("release", ["0.28.0", "0.32.0+cpu", "0.33.1"])
 def test_known_releases_are_served(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr("vllm.__version__", release)
     assert bind_step_hook(engine_worker(), Fixed({}), ATTENTION) is not None

@@ -37,10 +37,16 @@ def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize(
-    ("prompts", "seconds"),
-    [pytest.param(4, 3.0, marks=[pytest.mark.proof]), pytest.param(12, 15.0, marks=[pytest.mark.soak])],
+    ("kind", "prompts", "seconds"),
+    [
+        *(
+            pytest.param(kind, 4, 3.0, marks=pytest.mark.proof)
+            for kind in store_sharing.KINDS
+            if kind != "redis+cluster"
+        ),
+        *(pytest.param(kind, 12, 15.0, marks=pytest.mark.soak) for kind in store_sharing.KINDS),
+    ],
 )
-@pytest.mark.parametrize("kind", store_sharing.KINDS)
 def test_a_second_engine_loads_what_the_first_computed_and_both_write_without_damage(
     kind: str, tiny_model: Path, tmp_path: Path, prompts: int, seconds: float
 ) -> None:

@@ -183,8 +183,7 @@ def test_after_kill_9_nothing_is_left(ranks: Ranks, seen: Seen) -> None:
     assert slabs_still_locked(ranks.engine.slabs) == []
 
 
-@pytest.mark.proof  # for the time that it takes to start
-@pytest.mark.both_cores
+@pytest.mark.soak  # test_http_life.py proves it through the command
 def test_after_kill_9_the_next_engine_loads_all_from_disk(ranks: Ranks, seen: Seen) -> None:
     if ranks.engine.process.processes():
         settle(ranks.engine.process)

@@ -22,12 +22,10 @@ from transformers import Llama4Config
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from kvpact.errors import ConfigError
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import SegmentAddress
 from kvpact.testkit.vllm.played_engine import MODEL, PlayedEngine, PlayedLayer, answer, make_prompt, vllm_config
 from kvpact.tiers.disk.slab import Superblock
-from kvpact.vllm.checks import check_engine
 from kvpact.vllm.compat.configuration import ranks_with_same_kv
 from kvpact.vllm.compat.objects import rotary_modules
 from kvpact.vllm.worker_identity import facts_of_ranks, facts_of_slots, layer_pages, worker_facts
@@ -392,14 +390,6 @@ def test_what_cannot_be_read_is_unlike_anything_else_and_one_warning_says_so(
     assert len(caplog.records) == 2
     assert "layers (KeyError: 'no such layer')" in caplog.text
     assert "position (NotImplementedError: no model here)" in caplog.text
-
-
-def test_h33_scales_that_the_first_prompt_would_set_are_refused() -> None:
-    """An option of vLLM 0.26."""
-    transfer = SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute")
-    refused = SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(calculate_kv_scales=True))
-    with pytest.raises(ConfigError, match="leave --calculate-kv-scales out"):
-        check_engine(refused, None)
 
 
 # Two engines on one store

@@ -131,4 +131,5 @@ def main(scheduler: str, num_blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    for number in sys.argv[2:]:
+        main(sys.argv[1], int(number))

@@ -54,17 +54,12 @@ def test_the_layers_of_a_group_stay_in_their_order_whatever_their_names_say() ->
     ]
 
 
-def test_a_layer_with_states_is_a_page_of_several_runs() -> None:
+def test_the_states_of_a_layer_are_one_page() -> None:
     make, groups = HYBRIDS["states"]
     paged = PagedKV.from_tensors(make(), BLOCKS, groups)
-    assert paged.cache_groups == (range(0), range(1), range(1, 7))
-    assert [layer.name for layer in paged.layers[1:4]] == [
-        "layer.0.recurrent.0",
-        "layer.0.recurrent.1",
-        "layer.2.recurrent.0",
-    ]
-    assert [(layer.page_bytes, layer.block_stride) for layer in paged.layers[1:3]] == [(96, 512), (384, 512)]
-    assert paged.layer_index["layer.2.recurrent"] == 4, "there when its last state is"
+    assert paged.cache_groups == (range(0), range(1), range(1, 4))
+    assert [(layer.page_bytes, layer.block_stride) for layer in paged.layers[:2]] == [(192, 512), (512, 512)]
+    assert paged.layer_index["layer.2.recurrent"] == 2
     assert [layout.rank_slot_bytes for layout in paged.layouts] == [0, PAGE_BYTES, PAGE_BYTES]
 
 
@@ -73,16 +68,11 @@ def test_a_layer_with_states_is_a_page_of_several_runs() -> None:
     [
         ({"a": (BLOCKS, 4), "b": (BLOCKS, 4)}, (("a",), ("c",)), "layer b is in none of the 2 KV cache groups"),
         ({"a": (BLOCKS, 4), "b": (BLOCKS, 4)}, (("a", "b"), ("b",)), "layer b is in KV cache group 0 and in group 1"),
-        ({"a": []}, (), "layer a: an empty list is no KV memory"),
-        ({"a": [(BLOCKS, 4), (2 * BLOCKS, 4)]}, (), r"layer a\.1: .* has no axis"),
         ({}, (("a",), ("b",)), "no layer at all"),
     ],
 )
 def test_layers_whose_blocks_cannot_be_told_are_refused(memory: Any, groups: Any, message: str) -> None:
-    made = {
-        name: [torch.zeros(one) for one in shape] if isinstance(shape, list) else torch.zeros(shape)
-        for name, shape in memory.items()
-    }
+    made = {name: torch.zeros(shape) for name, shape in memory.items()}
     with pytest.raises(ConfigError, match=message):
         PagedKV.from_tensors(made, BLOCKS, groups)
 
@@ -270,10 +260,7 @@ class Rank:
     def seen(self, tensors: dict[str, Any]) -> dict[str, Any]:
         if self.device is None:
             return tensors
-        return {
-            name: [OnDevice(one) for one in memory] if isinstance(memory, list) else OnDevice(memory)
-            for name, memory in tensors.items()
-        }
+        return {name: OnDevice(memory) for name, memory in tensors.items()}
 
     def run(self, *jobs: LoadJob | SaveJob) -> dict[int, JobOutcome]:
         loads = tuple(job for job in jobs if isinstance(job, LoadJob))
@@ -295,7 +282,7 @@ def test_a_rank_says_how_large_the_blocks_of_each_group_are(layout: str) -> None
     rank = Rank(layout)
     hello = rank.worker.hello()
     assert hello is not None
-    assert hello.group_bytes == {"overlaid": (768, 576), "states": (0, 192, 3 * 480)}[layout]
+    assert hello.group_bytes == {"overlaid": (768, 576), "states": (0, 192, 3 * 512)}[layout]
     assert hello.segment.rank_slot_bytes >= max(hello.group_bytes)
     rank.worker.shutdown()
 
@@ -303,8 +290,7 @@ def test_a_rank_says_how_large_the_blocks_of_each_group_are(layout: str) -> None
 @pytest.mark.parametrize("on_device", [False, True])
 def test_groups_are_copied_where_the_memory_is_when_it_is_back(on_device: bool) -> None:
     rank = Rank("states", on_device=on_device)
-    for state in rank.tensors["layer.2.recurrent"]:
-        state[3] = 5
+    rank.tensors["layer.2.recurrent"][3] = 5
     hello = rank.worker.hello()
     assert hello is not None
     assert hello.slot_classes == (0, 1, 1), "on a device as on the CPU"
@@ -316,14 +302,14 @@ def test_groups_are_copied_where_the_memory_is_when_it_is_back(on_device: bool) 
     fresh = rank.make()
     assert rank.worker.memory is not None
     if rank.device is not None:
-        rank.device.map(*(tensor for one in fresh.values() for tensor in (one if isinstance(one, list) else [one])))
+        rank.device.map(*fresh.values())
     rank.worker.memory.resume(rank.seen(fresh))
     assert rank.run(LoadJob(2, "r", 0, (slot,), (6,), synchronous=True, group_id=2)) == {
         2: JobOutcome(RangeSet.span(0, 1))
     }
     if rank.device is not None:
         rank.device.driver.finish()
-    assert all((state[6] == 5).all() for state in fresh["layer.2.recurrent"])
+    assert (fresh["layer.2.recurrent"][6] == 5).all()
     assert not fresh["layer.3.attention"].any()
     rank.worker.shutdown()
 

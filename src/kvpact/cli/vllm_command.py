@@ -24,7 +24,9 @@ from os import PathLike
 from types import ModuleType
 from typing import Any, Final
 
+from kvpact.errors import ConfigError
 from kvpact.vllm.compat.platforms import OUR_CLASSES, classes_for
+from kvpact.vllm.compat.releases import refuse_older
 
 PACKAGE: Final = "vllm"
 """The package, and the distribution that vLLM asks for."""
@@ -88,12 +90,17 @@ def with_classes_that_fit(arguments: Sequence[str], platform: Any, version: str)
 
 
 def main() -> None:
-    """Run vLLM's command line with this process's arguments."""
+    """Run vLLM's command line with this process's arguments; on a release that is too old say so and end with 2."""
     answer_for_vllm()
     with suppress(ImportError):
         from vllm import __version__
         from vllm.platforms import current_platform
 
+        try:
+            refuse_older(__version__)
+        except ConfigError as error:
+            print(f"kvpact: {error}", file=sys.stderr)
+            sys.exit(2)
         sys.argv[1:] = with_classes_that_fit(sys.argv[1:], current_platform, __version__)
     sys.argv[0] = PACKAGE  # the first word of its messages and usage text
     from vllm.entrypoints.cli.main import main as vllm_main

@@ -77,8 +77,8 @@ class EngineQuirks:
         return cls()
 
     @classmethod
-    def vllm_0_19(cls) -> EngineQuirks:
-        """vLLM 0.19.1: what every stock release does; requests that must not load are loaded in full."""
+    def vllm_0_28(cls) -> EngineQuirks:
+        """vLLM 0.28: what every stock release does; requests that must not load are loaded in full."""
         return cls(
             silent_aborts=True,
             ignores_commit_answer=True,
@@ -94,18 +94,14 @@ class EngineQuirks:
             probes_unwilling_requests=True,
             zeroes_after_hook=True,
             loads_unwilling_requests=True,
+            admits_only_whole_prompts=True,
             reset_refuses_loading=True,
         )
 
     @classmethod
-    def vllm_0_26(cls) -> EngineQuirks:
-        """vLLM 0.26: as 0.19, and admission reserves blocks for the whole prompt."""
-        return replace(cls.vllm_0_19(), admits_only_whole_prompts=True)
-
-    @classmethod
     def vllm_0_32(cls) -> EngineQuirks:
         """vLLM 0.32: the match of a request that must not load is dropped without telling the cache."""
-        return replace(cls.vllm_0_26(), loads_unwilling_requests=False)
+        return replace(cls.vllm_0_28(), loads_unwilling_requests=False)
 
     @classmethod
     def vllm_0_33(cls) -> EngineQuirks:
@@ -117,8 +113,7 @@ class EngineQuirks:
         """All presets by name."""
         return {
             "native": cls.native(),
-            "vllm-0.19": cls.vllm_0_19(),
-            "vllm-0.26": cls.vllm_0_26(),
+            "vllm-0.28": cls.vllm_0_28(),
             "vllm-0.32": cls.vllm_0_32(),
             "vllm-0.33": cls.vllm_0_33(),
         }

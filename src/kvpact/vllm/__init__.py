@@ -16,6 +16,12 @@ __all__ = ["PactConnector", "scheduler_context"]
 
 
 def __getattr__(name: str) -> object:
+    if name in __all__:
+        import vllm
+
+        from kvpact.vllm.compat.releases import refuse_older
+
+        refuse_older(str(vllm.__version__))
     if name == "PactConnector":
         try:
             from kvpact.vllm.connector import PactConnector

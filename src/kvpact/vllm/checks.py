@@ -11,11 +11,7 @@ from typing import Any, Final
 
 from kvpact.config import KvpactConfig, check_cache
 from kvpact.errors import ConfigError
-from kvpact.vllm.compat.configuration import (
-    allows_cascade_attention,
-    may_sleep,
-    takes_scales_from_a_prompt,
-)
+from kvpact.vllm.compat.configuration import allows_cascade_attention, may_sleep
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER, OUR_CLASSES, classes_for
 from kvpact.vllm.compat.releases import is_known
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
@@ -60,11 +56,6 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
             'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
             transfer.kv_load_failure_policy,
         )
-    if takes_scales_from_a_prompt(vllm_config):
-        raise ConfigError(
-            "calculate_kv_scales takes the scales of quantised keys and values from the first prompt that comes, so "
-            "no other engine could read what this one stores: leave --calculate-kv-scales out"
-        )
     if COUNTS_HELD_BLOCKS and allows_cascade_attention(vllm_config):
         raise ConfigError(
             f"cascade attention on vLLM {release} goes by how often each block is used, and kvpact holds blocks while "
@@ -92,13 +83,13 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
     return groups
 
 
-def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, is_told_of_exits: bool) -> None:
+def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, speaks_the_pact: bool) -> None:
     """Log one line if the engine was started without kvpact's classes: what falls, and what to add.
 
     Raises ConfigError instead if the configuration requires them. Decided by what the workers and the scheduler have
-    said of themselves, so classes that inherit from kvpact's count. `is_told_of_exits`: whether the scheduler's has.
+    said of themselves, so classes that inherit from kvpact's count. `speaks_the_pact`: whether the scheduler's does.
     """
-    present = {"--worker-cls": all(hello.watches_weights for hello in hellos), "--scheduler-cls": is_told_of_exits}
+    present = {"--worker-cls": all(hello.watches_weights for hello in hellos), "--scheduler-cls": speaks_the_pact}
     missing = [option for option in OUR_CLASSES if not present[option]]
     if not missing:
         return

@@ -1,7 +1,7 @@
 """`PactConnector`: kvpact as stock vLLM loads it.
 
 Owns no logic beyond vLLM's calling convention: it imports and builds one of the two halves and passes every hook on,
-guarded so that a mistake of kvpact costs a hit and never the engine. Written for vLLM 0.26 to 0.33.
+guarded so that a mistake of kvpact costs a hit and never the engine. Written for vLLM 0.28 to 0.33.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
         self.scheduler_side.attach(hellos)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The same for releases without pipeline ranks in the key."""
+        """The same inside MultiConnector, which leaves the pipeline ranks out."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake for rank, handshake in metadata.items()})
 
     @guarded(lambda: None)

@@ -43,7 +43,7 @@ def scheduler_context(offered: Any, policy: str = "fcfs", groups: GroupSet | Non
 
 
 class VllmContext:
-    """A `SchedulerContext` on vLLM 0.26 to 0.33. docs/scheduler-context.md lists what is approximate."""
+    """A `SchedulerContext` on vLLM 0.28 to 0.33. docs/scheduler-context.md lists what is approximate."""
 
     def __init__(self, block_pool: Any, tables: BlockTables, policy: str, groups: GroupSet | None = None) -> None:
         self.tables = tables

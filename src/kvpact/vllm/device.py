@@ -21,7 +21,6 @@ from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.numa import near_node
 from kvpact.vllm.compat.device import copy_call, pin, small_page_call, unpin, use_on_this_thread
-from kvpact.vllm.compat.releases import FIRST_WITH_DEVICES, serves_devices
 from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact.worker.device.base import Addresses, Event, Stream
 from kvpact.worker.device.opened import OpenedDevice
@@ -146,10 +145,6 @@ def require_provable(config: KvpactConfig, paged: PagedKV, device: str) -> None:
     where = f"KV memory on {device}"
     if config.gpu == "off":
         raise ConfigError(f'{where}: "gpu": "off" refuses it; leave "gpu" out')
-    if not serves_devices(str(vllm.__version__)):
-        raise ConfigError(
-            f"{where}: kvpact copies there on vLLM {FIRST_WITH_DEVICES} and later, not {vllm.__version__}"
-        )
     if config.match_at == "step":
         raise ConfigError(
             f'{where}: match_at="step" loads while the step waits, before the copies are proven; set "match_at": '

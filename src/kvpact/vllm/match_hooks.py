@@ -41,12 +41,9 @@ class MatchHooks:
 
     # The pact: see `SupportsExternalMatch`
 
-    def pact_scheduler_bound(self, *, begins_again: bool) -> None:
-        """The engine's scheduler speaks the pact: `kvpact.vllm.scheduler` says so when it begins.
-
-        `begins_again`: it will call `requests_begin_again`.
-        """
-        self.scheduler_side.is_told_of_exits, self.scheduler_side.begins_again = True, begins_again
+    def pact_scheduler_bound(self) -> None:
+        """The engine's scheduler speaks the pact: `kvpact.vllm.scheduler` says so when it begins."""
+        self.scheduler_side.speaks_the_pact = True
 
     @guarded(lambda: _NO_MATCH)
     def prepare_external_match(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:

@@ -62,7 +62,7 @@ def require_no_restarts(config: KvpactConfig, vllm_config: Any, groups: EngineGr
         raise ConfigError(
             f"{'LoRA with several KV cache groups' if adapters else 'match_at=step'} needs a scheduler that begins "
             "requests again whose blocks turn out wrong: add --scheduler-cls kvpact.vllm.scheduler.pact_scheduler "
-            "(vLLM 0.27 or later; not for diffusion models)"
+            "(not for diffusion models)"
         )
 
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.matches import diffusion_scheduler
 from kvpact.vllm.compat.objects import add_invalid_blocks, connectors_of, invalid_blocks, set_hit_sources
-from kvpact.vllm.compat.restarts import DROPS_OUTPUT, Restarts
+from kvpact.vllm.compat.releases import refuse_older
+from kvpact.vllm.compat.restarts import Restarts
 from kvpact.vllm.exits import EngineExits
 from kvpact.vllm.hit_accounting import StepHits
 from kvpact.vllm.step_hook import split_report
@@ -87,7 +89,7 @@ class _SpeaksThePact(_BeginsAgain):
             self.restarts = Restarts(self)
             for each in connectors_of(self.connector):
                 if (bound := getattr(each, "pact_scheduler_bound", None)) is not None:
-                    bound(begins_again=DROPS_OUTPUT)
+                    bound()
             room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
             self._spare_room = max(0, room - self.max_num_scheduled_tokens)
 
@@ -197,7 +199,11 @@ def _class_for(vllm_config: Any) -> Any:
 
 
 def pact_scheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Any:
-    """The scheduler for an engine's configuration: of the two above, or vLLM's own for diffusion models."""
+    """The scheduler for an engine's configuration: of the two above, or vLLM's own for diffusion models.
+
+    Raises ConfigError on a release that is too old.
+    """
+    refuse_older(str(vllm.__version__))
     return _class_for(vllm_config)(*args, vllm_config=vllm_config, **kwargs)
 
 

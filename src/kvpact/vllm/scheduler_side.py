@@ -51,8 +51,6 @@ class SchedulerSide:
         self._block_size = block_size_of(vllm_config, groups)
         self._identities = RequestIdentities(vllm_config)
         self.mounted: MountedCache | None = None
-        self.begins_again = False
-        """Whether the engine's scheduler begins requests again whose steps relied on blocks that were not loaded."""
         self.spoilt: set[int] = set()
         """What it found to be computed over such blocks in the step whose report comes next."""
         self.context: VllmContext | None = None
@@ -64,8 +62,9 @@ class SchedulerSide:
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
         self._ranks = 0
         self._stats: StatsCollector | None = None
-        self.is_told_of_exits = False
-        """Whether the engine's scheduler says what becomes of each match."""
+        self.speaks_the_pact = False
+        """Whether the engine's scheduler says what becomes of each match, and begins requests again whose steps relied
+        on blocks that were not loaded."""
 
     @property
     def cache(self) -> ExternalCache | None:
@@ -84,8 +83,8 @@ class SchedulerSide:
         if self.mounted is not None and self.mounted.segments == [hello.segment for hello in hellos]:
             return
         require_hooks(self._config, hellos)
-        check_classes(self._config, hellos, is_told_of_exits=self.is_told_of_exits)
-        if not self.begins_again:
+        check_classes(self._config, hellos, speaks_the_pact=self.speaks_the_pact)
+        if not self.speaks_the_pact:
             require_no_restarts(self._config, self._vllm_config, self._groups)
         self._end_cache()
         shared = self._identities.adapters, self._seal, self._metrics, self._budget

@@ -121,8 +121,6 @@ def _times(count: int, value: str) -> str:
 
 
 def _page(tensor: Any, num_blocks: int) -> str:
-    if isinstance(tensor, list | tuple):  # the states of a state-space layer
-        return " + ".join(_page(part, num_blocks) for part in tensor)
     shape, strides = list(tensor.shape), list(tensor.stride())
     blocks = block_axis(shape, num_blocks)
     if blocks is None:

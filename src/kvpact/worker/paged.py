@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeAlias
@@ -49,18 +49,8 @@ class PagedLayer:
     @classmethod
     def from_tensor(cls, name: str, tensor: Any, num_blocks: int) -> PagedLayer:
         """The pages of `tensor`. Raises ConfigError for a layout in which a page is not regular runs of bytes."""
-        return cls._along(name, tensor, num_blocks, block_axis(_shape_of(name, tensor), num_blocks))
-
-    @classmethod
-    def from_state(cls, name: str, tensor: Any, num_blocks: int) -> PagedLayer:
-        """The same for one of a recurrent layer's states: its first axis counts blocks. Raises ConfigError likewise."""
         shape = _shape_of(name, tensor)
-        return cls._along(name, tensor, num_blocks, 0 if shape and shape[0] == num_blocks else None)
-
-    @classmethod
-    def _along(cls, name: str, tensor: Any, num_blocks: int, blocks: int | None) -> PagedLayer:
-        """The pages of a tensor whose axis `blocks` counts them."""
-        shape = _shape_of(name, tensor)
+        blocks = block_axis(shape, num_blocks)
         strides = [int(stride) * int(tensor.element_size()) for stride in tensor.stride()]
         layout = f"layer {name}: KV memory of shape {tuple(shape)}, strides {tuple(strides)} bytes"
         if blocks is None:
@@ -117,15 +107,6 @@ def _shape_of(name: str, tensor: Any) -> list[int]:
     return [int(size) for size in tensor.shape]
 
 
-def _seen_as_pages(name: str, memory: Any, num_blocks: int) -> list[PagedLayer]:
-    """A layer's memory: a tensor, or its states, each of which counts as a layer of its own."""
-    if not isinstance(memory, list | tuple):
-        return [PagedLayer.from_tensor(name, memory, num_blocks)]
-    if not memory:
-        raise ConfigError(f"layer {name}: an empty list is no KV memory")
-    return [PagedLayer.from_state(f"{name}.{number}", state, num_blocks) for number, state in enumerate(memory)]
-
-
 def block_axis(shape: Sequence[int], num_blocks: int) -> int | None:
     """The axis that counts blocks: the first, or the second after keys and values; None if it is ambiguous."""
     behind_halves = len(shape) == 5 and shape[0] == 2
@@ -144,7 +125,7 @@ class PagedKV:
 
     layers: tuple[PagedLayer, ...]
     layer_index: Mapping[str, int]
-    """Layer name -> number; of a layer with several states, that of the last one."""
+    """Layer name -> number."""
     num_blocks: int
     groups: tuple[range, ...]
     """Layers whose pages of a block are adjacent, so that one copy moves them all; in forward order."""
@@ -164,9 +145,9 @@ class PagedKV:
         ConfigError if there is nothing, if devices differ, for a layout that cannot be seen as pages, and for a layer
         of no group.
         """
-        tensors = tuple(_tensors_in(kv_caches.values()))
+        tensors = tuple(kv_caches.values())
         devices = {str(tensor.device.type) for tensor in tensors if hasattr(tensor, "device")}
-        pages = {name: _seen_as_pages(name, memory, num_blocks) for name, memory in kv_caches.items()}
+        pages = {name: PagedLayer.from_tensor(name, tensor, num_blocks) for name, tensor in kv_caches.items()}
         if len(devices) != 1:
             raise ConfigError(f"the KV memory must be on one device, found {sorted(devices) or 'no layer at all'}")
         layers: list[PagedLayer] = []
@@ -175,7 +156,7 @@ class PagedKV:
         borders = [0]
         for names in _names_by_group(pages, cache_groups):
             distinct = _Distinct(len(layers))
-            layer_index |= {name: distinct.last_of(pages[name]) for name in names}
+            layer_index |= {name: distinct.number_of(pages[name]) for name in names}
             layers += distinct.layers
             borders.append(len(layers))
             own = range(borders[-2], borders[-1])
@@ -250,30 +231,20 @@ class _Distinct:
         self._first = first
         self.layers: list[PagedLayer] = []
 
-    def last_of(self, pages: Sequence[PagedLayer]) -> int:
-        """Take in the layers of one name, and return the highest number that one of them has."""
-        return self._first + max(self._number_of(layer) for layer in pages)
-
-    def _number_of(self, layer: PagedLayer) -> int:
+    def number_of(self, layer: PagedLayer) -> int:
+        """Take in the layer of a name, and return its number."""
         for number, other in enumerate(self.layers):
             if _is_same_memory(layer, other):
-                return number
+                return self._first + number
         self.layers.append(layer)
-        return len(self.layers) - 1
+        return self._first + len(self.layers) - 1
 
 
 def _is_same_memory(layer: PagedLayer, other: PagedLayer) -> bool:
     return layer.address == other.address and replace(layer, name=other.name) == other
 
 
-def _tensors_in(memories: Iterable[Any]) -> Iterator[Any]:
-    for memory in memories:
-        yield from memory if isinstance(memory, list | tuple) else (memory,)
-
-
-def _names_by_group(
-    pages: Mapping[str, Sequence[PagedLayer]], cache_groups: Sequence[Sequence[str]]
-) -> list[list[str]]:
+def _names_by_group(pages: Mapping[str, PagedLayer], cache_groups: Sequence[Sequence[str]]) -> list[list[str]]:
     """The names of each KV cache group that are here, in the order of registration.
 
     A name that no group has must share the memory of one that a group has; it is left out then, and a step that reads
@@ -287,7 +258,7 @@ def _names_by_group(
             if owner.setdefault(name, number) != number:
                 raise ConfigError(f"layer {name} is in KV cache group {owner[name]} and in group {number}")
     for name in (name for name in pages if name not in owner):
-        if not any(_is_same_memory(pages[name][-1], pages[other][-1]) for other in owner if other in pages):
+        if not any(_is_same_memory(pages[name], pages[other]) for other in owner if other in pages):
             raise ConfigError(
                 f"layer {name} is in none of the {len(cache_groups)} KV cache groups, so that nobody knows which of "
                 "its blocks a request has"

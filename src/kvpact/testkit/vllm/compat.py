@@ -1,4 +1,4 @@
-"""vLLM's configurations, requests, schedulers and ranks, made without a model or device, on releases 0.26 to 0.33.
+"""vLLM's configurations, requests, schedulers and ranks, made without a model or device, on releases 0.28 to 0.33.
 
 Owns the driver's objects of vLLM. Decides nothing.
 """

@@ -51,15 +51,11 @@ def _reshaped(plan: ModelPlan) -> dict[str, Any]:
 
 
 def _layer(raw: Any, spec: Any) -> Any:
-    """A layer's tensor in an allocation; of a state-space layer one for each state before 0.28."""
-    from vllm import __version__
-
+    """A layer's tensor in an allocation."""
     blocks = raw.numel() // spec.page_size_bytes
     match type(spec).__name__:
         case "MLAAttentionSpec":
             return raw.view(spec.dtype).view(blocks, spec.block_size, spec.head_size)
-        case "MambaSpec" if __version__ < "0.28":
-            return _states(raw, spec, blocks)
         case "MambaSpec":
             return raw.view(blocks, 1, 1, spec.page_size_bytes)
     # FlashAttention's [blocks, heads, tokens, key and value], with the heads of a token side by side.
@@ -67,40 +63,22 @@ def _layer(raw: Any, spec: Any) -> Any:
     return raw.view(spec.dtype).view(shape).permute(0, 2, 1, 3)
 
 
-def _states(raw: Any, spec: Any, blocks: int) -> list[Any]:
-    import torch
-
-    views, offset = [], 0
-    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
-        elements = raw.view(dtype)
-        inner = torch.empty((1, *shape)).stride()
-        stride = (spec.page_size_bytes // elements.element_size(), *inner[1:])
-        views.append(torch.as_strided(elements, (blocks, *shape), stride, offset))
-        offset += inner[0]
-    return views
-
-
-def _seen(memory: Any, plan: ModelPlan, name: str) -> LayerMemory:
+def _seen(tensor: Any, plan: ModelPlan, name: str) -> LayerMemory:
     """The layer's places as the oracle numbers them: blocks, then tokens; a state is one token."""
     import torch
 
-    views = []
-    for tensor in memory if isinstance(memory, list) else [memory]:
-        words = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int8).numpy()
-        whole = words.view(f"u{words.itemsize}")
-        if plan.groups[plan.group_of[name]].kind is GroupKind.STATE:
-            views.append(whole[:, None])
-        else:
-            views.append(whole if whole.ndim == 3 else whole.swapaxes(1, 2))
-    return LayerMemory(memory, tuple(views))
+    words = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int8).numpy()
+    whole = words.view(f"u{words.itemsize}")
+    if plan.groups[plan.group_of[name]].kind is GroupKind.STATE:
+        return LayerMemory(tensor, whole[:, None])
+    return LayerMemory(tensor, whole if whole.ndim == 3 else whole.swapaxes(1, 2))
 
 
 def _allocations(tensors: dict[str, Any]) -> tuple[NDArray[np.uint8], ...]:
     import torch
 
     found = {}
-    for memory in tensors.values():
-        for tensor in memory if isinstance(memory, list) else [memory]:
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     return tuple(found.values())

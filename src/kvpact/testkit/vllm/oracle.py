@@ -78,15 +78,15 @@ class PageShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """A layer's KV memory: what connectors get, and the same as arrays `[blocks, tokens, ...]` of unsigned words."""
+    """A layer's KV memory: what connectors get, and the same as an array `[blocks, tokens, ...]` of unsigned words."""
 
     given: Any
-    places: tuple[NDArray[Any], ...]
+    place: NDArray[Any]
 
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
-        return int(self.places[0].shape[1])
+        return int(self.place.shape[1])
 
 
 class OracleMemory:
@@ -100,7 +100,7 @@ class OracleMemory:
         self._layers = dict(layers)
         self._patterns: dict[str, NDArray[np.uint64]] = {}
         for index, (name, layer) in enumerate(layers.items()):
-            lanes = np.arange(-(-sum(map(_row_bytes, layer.places)) // 8), dtype=np.uint64)
+            lanes = np.arange(-(-_row_bytes(layer.place) // 8), dtype=np.uint64)
             self._patterns[name] = mix(lanes + np.uint64((index * 64 + number) << 32))
 
     @classmethod
@@ -111,31 +111,27 @@ class OracleMemory:
         made = {}
         for layer, raw in zip(layers, _memory(len(layers), shape), strict=True):
             tensor = torch.from_numpy(raw[:, 0] if shape.latent else raw).view(torch.float16)
-            made[layer] = LayerMemory(tensor, (raw.swapaxes(1, 2),))
+            made[layer] = LayerMemory(tensor, raw.swapaxes(1, 2))
         return cls(made, 0 if shape.latent else rank)
 
     def write(self, block_ids: Sequence[int], start: int, digests: Digests, layer: str) -> None:
         """Write a forward pass's content of `layer` for the tokens from `start` on of a request with these blocks."""
         where = self._where(block_ids, start, len(digests), layer)
-        for place, rows in zip(self._layers[layer].places, self._rows(digests, layer), strict=True):
-            place[where] = rows
+        self._layers[layer].place[where] = self._rows(digests, layer)
 
     def first_wrong(self, block_ids: Sequence[int], digests: Digests, layer: str, start: int = 0) -> int | None:
         """The first token from `start` on whose slot in `layer` does not match `digests`, or None."""
         where = self._where(block_ids, start, len(digests), layer)
-        right = np.ones(len(digests), np.bool_)
-        for place, rows in zip(self._layers[layer].places, self._rows(digests, layer), strict=True):
-            right &= _equal(place[where], rows)
+        right = _equal(self._layers[layer].place[where], self._rows(digests, layer))
         return None if right.all() else start + int(np.argmin(right))
 
     def describe(self, block_id: int, offset: int, layer: str, chains: Iterator[tuple[str, TokenChain]]) -> str:
         """Describe the content of one slot: nothing, a token of one of `chains`, or unknown bytes."""
-        found = [place[block_id, offset] for place in self._layers[layer].places]
-        if not any(row.any() for row in found):
+        found = self._layers[layer].place[block_id, offset]
+        if not found.any():
             return "zeros: nothing was ever written there"
         for request_id, chain in chains:
-            pieces = self._rows(chain.digests(0, len(chain.tokens)), layer)
-            matches = np.logical_and.reduce([_equal(rows, row) for rows, row in zip(pieces, found, strict=True)])
+            matches = _equal(self._rows(chain.digests(0, len(chain.tokens)), layer), found)
             if matches.any():
                 return f"token {int(np.argmax(matches))} of {request_id}"
         return "bytes that no request ever wrote"
@@ -150,8 +146,7 @@ class OracleMemory:
         for old, now in zip(before, self._allocations, strict=True):
             allowed = np.zeros(len(now), np.bool_)
             for layer, blocks in pages.items():
-                for place in self._layers[layer].places:
-                    _same_place(place, now, allowed)[list(blocks)] = True
+                _same_place(self._layers[layer].place, now, allowed)[list(blocks)] = True
             changed += int(np.count_nonzero((old != now) & ~allowed))
         return changed
 
@@ -162,15 +157,11 @@ class OracleMemory:
         table, size = np.array(block_ids, dtype=np.int64), self._layers[layer].block_size
         return table[positions // size], positions % size
 
-    def _rows(self, digests: Digests, layer: str) -> Iterator[NDArray[Any]]:
-        """What these tokens' slots hold, for each of the layer's places."""
-        rows = mix(digests[:, None] ^ self._patterns[layer]).view(np.uint8)
-        start = 0
-        for place in self._layers[layer].places:
-            end = start + _row_bytes(place)
-            piece = np.ascontiguousarray(rows[:, start:end]).view(place.dtype)
-            yield piece.reshape(len(digests), *place.shape[2:])
-            start = end
+    def _rows(self, digests: Digests, layer: str) -> NDArray[Any]:
+        """What these tokens' slots hold."""
+        place = self._layers[layer].place
+        rows = mix(digests[:, None] ^ self._patterns[layer]).view(np.uint8)[:, : _row_bytes(place)]
+        return np.ascontiguousarray(rows).view(place.dtype).reshape(len(digests), *place.shape[2:])
 
 
 def _same_place(place: NDArray[Any], allocation: NDArray[Any], marks: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -39,11 +39,6 @@ def may_sleep(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
 
 
-def takes_scales_from_a_prompt(vllm_config: Any) -> bool:
-    """Whether the scales of quantised keys and values are computed from the first prompt."""
-    return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
-
-
 def allows_cascade_attention(vllm_config: Any) -> bool:
     """Whether vLLM may compute a common prefix of all requests once."""
     return not getattr(vllm_config.model_config, "disable_cascade_attn", True)
@@ -102,7 +97,7 @@ def weights_source(model_config: Any) -> str:
 def resolved_revision(revision: Any, repository: str) -> str | None:
     """The commit to which vLLM resolved a revision of this repository, or else the revision itself.
 
-    Releases from 0.28 on have huggingface_hub's `ResolvedRevision`, a string with more attributes.
+    vLLM has huggingface_hub's `ResolvedRevision`, a string with more attributes, where the hub could be asked.
     """
     if getattr(revision, "_repo_id", repository) in (repository, None):  # a commit identifies only its own repository
         revision = getattr(revision, "resolved", revision)

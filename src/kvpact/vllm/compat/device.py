@@ -1,6 +1,6 @@
 """vLLM's own copies between host memory and a device, and what differs between releases there.
 
-Since 0.28 the copy call, the streams and the events are the same; from 0.32 on vLLM pins host memory by a function.
+The copy call, the streams and the events are the same in all; from 0.32 on vLLM pins host memory by a function.
 """
 
 from __future__ import annotations

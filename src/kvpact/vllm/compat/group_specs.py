@@ -35,8 +35,8 @@ def layer_specs(spec: Any) -> Sequence[Any]:
 
 
 def window_reach(spec: Any) -> int:
-    """The window, and the tokens before it that are kept for draft models of several modules, from 0.28 on."""
-    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    """The window, and the tokens before it that are kept for draft models of several modules."""
+    return int(spec.sliding_window + spec.extra_retained_tokens)
 
 
 def state_mode(spec: Any) -> str:

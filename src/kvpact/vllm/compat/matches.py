@@ -1,6 +1,6 @@
 """Where kvpact's scheduler class uses internals of vLLM's: which form a connector has, and why a request still waits.
 
-Written for 0.26 to 0.33; if a release moves any of this, only this module changes.
+Written for 0.28 to 0.33; if a release moves any of this, only this module changes.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ def why_not_asked(scheduler: Any, output: Any, request: Any) -> ExternalMatchExi
         return ExternalMatchExit.BLOCKED
     if _adapters_full(scheduler, output, request):
         return ExternalMatchExit.LORA_LIMIT
-    waiting_inside = getattr(scheduler, "num_waiting_for_streaming_input", 0)
     most = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
-    if len(scheduler.running) + waiting_inside >= most:
+    if len(scheduler.running) + scheduler.num_waiting_for_streaming_input >= most:
         return ExternalMatchExit.MAX_RUNNING
     if output.total_num_scheduled_tokens >= scheduler.max_num_scheduled_tokens:
         return ExternalMatchExit.BUDGET
@@ -87,9 +86,8 @@ def why_not_asked(scheduler: Any, output: Any, request: Any) -> ExternalMatchExi
 
 
 def is_paused(scheduler: Any) -> bool:
-    """Whether the scheduler starts no request; releases without a pause never are."""
-    state = getattr(scheduler, "_pause_state", None)
-    return state is not None and state.name != "UNPAUSED"
+    """Whether the scheduler starts no request."""
+    return bool(scheduler._pause_state.name != "UNPAUSED")
 
 
 def _adapters_full(scheduler: Any, output: Any, request: Any) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvpact.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
@@ -31,7 +33,7 @@ class Release:
     """The statistics of the prefix cache name the source of a hit's tokens."""
 
 
-_OF_0_26 = Release(
+_OF_0_28 = Release(
     block_tables=False,
     failed_requests=False,
     block_layouts=False,
@@ -40,23 +42,22 @@ _OF_0_26 = Release(
     pins_host_memory=False,
     hits_by_source=False,
 )
-_OF_0_29 = replace(_OF_0_26, block_layouts=True, loads_after_forward=True)
+_OF_0_29 = replace(_OF_0_28, block_layouts=True, loads_after_forward=True)
 _OF_0_30 = Release(counts_held_blocks=True, pins_host_memory=False, hits_by_source=False)
 
 RELEASES = {
-    "0.26.0": _OF_0_26,
-    "0.27.0": _OF_0_26,
-    "0.28.0": _OF_0_26,
+    "0.28.0": _OF_0_28,
     "0.29.0": _OF_0_29,
     "0.30.0": _OF_0_30,
     "0.31.0": _OF_0_30,
     "0.32.0": Release(),
     "0.33.0": Release(tells_of_sleep=True),
 }
-"""Release -> what it offers. The tests drive the scheduler of each, and start engines of 0.28, 0.30 and 0.32."""
+"""The last six minor releases -> what each offers. The tests drive the scheduler of each, and start engines of 0.28,
+0.30 and 0.32."""
 
 SERIES = tuple(version.rpartition(".")[0] for version in RELEASES)
-"""The same releases without the patch number: "0.26"."""
+"""The same releases without the patch number: "0.28"."""
 
 
 def is_known(version: str) -> bool:
@@ -64,11 +65,13 @@ def is_known(version: str) -> bool:
     return ".".join(version.split(".")[:2]) in SERIES
 
 
-FIRST_WITH_DEVICES = "0.28"
-"""The first release whose copies to and from devices were read, and are the same as later ones'."""
-
-
-def serves_devices(version: str) -> bool:
-    """Whether KV memory on a device is copied under a release: also under one that is later than all known ones."""
-    series = ".".join(version.split(".")[:2])
-    return series not in SERIES or SERIES.index(series) >= SERIES.index(FIRST_WITH_DEVICES)
+def refuse_older(version: str) -> None:
+    """Raise ConfigError for a release before all of the table. A build of vLLM's own sources ("dev") may be of any."""
+    series = version.split(".")[:2]
+    if "dev" in version or not all(number.isdecimal() for number in series):
+        return
+    if [int(number) for number in series] < [int(number) for number in SERIES[0].split(".")]:
+        raise ConfigError(
+            f"vLLM {version} is installed, and kvpact serves {SERIES[0]} and later: install one of {SERIES[0]} to "
+            f"{SERIES[-1]}, which are tested"
+        )

@@ -8,16 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from inspect import signature
 from itertools import chain
 from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from kvpact.vllm.compat.objects import connectors_of
-
-DROPS_OUTPUT = "drop_stale_output" in signature(Scheduler._preempt_request).parameters
-"""Whether a request can be preempted so that nothing comes of the steps that compute it: from 0.27 on."""
 
 LOADS = "WAITING_FOR_REMOTE_KVS"
 """The status of a request that waits for an asynchronous load."""
@@ -49,8 +43,9 @@ class Restarts:
     def __init__(self, scheduler: Any) -> None:
         """The connectors with `requests_begin_again` take part."""
         self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
-        found = [each for each in connectors_of(scheduler.connector) if hasattr(each, "requests_begin_again")]
-        self._connectors = found if DROPS_OUTPUT else []
+        self._connectors = [
+            each for each in connectors_of(scheduler.connector) if hasattr(each, "requests_begin_again")
+        ]
         self.several = bool(self._connectors) and len(scheduler.kv_cache_config.kv_cache_groups) > 1
         """Whether blocks of several KV cache groups may be named, of which vLLM's own scheduler takes no word."""
         self.refused: set[int] = set()
@@ -68,7 +63,7 @@ class Restarts:
 
     def note_left(self, request_id: str) -> None:
         """A request is about to leave its blocks, because it has ended or is preempted."""
-        if self._left and DROPS_OUTPUT:
+        if self._left:
             self._left[-1] += self._tables([request_id])
 
     def _tables(self, request_ids: Iterable[str]) -> list[Table]:
@@ -87,7 +82,7 @@ class Restarts:
         held = self._tables(one.request_id for one in requests)
         left = list(chain(*self._left))
         spoilt = set(invalid).intersection(chain(*(blocks for name, blocks in [*held, *left] if name not in loading)))
-        if not spoilt or not (self._connectors or (DROPS_OUTPUT and self.refused)):
+        if not spoilt or not (self._connectors or self.refused):
             return set()
         over = spread(spoilt, [*held, *left], several=self.several)
         self._manager.block_pool.evict_blocks(spoilt)

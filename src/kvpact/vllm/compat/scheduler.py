@@ -1,6 +1,6 @@
 """Where kvpact uses internals of vLLM's scheduler: the free queue, block hashes, and what older releases do not offer.
 
-Owns the block tables under releases before 0.30, which offer the block pool alone. Written for 0.26 to 0.33; if a
+Owns the block tables under releases before 0.30, which offer the block pool alone. Written for 0.28 to 0.33; if a
 release moves any of this, only this module changes.
 """
 
