@@ -39,7 +39,8 @@ TOKENS = 657
 """In a prompt that is asked again: five blocks of a CPU engine and a part of one."""
 
 FIRST_COPIES = 70
-"""Prompts that are saved and loaded before all others: copies on a GPU are proven after 64 of both."""
+"""Prompts before all others: on a GPU 64 saves, 64 loads and 64 loads that a step waits for are checked. Only then do
+streams alone order a load."""
 
 STEP_TOKENS = 512
 """That an engine computes in a step at most, so that long prompts end their prefill, and their answers, in turns."""
@@ -139,8 +140,8 @@ class Scene:
         """Ask; `tell(what, found)` after each comparison."""
         plain, pact = self.plain, self.pact
         first = [prompt(1000 + number) for number in range(FIRST_COPIES if self.gpu else 4)]
-        for _ in range(2):
-            pact.generate(first, max_tokens=1, together=True)
+        for together in (True, True, False):  # saves, loads beside steps, and loads that a step waits for
+            pact.generate(first, max_tokens=1, together=together)
             settle(pact)
             pact.reset_prefix_cache()
         asked = [prompt(number) for number in range(8)]
