@@ -61,13 +61,34 @@ class Copy:
         ctypes.memmove(self.target, data, self.size)
 
 
+class WatchedCopy(Copy):
+    """Nobody may write to its source or its target until it is done."""
+
+    __slots__ = ("_was", "_wrong")
+
+    def __init__(self, wrong: list[str], target: int, source: int, size: int) -> None:
+        """`wrong` gets a line if somebody did."""
+        super().__init__(target, source, size)
+        self._wrong = wrong
+        self._was = self._now()
+
+    def _now(self) -> tuple[bytes, bytes]:
+        return ctypes.string_at(self.source, self.size), ctypes.string_at(self.target, self.size)
+
+    def run(self) -> None:
+        """Do it."""
+        if self._now() != self._was:
+            self._wrong.append(f"{self.size} bytes changed under a copy")
+        super().run()
+
+
 @dataclass(slots=True, eq=False)
 class _Operation:
     """The head of a stream runs it, in one go or copy by copy."""
 
     copies: list[Copy] = field(default_factory=list)
     """Those not done."""
-    run: Callable[[], None] | None = None
+    run: Callable[[], object] | None = None
     waits_for: tuple[int, int] = (0, 0)
     """(event, number of its record)."""
     records: tuple[int, int] = (0, 0)
@@ -89,8 +110,8 @@ class HostileDriver:
         """Times that a stream was told to wait."""
         self.capturing = False
         """Whether the engine captures a graph: threads that are not relaxed must not touch the device."""
-        self.copy_kind = Copy
-        """What copies are."""
+        self.copy_kind: Callable[[int, int, int], Copy] = Copy
+        """What makes a copy of its target, its source and its bytes."""
         self.needs_pinned = True
         """Whether a copy from memory of the host that is not pinned is a mistake."""
         self.stopped = False
@@ -129,7 +150,20 @@ class HostileDriver:
         with self._lock:
             self._require_untouched(address, address + self._device.pop(address), "device memory goes under a copy")
 
-    def launch(self, kernel: Callable[[], None], stream: int = COMPUTING_STREAM) -> None:
+    def has_memory_at(self, address: int) -> bool:
+        """Whether this is memory of the device."""
+        return self._within(self._device, address, 1)
+
+    def is_pinned_at(self, address: int) -> bool:
+        """Whether this is pinned memory of the host."""
+        return self._within(self._pinned, address, 1)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """What a kernel does that copies."""
+        self._require_reachable("copy", target, source, size)
+        self.copy_kind(target, source, size).run()
+
+    def launch(self, kernel: Callable[[], object], stream: int = COMPUTING_STREAM) -> None:
         """Put a kernel into a stream: `kernel` runs when all before it is done."""
         with self._lock:
             self._streams[stream].append(_Operation(run=kernel))
@@ -262,10 +296,7 @@ class HostileDriver:
                 self.copy_kind(*entry) for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
             ]
             for copy in copies:
-                for address in (copy.target, copy.source):
-                    known = any(self._within(one, address, copy.size) for one in (self._device, self._pinned))
-                    what = f"{copy.size} bytes at {address:#x} are neither the device's nor in one pinned piece"
-                    self._require(known or not self.needs_pinned, "copy_batch", what)
+                self._require_reachable("copy_batch", copy.target, copy.source, copy.size)
             self.num_calls += 1
             self.num_entries += len(copies)
             if order == AccessOrder.ANY:
@@ -302,6 +333,12 @@ class HostileDriver:
         if not good:
             self._violated(f"{call}: {what}")
             raise self._error(call, code, what)
+
+    def _require_reachable(self, call: str, target: int, source: int, size: int) -> None:
+        for address in (target, source):
+            known = any(self._within(one, address, size) for one in (self._device, self._pinned))
+            what = f"{size} bytes at {address:#x} are neither the device's nor in one pinned piece"
+            self._require(known or not self.needs_pinned, call, what)
 
     def _require_untouched(self, start: int, end: int, otherwise: str) -> None:
         for stream in self._streams.values():
