@@ -67,3 +67,27 @@ def test_answers_from_host_memory_are_the_engines_own(
     assert offloading.blocks("load") == BLOCKS * len(PROMPTS)
     assert engine.metrics()["vllm:external_prefix_cache_hits"] == BLOCKS * BLOCK * len(PROMPTS)
     assert offloading.lines("mistakes") == []
+
+
+@pytest.mark.proof
+def test_answers_from_files_after_a_restart_are_the_engines_own(
+    start_engine: Callable[..., EngineProcess], references: References, tmp_path: Path
+) -> None:
+    offloading = Offloading(start_engine, tmp_path)
+    engine = offloading.engine("PlayedTieringSpec")
+    ask(engine, references, 0)
+    engine.stop()
+    ask(offloading.engine("PlayedTieringSpec", seed=2), references, BLOCKS * BLOCK)
+    assert offloading.blocks("load") == BLOCKS * len(PROMPTS)
+    assert offloading.lines("mistakes") == []
+
+
+@pytest.mark.proof
+def test_answers_of_two_ranks_are_their_own(start_engine: Callable[..., EngineProcess], tmp_path: Path) -> None:
+    offloading = Offloading(start_engine, tmp_path)
+    references = References(start_engine(arguments={**BLOCK_BY_BLOCK, "tensor_parallel_size": 2}))
+    engine = offloading.engine("PlayedSpec", seed=3, ranks=2)
+    ask(engine, references, 0)
+    ask(engine, references, BLOCKS * BLOCK)
+    assert offloading.blocks("load") == 2 * BLOCKS * len(PROMPTS)
+    assert offloading.lines("mistakes") == []

@@ -150,24 +150,21 @@ class HostileDriver:
         with self._lock:
             self._require_untouched(address, address + self._device.pop(address), "device memory goes under a copy")
 
-    def has_memory_at(self, address: int) -> bool:
-        """Whether this is memory of the device."""
-        return self._within(self._device, address, 1)
-
-    def is_pinned_at(self, address: int) -> bool:
-        """Whether this is pinned memory of the host."""
-        return self._within(self._pinned, address, 1)
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        """What a kernel does that copies."""
-        self._require_reachable("copy", target, source, size)
-        self.copy_kind(target, source, size).run()
+    def memory_at(self, address: int) -> str:
+        """Whose memory this is: "device", "pinned" of the host, or "" if the device cannot reach it."""
+        kinds = {"device": self._device, "pinned": self._pinned}
+        return next((kind for kind, pieces in kinds.items() if self._within(pieces, address, 1)), "")
 
     def launch(self, kernel: Callable[[], object], stream: int = COMPUTING_STREAM) -> None:
         """Put a kernel into a stream: `kernel` runs when all before it is done."""
         with self._lock:
             self._streams[stream].append(_Operation(run=kernel))
             self._run_some()
+
+    def starve(self, stream: int) -> None:
+        """This stream does nothing for a while, unless somebody waits for something."""
+        with self._lock:
+            self._starved = {stream}
 
     def finish(self) -> None:
         """Run everything, in a random order."""
@@ -296,7 +293,10 @@ class HostileDriver:
                 self.copy_kind(*entry) for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
             ]
             for copy in copies:
-                self._require_reachable("copy_batch", copy.target, copy.source, copy.size)
+                for address in (copy.target, copy.source):
+                    known = any(self._within(one, address, copy.size) for one in (self._device, self._pinned))
+                    what = f"{copy.size} bytes at {address:#x} are neither the device's nor in one pinned piece"
+                    self._require(known or not self.needs_pinned, "copy_batch", what)
             self.num_calls += 1
             self.num_entries += len(copies)
             if order == AccessOrder.ANY:
@@ -333,12 +333,6 @@ class HostileDriver:
         if not good:
             self._violated(f"{call}: {what}")
             raise self._error(call, code, what)
-
-    def _require_reachable(self, call: str, target: int, source: int, size: int) -> None:
-        for address in (target, source):
-            known = any(self._within(one, address, size) for one in (self._device, self._pinned))
-            what = f"{size} bytes at {address:#x} are neither the device's nor in one pinned piece"
-            self._require(known or not self.needs_pinned, call, what)
 
     def _require_untouched(self, start: int, end: int, otherwise: str) -> None:
         for stream in self._streams.values():

@@ -151,8 +151,10 @@ class PlayedPlatform:
         driver = self.device.driver
 
         def copy() -> None:
-            for entry in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-                driver.copy(*entry)
+            for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                if not driver.memory_at(target) or not driver.memory_at(source):
+                    driver.violations.append(f"a kernel copies {size} bytes that are neither the device's nor pinned")
+                driver.copy_kind(target, source, size).run()
 
         assert len(sizes) == count
         self.launch(copy)
@@ -168,7 +170,7 @@ class PlayedPlatform:
             (torch.cuda, "Stream", self.stream),
             (torch.cuda, "stream", self.on_stream),
             (torch.accelerator, "synchronize", lambda *_: self.device.synchronize()),
-            (torch.cuda, "_sleep", lambda _: self.launch(int)),
+            (torch.cuda, "_sleep", lambda _: self.device.driver.starve(self.current_stream().number)),
             (gpu_worker.ops, "swap_blocks_batch", self.swap),
             (swap_blocks_triton, "_swap_blocks_kernel", _Launches(self.kernel)),
             (vllm.triton_utils, "HAS_TRITON", True),
@@ -202,7 +204,7 @@ class _Torch(TorchFunctionMode):
     def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
         named, name = dict(kwargs or {}), call.__name__
-        if self._platform.is_computing:
+        if self._platform.is_computing or (name in NO_WORK and call != IS_CUDA):
             return call(*args, **named)
         if call == IS_CUDA:
             return self._is_here(args[0])
@@ -217,8 +219,6 @@ class _Torch(TorchFunctionMode):
                 self._device.register(made.data_ptr(), made.nbytes)
                 self._platform.kept.append(made)
             return made
-        if name in NO_WORK:
-            return call(*args, **named)
         if name.endswith("_") and not name.startswith("__"):
             self._platform.launch(lambda: call(*args, **named))
             return args[0]
@@ -228,11 +228,11 @@ class _Torch(TorchFunctionMode):
         return self._kept(call(*args, **named))
 
     def _is_here(self, one: Any) -> bool:
-        return isinstance(one, torch.Tensor) and self._device.driver.has_memory_at(one.data_ptr())
+        return isinstance(one, torch.Tensor) and self._device.driver.memory_at(one.data_ptr()) == "device"
 
     def _copied_here(self, source: torch.Tensor, non_blocking: bool = False) -> Any:
         made = self._kept(torch.empty_like(source))
-        if not self._device.driver.is_pinned_at(source.data_ptr()):
+        if self._device.driver.memory_at(source.data_ptr()) != "pinned":
             source = source.clone()  # the runtime does that before it returns
         self._platform.launch(lambda: made.copy_(source))
         if not non_blocking:
