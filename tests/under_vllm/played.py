@@ -7,7 +7,6 @@ mistake, `jobs` one for each job that was ordered, `standing` what is known of a
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.memory.arena import ArenaSegment
-from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, Copy
 from kvpact.testkit.device.played import PlayedDevice
 from kvpact.vllm import PactConnector
 from kvpact.worker import worker
@@ -34,45 +32,15 @@ def say(file: str, line: str) -> None:
         log.write(f"{line}\n")
 
 
-class Watched(Copy):
-    """Nobody may write to its source or its target until it is done."""
-
-    __slots__ = ("was",)
-
-    def __init__(self, *entry: int) -> None:
-        super().__init__(*entry)
-        self.was = self.now()
-
-    def now(self) -> tuple[bytes, bytes]:
-        return ctypes.string_at(self.source, self.size), ctypes.string_at(self.target, self.size)
-
-    def run(self) -> None:
-        if self.now() != self.was:
-            say("wrong", f"{self.size} bytes changed under a copy")
-        super().run()
-
-
-class AtOnce(PlayedDevice):
-    """What computes waits on the host, because it is no part of a stream."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.driver.copy_kind, self.checks_first = Watched, FIRST
-        self.stream_wait = self._wait
-
-    def _wait(self, stream: int, event: int) -> None:
-        if stream == COMPUTING_STREAM:
-            self.driver.synchronize(event)
-        else:
-            self.driver.stream_wait(stream, event)
-
-
 def opened(config: Any, paged: Any, segment: Any, rank: int, openers: Any) -> DeviceTransferEngine:
     """In the place of `transfer_engine_for`."""
     SEGMENTS.append(segment)
     segment.place_pages(huge=False)
     segment.pages.start()
-    device = AtOnce(int(os.environ.get("PLAYED_SEED", "1")) + rank)
+    device = PlayedDevice(int(os.environ.get("PLAYED_SEED", "1")) + rank)
+    device.write_mistakes_to(LOG / "wrong")
+    device.computes_at_once()
+    device.checks_first = FIRST
     engine = device.open(config, paged, segment, rank)
     load, save = engine.load, engine.save
 
@@ -84,8 +52,6 @@ def opened(config: Any, paged: Any, segment: Any, rank: int, openers: Any) -> De
     def noted_save(jobs: Sequence[SaveJob]) -> Any:
         for job in jobs:
             say("jobs", f"save {len(job.slots)}")
-        for violation in device.driver.violations:
-            say("wrong", violation)
         return save(jobs)
 
     engine.load, engine.save = noted_load, noted_save  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """For the pytest that runs vLLM's own tests: leaves out what cannot run here, and writes down how each test ended.
 
-It is given as the environment variable KVPACT_UPSTREAM_RUN: a JSON file with the tests to leave out (`unrunnable`) and
-the file for the outcomes (`outcomes`).
+It is given as the environment variable KVPACT_UPSTREAM_RUN: a JSON file with the tests to leave out (`unrunnable`),
+the file for the outcomes (`outcomes`), and whether each test finds a device that is played (`on_played_device`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,48 @@ from __future__ import annotations
 import gc
 import json
 import os
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+
+from kvpact.testkit.device.played import PlayedDevice
 
 RUN = json.loads(Path(os.environ["KVPACT_UPSTREAM_RUN"]).read_text())
 
 outcomes: dict[str, list[str]] = {}
+
+
+collecting = ExitStack()
+"""Until the tests are collected."""
+
+
+def pytest_configure() -> None:
+    """Tests that skip themselves where there is no CUDA device do not."""
+    if RUN["on_played_device"]:
+        import torch
+        from vllm.platforms import current_platform
+
+        collecting.enter_context(patch.object(torch.cuda, "is_available", lambda: True))
+        for name, instead in (("device_type", "cuda"), ("is_cuda", lambda: True), ("is_cuda_alike", lambda: True)):
+            collecting.enter_context(patch.object(current_platform, name, instead, create=True))
+
+
+@pytest.fixture(autouse=True)
+def played_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A device of the test's own, whose seed is the test's name; it must have been used as CUDA demands."""
+    if not RUN["on_played_device"]:
+        yield
+        return
+    from kvpact.testkit.vllm.played_copies import PlayedPlatform
+
+    device = PlayedDevice(zlib.crc32(request.node.nodeid.encode()))
+    with PlayedPlatform(device).installed():
+        yield
+    assert device.driver.violations == []
 
 
 def is_named(nodeid: str, names: list[str]) -> bool:
@@ -37,6 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What is loaded is loaded: nobody looks through it again."""
+    collecting.close()
     gc.collect()
     gc.freeze()
 

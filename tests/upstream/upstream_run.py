@@ -47,6 +47,8 @@ class Choice:
     """Files of the area that the proposals change."""
     soak: tuple[str, ...]
     """Further files."""
+    played: tuple[str, ...]
+    """Files with tests that need a GPU, for the device that is played."""
     unrunnable: Mapping[str, tuple[str, ...]]
     """Why some cannot be run here -> their names: files, tests, or tests with parameters."""
 
@@ -60,7 +62,7 @@ def choice() -> Choice:
     """From `upstream_tests.toml`."""
     table = tomllib.loads((HERE / "upstream_tests.toml").read_text(encoding="utf-8"))
     unrunnable = {group["reason"]: tuple(group["tests"]) for group in table["unrunnable"]}
-    return Choice(tuple(table["proof"]), tuple(table["soak"]), unrunnable)
+    return Choice(tuple(table["proof"]), tuple(table["soak"]), tuple(table["played"]), unrunnable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Outcomes:
 OF_NO_INTEREST = ("passed", "left out")
 
 
-def run(tree: Path, files: Iterable[str], unrunnable: Collection[str]) -> Outcomes:
+def run(tree: Path, files: Iterable[str], unrunnable: Collection[str], *, on_played_device: bool = False) -> Outcomes:
     """Run the test files in one process. Raises RuntimeError if pytest does not come to its end.
 
     A file that is named as unrunnable is not even imported.
@@ -96,7 +98,8 @@ def run(tree: Path, files: Iterable[str], unrunnable: Collection[str]) -> Outcom
     files = [name for name in files if name not in unrunnable]
     with tempfile.TemporaryDirectory(prefix="kvpact-upstream-") as scratch:
         outcomes, order = Path(scratch, "outcomes.json"), Path(scratch, "run.json")
-        order.write_text(json.dumps({"unrunnable": list(unrunnable), "outcomes": str(outcomes)}))
+        orders = {"unrunnable": [*unrunnable], "outcomes": str(outcomes), "on_played_device": on_played_device}
+        order.write_text(json.dumps(orders))
         command = [sys.executable, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-p", "no:valkey"]
         try:
             done = subprocess.run(

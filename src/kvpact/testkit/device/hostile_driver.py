@@ -61,13 +61,34 @@ class Copy:
         ctypes.memmove(self.target, data, self.size)
 
 
+class WatchedCopy(Copy):
+    """Nobody may write to its source or its target until it is done."""
+
+    __slots__ = ("_was", "_wrong")
+
+    def __init__(self, wrong: list[str], target: int, source: int, size: int) -> None:
+        """`wrong` gets a line if somebody did."""
+        super().__init__(target, source, size)
+        self._wrong = wrong
+        self._was = self._now()
+
+    def _now(self) -> tuple[bytes, bytes]:
+        return ctypes.string_at(self.source, self.size), ctypes.string_at(self.target, self.size)
+
+    def run(self) -> None:
+        """Do it."""
+        if self._now() != self._was:
+            self._wrong.append(f"{self.size} bytes changed under a copy")
+        super().run()
+
+
 @dataclass(slots=True, eq=False)
 class _Operation:
     """The head of a stream runs it, in one go or copy by copy."""
 
     copies: list[Copy] = field(default_factory=list)
     """Those not done."""
-    run: Callable[[], None] | None = None
+    run: Callable[[], object] | None = None
     waits_for: tuple[int, int] = (0, 0)
     """(event, number of its record)."""
     records: tuple[int, int] = (0, 0)
@@ -89,8 +110,8 @@ class HostileDriver:
         """Times that a stream was told to wait."""
         self.capturing = False
         """Whether the engine captures a graph: threads that are not relaxed must not touch the device."""
-        self.copy_kind = Copy
-        """What copies are."""
+        self.copy_kind: Callable[[int, int, int], Copy] = Copy
+        """What makes a copy of its target, its source and its bytes."""
         self.needs_pinned = True
         """Whether a copy from memory of the host that is not pinned is a mistake."""
         self.stopped = False
@@ -129,11 +150,21 @@ class HostileDriver:
         with self._lock:
             self._require_untouched(address, address + self._device.pop(address), "device memory goes under a copy")
 
-    def launch(self, kernel: Callable[[], None], stream: int = COMPUTING_STREAM) -> None:
+    def memory_at(self, address: int) -> str:
+        """Whose memory this is: "device", "pinned" of the host, or "" if the device cannot reach it."""
+        kinds = {"device": self._device, "pinned": self._pinned}
+        return next((kind for kind, pieces in kinds.items() if self._within(pieces, address, 1)), "")
+
+    def launch(self, kernel: Callable[[], object], stream: int = COMPUTING_STREAM) -> None:
         """Put a kernel into a stream: `kernel` runs when all before it is done."""
         with self._lock:
             self._streams[stream].append(_Operation(run=kernel))
             self._run_some()
+
+    def starve(self, stream: int) -> None:
+        """This stream does nothing for a while, unless somebody waits for something."""
+        with self._lock:
+            self._starved = {stream}
 
     def finish(self) -> None:
         """Run everything, in a random order."""

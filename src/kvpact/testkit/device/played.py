@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from kvpact.config import KvpactConfig
 from kvpact.memory.arena import ArenaSegment
-from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, AccessOrder, HostileDriver, HostileError
+from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, AccessOrder, HostileDriver, HostileError, WatchedCopy
 from kvpact.worker.device.base import Addresses
 from kvpact.worker.device.engine import DeviceTransferEngine
 from kvpact.worker.device.proof import Proof
@@ -30,6 +32,19 @@ class OnDevice:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor, name)
+
+
+class _WrittenDown(list[str]):
+    """Lines that are in a file, too."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        with self._file.open("a") as log:
+            log.write(f"{line}\n")
 
 
 class PlayedDevice:
@@ -53,6 +68,24 @@ class PlayedDevice:
         self._mapped: list[int] = []
         self.checks_first = 0
         """Jobs of each kind that its engine checks before it is proven; 0: it is not asked to prove itself."""
+
+    def write_mistakes_to(self, file: Path) -> None:
+        """Each mistake becomes a line of this file at once, for a test in another process. Called before any copy."""
+        self.driver.violations = _WrittenDown(file)
+
+    def computes_at_once(self) -> None:
+        """What computes is done when its call returns, as on a CPU: it is in no stream, and waits on the host.
+
+        So nothing may write to what a copy reads or writes until it is done. Called after `write_mistakes_to`.
+        """
+        self.driver.copy_kind = partial(WatchedCopy, self.driver.violations)
+        self.stream_wait = self._wait_on_host
+
+    def _wait_on_host(self, stream: int, event: int) -> None:
+        if stream == COMPUTING_STREAM:
+            self.driver.synchronize(event)
+        else:
+            self.driver.stream_wait(stream, event)
 
     def map(self, *tensors: Any) -> None:
         """The memory of these tensors is the device's."""

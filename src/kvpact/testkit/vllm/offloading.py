@@ -1,11 +1,13 @@
-"""vLLM's own OffloadingConnector without a GPU: its scheduler, managers and tiers, and a worker with plain copies.
+"""vLLM's own OffloadingConnector without a GPU: its scheduler, managers and tiers, and one of two workers.
 
-Owns that worker. Nothing of vLLM is changed: the configuration names the specs here. For vLLM 0.32 and later.
+Owns the worker with plain copies, which end when they are ordered. The other one is vLLM's own, over a device that is
+played. Nothing of vLLM is changed: the configuration names the specs here. For vLLM 0.32 and later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvpact.testkit.device.played import PlayedDevice
+from kvpact.testkit.vllm.played_copies import PlayedWorker
 
 MEMORY = {
     "spec_name": "MemcpySpec",
@@ -95,3 +100,55 @@ class MemcpyTieringSpec(TieringOffloadingSpec):
         return MemcpyWorker(
             memory, [region.create_next_worker_view(tensor.shape[1]) for tensor in memory], region.cleanup
         )
+
+
+class _NotedWorker(PlayedWorker):
+    """A worker whose jobs are noted in a file."""
+
+    def __init__(self, kv_caches: Any, make: Callable[[Any], OffloadingWorker], device: PlayedDevice, jobs: Path):
+        super().__init__(kv_caches, make, device)
+        self._jobs = jobs
+
+    def _note(self, what: str, blocks: Any) -> None:
+        with self._jobs.open("a") as log:
+            log.write(f"{what} {len(blocks)}\n")
+
+    def submit_store(self, job_id: int, src_spec: Any, *others: Any, **named: Any) -> bool:
+        """See `OffloadingWorker`."""
+        self._note("store", src_spec.block_ids)
+        return super().submit_store(job_id, src_spec, *others, **named)
+
+    def submit_load(self, job_id: int, src_spec: Any, *others: Any, **named: Any) -> bool:
+        """See `OffloadingWorker`."""
+        self._note("load", src_spec.block_ids)
+        return super().submit_load(job_id, src_spec, *others, **named)
+
+
+class _OnPlayedDevice:
+    """A spec of vLLM's whose own worker copies on a device that is played, beside an engine that computes on the CPU.
+
+    `seed` in its configuration decides when copies are made; each rank has another one. In the folder `log`, `mistakes`
+    gets a line for each wait that was missing, `jobs` one for each job: "store" or "load", and its blocks.
+    """
+
+    extra_config: dict[str, Any]
+    config: Any
+
+    def _uses_shared_region(self) -> bool:
+        return True  # as on CUDA
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        """The worker of this rank."""
+        log = Path(self.extra_config["log"])
+        device = PlayedDevice(self.extra_config["seed"] + self.config.parallel.rank)
+        device.write_mistakes_to(log / "mistakes")
+        device.computes_at_once()
+        return _NotedWorker(kv_caches, super().get_worker, device, log / "jobs")  # type: ignore[misc]
+
+
+class PlayedSpec(_OnPlayedDevice, CPUOffloadingSpec):
+    """Host memory."""
+
+
+class PlayedTieringSpec(_OnPlayedDevice, TieringOffloadingSpec):
+    """Host memory shared with the scheduler's process, and the tiers below it."""
