@@ -98,6 +98,8 @@ def test_answers_from_memory_and_from_disk_are_the_engines_own(
     loads = [line for line in lines(played.log, "jobs") if "load" in line]
     assert loads[:FIRST] == [f"load {BLOCKS} checked"] * FIRST, "requests wait for the checks of the first loads"
     assert loads[FIRST:] == [f"step load {BLOCKS} checked"] * FIRST, "and later steps for their own"
+    ask(engine, right, range(4), BLOCKS * BLOCK)
+    assert lines(played.log, "jobs").count(f"step load {BLOCKS} believed") == 4
     ask(engine, right, range(6, 9), 0)
     assert leases_when(engine, "saved_blocks", 9 * BLOCKS) == 0
     engine.stop()
