@@ -4,6 +4,7 @@ Use the fixtures `tiny_model`, `engine_pool` and `start_engine`; `kvpact.demo.en
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import count
@@ -17,7 +18,7 @@ from kvpact.demo.engine import EngineProcess, EngineSettings
 from kvpact.demo.model import TINY_SHAPE, ensure_model
 from tiny_engine import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config, prompt
 
-__all__ = ["BLOCK", "BLOCK_BY_BLOCK", "IN_ONE_PROCESS", "EnginePool", "kvpact_transfer_config", "prompt"]
+__all__ = ["BLOCK", "BLOCK_BY_BLOCK", "IN_ONE_PROCESS", "EnginePool", "kvpact_transfer_config", "leases_when", "prompt"]
 
 BLOCK_BY_BLOCK: dict[str, Any] = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 8}
 """Engine arguments with which every block is computed in a step of its own, whatever was there before.
@@ -34,6 +35,15 @@ It steps only while it answers, and computes on any core; the answers are the sa
 
 MAX_KEPT = 2
 """Engines kept running at once; each takes two gigabytes."""
+
+
+def leases_when(engine: EngineProcess, name: str, value: float, seconds: float = 30.0) -> int:
+    """Leases held when the idle engine has written this count to its `stats_file`, which it does once it is at rest."""
+    until = time.monotonic() + seconds
+    while (stats := engine.stats()).get(name) != value:
+        assert time.monotonic() < until, f"{name} is {stats.get(name)}, not {value}"
+        time.sleep(0.1)
+    return int(stats["leases_held"])
 
 
 class EnginePool:

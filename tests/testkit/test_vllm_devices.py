@@ -207,6 +207,26 @@ def test_until_all_ranks_are_proven_no_step_waits_for_a_load_and_no_tier_gets_a_
     assert devices.violations == []
 
 
+def test_what_memory_held_of_all_groups_before_copies_were_proven_is_found_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    devices = Devices(monkeypatch, first=3)
+    settings = {"groups": GEMMA, "heads": 4, "head_size": 64, "num_blocks": 101, "device": devices.of_rank}
+
+    def situation(harness: Harness) -> None:
+        with harness.engine(**settings) as engine:
+            stored = [harness.store(engine, prompt(number, 6))[0] for number in range(3)]
+            assert devices.segments[0].standing is Standing.OPEN
+            harness.load(engine, "again", *stored)
+            assert devices.segments[0].standing is Standing.PROVEN
+        with harness.engine(**settings) as engine:
+            for number, tokens in enumerate(stored):
+                harness.load(engine, f"restarted{number}", tokens)
+
+    check({**SYNCHRONOUS, "tiers": [f"disk://{tmp_path}?capacity=64MiB"]}, situation)
+    assert devices.violations == []
+
+
 class WrongLater(PlayedDevice):
     """A device one of whose loads, or saves, leaves out its last run of bytes; all later ones are right."""
 

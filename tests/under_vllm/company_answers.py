@@ -20,6 +20,11 @@ class Said:
         """Of the first part."""
         return self.parts[0][0]
 
+    @property
+    def logprobs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """Of its tokens, each with those as likely."""
+        return self.parts[0][1]
+
 
 @dataclass(frozen=True)
 class Thrice:

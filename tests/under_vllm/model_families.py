@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -46,12 +47,18 @@ def save_model(model: PreTrainedModel, directory: Path, tokenizer: Path) -> Path
     return directory
 
 
-def gemma_like(directory: Path, tokenizer: Path) -> Path:
-    """Like Gemma 3: layers with a sliding window, and one in four with full attention."""
+def gemma_like(directory: Path, tokenizer: Path, full: Collection[int] = (2,), layers: int = 4) -> Path:
+    """Like Gemma 3: layers with a sliding window, and one in four with full attention, or those with these numbers."""
     torch.manual_seed(0)
-    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    config = Gemma3TextConfig(**SHAPE, query_pre_attn_scalar=64, sliding_window=WINDOW, layer_types=kinds)
+    kinds = ["full_attention" if number in full else "sliding_attention" for number in range(layers)]
+    shape = SHAPE | {"num_hidden_layers": layers}
+    config = Gemma3TextConfig(**shape, query_pre_attn_scalar=64, sliding_window=WINDOW, layer_types=kinds)
     return save_model(Gemma3ForCausalLM(config), directory, tokenizer)
+
+
+def gemma_of_two_sizes(directory: Path, tokenizer: Path) -> Path:
+    """With two layers in the KV cache groups but one, which has a single layer."""
+    return gemma_like(directory, tokenizer, full=(1, 3), layers=5)
 
 
 def gpt_oss_like(directory: Path, tokenizer: Path) -> Path:

@@ -1,30 +1,37 @@
 """`PlayedConnector`: kvpact in a real engine on the CPU whose KV memory counts as a device's, which copies late.
 
 Name it by `kv_connector_module_path`. What computes is done when its call returns; so nothing may write to what a copy
-reads or writes until it is done. The environment variable PLAYED_LOG names a directory: `wrong` gets a line for each
-mistake, `jobs` one for each job that was ordered, `standing` what is known of a rank's copies, after each step.
+reads or writes from its order to its end. The environment variable PLAYED_LOG names a directory: `wrong` gets a line
+for each mistake, `jobs` one for each job that was ordered, `standing`, after each step, what is known of a rank's
+copies. PLAYED_FIRST is how many jobs of each kind are checked, PLAYED_SEED chooses the order of copies.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvpact.contract import LoadJob, SaveJob
+import torch
+
+from kvpact.contract import SaveJob
 from kvpact.memory.arena import ArenaSegment
+from kvpact.testkit.device.hostile_driver import Copy
 from kvpact.testkit.device.played import PlayedDevice
 from kvpact.vllm import PactConnector
 from kvpact.worker import worker
-from kvpact.worker.device.engine import DeviceTransferEngine
+from kvpact.worker.copy.base import Job
+from kvpact.worker.device import engine as engine_module
+from kvpact.worker.device import opened as opened_module
+from kvpact.worker.device.entries import JobRuns
+from kvpact.worker.device.opened import OpenedDevice
+from kvpact.worker.device.proof import FIRST, Proof
+from kvpact.worker.paged import PagedKV
 
 LOG = Path(os.environ["PLAYED_LOG"])
-FIRST = int(os.environ.get("PLAYED_FIRST", "3"))
-"""See `PlayedDevice.checks_first`."""
-
-SEGMENTS: list[ArenaSegment] = []
-"""This rank's."""
 
 
 def say(file: str, line: str) -> None:
@@ -32,39 +39,142 @@ def say(file: str, line: str) -> None:
         log.write(f"{line}\n")
 
 
-def opened(config: Any, paged: Any, segment: Any, rank: int, openers: Any) -> DeviceTransferEngine:
+def content(*address: int, size: int) -> tuple[bytes, ...]:
+    return tuple(ctypes.string_at(one, size) for one in address)
+
+
+class Noting(Proof):
+    """Notes each job: its kind, its number of blocks, whether it is checked."""
+
+    def wants(self, job: Job) -> bool:
+        wanted = super().wants(job)
+        kind = "save" if isinstance(job, SaveJob) else "step load" if job.synchronous else "load"
+        say("jobs", f"{kind} {len(job.slots)} {'checked' if wanted else 'believed'}")
+        return wanted
+
+
+class WatchedRuns(JobRuns):
+    """Knows what lies where jobs were ordered to copy from and to."""
+
+    def __init__(self, paged: PagedKV, segment: ArenaSegment, pinned_bytes: int) -> None:
+        super().__init__(paged, segment, pinned_bytes)
+        WATCHES.append(self)
+        self.ordered: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
+        """(target, source, size) -> what both held at the order."""
+
+    def order(self, job: Job) -> None:
+        entries = self.entries(job.group_id, *self.places(job))
+        for device, host, size in zip(entries.device, entries.host, entries.sizes, strict=True):
+            copy = (int(host), int(device)) if isinstance(job, SaveJob) else (int(device), int(host))
+            self.ordered[*copy, int(size)] = content(*copy, size=int(size))
+
+    def begin(self, target: int, source: int, size: int) -> Copy:
+        """In the place of `Copy`."""
+        was = self.ordered.pop((target, source, size), None)
+        if was is None:
+            say("wrong", f"{size} bytes are copied that nobody ordered")
+        return Watched(was, target, source, size)
+
+
+class Watched(Copy):
+    """Nobody may write to its source or its target between its order and its end."""
+
+    __slots__ = ("was",)
+
+    def __init__(self, was: tuple[bytes, ...] | None, target: int, source: int, size: int) -> None:
+        super().__init__(target, source, size)
+        self.was = was
+
+    def run(self) -> None:
+        if content(self.target, self.source, size=self.size) != self.was:
+            say("wrong", f"{self.size} bytes changed under a copy")
+        super().run()
+
+
+class AtOnce(PlayedDevice):
+    """What computes waits on the host, because it is no part of a stream."""
+
+    def __init__(self, seed: int, segment: ArenaSegment) -> None:
+        super().__init__(seed)
+        self.segment = segment
+        self.computes_at_once()
+
+
+DEVICES: list[AtOnce] = []
+WATCHES: list[WatchedRuns] = []
+"""This process's: one each."""
+
+
+def opened(config: Any, paged: PagedKV, segment: ArenaSegment, rank: int, openers: Any) -> OpenedDevice:
     """In the place of `transfer_engine_for`."""
-    SEGMENTS.append(segment)
-    segment.place_pages(huge=False)
-    segment.pages.start()
-    device = PlayedDevice(int(os.environ.get("PLAYED_SEED", "1")) + rank)
-    device.write_mistakes_to(LOG / "wrong")
-    device.computes_at_once()
-    device.checks_first = FIRST
-    engine = device.open(config, paged, segment, rank)
+    device = AtOnce(int(os.environ.get("PLAYED_SEED", "1")) + rank, segment)
+    DEVICES.append(device)
+    device.map(*paged.tensors)
+    opened_module.Proof = partial(Noting, first=int(os.environ.get("PLAYED_FIRST", str(FIRST))))  # type: ignore[misc,assignment]
+    engine_module.JobRuns = WatchedRuns  # type: ignore[misc]
+    engine = OpenedDevice(config, paged, segment, device)
+    device.driver.copy_kind = WATCHES[-1].begin  # type: ignore[assignment]
     load, save = engine.load, engine.save
-
-    def noted_load(jobs: Sequence[LoadJob]) -> Any:
-        for job in jobs:
-            say("jobs", f"load {job.synchronous} {len(job.slots)}")
-        return load(jobs)
-
-    def noted_save(jobs: Sequence[SaveJob]) -> Any:
-        for job in jobs:
-            say("jobs", f"save {len(job.slots)}")
-        return save(jobs)
-
-    engine.load, engine.save = noted_load, noted_save  # type: ignore[method-assign]
+    engine.load = lambda jobs: load(ordered(jobs))  # type: ignore[method-assign]
+    engine.save = lambda jobs: save(ordered(jobs))  # type: ignore[method-assign]
     return engine
+
+
+def ordered(jobs: Sequence[Any]) -> Sequence[Any]:
+    for job in jobs:
+        WATCHES[-1].order(job)
+    return jobs
 
 
 worker.transfer_engine_for = opened
 
 
 class PlayedConnector(PactConnector):
-    """See above."""
+    """See above. While the engine sleeps its KV memory is gone; it comes back elsewhere."""
 
     def build_connector_worker_meta(self) -> Any:
         """The report at the end of each step."""
-        (LOG / "standing").write_text(" ".join(segment.standing.name for segment in SEGMENTS))
+        for device in DEVICES:
+            for violation in device.driver.violations:
+                say("wrong", violation)
+            device.driver.violations.clear()
+        beside = LOG / f"standing.{os.getpid()}"
+        beside.write_text(" ".join(device.segment.standing.name for device in DEVICES))
+        beside.replace(LOG / "standing")
         return super().build_connector_worker_meta()
+
+    def unregister_kv_caches(self) -> None:
+        """The memory goes, with all that was in it."""
+        memory = self.cache_worker.memory
+        was_there = memory is not None and memory.is_there
+        super().unregister_kv_caches()
+        if was_there:
+            for device in DEVICES:
+                device.unmap()
+            move([layer.kv_cache for layer in self._vllm_config.compilation_config.static_forward_context.values()])
+
+    def restore_kv_caches(self) -> None:
+        """The memory is there again."""
+        memory = self.cache_worker.memory
+        if memory is not None and not memory.is_there:
+            for device in DEVICES:
+                device.map(*memory.kv_caches.values())
+        super().restore_kv_caches()
+
+
+def move(tensors: Sequence[torch.Tensor]) -> None:
+    """Give these tensors other memory, where nothing is; nobody may read from or write to what they had."""
+    moved: dict[int, torch.UntypedStorage] = {}
+    with torch.inference_mode():
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in moved:
+                moved[storage.data_ptr()] = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+                storage.fill_(0x55)
+                GONE.append(storage)
+            offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+            tensor.set_(moved[storage.data_ptr()], offset, size, stride)  # type: ignore[call-overload]
+
+
+GONE: list[torch.UntypedStorage] = []
+"""Kept, so that no other memory lies there."""

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from company_answers import Said
 from slab_surgery import SlabSurgery
 
 from kvpact.demo.engine import Output
@@ -52,7 +53,7 @@ def nearest_wrong_block(blocks: Blocks) -> float:
     return min(float(np.abs(one - other).max()) for rivals in by_place.values() for one, other in pairwise(rivals))
 
 
-def answers_apart(one: Output, other: Output) -> float:
+def answers_apart(one: Output | Said, other: Output | Said) -> float:
     """The largest difference of two log-probabilities of the same token at the same place.
 
     Where the most likely tokens are as good as equal the answers part, and what follows them cannot be compared.

@@ -6,16 +6,16 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines import kvpact_transfer_config
+from engines import kvpact_transfer_config, leases_when
 from forked_engine import ForkedEngine
 from kvpact.demo.engine import EngineSettings
-from kvpact.demo.phases import settle
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
 BLOCK = 16
 """vLLM's CPU kernels for latent attention have no other."""
 BLOCKS, LAYERS, LATENT = 6, 3, 576
+CHECKED = 2
+"""Jobs of each kind that a played device's engine checks."""
 ASKED = [[(7 * token + 11 * number + 3) % 500 + 5 for token in range(BLOCKS * BLOCK + 4)] for number in range(3)]
 SLOT_BYTES = -(-LAYERS * BLOCK * LATENT * 2 // 4096) * 4096
 """Of the latent vectors and rotated keys of a block, in bfloat16, whatever the number of ranks."""
@@ -61,9 +63,16 @@ def mla_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
-def start(model: Path, folder: Path, ranks: int, environment: Mapping[str, str]) -> ForkedEngine:
-    """A life of the engine on the folder's slab."""
-    transfer = kvpact_transfer_config(memory="16MiB", tiers=[f"disk://{folder / 'slabs'}?capacity=64MiB"])
+def start(model: Path, folder: Path, ranks: int, environment: Mapping[str, str], *, played: bool) -> ForkedEngine:
+    """A life of the engine on the folder's slab; `played`: its KV memory counts as a device's, see `played`."""
+    transfer = kvpact_transfer_config(
+        memory="16MiB",
+        tiers=[f"disk://{folder / 'slabs'}?capacity=64MiB"],
+        stats_file=str(folder / f"stats-{ranks}.json"),
+    )
+    if played:
+        transfer |= {"kv_connector": "PlayedConnector", "kv_connector_module_path": "played"}
+        environment = {**environment, "PLAYED_LOG": str(folder), "PLAYED_FIRST": str(CHECKED)}
     arguments: dict[str, Any] = {
         "tensor_parallel_size": ranks,
         "worker_extension_cls": "kv_digest.KVDigests",
@@ -71,7 +80,8 @@ def start(model: Path, folder: Path, ranks: int, environment: Mapping[str, str])
         "max_num_batched_tokens": 512,
         "kv_cache_memory_bytes": 1 << 24,
     }
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     settings = EngineSettings(model, transfer, arguments, {"PYTHONPATH": path, **environment})
     engine = ForkedEngine(settings, folder / f"engine-{ranks}.log")
     return engine.wait_ready()
@@ -85,16 +95,17 @@ def blocks_of(engine: ForkedEngine, folder: Path, ranks: int) -> set[str]:
     return set(said[0].split())
 
 
-def test_two_ranks_store_once_die_and_one_rank_loads_it(mla_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("played", [False, True], ids=["cpu", "played device"])
+def test_two_ranks_store_once_die_and_one_rank_loads_it(mla_model: Path, tmp_path: Path, *, played: bool) -> None:
     """vLLM's CPU build has no prefix caching for such models, and computes the rest of a prompt by another kernel than
     a whole one: what is compared are the bytes of the blocks, and answers that were computed in the same way."""
     before = shared_memory()
-    engine = start(mla_model, tmp_path, 2, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    engine = start(mla_model, tmp_path, 2, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, played=played)
     try:
         assert [engine.generate([tokens], max_tokens=6)[0].cached_tokens for tokens in ASKED] == [0] * len(ASKED)
         computed = blocks_of(engine, tmp_path, 2)
         assert len(computed) > BLOCKS
-        settle(engine)
+        assert leases_when(engine, "saved_blocks", len(ASKED) * BLOCKS) == 0
         loaded = [[engine.generate([tokens], max_tokens=6)[0] for tokens in ASKED] for _ in range(2)]
         for answers in loaded:
             assert [answer.cached_tokens for answer in answers] == [BLOCKS * BLOCK] * len(ASKED)
@@ -103,7 +114,12 @@ def test_two_ranks_store_once_die_and_one_rank_loads_it(mla_model: Path, tmp_pat
         log = engine.log.read_text()
         assert "ranks 0 to 1 hold the same keys and values: stored once, by rank 0" in log
         assert f"{(16 << 20) // SLOT_BYTES} slots of {SLOT_BYTES} bytes in memory" in log
-        settle(engine)
+        assert leases_when(engine, "used_tokens", 2 * len(ASKED) * BLOCKS * BLOCK) == 0
+        if played:  # rank 1 makes no saves: its loads prove it
+            jobs = Counter((tmp_path / "jobs").read_text().splitlines())
+            assert jobs[f"load {BLOCKS} checked"] == 2 * CHECKED
+            assert jobs[f"step load {BLOCKS} checked"] == 2 * CHECKED
+            assert jobs[f"step load {BLOCKS} believed"] > 0
         (storing,) = [pid for pid, name in engine.processes().items() if "TP0" in name]
         of_vllm = named_shared_memory(engine.processes())
         os.kill(storing, signal.SIGKILL)
@@ -117,11 +133,13 @@ def test_two_ranks_store_once_die_and_one_rank_loads_it(mla_model: Path, tmp_pat
         path.unlink(missing_ok=True)
     assert orphaned_shared_memory(before) == set()
     assert slabs_still_locked(tmp_path / "slabs") == []
-    engine = start(mla_model, tmp_path, 1, {"VLLM_CPU_OMP_THREADS_BIND": "0"})
+    engine = start(mla_model, tmp_path, 1, {"VLLM_CPU_OMP_THREADS_BIND": "0"}, played=played)
     try:
         again = [engine.generate([tokens], max_tokens=6)[0] for tokens in ASKED]
         assert [answer.cached_tokens for answer in again] == [BLOCKS * BLOCK] * len(ASKED)
         assert len(computed & blocks_of(engine, tmp_path, 1)) >= BLOCKS, "what two ranks computed, bit for bit"
         assert "hold the same keys and values" not in engine.log.read_text()
+        assert leases_when(engine, "used_tokens", len(ASKED) * BLOCKS * BLOCK) == 0
+        assert not (tmp_path / "wrong").exists()
     finally:
         engine.kill()

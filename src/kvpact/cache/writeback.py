@@ -127,6 +127,8 @@ class WriteBack:
             key = self.index.key_at(slot)
             if key is not None and self.index.is_last(key):
                 chain = self.index.chain(key)
+                if self.index.is_side(slot):
+                    self._offer_sides([chain.pop()])
                 self.offer(chain, len(chain))
 
     def clear(self) -> None:
