@@ -306,10 +306,6 @@ class ArenaSegment:
         """The memory in which a class has its slots, writable."""
         return self.memory[slot_class.offset : slot_class.end]
 
-    def address_of(self, slot_class: SlotClass) -> int:
-        """Where this process has the first slot of the class, in bytes."""
-        return self.mapped_at + slot_class.offset
-
     def use(self, slots: Sequence[int]) -> None:
         """These slots are in use, or about to be: have the pages of the ones after them ready."""
         for one in self.classes:

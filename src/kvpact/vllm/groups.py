@@ -84,12 +84,6 @@ class EngineGroups:
         return TAKES_FAILED_REQUESTS or not self.several
 
     @property
-    def state_sizes(self) -> dict[int, int]:
-        """The groups of state-space layers -> tokens of a block."""
-        members = enumerate(self.groups.groups)
-        return {number: group.block_size for number, group in members if group.kind is GroupKind.STATE}
-
-    @property
     def digest(self) -> str:
         """For the namespace: equal for equal groups in the same order."""
         return blake3(b"".join(group.digest for group in self.groups.groups)).hexdigest()[:32]

@@ -187,10 +187,6 @@ class PagedKV:
             depths += accumulate((_depth(layer.name) for layer in self.layers[group.start : group.stop]), max)
         return sorted(parts, key=lambda part: depths[part.start])
 
-    def groups_in(self, cache_group: range) -> list[range]:
-        """Those of `groups` that are of one KV cache group."""
-        return [group for group in self.groups if group.start in cache_group]
-
     def cache_group_of(self, layer: int) -> int:
         """The number of the KV cache group to which a layer belongs."""
         return next(number for number, group in enumerate(self.cache_groups) if layer in group)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from kvpact.errors import KvpactError
 from kvpact.testkit.device.played import PlayedDevice
 from kvpact.worker import round_trip
 from kvpact.worker.device import examination
 from kvpact.worker.device.examination import LAYERS, Bench, examine
+
+torch = pytest.importorskip("torch")
 
 
 class PlayedBench:

@@ -106,8 +106,6 @@ class HostileDriver:
         self.num_calls = 0
         """Batches of copies so far."""
         self.num_entries = 0
-        self.num_waits = 0
-        """Times that a stream was told to wait."""
         self.capturing = False
         """Whether the engine captures a graph: threads that are not relaxed must not touch the device."""
         self.copy_kind: Callable[[int, int, int], Copy] = Copy
@@ -224,7 +222,6 @@ class HostileDriver:
         self._called("stream_wait")
         with self._lock:
             self._require_both("stream_wait", event, stream)
-            self.num_waits += 1
             self._streams[stream].append(_Operation(waits_for=(event, self._recorded[event])))
             self._run_some()
 
