@@ -476,3 +476,26 @@ def test_docstrings_name_files_that_are_there() -> None:
     for name, path in modules().items():
         named = re.findall(r"`(?:\w+/)*(\w+\.py)`", path.read_text())
         assert set(named) <= files, f"{name} names {set(named) - files}"
+
+
+def test_what_runs_without_an_engine_imports_none_at_once() -> None:
+    """`make check` and `make test-3.13` run these folders where neither torch nor vLLM is installed."""
+    script = (ROOT / "scripts" / "test_without_engine.sh").read_text()
+    folders = re.findall(r"\w+", script[script.index("tests/{") + len("tests/{") : script.rindex("}")])
+    assert len(folders) > 4
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in folders
+        for path in (ROOT / "tests" / folder).rglob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        for name in imported(node)
+        if name.partition(".")[0] in ("torch", "vllm")
+    ]
+    assert found == []
+
+
+def imported(node: ast.stmt) -> list[str]:
+    """The modules that a statement imports."""
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
