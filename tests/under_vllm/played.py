@@ -8,7 +8,6 @@ copies. PLAYED_FIRST is how many jobs of each kind are checked, PLAYED_SEED choo
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -19,8 +18,8 @@ import torch
 
 from kvpact.contract import SaveJob
 from kvpact.memory.arena import ArenaSegment
-from kvpact.testkit.device.hostile_driver import Copy
-from kvpact.testkit.device.played import PlayedDevice
+from kvpact.testkit.device.hostile_driver import Copy, WatchedCopy
+from kvpact.testkit.device.played import PlayedDevice, WrittenDown
 from kvpact.vllm import PactConnector
 from kvpact.worker import worker
 from kvpact.worker.copy.base import Job
@@ -39,10 +38,6 @@ def say(file: str, line: str) -> None:
         log.write(f"{line}\n")
 
 
-def content(*address: int, size: int) -> tuple[bytes, ...]:
-    return tuple(ctypes.string_at(one, size) for one in address)
-
-
 class Noting(Proof):
     """Notes each job: its kind, its number of blocks, whether it is checked."""
 
@@ -53,42 +48,30 @@ class Noting(Proof):
         return wanted
 
 
+WRONG = WrittenDown(LOG / "wrong")
+
+
 class WatchedRuns(JobRuns):
     """Knows what lies where jobs were ordered to copy from and to."""
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, pinned_bytes: int) -> None:
         super().__init__(paged, segment, pinned_bytes)
         WATCHES.append(self)
-        self.ordered: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
-        """(target, source, size) -> what both held at the order."""
+        self.ordered: dict[tuple[int, int, int], WatchedCopy] = {}
+        """(target, source, size) -> the copy, which knows what both held at the order."""
 
     def order(self, job: Job) -> None:
         entries = self.entries(job.group_id, *self.places(job))
         for device, host, size in zip(entries.device, entries.host, entries.sizes, strict=True):
             copy = (int(host), int(device)) if isinstance(job, SaveJob) else (int(device), int(host))
-            self.ordered[*copy, int(size)] = content(*copy, size=int(size))
+            self.ordered[*copy, int(size)] = WatchedCopy(WRONG, *copy, int(size))
 
     def begin(self, target: int, source: int, size: int) -> Copy:
         """In the place of `Copy`."""
-        was = self.ordered.pop((target, source, size), None)
-        if was is None:
-            say("wrong", f"{size} bytes are copied that nobody ordered")
-        return Watched(was, target, source, size)
-
-
-class Watched(Copy):
-    """Nobody may write to its source or its target between its order and its end."""
-
-    __slots__ = ("was",)
-
-    def __init__(self, was: tuple[bytes, ...] | None, target: int, source: int, size: int) -> None:
-        super().__init__(target, source, size)
-        self.was = was
-
-    def run(self) -> None:
-        if content(self.target, self.source, size=self.size) != self.was:
-            say("wrong", f"{self.size} bytes changed under a copy")
-        super().run()
+        watched = self.ordered.pop((target, source, size), None)
+        if watched is None:
+            WRONG.append(f"{size} bytes are copied that nobody ordered")
+        return watched or Copy(target, source, size)
 
 
 class AtOnce(PlayedDevice):

@@ -46,6 +46,11 @@ class Offloading:
         """How many were stored, or loaded."""
         return sum(int(line.split()[1]) for line in self.lines("jobs") if line.startswith(what))
 
+    def require_loaded(self, ranks: int = 1) -> None:
+        """Each rank has loaded all blocks of each prompt once, and no copy was a mistake."""
+        assert self.blocks("load") == ranks * BLOCKS * len(PROMPTS)
+        assert self.lines("mistakes") == []
+
 
 def ask(engine: EngineProcess, references: References, cached: int) -> None:
     """With as much of each prompt from host memory, the answer is that of an engine with as much of its own cache."""
@@ -64,9 +69,8 @@ def test_answers_from_host_memory_are_the_engines_own(
     ask(engine, references, 0)
     assert offloading.blocks("load") == 0
     ask(engine, references, BLOCKS * BLOCK)
-    assert offloading.blocks("load") == BLOCKS * len(PROMPTS)
+    offloading.require_loaded()
     assert engine.metrics()["vllm:external_prefix_cache_hits"] == BLOCKS * BLOCK * len(PROMPTS)
-    assert offloading.lines("mistakes") == []
 
 
 @pytest.mark.proof
@@ -78,8 +82,7 @@ def test_answers_from_files_after_a_restart_are_the_engines_own(
     ask(engine, references, 0)
     engine.stop()
     ask(offloading.engine("PlayedTieringSpec", seed=2), references, BLOCKS * BLOCK)
-    assert offloading.blocks("load") == BLOCKS * len(PROMPTS)
-    assert offloading.lines("mistakes") == []
+    offloading.require_loaded()
 
 
 @pytest.mark.proof
@@ -89,5 +92,4 @@ def test_answers_of_two_ranks_are_their_own(start_engine: Callable[..., EnginePr
     engine = offloading.engine("PlayedSpec", seed=3, ranks=2)
     ask(engine, references, 0)
     ask(engine, references, BLOCKS * BLOCK)
-    assert offloading.blocks("load") == 2 * BLOCKS * len(PROMPTS)
-    assert offloading.lines("mistakes") == []
+    offloading.require_loaded(ranks=2)

@@ -42,8 +42,8 @@ class LoadBudget:
 
     def hold(self, request_id: str, blocks: int) -> bool:
         """Whether the step waits for a load of `blocks` blocks; if so, the request, which held none, holds them."""
-        others = self._running - {request_id}
-        if blocks > self._left - (self.blocks - self.blocks_beside_others if others else 0):
+        beside_others = len(self._running) > (request_id in self._running)
+        if blocks > self._left - (self.blocks - self.blocks_beside_others if beside_others else 0):
             return False
         self._held[request_id] = blocks
         self._left -= blocks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -192,16 +192,15 @@ class RecordHeader:
         max_length: int | None = None,
         slot: int = NO_SLOT,
         seal: RecordMac | None = UNSEALED,
-        refuted: Collection[bytes] = (),
+        refuted: Container[bytes] = (),
     ) -> RecordHeader:
         """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
 
-                Records of `refuted` runs are not.
         None accepts any namespace, length or seal, for tools outside an engine. A payload has at most `max_length`
-                bytes.
+        bytes. Records of `refuted` runs are not accepted.
 
-                Raises:
-                    RecordError: names the first field that is wrong.
+        Raises:
+            RecordError: names the first field that is wrong.
         """
         if len(raw) != HEADER_BYTES:
             raise RecordError(f"a record header has {HEADER_BYTES} bytes, not {len(raw)}")

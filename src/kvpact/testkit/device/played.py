@@ -34,7 +34,7 @@ class OnDevice:
         return getattr(self.tensor, name)
 
 
-class _WrittenDown(list[str]):
+class WrittenDown(list[str]):
     """Lines that are in a file, too."""
 
     def __init__(self, file: Path) -> None:
@@ -71,7 +71,7 @@ class PlayedDevice:
 
     def write_mistakes_to(self, file: Path) -> None:
         """Each mistake becomes a line of this file at once, for a test in another process. Called before any copy."""
-        self.driver.violations = _WrittenDown(file)
+        self.driver.violations = WrittenDown(file)
 
     def computes_at_once(self) -> None:
         """What computes is done when its call returns, as on a CPU: it is in no stream, and waits on the host.
@@ -163,4 +163,4 @@ class _PlayedEngine(DeviceTransferEngine):
         return ended
 
 
-__all__ = ["OnDevice", "PlayedDevice"]
+__all__ = ["OnDevice", "PlayedDevice", "WrittenDown"]

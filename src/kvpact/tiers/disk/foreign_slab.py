@@ -55,15 +55,26 @@ class ForeignSlab:
         """The file's time of change and size at the last scan, if no change can have been missed."""
 
     @classmethod
-    def open(cls, path: Path, namespace: bytes, slot_bytes: int, access: Access, report: Report) -> ForeignSlab | None:
-        """The slab at `path`; None if it cannot be read, is not ours, or is of another namespace or slot size."""
+    def open(
+        cls,
+        path: Path,
+        namespace: bytes,
+        slot_bytes: int,
+        access: Access,
+        report: Report,
+        refuted: frozenset[bytes] = frozenset(),
+    ) -> ForeignSlab | None:
+        """The slab at `path`, without records of `refuted` runs.
+
+        None if it cannot be read, is not ours, or is of another namespace or slot size.
+        """
         try:
             descriptor = open_own(path, os.O_RDONLY)
         except OSError:
             return None
         try:
             require_ours(os.fstat(descriptor), path, access)
-            superblock = Superblock.read(descriptor, path)
+            superblock = Superblock.read(descriptor, path, refuted)
             if superblock.namespace.digest == namespace and superblock.slot_bytes == slot_bytes:
                 slab = cls(SlabReader(path, descriptor, superblock), report)
                 descriptor = -1

@@ -62,7 +62,9 @@ class ForeignSlabs:
                 self._report("read", f"cannot read {slab.path}: {error.strerror}")
 
     def _open(self, path: Path) -> ForeignSlab | None:
-        return ForeignSlab.open(path, self._namespace.digest, self._slot_bytes, self._directory.access, self._report)
+        return ForeignSlab.open(
+            path, self._namespace.digest, self._slot_bytes, self._directory.access, self._report, self._refuted
+        )
 
     def _report(self, kind: Literal["damaged", "read"], message: str) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from kvpact.errors import TierError
 from kvpact.own_files import OwnFolder, closing, open_own
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header, payload_digest
 from kvpact.tiers.disk.header_table import occupied
-from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock
+from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock, refuted_in
 from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at
 
 
@@ -111,7 +111,7 @@ def verify_slab(path: str | os.PathLike[str], progress: Callable[[int, int], Non
 
 
 def _verify(descriptor: int, path: Path, progress: Callable[[int, int], None] | None) -> VerifyReport:
-    superblock = Superblock.read(descriptor, path)
+    superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
     slots = [slot for slot, _ in occupied(_table(descriptor, superblock))]
     payload = memoryview(bytearray(superblock.slot_bytes))
     sound: dict[bytes, bytes] = {}
@@ -172,7 +172,7 @@ def _summary(item: Neighbour, now: float) -> SlabSummary | None:
     headers: list[RecordHeader] = []
     try:
         with closing(open_own(path, os.O_RDONLY)) as descriptor:
-            superblock = Superblock.read(descriptor, path)
+            superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
             for slot, raw in occupied(_table(descriptor, superblock)):
                 with suppress(RecordError):
                     headers.append(superblock.header(slot, raw))

@@ -69,7 +69,7 @@ class Superblock:
     """The first page of a slab. `claim_bytes` is the size to which its present or last owner, `pid`, may let it grow.
 
     Both change with every opening and lie outside the checksum; only messages and the rule of room depend on them.
-    `refuted` are the runs whose records are not served, by the files beside the slab when it was read.
+    `refuted` are the runs whose records are not served, by the files beside the slab.
     """
 
     slot_bytes: int
@@ -161,8 +161,11 @@ class Superblock:
         return cls(slot_bytes, table_slots, namespace, *_OWNER.unpack_from(raw, _OWNER_AT))
 
     @classmethod
-    def read(cls, descriptor: int, path: Path) -> Superblock:
-        """The superblock of an open file. Raises as `decode` does; a file without room for its table is damaged."""
+    def read(cls, descriptor: int, path: Path, refuted: frozenset[bytes] = frozenset()) -> Superblock:
+        """The superblock of an open file, which serves no record of a `refuted` run: see `refuted_in`.
+
+        Raises as `decode` does; a file without room for its table is damaged.
+        """
         found = cls.decode(os.pread(descriptor, PAGE_BYTES, 0), path)
         file_bytes = os.fstat(descriptor).st_size
         if found.slot_bytes < 1 or found.payload_at > file_bytes:
@@ -170,7 +173,7 @@ class Superblock:
                 f"{path} has {file_bytes} bytes and claims a table of {found.table_slots} slots of {found.slot_bytes} "
                 "bytes: it is damaged"
             )
-        return replace(found, refuted=refuted_in(path.parent))
+        return replace(found, refuted=refuted)
 
 
 def refuted_in(folder: Path) -> frozenset[bytes]:

@@ -17,7 +17,7 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import Access, open_own
 from kvpact.tiers.disk.file_lock import lock_file
-from kvpact.tiers.disk.slab import Slab, Superblock, SuperblockError
+from kvpact.tiers.disk.slab import Slab, Superblock, SuperblockError, refuted_in
 from kvpact.tiers.disk.slab_directory import NoRoomYet, Room, SlabDirectory
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class SlabOpener:
             require_ours(os.fstat(descriptor), path, self.directory.access)
             if not lock_file(descriptor):
                 return path
-            superblock = Superblock.read(descriptor, path)
+            superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
             if superblock.namespace.digest != self.namespace.digest:
                 differences = "; ".join(superblock.namespace.differences(self.namespace))
                 raise TierError(f"disk tier: {path} belongs to another model ({differences}); move it away")

@@ -44,7 +44,12 @@ class RecordReader:
     def header_in(self, raw: bytes) -> RecordHeader:
         """The header of a block that an engine of this tier may have stored. Raises RecordError."""
         return RecordHeader.decode(
-            raw, namespace=self._namespace, length=None, max_length=self._max_length, seal=self._seal
+            raw,
+            namespace=self._namespace,
+            length=None,
+            max_length=self._max_length,
+            seal=self._seal,
+            refuted=self._refuted,
         )
 
     def read(self, blocks: Sequence[Block], buffers: Sequence[BlockBuffer]) -> Iterator[bool]:
@@ -91,8 +96,6 @@ class RecordReader:
             header = self.header_in(bytes(raw))
         except RecordError as error:
             return str(error)
-        if header.run in self._refuted:
-            return "was written by an engine that later found its copies of KV to be wrong"
         if header.key != block.key:
             return f"misplaced: it is block {header.key.hex()[:16]}"
         if (header.parent, header.depth) != (block.parent, block.depth):
