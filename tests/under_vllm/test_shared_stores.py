@@ -21,7 +21,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from hook_time import LONG_BLOCKS, MAX_RUNS, HookTime, StepTime, no_collections
+from hook_time import (
+    LONG_BLOCKS,
+    MAX_RUNS,
+    STEP_CPU_SECONDS,
+    STEP_WAIT_SECONDS,
+    HookTime,
+    StepTime,
+    no_collections,
+)
 from kvpact.cache.budget import STEP_BUDGET_SECONDS
 from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from servers.mooncake_server import mooncake_pool
@@ -308,7 +316,11 @@ CONNECTOR_HOOKS = (
 def test_h58_no_step_of_the_scheduler_does_a_stores_work_or_waits_for_it(
     start: Callable[..., PlayedEngine], running: Callable[[str], Any], *, hangs: bool
 ) -> None:
-    """Prompts of 2,000 tokens. Of some lives of an engine the one counts whose most expensive step cost least."""
+    """Prompts of 2,000 tokens. Of some lives of an engine the one counts whose most expensive step cost least.
+
+    A step here stores 125 blocks in memory as well, so it may cost twice what a lookup may; a call to the store would
+    sleep for its answer.
+    """
     server: RedisServer = running("redis")
     with server.client() as client:
         client.flushall()
@@ -317,6 +329,9 @@ def test_h58_no_step_of_the_scheduler_does_a_stores_work_or_waits_for_it(
     for prompt in prompts:
         first.generate(prompt)
     flush(first)
+
+    def is_quick(step: StepTime) -> bool:
+        return step.cpu <= 2 * STEP_CPU_SECONDS and step.slept <= STEP_WAIT_SECONDS
 
     def live() -> StepTime:
         engine = start(url, prepare_deadline="300ms" if hangs else "8s")
@@ -334,9 +349,9 @@ def test_h58_no_step_of_the_scheduler_does_a_stores_work_or_waits_for_it(
         return hooks.worst
 
     lives: list[StepTime] = []
-    while len(lives) < MAX_RUNS and not any(life.within_bounds for life in lives):
+    while len(lives) < MAX_RUNS and not any(map(is_quick, lives)):
         lives.append(live())
-    assert any(life.within_bounds for life in lives), lives
+    assert any(map(is_quick, lives)), lives
 
 
 def test_an_object_store_that_fails_and_slows_down_costs_hits_and_nothing_else(
